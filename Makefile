@@ -1,0 +1,35 @@
+# Every target sets up what it needs; nothing is installed by hand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint check verify bench-serving clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: lint $(READY)
+	$(BIN)/python -m pytest -m "not verify"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Load, faults and timing: minutes, and sensitive to what else the machine does.
+verify: $(READY)
+	$(BIN)/python -m pytest -m verify -v -s
+
+# Side by side with Triton, MLServer, LitServe and BentoML; each gets a virtual environment under .bench/.
+bench-serving: $(READY)
+	$(BIN)/python benchmarks/serving_overhead.py
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .bench build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,18 @@
+"""Model, data and an SLO in; a served endpoint that keeps the SLO, with the proof, out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.local import LocalModel
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "load"]
+
+
+def load(path: str, *, version: str = "") -> LocalModel:
+    """A model in this process: `penstock.load("models/digits").infer(image)`."""
+    from penstock.local import LocalModel
+
+    return LocalModel(path, version)

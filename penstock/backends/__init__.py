@@ -1,0 +1,106 @@
+"""How a file becomes something that runs: the Backend and Runner contract, and where each lives.
+
+A backend is one module with a function `load(config) -> Runner`, imported on first use so that an
+absent library only hurts whoever asks for it. It runs inside a worker and may block, crash or leak
+there. `tests/suites/backend.py` is the contract as tests; a new backend inherits it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.types import Array, Parameter, TensorSpec
+
+MODULES: Mapping[str, str] = {
+    "null": "penstock.backends.null",
+    "onnxruntime": "penstock.backends.onnxruntime",
+}
+
+Outputs = Mapping[str, Array]
+
+
+class BatchRequest(Protocol):
+    """One request of a batch, for runners with `needs_requests`."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def parameters(self) -> Mapping[str, Parameter]: ...
+
+
+class Batch:
+    """Stacked inputs by name. The arrays are read-only views, valid until `wait` is exhausted."""
+
+    __slots__ = ("inputs", "num_rows", "requests")
+
+    def __init__(
+        self, inputs: Mapping[str, Array], num_rows: int, requests: Sequence[BatchRequest] = ()
+    ) -> None:
+        self.inputs = inputs
+        self.num_rows = num_rows
+        self.requests = requests
+
+
+class Execution(Protocol):
+    def wait(self) -> Iterable[Outputs]:
+        """The answers to the batch: one for most models, none or several for decoupled ones.
+        Shapes may be unknown until now. Raises what the model raised."""
+
+
+class Finished:
+    """The execution of a backend that computes in `start`."""
+
+    __slots__ = ("_outputs",)
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._outputs = outputs
+
+    def wait(self) -> Iterable[Outputs]:
+        return (self._outputs,)
+
+
+class Runner(Protocol):
+    """A loaded model on its device. One thread calls it."""
+
+    @property
+    def inputs(self) -> Sequence[TensorSpec]:
+        """As the file declares them, batch dimension included; empty if it does not say."""
+
+    @property
+    def outputs(self) -> Sequence[TensorSpec]: ...
+
+    @property
+    def needs_requests(self) -> bool:
+        """True when `Batch.requests` must be filled in."""
+
+    def built(self) -> Mapping[str, str]:
+        """What was really made of the options, read back from the library."""
+
+    def start(self, batch: Batch) -> Execution: ...
+
+    def close(self) -> None: ...
+
+
+class LoadRunner(Protocol):
+    def __call__(self, config: ModelConfig, /) -> Runner: ...
+
+
+def backend(name: str) -> LoadRunner:
+    """The `load` function of a backend. ConfigError names what is missing."""
+    module_name = MODULES.get(name)
+    if module_name is None:
+        known = ", ".join(sorted(MODULES))
+        raise ConfigError([f"backend: '{name}' is not known; expected one of {known}"])
+    try:
+        load: LoadRunner = importlib.import_module(module_name).load
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            [f"backend: '{name}' needs the package '{error.name}', which is not installed"]
+        ) from error
+    return load

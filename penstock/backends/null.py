@@ -1,0 +1,110 @@
+"""A backend that computes nothing and takes a stated time: for tests and the server's own cost.
+
+Outputs repeat the inputs of the same position (zeros where datatypes or shapes differ). A batch of
+b rows takes `null.a_ms` + b x `null.c_ms`. A row whose first element equals `null.crash_on`,
+`.hang_on`, `.fail_on` or `.stall_on` makes the worker die, hang, raise, or take `null.stall_ms`
+longer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from penstock.backends import Batch, Execution, Finished, Outputs
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
+from penstock.types import DATATYPES, Array, TensorSpec
+
+OPTIONS = ("a_ms", "c_ms", "load_ms", "stall_ms", "crash_on", "hang_on", "fail_on", "stall_on")
+
+
+class NullRunner:
+    needs_requests = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.inputs: Sequence[TensorSpec] = ()
+        self.outputs: Sequence[TensorSpec] = ()
+        self._config = config
+        self._options = _numbers(config)
+        time.sleep(self._options.get("load_ms", 0.0) / 1e3)
+
+    def built(self) -> Mapping[str, str]:
+        return {name: str(value) for name, value in self._options.items()}
+
+    def start(self, batch: Batch) -> Execution:
+        began = time.perf_counter()
+        options = self._options
+        arrays = list(batch.inputs.values())
+        if len(options) > 1:
+            self._misbehave(arrays)
+        cost_s = (options.get("a_ms", 0.0) + options.get("c_ms", 0.0) * batch.num_rows) / 1e3
+        outputs = self._outputs(arrays, batch.num_rows)
+        left_s = cost_s - (time.perf_counter() - began)
+        if left_s > 0:
+            time.sleep(left_s)
+        return Finished(outputs)
+
+    def close(self) -> None:
+        pass
+
+    def _outputs(self, arrays: Sequence[Array], num_rows: int) -> Outputs:
+        outputs: dict[str, Array] = {}
+        has_batch = self._config.max_batch_size > 0
+        for index, spec in enumerate(self._config.outputs):
+            source = self._config.inputs[index] if index < len(arrays) else None
+            if source is not None and (source.datatype, source.shape) == (
+                spec.datatype,
+                spec.shape,
+            ):
+                outputs[spec.name] = arrays[index]
+                continue
+            shape = tuple(max(1, size) for size in spec.shape)
+            full = (num_rows, *shape) if has_batch else shape
+            empty = b"" if spec.datatype == "BYTES" else 0
+            outputs[spec.name] = np.full(full, empty, dtype=DATATYPES[spec.datatype].numpy)
+        return outputs
+
+    def _misbehave(self, arrays: Sequence[Array]) -> None:
+        if not arrays or arrays[0].size == 0 or arrays[0].dtype == np.object_:
+            return
+        firsts = arrays[0].reshape(arrays[0].shape[0], -1)[:, 0]
+        for name in ("crash_on", "hang_on", "fail_on", "stall_on"):
+            value = self._options.get(name)
+            if value is None or not np.any(firsts == value):
+                continue
+            if name == "crash_on":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if name == "hang_on":
+                while True:
+                    time.sleep(3600)
+            if name == "fail_on":
+                raise BackendFailed(f"null.fail_on: a row starts with {value:g}")
+            time.sleep(self._options.get("stall_ms", 0.0) / 1e3)
+
+
+def load(config: ModelConfig) -> NullRunner:
+    return NullRunner(config)
+
+
+def _numbers(config: ModelConfig) -> dict[str, float]:
+    numbers: dict[str, float] = {}
+    problems: list[str] = []
+    for key, text in config.options.items():
+        name = key.removeprefix("null.")
+        if name == key:
+            continue
+        if name not in OPTIONS:
+            problems.append(f"parameters.{key}: unknown; expected one of {', '.join(OPTIONS)}")
+            continue
+        try:
+            numbers[name] = float(text)
+        except ValueError:
+            problems.append(f"parameters.{key}: '{text}' is not a number")
+    if problems:
+        raise ConfigError(problems)
+    return numbers

@@ -1,0 +1,256 @@
+"""ONNX files on ONNX Runtime: the default backend, on CPUs with threads and graph level set openly.
+
+Options (config.pbtxt `parameters`, Triton's names): `intra_op_thread_count`,
+`inter_op_thread_count`, `execution_mode` (0 sequential, 1 parallel), `graph_level` (disabled,
+basic, extended, all), `providers` (comma-separated), `provider_options.<provider>.<key>`, and any
+`session.<key>` config entry. What the session really uses is read back and compared.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+# Before the import: the only switch that keeps the library from reporting home.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
+
+import numpy as np
+import onnxruntime as ort
+
+from penstock.backends import Batch, Execution, Finished
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
+from penstock.types import DATATYPES, Array, TensorSpec
+
+GRAPH_LEVELS = {
+    "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+ELEMENT_TYPES = {
+    "tensor(bool)": "BOOL",
+    "tensor(uint8)": "UINT8",
+    "tensor(uint16)": "UINT16",
+    "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64",
+    "tensor(int8)": "INT8",
+    "tensor(int16)": "INT16",
+    "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64",
+    "tensor(float16)": "FP16",
+    "tensor(float)": "FP32",
+    "tensor(double)": "FP64",
+    "tensor(bfloat16)": "BF16",
+    "tensor(string)": "BYTES",
+}
+ONNX_BFLOAT16 = 16
+CPU = "CPUExecutionProvider"
+
+
+class OnnxRunner:
+    needs_requests = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        options = _session_options(config)
+        providers = _providers(config)
+        try:
+            self._session = ort.InferenceSession(config.artifact, options, providers=providers)
+        except Exception as error:  # The library raises its own types, some of them bare.
+            raise BackendFailed(
+                f"ONNX Runtime cannot load the model: {_first_line(error)}"
+            ) from None
+        self._level = config.options.get("graph_level", "all")
+        self.inputs = _specs(self._session.get_inputs())
+        self.outputs = _specs(self._session.get_outputs())
+        self._check_signature()
+        self._check_providers([name for name, _ in providers])
+        self._output_names = [spec.name for spec in config.outputs]
+        self._special = {
+            spec.name: spec.datatype for spec in config.inputs if spec.datatype in ("BF16", "BYTES")
+        }
+        self._has_bf16 = any(s.datatype == "BF16" for s in (*config.inputs, *config.outputs))
+
+    def built(self) -> Mapping[str, str]:
+        options = self._session.get_session_options()
+        built = {
+            "onnxruntime": ort.__version__,
+            "providers": ",".join(self._session.get_providers()),
+            "intra_op_thread_count": str(options.intra_op_num_threads),
+            "inter_op_thread_count": str(options.inter_op_num_threads),
+            "execution_mode": options.execution_mode.name,
+            "graph_level": options.graph_optimization_level.name,
+        }
+        for provider, settings in self._session.get_provider_options().items():
+            for key, value in settings.items():
+                built[f"provider_options.{provider}.{key}"] = value
+        return built
+
+    def start(self, batch: Batch) -> Execution:
+        feeds = batch.inputs
+        if self._has_bf16:
+            return Finished(self._run_with_ort_values(feeds))
+        if self._special:
+            feeds = {name: _text(array) for name, array in feeds.items()}
+        arrays = self._session.run(self._output_names, feeds)
+        return Finished(dict(zip(self._output_names, arrays, strict=True)))
+
+    def close(self) -> None:
+        del self._session
+
+    def _run_with_ort_values(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """BF16 has no numpy type: its bits go in and out as uint16."""
+        values = {}
+        for name, array in feeds.items():
+            if self._special.get(name) == "BF16":
+                bits = np.ascontiguousarray(array)
+                values[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, ONNX_BFLOAT16)
+            else:
+                values[name] = ort.OrtValue.ortvalue_from_numpy(_text(array))
+        answers = self._session.run_with_ort_values(self._output_names, values)
+        outputs: dict[str, Array] = {}
+        for spec, value in zip(self._config.outputs, answers, strict=True):
+            array = value.numpy()
+            outputs[spec.name] = array.view(np.uint16) if spec.datatype == "BF16" else array
+        return outputs
+
+    def _check_signature(self) -> None:
+        """The configured tensors must be the file's; a mismatch would fail every request."""
+        problems: list[str] = []
+        for kind, wanted, actual in (
+            ("input", self._config.inputs, self.inputs),
+            ("output", self._config.outputs, self.outputs),
+        ):
+            by_name = {spec.name: spec for spec in actual}
+            for spec in wanted:
+                problems += _mismatch(kind, spec, by_name, self._config.max_batch_size > 0)
+            if kind == "input":
+                configured = {spec.name for spec in wanted}
+                problems += [
+                    f"input: the model needs '{name}', which is not configured"
+                    for name in by_name
+                    if name not in configured
+                ]
+        if problems:
+            raise ConfigError(problems)
+
+    def _check_providers(self, asked: Sequence[str]) -> None:
+        """ONNX Runtime falls back to the CPU without an error; we do not."""
+        got = self._session.get_providers()
+        missing = [name for name in asked if name not in got]
+        if missing:
+            raise ConfigError(
+                [f"parameters.providers: asked for {', '.join(missing)}, got {', '.join(got)}"]
+            )
+
+
+def load(config: ModelConfig) -> OnnxRunner:
+    return OnnxRunner(config)
+
+
+def _session_options(config: ModelConfig) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    settings = config.options
+    cores = len(os.sched_getaffinity(0))
+    options.intra_op_num_threads = _count(
+        settings, "intra_op_thread_count", max(1, cores // config.num_instances)
+    )
+    options.inter_op_num_threads = _count(settings, "inter_op_thread_count", 1)
+    if settings.get("execution_mode", "0") == "1":
+        options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    level = settings.get("graph_level", "all")
+    if level not in GRAPH_LEVELS:
+        raise ConfigError(
+            [f"parameters.graph_level: '{level}' is not one of {', '.join(GRAPH_LEVELS)}"]
+        )
+    options.graph_optimization_level = GRAPH_LEVELS[level]
+    options.log_severity_level = 3
+    # Spinning threads take the cores that the front and other instances need.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    for key, value in settings.items():
+        if key.startswith("session."):
+            options.add_session_config_entry(key, value)
+    return options
+
+
+def _providers(config: ModelConfig) -> list[tuple[str, dict[str, str]]]:
+    names = [name.strip() for name in config.options.get("providers", CPU).split(",")]
+    available = ort.get_available_providers()
+    unknown = [name for name in names if name not in available]
+    if unknown:
+        raise ConfigError(
+            [
+                f"parameters.providers: {', '.join(unknown)} not in this build of ONNX Runtime, "
+                f"which has {', '.join(available)}"
+            ]
+        )
+    providers = []
+    for name in names:
+        prefix = f"provider_options.{name}."
+        settings = {
+            key.removeprefix(prefix): value
+            for key, value in config.options.items()
+            if key.startswith(prefix)
+        }
+        providers.append((name, settings))
+    return providers
+
+
+def _count(settings: Mapping[str, str], key: str, default: int) -> int:
+    text = settings.get(key, str(default))
+    if not text.isdigit():
+        raise ConfigError([f"parameters.{key}: '{text}' is not a number of threads"])
+    return int(text) or default
+
+
+def _specs(nodes: Sequence[ort.NodeArg]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(
+            node.name,
+            ELEMENT_TYPES.get(node.type, node.type),
+            tuple(size if isinstance(size, int) else -1 for size in node.shape),
+        )
+        for node in nodes
+    )
+
+
+def _mismatch(
+    kind: str, spec: TensorSpec, actual: Mapping[str, TensorSpec], has_batch: bool
+) -> list[str]:
+    found = actual.get(spec.name)
+    where = f"{kind} '{spec.name}'"
+    if found is None:
+        return [f"{where}: the model has only {', '.join(sorted(actual))}"]
+    if found.datatype != spec.datatype:
+        return [f"{where}: configured as {spec.datatype}, the model has {found.datatype}"]
+    shape = (-1, *spec.shape) if has_batch else spec.shape
+    # An output without a declared shape may have any rank.
+    if kind == "output" and not found.shape:
+        return []
+    if len(shape) != len(found.shape) or any(
+        -1 not in (a, b) and a != b for a, b in zip(shape, found.shape, strict=True)
+    ):
+        return [f"{where}: configured as {list(shape)}, the model has {list(found.shape)}"]
+    if has_batch and found.shape and found.shape[0] not in (-1,):
+        return [
+            f"{where}: the model's first dimension is fixed at {found.shape[0]}, "
+            "so max_batch_size must be 0"
+        ]
+    return []
+
+
+def _text(array: Array) -> Array:
+    """ONNX Runtime wants str where the wire has bytes."""
+    if array.dtype != np.object_:
+        return array
+    return np.array([item.decode() for item in array.ravel()], dtype=np.object_).reshape(
+        array.shape
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+assert set(ELEMENT_TYPES.values()) == set(DATATYPES)

@@ -1,0 +1,140 @@
+"""The command line: flags to values, results to the terminal. No logic of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+import penstock
+from penstock.errors import ConfigError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(penstock.__version__, prog_name="penstock")
+def main() -> None:
+    """Model, data and SLO in; a served endpoint that keeps the SLO out."""
+    logging.basicConfig(
+        level=os.environ.get("PENSTOCK_LOG", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+
+
+@main.command()
+@click.argument("path", type=click.Path())
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on. Change it to be reached from other machines; needs --insecure.",
+)
+@click.option(
+    "--http-port",
+    default=8000,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="HTTP port; 0 takes a free one and prints it.",
+)
+@click.option(
+    "--drain-s",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="How long accepted requests may take after SIGTERM. Raise it for slow models.",
+)
+@click.option(
+    "--insecure", is_flag=True, help="Allow a --host that others can reach, without keys."
+)
+@click.option(
+    "--exit-on-error/--no-exit-on-error",
+    default=True,
+    show_default=True,
+    help="Stop when a model cannot be loaded; --no-exit-on-error serves the others.",
+)
+def serve(
+    path: str, host: str, http_port: int, drain_s: float, insecure: bool, exit_on_error: bool
+) -> None:
+    """Serve PATH, a model repository or the folder of one model, over the v2 protocol."""
+    import uvloop
+
+    from penstock import repository, server
+    from penstock.config import ServerConfig
+
+    try:
+        server.check_host(host, insecure)
+        found = repository.read(path)
+        if found.problems and exit_on_error:
+            raise ConfigError(_flat(found.problems))
+        _print_problems(_flat(found.problems))
+        config = ServerConfig(host=host, http_port=http_port, drain_s=drain_s)
+
+        def started(running: server.Server) -> None:
+            failures = [f"{f.config.name}: {f.reason}" for f in running.catalog.failures]
+            if failures and exit_on_error:
+                raise ConfigError(failures)
+            _print_problems(failures)
+            _print_table(running, host)
+
+        uvloop.run(server.serve(found.configs, config, started))
+    except ConfigError as error:
+        _fail(error)
+
+
+@main.command()
+@click.argument("path", type=click.Path())
+def inspect(path: str) -> None:
+    """Show what PATH, a repository or a model, resolves to, as config.pbtxt."""
+    from penstock import repository
+
+    try:
+        found = repository.read(path)
+    except ConfigError as error:
+        _fail(error)
+    for config in found.configs:
+        click.echo(f"# {config.name}, version {config.version}: {os.path.relpath(config.artifact)}")
+        click.echo(repository.describe(config))
+    if found.problems:
+        _fail(ConfigError(_flat(found.problems)))
+
+
+def _flat(problems: dict[str, list[str]]) -> list[str]:
+    return [f"{model}: {problem}" for model, items in problems.items() for problem in items]
+
+
+def _print_problems(problems: list[str]) -> None:
+    for problem in problems:
+        click.secho(f"error: {problem}", fg="red", err=True)
+
+
+def _fail(error: ConfigError) -> NoReturn:
+    _print_problems(list(error.problems))
+    sys.exit(1)
+
+
+def _print_table(running: object, host: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.server import Server
+
+    assert isinstance(running, Server)
+    table = Table(title=f"Penstock {penstock.__version__}")
+    for column in ("model", "version", "state", "backend", "instances", "max batch", "loaded in"):
+        table.add_column(column)
+    for model in running.catalog:
+        config = model.config
+        table.add_row(
+            config.name,
+            config.version,
+            model.state,
+            config.backend,
+            str(config.num_instances),
+            str(config.max_batch_size),
+            f"{model.metrics.load_s:.2f} s",
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"HTTP  http://{host}:{running.http_port}/v2", highlight=False)

@@ -1,0 +1,120 @@
+"""Configuration as frozen values: what a model is, how it is batched, how the server listens.
+
+Parsed elsewhere (`repository` reads config.pbtxt, `cli` reads flags), resolved once, never changed
+afterwards. Each default stands beside the sentence that says when to change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.types import TensorSpec, TimeoutAction
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicy:
+    """What happens to requests that wait (Triton's ModelQueuePolicy)."""
+
+    timeout_action: TimeoutAction = "REJECT"
+    # Zero waits for ever; set it below your clients' own time-out.
+    default_timeout_s: float = 0.0
+    # Lets a request shorten the default time-out, never lengthen it.
+    allow_timeout_override: bool = False
+    # Zero means no limit of its own; `BatchPolicy.max_pending` still holds.
+    max_queue_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """Triton's dynamic_batching. `is_dynamic` False runs each request by itself."""
+
+    max_batch_size: int
+    is_dynamic: bool = False
+    # Only for models that are much better at certain sizes; else leave empty.
+    preferred_batch_sizes: tuple[int, ...] = ()
+    # Waiting on purpose; batches form by themselves while the instances are busy.
+    max_queue_delay_s: float = 0.0
+    # Answers leave in the order of arrival; costs latency when there are several instances.
+    preserve_ordering: bool = False
+    num_priorities: int = 0
+    default_priority: int = 0
+    # Index 0 is the default; levels 1..num_priorities follow.
+    policies: tuple[QueuePolicy, ...] = (QueuePolicy(),)
+    # All queues of the model together; lower it where memory is short.
+    max_pending: int = 8192
+
+    def policy(self, level: int) -> QueuePolicy:
+        return self.policies[level] if level < len(self.policies) else self.policies[0]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPolicy:
+    """Shared memory of one model. Raise for large tensors or deep queues."""
+
+    # Per slab; None is sized for a full batch of fixed shapes, 4 MiB for variable ones.
+    slab_bytes: int | None = None
+    # Slabs that waiting requests may fill; beyond it they keep their bytes and are decoded later.
+    max_slabs: int = 8
+    # Per model for inputs and per worker for outputs that do not fit rows.
+    spill_bytes: int = 256 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One version of one model, everything resolved: what `penstock inspect` prints."""
+
+    name: str
+    version: str
+    backend: str
+    # The file or folder that the backend loads.
+    artifact: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    # 0: the model has no batch dimension.
+    max_batch_size: int
+    batching: BatchPolicy
+    num_instances: int = 1
+    device: str = "cpu"
+    memory: MemoryPolicy = field(default_factory=MemoryPolicy)
+    # A batch that takes longer than max(this, 20 x the p99 of its size) is taken for a hang.
+    hang_s: float = 30.0
+    # Strings for the backend, as written under `parameters`.
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def platform(self) -> str:
+        return "onnxruntime_onnx" if self.backend == "onnxruntime" else self.backend
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What one client may ask of the HTTP server."""
+
+    max_body_bytes: int = 64 * MIB
+    # JSON is decoded on the event loop, so its size is everybody's latency.
+    max_json_bytes: int = 8 * MIB
+    max_header_bytes: int = 16 * 1024
+    max_headers: int = 100
+    max_url_bytes: int = 8 * 1024
+    max_connections: int = 20_000
+    header_timeout_s: float = 10.0
+    # A body must arrive within this plus one second per `min_body_rate` bytes.
+    body_timeout_s: float = 60.0
+    min_body_rate: int = 16 * 1024
+    keep_alive_s: float = 75.0
+    # A client that does not read its answer is cut off after this.
+    write_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How the server listens and stops."""
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    # How long accepted requests may take to finish after SIGTERM.
+    drain_s: float = 30.0
+    limits: HttpLimits = field(default_factory=HttpLimits)

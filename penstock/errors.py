@@ -1,0 +1,70 @@
+"""Everything that can go wrong, by whose fault it is.
+
+    PenstockError
+    ├── InvalidRequest     the client sent something that cannot be run
+    ├── TooLarge           ... and it is the size that is wrong
+    ├── NotFound           no such model, version or route
+    ├── NotReady           the thing exists and cannot answer now
+    ├── Overloaded         refused to keep the promise made to others
+    ├── DeadlineExceeded   the request's own time ran out
+    ├── Cancelled          the client went away
+    ├── Unsupported        a known feature that this server does not have
+    ├── BackendFailed      the model itself failed
+    └── ConfigError        the operator's files are wrong (all problems at once)
+
+No protocol word appears here: each protocol has one table from these classes to its statuses.
+"""
+
+from collections.abc import Sequence
+
+
+class PenstockError(Exception):
+    """Base of all errors whose text may be shown to whoever asked."""
+
+
+class InvalidRequest(PenstockError):
+    pass
+
+
+class TooLarge(InvalidRequest):
+    pass
+
+
+class NotFound(PenstockError):
+    pass
+
+
+class NotReady(PenstockError):
+    pass
+
+
+class Overloaded(PenstockError):
+    """`retry_after_s` is when asking again may make sense."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(PenstockError):
+    pass
+
+
+class Cancelled(PenstockError):
+    pass
+
+
+class Unsupported(PenstockError):
+    pass
+
+
+class BackendFailed(PenstockError):
+    pass
+
+
+class ConfigError(PenstockError):
+    """Carries every problem found, each starting with the path of what is wrong."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = tuple(problems)

@@ -1,0 +1,145 @@
+"""A model in this process: the same Model and batcher as the server, with a thread for a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from types import TracebackType
+
+import numpy as np
+
+from penstock import repository
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError, InvalidRequest, PenstockError
+from penstock.serving.model import Model
+from penstock.serving.supervisor import ThreadLife
+from penstock.types import (
+    DATATYPES,
+    Array,
+    CallbackSink,
+    Request,
+    Response,
+    TensorSpec,
+    from_array,
+    to_array,
+)
+
+
+class LocalModel:
+    """Owns an event loop in a thread of its own; `infer` may be called from any thread."""
+
+    def __init__(self, path: str, version: str = "") -> None:
+        self.config = _config(path, version)
+        self._inputs = {spec.name: spec for spec in self.config.inputs}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        try:
+            self._model = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def __enter__(self) -> LocalModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<LocalModel {self.config.name}/{self.config.version}>"
+
+    def infer(self, inputs: Array | Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name. One array is enough for a model with one input; where the model has a
+        batch dimension, so must the arrays."""
+        return self.submit(inputs).result()
+
+    def submit(self, inputs: Array | Mapping[str, Array]) -> Future[dict[str, Array]]:
+        """Like `infer`, without waiting: requests that wait together run together."""
+        future: Future[dict[str, Array]] = Future()
+
+        def deliver(request: Request, answer: Response | PenstockError) -> None:
+            if isinstance(answer, PenstockError):
+                future.set_exception(answer)
+            else:
+                future.set_result({t.name: to_array(t).copy() for t in answer.outputs})
+
+        tensors = [
+            from_array(name, self._spec(name).datatype, _cast(self._spec(name), array))
+            for name, array in self._named(inputs).items()
+        ]
+        request = Request(CallbackSink(deliver), tensors, self._loop.time())
+        self._loop.call_soon_threadsafe(self._model.submit, request)
+        return future
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._model.close(), self._loop).result()
+        self._end_loop()
+
+    async def _start(self) -> Model:
+        model = Model(self.config, start_life=ThreadLife)
+        try:
+            await model.start()
+        except ConfigError:
+            await model.close()
+            raise
+        return model
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _named(self, inputs: Array | Mapping[str, Array]) -> Mapping[str, Array]:
+        if isinstance(inputs, Mapping):
+            return inputs
+        if len(self._inputs) != 1:
+            raise InvalidRequest(
+                f"model '{self.config.name}' has {len(self._inputs)} inputs; "
+                f"give them by name: {', '.join(self._inputs)}"
+            )
+        return {next(iter(self._inputs)): inputs}
+
+    def _spec(self, name: str) -> TensorSpec:
+        spec = self._inputs.get(name)
+        if spec is None:
+            raise InvalidRequest(
+                f"unexpected inference input '{name}' for model '{self.config.name}'; "
+                f"it takes {', '.join(self._inputs)}"
+            )
+        return spec
+
+
+def _cast(spec: TensorSpec, values: Array) -> Array:
+    """Convert what loses nothing of its kind (float64 to FP32); refuse the rest."""
+    array = np.asarray(values)
+    if spec.datatype == "BYTES":
+        return array.astype(np.object_)
+    target = DATATYPES[spec.datatype].numpy
+    if not np.can_cast(array.dtype, target, "same_kind"):
+        raise InvalidRequest(
+            f"inference input '{spec.name}' data-type is {array.dtype}, "
+            f"which cannot be given as '{spec.datatype}'"
+        )
+    return array.astype(target, copy=False)
+
+
+def _config(path: str, version: str) -> ModelConfig:
+    found = repository.read(path)
+    problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
+    if problems:
+        raise ConfigError(problems)
+    configs = [config for config in found.configs if version in ("", config.version)]
+    names = sorted({config.name for config in configs})
+    if not configs:
+        raise ConfigError([f"{path}: no version {version}"])
+    if len(names) > 1:
+        raise ConfigError([f"{path}: holds {', '.join(names)}; give the folder of one model"])
+    return configs[-1]

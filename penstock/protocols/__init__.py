@@ -1,0 +1,1 @@
+"""The sockets: protocols translate between clients and Servables and know nothing else."""

@@ -1,0 +1,507 @@
+"""An HTTP/1.1 server on httptools: limits, time-outs, keep-alive, cancellation, drain.
+
+It parses messages and hands each to a handler as an `Exchange`; the handler answers it, at once or
+later, on the same event loop. It knows nothing of models. One exchange at a time runs per
+connection; pipelined messages wait their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Protocol, cast
+
+import httptools
+
+from penstock.config import HttpLimits
+from penstock.types import Buffer
+from penstock.wire.v2 import encode_error
+
+log = logging.getLogger("penstock.http")
+
+SWEEP_S = 1.0
+MAX_PIPELINED = 16
+# Clients send the same head again and again; its parse is remembered. Bounded in size and number.
+MAX_KNOWN_HEADS = 1024
+MAX_KNOWN_HEAD_BYTES = 1024
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+_JSON = b"Content-Type: application/json\r\n"
+
+
+class Head:
+    """The parsed start of a message. Header names are lower case; a repeated header keeps its last
+    value, except those whose repetition is refused."""
+
+    __slots__ = ("content_length", "headers", "keep_alive", "method", "path", "query")
+
+    def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes]) -> None:
+        self.method = method
+        self.path, _, self.query = target.partition(b"?")
+        self.headers = headers
+        self.keep_alive = True
+        self.content_length: int | None = None
+
+
+class Rejection(Exception):
+    """The bytes are not a message we take: answered with `status`, then the connection closes."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Exchange:
+    """One message and its answer. `on_abandon` is called when the client leaves before it."""
+
+    __slots__ = ("_connection", "body", "head", "is_finished", "on_abandon")
+
+    def __init__(self, connection: Connection, head: Head, body: Buffer) -> None:
+        self._connection = connection
+        self.head = head
+        self.body = body
+        self.is_finished = False
+        self.on_abandon: Callable[[], None] | None = None
+
+    @property
+    def received(self) -> float:
+        return self._connection.received
+
+    def reply(self, status: int, headers: bytes, parts: Sequence[Buffer]) -> None:
+        """The whole answer. Buffers are copied before this returns."""
+        if self.is_finished:
+            return
+        self.is_finished = True
+        length = 0
+        for part in parts:
+            length += len(part)
+        connection = self._connection
+        close = b"" if connection.will_keep_alive(self.head) else b"Connection: close\r\n"
+        body = () if self.head.method == b"HEAD" else parts
+        connection.finish(
+            self.head,
+            b"".join(
+                (
+                    _STATUS_LINES[status],
+                    headers,
+                    close,
+                    b"Content-Length: %d\r\n\r\n" % length,
+                    *body,
+                )
+            ),
+        )
+
+    def reply_error(self, status: int, text: str, headers: bytes = b"") -> None:
+        self.reply(status, _JSON + headers, (encode_error(text),))
+
+    def start_stream(self, status: int, headers: bytes) -> None:
+        """An answer of unknown length; `stream` its parts, then `end_stream`."""
+        close = b"" if self._connection.will_keep_alive(self.head) else b"Connection: close\r\n"
+        self._connection.write(
+            _STATUS_LINES[status] + headers + close + b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+
+    def stream(self, part: Buffer) -> None:
+        if part and not self.is_finished and self.head.method != b"HEAD":
+            self._connection.write(b"%x\r\n%b\r\n" % (len(part), bytes(part)))
+
+    def end_stream(self) -> None:
+        if not self.is_finished:
+            self.is_finished = True
+            self._connection.finish(self.head, b"0\r\n\r\n")
+
+    def abort(self) -> None:
+        """An answer that cannot be completed: cut the connection so that the client notices."""
+        self.is_finished = True
+        self._connection.abort()
+
+    async def can_write(self) -> None:
+        """Wait while the client reads slower than we write."""
+        await self._connection.writable.wait()
+
+
+class Handler(Protocol):
+    def __call__(self, exchange: Exchange, /) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """One client: receiving a head or a body, or idle; at most one exchange runs."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._limits = server.limits
+        self._parser = httptools.HttpRequestParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._running: Exchange | None = None
+        self._waiting: deque[tuple[Head, Buffer] | Rejection] = deque()
+        self._is_closing = False
+        self._is_paused = False
+        self._rejection: Rejection | None = None
+        # The message being received.
+        self._at_boundary = True
+        self._has_head = False
+        self._target = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._header_bytes = 0
+        self._num_headers = 0
+        self._head: Head | None = None
+        self._body = bytearray()
+        self._first_part: bytes = b""
+        self._num_complete = 0
+        # When the present state began, for the sweep.
+        self.since = server.now()
+        self.received = 0.0
+        self.write_blocked_since: float | None = None
+        self.writable = asyncio.Event()
+        self.writable.set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)
+        if not self._server.add(self):
+            transport.write(_refusal(503, "too many connections"))
+            self._is_closing = True
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_closing = True
+        self._server.remove(self)
+        self.writable.set()
+        self._waiting.clear()
+        exchange, self._running = self._running, None
+        if exchange is not None:
+            exchange.is_finished = True
+            if exchange.on_abandon is not None:
+                exchange.on_abandon()
+
+    def pause_writing(self) -> None:
+        self.write_blocked_since = self._server.now()
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.write_blocked_since = None
+        self.writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_closing:
+            return
+        self.received = self._server.now()
+        if self._at_boundary and self._running is None:
+            end = data.find(b"\r\n\r\n") + 4
+            known = self._server.known_heads.get(data[:end])
+            if known is not None and len(data) - end == known.content_length:
+                self._start(known, data[end:])
+                return
+            self._parse(data)
+            self._remember(data, end)
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        if self._at_boundary:
+            self.since = self.received
+        self._num_complete = 0
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            rejection = self._rejection
+            if rejection is None:
+                log.exception("while parsing a message")
+                rejection = Rejection(500, "internal error; this is a bug")
+            self._reject(rejection)
+            return
+        except httptools.HttpParserUpgrade:
+            self._reject(Rejection(400, "protocol upgrades are not supported"))
+            return
+        except httptools.HttpParserError as error:
+            self._reject(Rejection(400, f"malformed HTTP: {error}"))
+            return
+        if not self._at_boundary and not self._has_head:
+            self._header_bytes += len(data)
+            if self._header_bytes > 2 * self._limits.max_header_bytes:
+                self._reject(_too_many_headers(self._limits))
+        if len(self._waiting) > MAX_PIPELINED and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def _remember(self, data: bytes, end: int) -> None:
+        """If `data` was exactly one plain message, its head needs no parsing the next time."""
+        head = self._head
+        if (
+            head is None
+            or self._num_complete != 1
+            or not self._at_boundary
+            or not 4 <= end <= MAX_KNOWN_HEAD_BYTES
+            or head.content_length is None
+            or len(data) - end != head.content_length
+            or not head.keep_alive
+            or b"expect" in head.headers
+        ):
+            return
+        known = self._server.known_heads
+        if len(known) >= MAX_KNOWN_HEADS:
+            known.clear()
+        known[data[:end]] = head
+
+    # Called by the parser.
+
+    def on_message_begin(self) -> None:
+        self._at_boundary = False
+        self._has_head = False
+        self._target = b""
+        self._headers = {}
+        self._header_bytes = 0
+        self._num_headers = 0
+        self._first_part = b""
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+        if len(self._target) > self._limits.max_url_bytes:
+            self._refuse(414, f"the URL is longer than {self._limits.max_url_bytes} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        self._header_bytes += len(name) + len(value) + 4
+        self._num_headers += 1
+        limits = self._limits
+        if self._header_bytes > limits.max_header_bytes or self._num_headers > limits.max_headers:
+            self._rejection = _too_many_headers(limits)
+            raise self._rejection
+        if name in self._headers and name in (b"host", b"content-length", b"authorization"):
+            self._refuse(400, f"the header {name.decode('latin-1')} is given twice")
+        self._headers[name] = value
+
+    def on_headers_complete(self) -> None:
+        headers = self._headers
+        if b"host" not in headers and self._parser.get_http_version() != "1.0":
+            self._refuse(400, "the Host header is missing")
+        if not self._target.startswith(b"/"):
+            self._refuse(400, "the request target must be a path that starts with '/'")
+        head = Head(self._parser.get_method(), self._target, headers)
+        head.keep_alive = self._parser.should_keep_alive()
+        length = headers.get(b"content-length")
+        if length is not None:
+            head.content_length = int(length)
+            if head.content_length > self._limits.max_body_bytes:
+                self._refuse_body()
+        elif b"transfer-encoding" not in headers:
+            head.content_length = 0
+        if headers.get(b"expect", b"").lower() == b"100-continue":
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._head = head
+        self._has_head = True
+        self._body = bytearray()
+
+    def on_body(self, part: bytes) -> None:
+        head = self._head
+        assert head is not None
+        if not self._body and not self._first_part and len(part) == head.content_length:
+            self._first_part = part
+            return
+        self._body += part
+        if len(self._body) > self._limits.max_body_bytes:
+            self._refuse_body()
+
+    def on_message_complete(self) -> None:
+        assert self._head is not None
+        self._at_boundary = True
+        self._num_complete += 1
+        self._enqueue((self._head, self._first_part or self._body))
+
+    # Exchanges.
+
+    def will_keep_alive(self, head: Head) -> bool:
+        return head.keep_alive and not self._server.is_draining
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def finish(self, head: Head, data: bytes) -> None:
+        """The last bytes of the running exchange."""
+        self.write(data)
+        self._running = None
+        self.since = self._server.now()
+        if not self.will_keep_alive(head):
+            self.close()
+        elif self._waiting:
+            self._next()
+
+    def close(self) -> None:
+        """After what was written has been sent."""
+        self._is_closing = True
+        self._waiting.clear()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._is_closing = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def sweep(self, now: float) -> None:
+        """Close what took too long; called about once a second."""
+        limits = self._limits
+        blocked = self.write_blocked_since
+        if blocked is not None and now - blocked > limits.write_timeout_s:
+            self.abort()
+        elif self._running is not None or self._is_closing:
+            return
+        elif self._at_boundary:
+            if now - self.since > limits.keep_alive_s:
+                self.close()
+        elif not self._has_head:
+            if now - self.since > limits.header_timeout_s:
+                self._reject(Rejection(408, "the request head took too long"))
+        else:
+            allowed_s = limits.body_timeout_s + len(self._body) / limits.min_body_rate
+            if now - self.since > allowed_s:
+                self._reject(Rejection(408, "the request body took too long"))
+
+    def close_if_idle(self) -> None:
+        if self._running is None and self._at_boundary:
+            self.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None
+
+    def _enqueue(self, item: tuple[Head, Buffer] | Rejection) -> None:
+        if self._running is not None or self._waiting:
+            self._waiting.append(item)
+        elif isinstance(item, Rejection):
+            self._refuse_now(item)
+        else:
+            self._start(*item)
+
+    def _next(self) -> None:
+        """Run waiting messages until one is not answered at once."""
+        while self._waiting and self._running is None and not self._is_closing:
+            item = self._waiting.popleft()
+            if isinstance(item, Rejection):
+                self._refuse_now(item)
+            else:
+                self._start(*item)
+        if self._is_paused and not self._waiting and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def _start(self, head: Head, body: Buffer) -> None:
+        self._running = exchange = Exchange(self, head, body)
+        try:
+            self._server.handler(exchange)
+        except Exception:  # The protocol edge: the client is told, the server lives on.
+            log.exception("while handling %r", head.path)
+            exchange.reply_error(500, "internal error")
+
+    def _reject(self, rejection: Rejection) -> None:
+        """No byte after this is looked at."""
+        self._at_boundary = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+        self._enqueue(rejection)
+
+    def _refuse_now(self, rejection: Rejection) -> None:
+        self.write(_refusal(rejection.status, str(rejection)))
+        self.close()
+
+    def _refuse(self, status: int, text: str) -> None:
+        self._rejection = Rejection(status, text)
+        raise self._rejection
+
+    def _refuse_body(self) -> None:
+        self._refuse(413, f"the request body is larger than {self._limits.max_body_bytes} bytes")
+
+
+class HttpServer:
+    """Listens, owns the connections, and drains them."""
+
+    def __init__(self, handler: Handler, limits: HttpLimits) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.is_draining = False
+        self.known_heads: dict[bytes, Head] = {}
+        self._connections: set[Connection] = set()
+        self._loop = asyncio.get_running_loop()
+        self.now: Callable[[], float] = self._loop.time
+        self._listener: asyncio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port, which differs from the one asked for when that was 0."""
+        self._listener = await self._loop.create_server(
+            lambda: Connection(self), host, port, backlog=4096
+        )
+        self._sweeper = self._loop.create_task(self._sweep())
+        bound: int = self._listener.sockets[0].getsockname()[1]
+        return bound
+
+    def drain(self) -> None:
+        """From now on answers close their connections; idle connections close when next seen."""
+        self.is_draining = True
+
+    async def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.close()
+        for _ in range(100):
+            if not self._connections:
+                break
+            await asyncio.sleep(0.01)
+        for connection in list(self._connections):
+            connection.abort()
+        if self._listener is not None:
+            await self._listener.wait_closed()
+
+    @property
+    def num_running(self) -> int:
+        return sum(connection.is_running for connection in self._connections)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def add(self, connection: Connection) -> bool:
+        if len(self._connections) >= self.limits.max_connections:
+            return False
+        self._connections.add(connection)
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = self.now()
+            for connection in list(self._connections):
+                connection.sweep(now)
+
+
+def headers_bytes(headers: Mapping[str, str]) -> bytes:
+    return b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items())
+
+
+def _refusal(status: int, text: str) -> bytes:
+    body = encode_error(text)
+    return b"%b%bConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
+        _STATUS_LINES[status],
+        _JSON,
+        len(body),
+        body,
+    )
+
+
+def _too_many_headers(limits: HttpLimits) -> Rejection:
+    return Rejection(
+        431, f"more than {limits.max_header_bytes} bytes or {limits.max_headers} lines of headers"
+    )

@@ -1,0 +1,104 @@
+"""The core process: one event loop with catalog and HTTP front, from start to drained stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+from penstock.config import ModelConfig, ServerConfig
+from penstock.errors import ConfigError
+from penstock.protocols.http import HttpServer
+from penstock.protocols.v2_http import V2Http
+from penstock.serving.catalog import Catalog
+
+log = logging.getLogger("penstock.server")
+
+
+class Server:
+    """Ports open first (live at once, ready later), models load, and all ends in reverse order."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._stop = asyncio.Event()
+        self.catalog = Catalog()
+        self.v2 = V2Http(self.catalog, config.limits)
+        self.http = HttpServer(self.v2.handle, config.limits)
+        self.http_port = config.http_port
+
+    async def start(self, models: Sequence[ModelConfig]) -> None:
+        self.http_port = await self._listen()
+        await self.catalog.load(models)
+        self.v2.is_loading = False
+
+    async def run_until_stopped(self) -> None:
+        await self._stop.wait()
+
+    def stop(self) -> None:
+        """Begin to drain: not ready, new inferences refused, accepted ones finish."""
+        self.v2.is_draining = True
+        self.http.drain()
+        self._stop.set()
+
+    async def close(self) -> None:
+        """Finish what was accepted, up to the drain limit, then end workers and connections."""
+        self.stop()
+        try:
+            async with asyncio.timeout(self._config.drain_s):
+                await self.catalog.drain()
+                while self.http.num_running:
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            log.warning("still running after %.0f s; stopping anyway", self._config.drain_s)
+        await self.v2.close()
+        await self.http.close()
+        await self.catalog.close()
+
+    async def _listen(self) -> int:
+        host, port = self._config.host, self._config.http_port
+        try:
+            return await self.http.start(host, port)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise ConfigError([f"cannot listen on {host}:{port}: {reason}"]) from None
+
+
+def check_host(host: str, is_insecure: bool) -> None:
+    """Only this machine, unless the operator says otherwise."""
+    if is_insecure or host == "localhost":
+        return
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    raise ConfigError(
+        [
+            f"--host {host}: everybody who reaches this address could use the models; "
+            "add --insecure if that is what you want"
+        ]
+    )
+
+
+async def serve(
+    models: Sequence[ModelConfig], config: ServerConfig, on_start: Callable[[Server], None]
+) -> None:
+    """Run until SIGTERM or SIGINT; a second signal ends it at once."""
+    server = Server(config)
+    loop = asyncio.get_running_loop()
+
+    def asked_to_stop() -> None:
+        if server.v2.is_draining:
+            os._exit(1)
+        server.stop()
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, asked_to_stop)
+    try:
+        await server.start(models)
+        on_start(server)
+        await server.run_until_stopped()
+    finally:
+        await server.close()

@@ -1,0 +1,1 @@
+"""How one request is answered: planned, placed in a slab, batched, run in a worker, replied to."""

@@ -1,0 +1,570 @@
+"""One version of a model as a Servable: admit, place, batch, dispatch, reply.
+
+Owns the batcher, the slabs and what is in flight; lives on the core's event loop and takes no lock.
+It knows no protocol (requests carry their sink) and no process (the supervisor does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from penstock.config import MIB, ModelConfig
+from penstock.errors import (
+    BackendFailed,
+    ConfigError,
+    NotReady,
+    Overloaded,
+    PenstockError,
+    TooLarge,
+)
+from penstock.metrics import ModelMetrics
+from penstock.serving.batcher import Batcher, Sequencer
+from penstock.serving.plan import Geometry, Planner, column_bytes
+from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
+from penstock.serving.supervisor import Instance, ProcessLife, StartLife, Supervisor
+from penstock.types import CANCELLED, Request, Response, Tensor
+from penstock.wire import frames
+
+State = Literal["LOADING", "READY", "UNAVAILABLE", "UNLOADING"]
+
+VARIABLE_SLAB_BYTES = 4 * MIB
+# Requests in one batch of extents, so that its frame stays small.
+MAX_PARTS = 256
+# What one dispatch frame may take of a socket buffer.
+MAX_DISPATCH_BYTES = 128 * 1024
+# Queued requests wait this long for the first instance to come back.
+UNAVAILABLE_AFTER_S = 30.0
+HANG_FACTOR = 20
+QUEUE_TIMEOUT = Overloaded("Request timeout expired")
+
+
+class InFlight:
+    """A batch with a worker. `extents` are its places in the input spill."""
+
+    __slots__ = ("extents", "id", "num_rows", "requests", "started")
+
+    def __init__(self, id: int, requests: list[Request], num_rows: int, started: float) -> None:
+        self.id = id
+        self.requests = requests
+        self.num_rows = num_rows
+        self.started = started
+        self.extents: list[int] = []
+
+
+class Model:
+    """Invariant: an admitted request is in the batcher, in exactly one InFlight, or done."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        start_life: StartLife = ProcessLife,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.metrics = ModelMetrics(config.name, config.version)
+        self.state: State = "LOADING"
+        self.reason = ""
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._slab_bytes = _slab_bytes(config)
+        self._planner = Planner(config, self._slab_bytes)
+        self._batcher = Batcher(config.batching)
+        self._sequencer: Sequencer[tuple[Request, Response | PenstockError]] | None = None
+        if config.batching.preserve_ordering:
+            self._sequencer = Sequencer()
+        self._input_spill = Segment(config.memory.spill_bytes)
+        self._extents = Extents(config.memory.spill_bytes)
+        self._supervisor = Supervisor(config, self, self._input_spill, start_life)
+        self._pool = SlabPool(
+            self._slab_bytes,
+            max(config.memory.max_slabs, 2 * config.num_instances),
+            self._supervisor.add_slab,
+        )
+        self._column = {
+            index: column
+            for column, index in enumerate(
+                i for i, spec in enumerate(config.outputs) if spec.is_fixed
+            )
+        }
+        self._needs_parts = len(self._column) < len(config.outputs)
+        self._batch_ids = itertools.count(1)
+        self._recent: dict[int, deque[float]] = {}
+        self._is_pump_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._first_ready: asyncio.Future[None] = self._loop.create_future()
+        self._without_instance_since = clock()
+        self._idle_waiters: list[asyncio.Future[None]] = []
+
+    def __repr__(self) -> str:
+        return f"<Model {self.config.name}/{self.config.version} {self.state}>"
+
+    @property
+    def instances(self) -> Sequence[Instance]:
+        return self._supervisor.instances
+
+    @property
+    def num_waiting(self) -> int:
+        return self._batcher.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return sum(
+            len(instance.batch.requests)
+            for instance in self.instances
+            if isinstance(instance.batch, InFlight)
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """True while some instance can run a batch."""
+        return self.state == "READY" and any(i.is_ready for i in self.instances)
+
+    async def start(self) -> None:
+        """Start the workers; returns when all are warm, raises ConfigError if they cannot be."""
+        self._supervisor.start()
+        await self._first_ready
+
+    async def drain(self) -> None:
+        """Wait until everything admitted has been answered."""
+        if self.num_waiting or self.num_running:
+            waiter = self._loop.create_future()
+            self._idle_waiters.append(waiter)
+            await waiter
+
+    async def close(self) -> None:
+        """Stop the workers; whatever is still waiting is answered with an error."""
+        self.state = "UNLOADING"
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fail_waiting(NotReady(f"model '{self.config.name}' is being unloaded"))
+        await self._supervisor.stop()
+        self._fail_waiting(NotReady(f"model '{self.config.name}' is being unloaded"))
+        self._pool.close()
+        self._input_spill.close()
+
+    # Requests.
+
+    def submit(self, request: Request) -> None:
+        try:
+            self._admit(request)
+        except PenstockError as error:
+            self.metrics.failed("REJECTED" if isinstance(error, Overloaded) else "OTHER")
+            request.respond(error)
+
+    def cancel(self, request: Request) -> None:
+        """A request in flight is computed and its answer dropped; a waiting one never runs."""
+        if request.is_done:
+            return
+        if self._batcher.remove(request):
+            self._release(request, was_dispatched=False)
+        self.metrics.failed("CANCELED")
+        self._finish(request, CANCELLED)
+        self._check_idle()
+
+    def _admit(self, request: Request) -> None:
+        if self.state != "READY":
+            raise NotReady(self._not_ready_text())
+        plan = self._planner.plan(request)
+        self._planner.select_outputs(request)
+        request.plan = plan
+        request.num_rows = plan.num_rows
+        geometry = plan.geometry
+        layout = geometry.layout
+        if layout is None:
+            self._check_spill(request)
+        timings = request.timings
+        timings.queued = now = self._clock()
+        self._batcher.add(request, geometry, now)
+        if self._sequencer is not None:
+            request.turn = self._sequencer.enter()
+        if layout is not None:
+            place = self._pool.place(geometry, layout, plan.num_rows)
+            if place is not None:
+                self._fill(request, place)
+        if not self._is_pump_due:
+            # Everything that this turn of the loop reads joins the same batch.
+            self._is_pump_due = True
+            self._loop.call_soon(self._pump)
+
+    def _fill(self, request: Request, place: Place) -> None:
+        """Copy the tensors into their rows; the request's own bytes are no longer needed."""
+        request.place = place
+        plan, view, row = request.plan, place.slab.seg.view, place.row
+        inputs = request.inputs
+        for (offset, row_bytes), index in zip(plan.geometry.input_columns, plan.order, strict=True):
+            start = offset + row * row_bytes
+            view[start : start + place.count * row_bytes] = inputs[index].data
+        request.inputs = ()
+
+    def _check_spill(self, request: Request) -> None:
+        needed = sum(aligned(len(tensor.data)) for tensor in request.inputs)
+        if needed > self._extents.capacity:
+            raise TooLarge(
+                f"the inputs take {needed} bytes, more than the {self._extents.capacity} that "
+                f"model '{self.config.name}' has for them (parameters.penstock.spill_bytes)"
+            )
+
+    # Batches.
+
+    def _pump(self) -> None:
+        """Refuse what timed out, then give every idle instance a batch if there is one."""
+        self._is_pump_due = False
+        batcher = self._batcher
+        now = self._clock()
+        for request in batcher.expire(now):
+            self._refuse(request)
+        for instance in self._supervisor.instances:
+            while instance.is_idle:
+                batch = batcher.next(now)
+                if batch is None:
+                    self._arm_timer(now)
+                    return
+                self._dispatch(instance, batch, now)
+        self._arm_timer(now, only_expiry=True)
+
+    def _arm_timer(self, now: float, only_expiry: bool = False) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_at = self._batcher.next_expiry if only_expiry else self._batcher.wake_at
+        if wake_at is not None:
+            self._timer = self._loop.call_later(max(0.0, wake_at - now), self._pump)
+
+    def _refuse(self, request: Request) -> None:
+        self._release(request, was_dispatched=False)
+        self.metrics.failed("REJECTED")
+        self._finish(request, QUEUE_TIMEOUT)
+        self._check_idle()
+
+    def _dispatch(self, instance: Instance, batch: list[Request], now: float) -> None:
+        geometry: Geometry = batch[0].plan.geometry
+        flight = InFlight(next(self._batch_ids), batch, 0, now)
+        if geometry.layout is not None:
+            frame = self._rows_frame(flight, geometry)
+        else:
+            frame = self._extents_frame(flight, geometry)
+        data = frames.encode(frame)
+        if len(data) > MAX_DISPATCH_BYTES and self._shrink(flight, geometry):
+            self._dispatch(instance, flight.requests, now)
+            return
+        if len(data) > frames.MAX_FRAME_BYTES // 4:
+            self._release_flight(flight)
+            for request in flight.requests:
+                self._finish(request, TooLarge("the request's parameters are too large"))
+            return
+        for request in flight.requests:
+            request.timings.dispatched = now
+        instance.batch = flight
+        self._supervisor.send_bytes(instance, data)
+
+    def _shrink(self, flight: InFlight, geometry: Geometry) -> bool:
+        """Halve a batch whose description is too long for one frame."""
+        requests = flight.requests
+        if len(requests) < 2:
+            return False
+        half = len(requests) // 2
+        self._release_extents(flight)
+        for request in requests:
+            if request.place is not None:
+                self._pool.requeued(request.place)
+        self._batcher.put_back(requests[half:], geometry)
+        flight.requests = requests[:half]
+        return True
+
+    def _rows_frame(self, flight: InFlight, geometry: Geometry) -> frames.Dispatch:
+        layout = geometry.layout
+        assert layout is not None
+        self._place_all(flight, geometry, layout)
+        runs: list[frames.Run] = []
+        slab: Slab | None = None
+        start = count = 0
+        for request in flight.requests:
+            place: Place = request.place
+            if place.slab is slab and place.row == start + count:
+                count += place.count
+            else:
+                if slab is not None:
+                    runs.append(frames.Run(slab.id, start, count))
+                slab, start, count = place.slab, place.row, place.count
+            flight.num_rows += place.count
+            self._pool.dispatched(place)
+        assert slab is not None
+        runs.append(frames.Run(slab.id, start, count))
+        parts = self._parts(flight.requests) if self._needs_parts else ()
+        return frames.Dispatch(flight.id, tuple(runs), geometry.row_shapes, layout.capacity, parts)
+
+    def _place_all(self, flight: InFlight, geometry: Geometry, layout: Layout) -> None:
+        """Give rows to those that came while every slab was full. What does not fit waits on."""
+        for index, request in enumerate(flight.requests):
+            if request.place is not None:
+                continue
+            place = self._pool.place(geometry, layout, request.num_rows, is_needed=index == 0)
+            if place is None:
+                self._batcher.put_back(flight.requests[index:], geometry)
+                flight.requests = flight.requests[:index]
+                return
+            self._fill(request, place)
+
+    def _parts(self, requests: Sequence[Request]) -> tuple[frames.RequestPart, ...]:
+        return tuple(
+            frames.RequestPart(
+                request.id,
+                request.num_rows,
+                outputs=tuple(output.name for output in request.outputs),
+                parameters=dict(request.parameters or {}),
+            )
+            for request in requests
+        )
+
+    def _extents_frame(self, flight: InFlight, geometry: Geometry) -> frames.Dispatch:
+        parts: list[frames.RequestPart] = []
+        for index, (request, part) in enumerate(
+            zip(flight.requests, self._parts(flight.requests), strict=True)
+        ):
+            extents = self._place_extents(request, flight) if index < MAX_PARTS else None
+            if extents is None:
+                assert index > 0, "one request always fits an empty spill segment"
+                self._batcher.put_back(flight.requests[index:], geometry)
+                flight.requests = flight.requests[:index]
+                break
+            parts.append(
+                frames.RequestPart(part.id, part.num_rows, extents, part.outputs, part.parameters)
+            )
+            flight.num_rows += request.num_rows
+        return frames.Dispatch(flight.id, (), requests=tuple(parts))
+
+    def _place_extents(
+        self, request: Request, flight: InFlight
+    ) -> tuple[frames.Extent, ...] | None:
+        placed: list[frames.Extent] = []
+        for tensor in request.inputs:
+            nbytes = len(tensor.data)
+            offset = self._extents.allocate(nbytes)
+            if offset is None:
+                for extent in placed:
+                    self._extents.release(extent.offset)
+                return None
+            self._input_spill.view[offset : offset + nbytes] = tensor.data
+            placed.append(frames.Extent(tensor.name, tensor.datatype, tensor.shape, offset, nbytes))
+        flight.extents.extend(extent.offset for extent in placed)
+        return tuple(placed)
+
+    # Answers.
+
+    def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None:
+        flight = instance.batch
+        if isinstance(flight, InFlight):
+            if isinstance(frame, frames.Done) and frame.batch == flight.id:
+                instance.batch = None
+                self._deliver(instance, flight, frame)
+            elif isinstance(frame, frames.Failed) and frame.batch == flight.id:
+                instance.batch = None
+                self._fail_batch(flight, frame.error)
+        self._pump_if_waiting()
+        self._check_idle()
+
+    def _deliver(self, instance: Instance, flight: InFlight, frame: frames.Done) -> None:
+        now = self._clock()
+        self._note_duration(flight.num_rows, now - flight.started)
+        extents = frame.outputs
+        if not extents:
+            # The next batch first: the worker computes while we encode. Not when its spill still
+            # holds this answer.
+            self._pump_if_waiting()
+        answered = 0
+        name, version = self.config.name, self.config.version
+        for index, request in enumerate(flight.requests):
+            timings = request.timings
+            timings.compute_input_s = frame.input_s
+            timings.compute_infer_s = frame.infer_s
+            timings.compute_output_s = frame.output_s
+            timings.completed = now
+            if not request.is_done:
+                answered += 1
+                outputs = self._outputs(request, instance, extents[index] if extents else ())
+                self._finish(request, Response(name, version, outputs))
+        self._release_flight(flight)
+        if extents:
+            offsets = tuple(extent.offset for part in extents for extent in part)
+            self._supervisor.send(instance, frames.Release(offsets))
+        self.metrics.fold(flight.requests, flight.num_rows, answered)
+
+    def _outputs(
+        self, request: Request, instance: Instance, extents: Sequence[frames.Extent]
+    ) -> list[Tensor]:
+        """Views of the answer, in the order the request asked for."""
+        outputs: list[Tensor] = []
+        specs = self.config.outputs
+        place: Place | None = request.place
+        for index in self._planner.select_outputs(request):
+            spec = specs[index]
+            if place is not None and index in self._column:
+                offset, row_bytes = request.plan.geometry.output_columns[self._column[index]]
+                start = offset + place.row * row_bytes
+                view = place.slab.seg.view[start : start + place.count * row_bytes]
+                shape = (place.count, *spec.shape)
+                outputs.append(Tensor(spec.name, spec.datatype, shape, view))
+                continue
+            extent = next(extent for extent in extents if extent.name == spec.name)
+            assert instance.output_spill is not None
+            view = instance.output_spill.view[extent.offset : extent.offset + extent.nbytes]
+            outputs.append(Tensor(spec.name, spec.datatype, extent.shape, view))
+        return outputs
+
+    def _fail_batch(self, flight: InFlight, text: str) -> None:
+        """The model raised. In a batch it is not known for whom: each runs again alone."""
+        if len(flight.requests) > 1:
+            self._rerun(flight)
+            return
+        self._blame(flight, text)
+
+    def _blame(self, flight: InFlight, text: str) -> None:
+        """End the one request of this batch with an error."""
+        (request,) = flight.requests
+        self._release_flight(flight)
+        if not request.is_done:
+            self.metrics.failed("BACKEND")
+            self._finish(request, BackendFailed(text))
+
+    def _finish(self, request: Request, answer: Response | PenstockError) -> None:
+        if self._sequencer is None:
+            request.respond(answer)
+            return
+        if isinstance(answer, Response):
+            for output in answer.outputs:
+                output.data = bytes(output.data)  # It may have to outlive its slab row.
+        for earlier, its_answer in self._sequencer.finish(request.turn, (request, answer)):
+            earlier.respond(its_answer)
+
+    def _release(self, request: Request, was_dispatched: bool = True) -> None:
+        place = request.place
+        if place is not None:
+            request.place = None
+            self._pool.release(place, was_dispatched)
+
+    def _release_extents(self, flight: InFlight) -> None:
+        for offset in flight.extents:
+            self._extents.release(offset)
+        flight.extents = []
+
+    def _release_flight(self, flight: InFlight) -> None:
+        self._release_extents(flight)
+        for request in flight.requests:
+            self._release(request)
+            request.inputs = ()
+
+    # Instances.
+
+    def instance_ready(self, instance: Instance) -> None:
+        assert instance.ready is not None
+        self.metrics.load_s = instance.ready.load_s
+        if instance.ready.needs_requests:
+            self._needs_parts = True
+        for num_rows, duration_s in instance.ready.timings.items():
+            self._note_duration(num_rows, duration_s)
+        if all(each.is_ready for each in self.instances) and not self._first_ready.done():
+            self.state = "READY"
+            self._first_ready.set_result(None)
+        self._pump()
+
+    def instance_died(self, instance: Instance, reason: str) -> None:
+        """The requests of its batch run again, each alone; who was alone already is to blame."""
+        flight, instance.batch = instance.batch, None
+        if self.state == "READY":
+            self.metrics.num_restarts += 1
+        if not any(each.is_ready for each in self.instances):
+            self._without_instance_since = self._clock()
+        if not isinstance(flight, InFlight):
+            return
+        if len(flight.requests) == 1 and flight.requests[0].num_deaths > 0:
+            name = self.config.name
+            self._blame(flight, f"the worker of model '{name}' {reason} while running it, twice")
+        else:
+            for request in flight.requests:
+                request.num_deaths += 1
+            self._rerun(flight)
+        self._pump()
+        self._check_idle()
+
+    def _rerun(self, flight: InFlight) -> None:
+        """Each request of the batch again, alone."""
+        self._release_extents(flight)
+        for request in flight.requests:
+            if request.is_done:
+                self._release(request)
+                continue
+            self._batcher.rerun_alone(request)
+            if request.place is not None:
+                self._pool.requeued(request.place)
+
+    def load_failed(self, reason: str) -> None:
+        self.state = "UNAVAILABLE"
+        self.reason = reason
+        if not self._first_ready.done():
+            self._first_ready.set_exception(ConfigError([reason]))
+
+    def hang_limit_s(self, instance: Instance) -> float | None:
+        self._fail_if_unavailable()
+        flight = instance.batch
+        if not isinstance(flight, InFlight):
+            return None
+        recent = sorted(self._recent.get(_rung(flight.num_rows), ()))
+        p99 = recent[int(len(recent) * 0.99)] if recent else 0.0
+        limit_s = max(self.config.hang_s, HANG_FACTOR * p99)
+        return flight.started + limit_s - self._clock()
+
+    def _fail_if_unavailable(self) -> None:
+        """Do not let clients wait for an instance that does not come back."""
+        if self.state != "READY" or any(i.is_ready for i in self.instances):
+            return
+        if self.num_waiting and self._clock() - self._without_instance_since > UNAVAILABLE_AFTER_S:
+            self._fail_waiting(NotReady(self._not_ready_text()))
+
+    def _fail_waiting(self, error: PenstockError) -> None:
+        for request in self._batcher.drain():
+            self._release(request, was_dispatched=False)
+            self.metrics.failed("OTHER")
+            self._finish(request, error)
+        self._check_idle()
+
+    def _not_ready_text(self) -> str:
+        reason = self.reason or self._supervisor.last_reason
+        detail = f": {reason}" if reason else ""
+        return f"Model '{self.config.name}' is not at ready state{detail}"
+
+    def _note_duration(self, num_rows: int, duration_s: float) -> None:
+        rung = _rung(num_rows)
+        recent = self._recent.get(rung)
+        if recent is None:
+            recent = self._recent[rung] = deque(maxlen=128)
+        recent.append(duration_s)
+
+    def _pump_if_waiting(self) -> None:
+        if self._batcher.num_waiting:
+            self._pump()
+
+    def _check_idle(self) -> None:
+        if self._idle_waiters and not self.num_waiting and not self.num_running:
+            for waiter in self._idle_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._idle_waiters.clear()
+
+
+def _rung(num_rows: int) -> int:
+    return num_rows.bit_length()
+
+
+def _slab_bytes(config: ModelConfig) -> int:
+    if config.memory.slab_bytes is not None:
+        return config.memory.slab_bytes
+    if config.max_batch_size == 0 or not all(spec.is_fixed for spec in config.inputs):
+        return VARIABLE_SLAB_BYTES
+    row_bytes = column_bytes(config, [spec.shape for spec in config.inputs])
+    return max(4096, Layout.of(row_bytes, config.max_batch_size).nbytes)

@@ -1,0 +1,275 @@
+"""Whether a request fits a model, and how its tensors lie in memory. Pure.
+
+A plan depends only on names, datatypes and shapes, so it is worked out once per combination and
+then looked up.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.config import ModelConfig
+from penstock.errors import InvalidRequest
+from penstock.serving.slab import Layout
+from penstock.types import DATATYPES, Buffer, Request, Tensor, TensorSpec, num_elements
+
+MAX_PLANS = 1024
+MAX_RANK = 32
+_LENGTH = struct.Struct("<I")
+
+
+class Geometry:
+    """Requests of one geometry can share a batch; compared by identity, interned by `Planner`.
+
+    With a `layout` their tensors lie in slab rows; without one each request has its own extents.
+    """
+
+    __slots__ = ("input_columns", "layout", "output_columns", "row_shapes")
+
+    def __init__(self, row_shapes: tuple[tuple[int, ...], ...], layout: Layout | None) -> None:
+        self.row_shapes = row_shapes
+        self.layout = layout
+        num_inputs = len(row_shapes)
+        columns = [] if layout is None else list(zip(layout.offsets, layout.row_bytes, strict=True))
+        # (offset of the column, bytes of one row)
+        self.input_columns = tuple(columns[:num_inputs])
+        self.output_columns = tuple(columns[num_inputs:])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How requests of one signature are laid out. `order` lists, per input of the model, the index
+    of the request's tensor; `sizes` are the bytes expected there (None: BYTES)."""
+
+    geometry: Geometry
+    num_rows: int
+    order: tuple[int, ...]
+    sizes: tuple[int | None, ...]
+
+
+def fixed_outputs(config: ModelConfig) -> tuple[TensorSpec, ...]:
+    """The outputs that have columns in a slab, in the order of the columns."""
+    return tuple(spec for spec in config.outputs if spec.is_fixed)
+
+
+def column_bytes(config: ModelConfig, row_shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Bytes of one row for every column: all inputs, then the fixed outputs."""
+    inputs = [spec.row_bytes(shape) for spec, shape in zip(config.inputs, row_shapes, strict=True)]
+    return tuple(inputs + [spec.row_bytes(spec.shape) for spec in fixed_outputs(config)])
+
+
+class Planner:
+    """Plans for one model; holds nothing but the cache."""
+
+    def __init__(self, config: ModelConfig, slab_bytes: int) -> None:
+        self._config = config
+        self._slab_bytes = slab_bytes
+        self._has_rows = config.max_batch_size > 0 and all(
+            spec.datatype != "BYTES" for spec in config.inputs
+        )
+        self._inputs = {spec.name: index for index, spec in enumerate(config.inputs)}
+        self._outputs = {spec.name: index for index, spec in enumerate(config.outputs)}
+        self._num_required = sum(not spec.is_optional for spec in config.inputs)
+        self._plans: dict[object, Plan] = {}
+        self._geometries: dict[object, Geometry] = {}
+        self._selections: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._all_outputs = tuple(range(len(config.outputs)))
+
+    def plan(self, request: Request) -> Plan:
+        """The plan of a request whose buffers have the right sizes; InvalidRequest otherwise."""
+        inputs = request.inputs
+        if len(inputs) == 1:
+            tensor = inputs[0]
+            key: object = (tensor.name, tensor.datatype, tensor.shape)
+        else:
+            key = tuple((t.name, t.datatype, t.shape) for t in inputs)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._resolve(inputs)
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        for index, size in zip(plan.order, plan.sizes, strict=True):
+            if size is None:
+                self._check_bytes(inputs[index])
+            elif len(inputs[index].data) != size:
+                raise self._size_mismatch(inputs[index], size)
+        return plan
+
+    def select_outputs(self, request: Request) -> tuple[int, ...]:
+        """Indices into the model's outputs that the request asked for; all, if it named none."""
+        if not request.outputs:
+            return self._all_outputs
+        names = tuple(output.name for output in request.outputs)
+        selection = self._selections.get(names)
+        if selection is None:
+            selection = self._resolve_outputs(names)
+            if len(self._selections) >= MAX_PLANS:
+                self._selections.clear()
+            self._selections[names] = selection
+        return selection
+
+    def _resolve_outputs(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        selection: list[int] = []
+        for name in names:
+            index = self._outputs.get(name)
+            if index is None:
+                raise InvalidRequest(
+                    f"unexpected inference output '{name}' for model '{self._config.name}'; "
+                    f"it has {_quoted(self._outputs)}"
+                )
+            selection.append(index)
+        return tuple(selection)
+
+    def _resolve(self, tensors: Sequence[Tensor]) -> Plan:
+        by_input = self._match(tensors)
+        num_rows = 1
+        row_shapes: list[tuple[int, ...]] = []
+        sizes: list[int | None] = []
+        for position, (index, tensor_index) in enumerate(by_input):
+            tensor, spec = tensors[tensor_index], self._config.inputs[index]
+            self._check_tensor(tensor, spec)
+            if self._config.max_batch_size > 0:
+                if position == 0:
+                    num_rows = tensor.shape[0]
+                elif tensor.shape[0] != num_rows:
+                    raise InvalidRequest(
+                        f"input '{tensor.name}' batch size does not match other inputs for "
+                        f"'{self._config.name}': {tensor.shape[0]} and {num_rows}"
+                    )
+                row_shapes.append(tensor.shape[1:])
+            else:
+                row_shapes.append(tensor.shape)
+            itemsize = DATATYPES[spec.datatype].itemsize
+            sizes.append(None if itemsize is None else num_elements(tensor.shape) * itemsize)
+        self._check_rows(num_rows)
+        geometry = self._geometry(
+            tuple(index for index, _ in by_input), tuple(row_shapes), num_rows
+        )
+        order = tuple(tensor_index for _, tensor_index in by_input)
+        return Plan(geometry, num_rows, order, tuple(sizes))
+
+    def _match(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Pairs (input of the model, tensor of the request), in the model's order."""
+        name = self._config.name
+        seen: dict[int, int] = {}
+        for tensor_index, tensor in enumerate(tensors):
+            index = self._inputs.get(tensor.name)
+            if index is None:
+                raise InvalidRequest(
+                    f"unexpected inference input '{tensor.name}' for model '{name}'; "
+                    f"it takes {_quoted(self._inputs)}"
+                )
+            if index in seen:
+                raise InvalidRequest(f"input '{tensor.name}' already exists in request")
+            seen[index] = tensor_index
+        missing = [
+            spec.name
+            for index, spec in enumerate(self._config.inputs)
+            if index not in seen and not spec.is_optional
+        ]
+        if missing:
+            total = len(self._config.inputs)
+            expected = (
+                f"expected {total} inputs"
+                if self._num_required == total
+                else f"expected number of inputs between {self._num_required} and {total}"
+            )
+            raise InvalidRequest(
+                f"{expected} but got {len(tensors)} inputs for model '{name}': "
+                f"missing {_quoted(missing)}"
+            )
+        return sorted(seen.items())
+
+    def _check_tensor(self, tensor: Tensor, spec: TensorSpec) -> None:
+        name = self._config.name
+        if tensor.datatype != spec.datatype:
+            raise InvalidRequest(
+                f"inference input '{spec.name}' data-type is '{tensor.datatype}', "
+                f"but model '{name}' expects '{spec.datatype}'"
+            )
+        expected = (-1, *spec.shape) if self._config.max_batch_size > 0 else spec.shape
+        fits = (
+            len(tensor.shape) == len(expected)
+            and len(tensor.shape) <= MAX_RANK
+            and all(
+                size >= 0 and limit in (-1, size)
+                for size, limit in zip(tensor.shape, expected, strict=True)
+            )
+        )
+        if not fits:
+            raise InvalidRequest(
+                f"unexpected shape for input '{spec.name}' for model '{name}'. "
+                f"Expected {_dims(expected)}, got {_dims(tensor.shape)}"
+            )
+
+    def _check_rows(self, num_rows: int) -> None:
+        limit = self._config.max_batch_size
+        if limit > 0 and num_rows > limit:
+            raise InvalidRequest(
+                f"inference request batch-size must be <= {limit} for '{self._config.name}', "
+                f"got {num_rows}"
+            )
+        if num_rows < 1:
+            raise InvalidRequest(
+                f"inference request batch-size must be at least 1 for '{self._config.name}'"
+            )
+
+    def _geometry(
+        self, present: tuple[int, ...], row_shapes: tuple[tuple[int, ...], ...], num_rows: int
+    ) -> Geometry:
+        layout = None
+        if self._has_rows and len(present) == len(self._config.inputs):
+            row_bytes = column_bytes(self._config, row_shapes)
+            layout = Layout.fitting(row_bytes, self._slab_bytes, self._config.max_batch_size)
+            if layout is not None and layout.capacity < num_rows:
+                layout = None
+        key = (present, row_shapes, layout is not None)
+        geometry = self._geometries.get(key)
+        if geometry is None:
+            if len(self._geometries) >= MAX_PLANS:
+                self._geometries.clear()
+                self._plans.clear()
+            geometry = self._geometries[key] = Geometry(row_shapes, layout)
+        return geometry
+
+    def _check_bytes(self, tensor: Tensor) -> None:
+        expected = num_elements(tensor.shape)
+        count = _count_bytes(tensor.data, expected)
+        if count != expected:
+            raise InvalidRequest(
+                f"expected {expected} string elements for inference input '{tensor.name}' "
+                f"for model '{self._config.name}', got {count}"
+            )
+
+    def _size_mismatch(self, tensor: Tensor, expected: int) -> InvalidRequest:
+        return InvalidRequest(
+            f"input byte size mismatch for input '{tensor.name}' for model "
+            f"'{self._config.name}'. Expected {expected}, got {len(tensor.data)}"
+        )
+
+
+def _count_bytes(data: Buffer, expected: int) -> str | int:
+    """How many elements a BYTES buffer holds, or in words what is wrong with it."""
+    position, end, count = 0, len(data), 0
+    while position < end:
+        if end - position < 4:
+            return f"an incomplete string length at byte {position}"
+        position += 4 + _LENGTH.unpack_from(data, position)[0]
+        if position > end:
+            return f"a string that runs {position - end} bytes past the end"
+        count += 1
+        if count > expected:
+            return f"more than {expected}"
+    return count
+
+
+def _dims(shape: Sequence[int]) -> str:
+    return "[" + ",".join(map(str, shape)) + "]"
+
+
+def _quoted(names: object) -> str:
+    assert hasattr(names, "__iter__")
+    return ", ".join(f"'{name}'" for name in names)

@@ -1,0 +1,248 @@
+"""Shared memory between the core and the workers of one model: slabs of rows, and spill segments.
+
+A slab is laid out as rows x tensors: one column per fixed input and output, each column contiguous,
+so that adjacent rows are a batch without a copy. A spill segment holds extents of any size.
+`Extents` and `Layout` decide and are pure; `Segment` is the memory; `SlabPool` belongs to the
+core's loop.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 64
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Extents:
+    """First-fit allocation with coalescing over `capacity` bytes. Offsets are aligned.
+
+    Invariant: `_starts`/`_sizes` are the holes in ascending order and no two of them touch.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._starts = [0]
+        self._sizes = [capacity]
+        self._held: dict[int, int] = {}
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(self._sizes)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a new extent, or None when no hole is large enough."""
+        wanted = max(aligned(nbytes), ALIGNMENT)
+        for index, size in enumerate(self._sizes):
+            if size < wanted:
+                continue
+            offset = self._starts[index]
+            if size == wanted:
+                del self._starts[index], self._sizes[index]
+            else:
+                self._starts[index] += wanted
+                self._sizes[index] -= wanted
+            self._held[offset] = wanted
+            return offset
+        return None
+
+    def release(self, offset: int) -> None:
+        size = self._held.pop(offset)
+        index = bisect.bisect_left(self._starts, offset)
+        if index < len(self._starts) and offset + size == self._starts[index]:
+            size += self._sizes.pop(index)
+            del self._starts[index]
+        if index > 0 and self._starts[index - 1] + self._sizes[index - 1] == offset:
+            self._sizes[index - 1] += size
+        else:
+            self._starts.insert(index, offset)
+            self._sizes.insert(index, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the rows of each column lie in a slab of `capacity` rows."""
+
+    capacity: int
+    row_bytes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, row_bytes: Sequence[int], capacity: int) -> Layout:
+        offsets: list[int] = []
+        position = 0
+        for size in row_bytes:
+            offsets.append(position)
+            position += aligned(size * capacity)
+        return cls(capacity, tuple(row_bytes), tuple(offsets), position)
+
+    @classmethod
+    def fitting(cls, row_bytes: Sequence[int], nbytes: int, max_rows: int) -> Layout | None:
+        """The layout with the most rows, at most `max_rows`, that fits; None if not even one."""
+        rows = min(max_rows, nbytes // max(1, sum(row_bytes)))
+        while rows > 0:
+            layout = cls.of(row_bytes, rows)
+            if layout.nbytes <= nbytes:
+                return layout
+            rows -= 1
+        return None
+
+
+class Segment:
+    """Anonymous shared memory: a memfd, mapped. Nobody without the descriptor can open it."""
+
+    def __init__(self, nbytes: int, fd: int | None = None) -> None:
+        self.nbytes = max(nbytes, ALIGNMENT)
+        if fd is None:
+            fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
+            os.ftruncate(fd, self.nbytes)
+        self.fd = fd
+        self.map = mmap.mmap(fd, self.nbytes)
+        self.view = memoryview(self.map)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        try:
+            self.view.release()
+            self.map.close()
+        except BufferError:
+            pass  # A numpy view is still alive; the map goes with it.
+
+
+class Slab:
+    """One segment and the rows taken from it. Rows are handed out upwards and come back in any
+    order; the slab starts again from row 0 when none is held."""
+
+    __slots__ = (
+        "geometry",
+        "id",
+        "is_open",
+        "layout",
+        "next_row",
+        "num_held",
+        "num_waiting",
+        "seg",
+    )
+
+    def __init__(self, id: int, nbytes: int) -> None:
+        self.id = id
+        self.seg = Segment(nbytes)
+        self.geometry: object = None
+        self.layout: Layout | None = None
+        self.is_open = False
+        self.next_row = 0
+        self.num_held = 0
+        # Rows taken but not yet dispatched.
+        self.num_waiting = 0
+
+
+class Place:
+    """`count` rows from `row` on in `slab`, held by one request."""
+
+    __slots__ = ("count", "row", "slab")
+
+    def __init__(self, slab: Slab, row: int, count: int) -> None:
+        self.slab = slab
+        self.row = row
+        self.count = count
+
+
+class SlabPool:
+    """The slabs of one model, shared by all its shapes; one slab is open per shape in use.
+
+    `max_slabs` bounds what waiting requests may fill. A batch that is dispatched while all are full
+    of other waiting requests gets one more, so a dispatch never waits for itself; there is at most
+    one such slab per batch in flight.
+    """
+
+    def __init__(
+        self,
+        slab_bytes: int,
+        max_slabs: int,
+        on_create: Callable[[Slab], None] = lambda slab: None,
+    ) -> None:
+        self.slab_bytes = slab_bytes
+        self._max_slabs = max_slabs
+        self._on_create = on_create
+        self._free: list[Slab] = []
+        self._open: dict[object, Slab] = {}
+        self.slabs: list[Slab] = []
+
+    @property
+    def num_in_use(self) -> int:
+        return len(self.slabs) - len(self._free)
+
+    def place(
+        self, geometry: object, layout: Layout, count: int, *, is_needed: bool = False
+    ) -> Place | None:
+        """Rows for one request; None when all slabs are taken, unless the rows `is_needed`."""
+        slab = self._open.get(geometry)
+        if slab is None or slab.next_row + count > layout.capacity:
+            if slab is not None:
+                self._close(slab)
+            if not is_needed and self.num_in_use >= self._max_slabs:
+                return None
+            slab = self._take()
+            slab.geometry, slab.layout = geometry, layout
+            slab.is_open = True
+            self._open[geometry] = slab
+        place = Place(slab, slab.next_row, count)
+        slab.next_row += count
+        slab.num_held += count
+        slab.num_waiting += count
+        return place
+
+    def dispatched(self, place: Place) -> None:
+        """The rows are with a worker. A slab that nobody else waits in is closed, so the next
+        requests start a fresh one at row 0 and stay adjacent."""
+        slab = place.slab
+        slab.num_waiting -= place.count
+        if slab.num_waiting == 0 and slab.is_open and self.num_in_use != self._max_slabs:
+            self._close(slab)
+
+    def requeued(self, place: Place) -> None:
+        place.slab.num_waiting += place.count
+
+    def release(self, place: Place, was_dispatched: bool = True) -> None:
+        slab = place.slab
+        slab.num_held -= place.count
+        if not was_dispatched:
+            slab.num_waiting -= place.count
+        if slab.num_held == 0:
+            self._close(slab)
+
+    def close(self) -> None:
+        for slab in self.slabs:
+            slab.seg.close()
+        self.slabs.clear()
+        self._free.clear()
+        self._open.clear()
+
+    def _take(self) -> Slab:
+        if self._free:
+            return self._free.pop()
+        slab = Slab(len(self.slabs), self.slab_bytes)
+        self.slabs.append(slab)
+        self._on_create(slab)
+        return slab
+
+    def _close(self, slab: Slab) -> None:
+        if slab.is_open:
+            slab.is_open = False
+            del self._open[slab.geometry]
+        if slab.num_held == 0:
+            slab.geometry = slab.layout = None
+            slab.next_row = 0
+            self._free.append(slab)

@@ -1,0 +1,378 @@
+"""Keeps the workers of one model alive: starts them, notices deaths and hangs, starts them again.
+
+It knows processes, sockets and back-off, and nothing of requests: what a death means for a batch is
+the model's business (`Listener`). Everything runs on the core's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.config import ModelConfig
+from penstock.serving.slab import Segment, Slab
+from penstock.serving.worker import Channel, Worker
+from penstock.wire import frames
+
+log = logging.getLogger("penstock.supervisor")
+
+SOCKET_BUFFER_BYTES = 4 << 20
+TICK_S = 0.5
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
+# An instance that has run this long has recovered; its next death restarts it at once.
+HEALTHY_S = 10.0
+# Deaths before the first Ready that make the load fail.
+MAX_LOAD_DEATHS = 3
+
+
+class ProcessLife:
+    """A worker in a process of its own: exec'd, never forked; it dies with the core."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+        self.sock, theirs = _socket_pair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "penstock.serving.worker",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+            )
+        self.pid = self._process.pid
+        self._loop = loop
+        self._on_death = on_death
+        self._pidfd = os.pidfd_open(self.pid)
+        loop.add_reader(self._pidfd, self._died)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def socket_closed(self) -> None:
+        """A worker without its socket is of no use."""
+        self.kill()
+
+    def _died(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        status = self._process.wait()
+        if status < 0:
+            reason = f"killed by {signal.Signals(-status).name}"
+        else:
+            reason = f"exited with status {status}"
+        self._on_death(reason)
+
+
+class ThreadLife:
+    """A worker in a thread of this process, for `penstock.load` and tests: the same loop and
+    frames, without the isolation. It cannot be killed, only told to stop."""
+
+    pid = 0
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+        self.sock, theirs = _socket_pair()
+        self._loop = loop
+        self._on_death = on_death
+        self._is_dead = False
+        self._thread = threading.Thread(target=self._serve, args=(theirs,), daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.socket_closed()
+
+    def socket_closed(self) -> None:
+        if not self._is_dead:
+            self._is_dead = True
+            self._loop.call_soon(self._on_death, "its thread ended")
+
+    def _serve(self, sock: socket.socket) -> None:
+        channel = Channel(sock)
+        try:
+            Worker(channel).serve()
+        except OSError:
+            pass  # The core closed the socket first.
+        finally:
+            channel.close()
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for sock in (ours, theirs):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+Life = ProcessLife | ThreadLife
+StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
+
+
+class Listener(Protocol):
+    """What the model hears from its supervisor."""
+
+    def instance_ready(self, instance: Instance) -> None: ...
+    def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None: ...
+    def instance_died(self, instance: Instance, reason: str) -> None: ...
+    def load_failed(self, reason: str) -> None: ...
+    def hang_limit_s(self, instance: Instance) -> float | None:
+        """How long the batch of this instance may still take; None if it has none."""
+
+
+class Instance:
+    """One place for a worker. `batch` is what it computes now (set by the model)."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.life: Life | None = None
+        self.output_spill: Segment | None = None
+        self.is_ready = False
+        self.batch: object = None
+        self.ready: frames.Ready | None = None
+        self.ready_at = 0.0
+        self.num_deaths = 0
+        self.num_restarts = 0
+        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+
+    @property
+    def pid(self) -> int:
+        return self.life.pid if self.life is not None else 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_ready and self.batch is None
+
+    def __repr__(self) -> str:
+        state = "idle" if self.is_idle else "busy" if self.is_ready else "not ready"
+        return f"<Instance {self.index} pid={self.pid} {state}>"
+
+
+class Supervisor:
+    """The instances of one model."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        listener: Listener,
+        input_spill: Segment,
+        start_life: StartLife = ProcessLife,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._input_spill = input_spill
+        self._start_life = start_life
+        self._loop = asyncio.get_running_loop()
+        self._buffer = bytearray(frames.MAX_FRAME_BYTES)
+        self._view = memoryview(self._buffer)
+        self._slabs: list[Slab] = []
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._is_stopping = False
+        self._all_dead = asyncio.Event()
+        self.last_reason = ""
+        self.instances = [Instance(index) for index in range(config.num_instances)]
+
+    def start(self) -> None:
+        for instance in self.instances:
+            self._start(instance)
+        self._later(TICK_S, self._tick)
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """Workers finish what they run and go; who does not go in time is killed."""
+        self._is_stopping = True
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        for instance in self.instances:
+            if instance.life is not None:
+                self.send(instance, frames.Stop())
+        if any(instance.life is not None for instance in self.instances):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._all_dead.wait()
+            except TimeoutError:
+                for instance in self.instances:
+                    if instance.life is not None:
+                        instance.life.kill()
+                await self._all_dead.wait()
+
+    def add_slab(self, slab: Slab) -> None:
+        """All workers of the model map all its slabs."""
+        self._slabs.append(slab)
+        for instance in self.instances:
+            if instance.life is not None:
+                self._send_slab(instance, slab)
+
+    def send(self, instance: Instance, frame: frames.ToWorker, fds: tuple[int, ...] = ()) -> None:
+        """Send now, or when the socket has room again. A dead worker's frames are dropped: its
+        death is about to be noticed."""
+        self.send_bytes(instance, frames.encode(frame), fds)
+
+    def send_bytes(self, instance: Instance, data: bytes, fds: tuple[int, ...] = ()) -> None:
+        if instance.life is None:
+            return
+        if instance._unsent:
+            instance._unsent.append((data, fds))
+            return
+        try:
+            if fds:
+                socket.send_fds(instance.life.sock, [data], list(fds))
+            else:
+                instance.life.sock.send(data)
+        except BlockingIOError:
+            instance._unsent.append((data, fds))
+            self._loop.add_writer(instance.life.sock.fileno(), self._flush, instance)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def _flush(self, instance: Instance) -> None:
+        if instance.life is None:
+            return
+        self._loop.remove_writer(instance.life.sock.fileno())
+        waiting, instance._unsent = instance._unsent, deque()
+        for data, fds in waiting:
+            self.send_bytes(instance, data, fds)
+
+    def _start(self, instance: Instance) -> None:
+        instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
+        life = self._start_life(self._loop, lambda reason: self._died(instance, reason))
+        instance.life = life
+        self._loop.add_reader(life.sock.fileno(), self._receive, instance)
+        load = frames.Load(frames.VERSION, self._config, self._config.memory.spill_bytes)
+        self.send(instance, load, (self._input_spill.fd, spill.fd))
+        for slab in self._slabs:
+            self._send_slab(instance, slab)
+
+    def _send_slab(self, instance: Instance, slab: Slab) -> None:
+        self.send(instance, frames.MapSlab(slab.id, slab.seg.nbytes), (slab.seg.fd,))
+
+    def _receive(self, instance: Instance) -> None:
+        """Read what there is: usually one frame."""
+        while instance.life is not None:
+            try:
+                size = instance.life.sock.recv_into(self._buffer)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                size = 0
+            if size == 0:
+                self._loop.remove_reader(instance.life.sock.fileno())
+                instance.life.socket_closed()
+                return
+            frame = frames.decode_from_worker(self._view[:size])
+            if isinstance(frame, frames.Done):
+                self._listener.instance_answered(instance, frame)
+                # One batch at a time: nothing else can be waiting.
+                return
+            self._handle(instance, frame)
+
+    def _handle(self, instance: Instance, frame: frames.FromWorker) -> None:
+        match frame:
+            case frames.Ready():
+                instance.ready = frame
+                instance.is_ready = True
+                instance.ready_at = self._loop.time()
+                log.info(
+                    "%s/%s instance %d ready in %.2f s (pid %d)",
+                    self._config.name,
+                    self._config.version,
+                    instance.index,
+                    frame.load_s,
+                    instance.pid,
+                )
+                self._listener.instance_ready(instance)
+            case frames.LoadFailed():
+                self.last_reason = frame.error
+                if instance.ready is None:
+                    self._listener.load_failed(frame.error)
+            case _:
+                self._listener.instance_answered(instance, frame)
+
+    def _died(self, instance: Instance, reason: str) -> None:
+        life = instance.life
+        assert life is not None
+        # Answers sent before the death count.
+        self._receive(instance)
+        self._loop.remove_reader(life.sock.fileno())
+        self._loop.remove_writer(life.sock.fileno())
+        life.sock.close()
+        instance._unsent.clear()
+        instance.life = None
+        was_ready, instance.is_ready = instance.is_ready, False
+        # Its answers are read: the spill goes only after the model has seen the death.
+        self._listener.instance_died(instance, reason)
+        if instance.output_spill is not None:
+            instance.output_spill.close()
+            instance.output_spill = None
+        if self._is_stopping:
+            if all(other.life is None for other in self.instances):
+                self._all_dead.set()
+            return
+        self._restart(instance, was_ready, reason)
+
+    def _restart(self, instance: Instance, was_ready: bool, reason: str) -> None:
+        if was_ready and self._loop.time() - instance.ready_at >= HEALTHY_S:
+            instance.num_deaths = 0
+        instance.num_deaths += 1
+        if instance.ready is None and instance.num_deaths >= MAX_LOAD_DEATHS:
+            self._listener.load_failed(
+                self.last_reason or f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
+            )
+            return
+        if not self.last_reason or was_ready:
+            self.last_reason = f"the worker {reason}"
+        delay_s = 0.0
+        if instance.num_deaths > 1:
+            delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (instance.num_deaths - 2))
+        log.warning(
+            "%s/%s instance %d: worker %s; restart in %.1f s",
+            self._config.name,
+            self._config.version,
+            instance.index,
+            reason,
+            delay_s,
+        )
+        instance.num_restarts += 1
+        if delay_s == 0:
+            self._start(instance)
+        else:
+            self._later(delay_s, self._start, instance)
+
+    def _tick(self) -> None:
+        """Look for hangs; SIGKILL turns one into a death."""
+        for instance in self.instances:
+            left_s = self._listener.hang_limit_s(instance)
+            if left_s is not None and left_s < 0 and instance.life is not None:
+                log.error(
+                    "%s/%s instance %d hangs; killing pid %d",
+                    self._config.name,
+                    self._config.version,
+                    instance.index,
+                    instance.pid,
+                )
+                instance.life.kill()
+        self._later(TICK_S, self._tick)
+
+    def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
+        def run() -> None:
+            self._timers.discard(timer)
+            call(*args)
+
+        timer = self._loop.call_later(delay_s, run)
+        self._timers.add(timer)

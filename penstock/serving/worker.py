@@ -1,0 +1,375 @@
+"""The worker process: owns the device and one loaded Runner, and nothing else.
+
+Started by the supervisor as `python -m penstock.serving.worker FD PARENT`; reads frames from that
+socket, runs batches where they lie in shared memory, answers with frames, and leaves when the
+socket closes. It knows no protocol and no queue. In-process use runs the same loop in a thread.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.backends import Batch, Outputs, Runner, backend
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, PenstockError
+from penstock.serving.plan import column_bytes, fixed_outputs
+from penstock.serving.slab import Extents, Layout, Segment
+from penstock.types import DATATYPES, Array, Tensor, from_array, to_array
+from penstock.wire import frames
+
+PR_SET_PDEATHSIG = 1
+MAX_VIEWS = 256
+log = logging.getLogger("penstock.worker")
+
+
+class Channel:
+    """The worker's end of the socket: blocking, one frame a datagram."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray(frames.MAX_FRAME_BYTES)
+        self._view = memoryview(self._buffer)
+        self._fd_space = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+
+    def receive(self) -> tuple[frames.ToWorker, list[int]] | None:
+        """The next frame and its descriptors; None when the core has gone."""
+        size, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], self._fd_space)
+        if size == 0:
+            return None
+        fds: list[int] = []
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received = array.array("i")
+                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                fds.extend(received)
+        return frames.decode_to_worker(self._view[:size]), fds
+
+    def send(self, frame: frames.FromWorker) -> None:
+        self._sock.send(frames.encode(frame))
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class Memory:
+    """The shared memory as the worker sees it: views of slab columns, and its output spill."""
+
+    def __init__(self, config: ModelConfig, spill_bytes: int, fds: Sequence[int]) -> None:
+        self._config = config
+        self._input_spill = Segment(spill_bytes, fds[0])
+        self._output_spill = Segment(spill_bytes, fds[1])
+        self._extents = Extents(spill_bytes)
+        self._slabs: dict[int, Segment] = {}
+        self._views: dict[object, list[Array]] = {}
+        self._columns = [*config.inputs, *fixed_outputs(config)]
+
+    def map_slab(self, slab: int, nbytes: int, fd: int) -> None:
+        self._slabs[slab] = Segment(nbytes, fd)
+
+    def columns(self, slab: int, frame: frames.Dispatch) -> list[Array]:
+        """Each column of a slab as an array of all its rows; inputs first, then fixed outputs."""
+        key = (slab, frame.row_shapes, frame.capacity)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            views = self._views[key] = self._make_views(slab, frame)
+        return views
+
+    def _make_views(self, slab: int, frame: frames.Dispatch) -> list[Array]:
+        row_shapes = [*frame.row_shapes, *(spec.shape for spec in fixed_outputs(self._config))]
+        layout = Layout.of(column_bytes(self._config, frame.row_shapes), frame.capacity)
+        views: list[Array] = []
+        num_inputs = len(frame.row_shapes)
+        for index, (spec, shape) in enumerate(zip(self._columns, row_shapes, strict=True)):
+            start = layout.offsets[index]
+            raw = self._slabs[slab].view[start : start + layout.row_bytes[index] * frame.capacity]
+            view = np.frombuffer(raw, dtype=DATATYPES[spec.datatype].numpy)
+            view = view.reshape(frame.capacity, *shape)
+            if index < num_inputs:
+                # A batch may have to run again after a crash: nobody writes to its inputs.
+                view.flags.writeable = False
+            views.append(view)
+        return views
+
+    def read(self, extent: frames.Extent) -> Array:
+        data = self._input_spill.view[extent.offset : extent.offset + extent.nbytes]
+        array_ = to_array(Tensor(extent.name, extent.datatype, extent.shape, data))
+        if extent.datatype != "BYTES":
+            array_.flags.writeable = False
+        return array_
+
+    def write(self, name: str, datatype: str, values: Array) -> frames.Extent:
+        tensor = from_array(name, datatype, values)
+        nbytes = len(tensor.data)
+        offset = self._extents.allocate(nbytes)
+        if offset is None:
+            raise BackendFailed(
+                f"output '{name}': {nbytes} bytes do not fit the spill segment "
+                f"({self._extents.free_bytes} of {self._extents.capacity} bytes free)"
+            )
+        self._output_spill.view[offset : offset + nbytes] = tensor.data
+        return frames.Extent(name, datatype, tuple(values.shape), offset, nbytes)
+
+    def release(self, offsets: Sequence[int]) -> None:
+        for offset in offsets:
+            self._extents.release(offset)
+
+
+class Worker:
+    """One model instance. Single thread: receive, run, answer."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._config: ModelConfig | None = None
+        self._runner: Runner | None = None
+        self._memory: Memory | None = None
+
+    def serve(self) -> None:
+        """Until the core closes the socket or says Stop."""
+        while True:
+            received = self._channel.receive()
+            if received is None:
+                return
+            frame, fds = received
+            if isinstance(frame, frames.Dispatch):
+                self._run(frame)
+            elif isinstance(frame, frames.Release):
+                assert self._memory is not None
+                self._memory.release(frame.offsets)
+            elif isinstance(frame, frames.MapSlab):
+                assert self._memory is not None
+                self._memory.map_slab(frame.slab, frame.nbytes, fds[0])
+            elif isinstance(frame, frames.Load):
+                if not self._load(frame, fds):
+                    return
+            elif isinstance(frame, frames.Stop):
+                if self._runner is not None:
+                    self._runner.close()
+                return
+
+    def _load(self, frame: frames.Load, fds: Sequence[int]) -> bool:
+        if frame.version != frames.VERSION:
+            text = f"the core speaks frames version {frame.version}, this worker {frames.VERSION}"
+            self._channel.send(frames.LoadFailed(text))
+            return False
+        began = time.perf_counter()
+        try:
+            self._config = config = frame.model
+            self._memory = Memory(config, frame.spill_bytes, fds)
+            self._runner = runner = backend(config.backend)(config)
+            timings = warm_up(config, runner)
+        except Exception as error:  # Whatever a backend raises is the answer to Load.
+            self._channel.send(frames.LoadFailed(_explain(error)))
+            return False
+        self._channel.send(
+            frames.Ready(
+                frames.VERSION,
+                time.perf_counter() - began,
+                dict(runner.built()),
+                timings,
+                runner.needs_requests,
+            )
+        )
+        return True
+
+    def _run(self, frame: frames.Dispatch) -> None:
+        try:
+            answer: frames.FromWorker = self._compute(frame)
+        except Exception as error:  # The instance loop: a model's error is an answer.
+            answer = frames.Failed(frame.batch, _explain(error))
+        try:
+            self._channel.send(answer)
+        except OSError as error:
+            if not isinstance(answer, frames.Done):
+                raise
+            assert self._memory is not None
+            self._memory.release([extent.offset for part in answer.outputs for extent in part])
+            text = f"the answer's description does not fit a frame: {error.strerror}"
+            self._channel.send(frames.Failed(frame.batch, text))
+
+    def _compute(self, frame: frames.Dispatch) -> frames.Done:
+        assert self._runner is not None and self._config is not None
+        began = time.perf_counter()
+        batch = self._batch_of_rows(frame) if frame.runs else self._batch_of_extents(frame)
+        gathered = time.perf_counter()
+        answers = list(self._runner.start(batch).wait())
+        if len(answers) != 1:
+            raise BackendFailed(f"expected one answer to the batch, the model gave {len(answers)}")
+        ran = time.perf_counter()
+        outputs = self._store(frame, batch, answers[0])
+        return frames.Done(
+            frame.batch, gathered - began, ran - gathered, time.perf_counter() - ran, outputs
+        )
+
+    def _batch_of_rows(self, frame: frames.Dispatch) -> Batch:
+        assert self._memory is not None and self._config is not None
+        names = [spec.name for spec in self._config.inputs]
+        parts: list[list[Array]] = []
+        num_rows = 0
+        for run in frame.runs:
+            columns = self._memory.columns(run.slab, frame)
+            parts.append(
+                [column[run.row : run.row + run.count] for column in columns[: len(names)]]
+            )
+            num_rows += run.count
+        if len(parts) == 1:
+            inputs = dict(zip(names, parts[0], strict=True))
+        else:
+            inputs = {name: np.concatenate([p[i] for p in parts]) for i, name in enumerate(names)}
+        return Batch(inputs, num_rows, frame.requests)
+
+    def _batch_of_extents(self, frame: frames.Dispatch) -> Batch:
+        assert self._memory is not None and self._config is not None
+        num_rows = sum(part.num_rows for part in frame.requests)
+        stacked: dict[str, list[Array]] = {}
+        for part in frame.requests:
+            for extent in part.inputs:
+                stacked.setdefault(extent.name, []).append(self._memory.read(extent))
+        inputs = {
+            name: arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            for name, arrays in stacked.items()
+        }
+        return Batch(inputs, num_rows, frame.requests)
+
+    def _store(
+        self, frame: frames.Dispatch, batch: Batch, outputs: Outputs
+    ) -> tuple[tuple[frames.Extent, ...], ...]:
+        """Fixed outputs of row batches into the slab, everything else into the spill."""
+        assert self._config is not None and self._memory is not None
+        num_inputs = len(self._config.inputs)
+        in_spill: list[tuple[str, str, Array]] = []
+        column = num_inputs
+        for spec in self._config.outputs:
+            values = self._checked(spec.name, outputs, batch.num_rows)
+            if not (spec.is_fixed and frame.runs):
+                in_spill.append((spec.name, spec.datatype, values))
+                continue
+            row = 0
+            for run in frame.runs:
+                target = self._memory.columns(run.slab, frame)[column]
+                np.copyto(
+                    target[run.row : run.row + run.count],
+                    _shaped(values, target.shape[1:], spec.name)[row : row + run.count],
+                    casting="no",
+                )
+                row += run.count
+            column += 1
+        return self._spill(frame, in_spill) if in_spill else ()
+
+    def _spill(
+        self, frame: frames.Dispatch, values: Sequence[tuple[str, str, Array]]
+    ) -> tuple[tuple[frames.Extent, ...], ...]:
+        assert self._config is not None and self._memory is not None
+        is_batched = self._config.max_batch_size > 0
+        answers: list[tuple[frames.Extent, ...]] = []
+        row = 0
+        try:
+            for part in frame.requests:
+                extents: list[frames.Extent] = []
+                answers.append(())
+                for name, datatype, array_ in values:
+                    rows = array_[row : row + part.num_rows] if is_batched else array_
+                    extents.append(self._memory.write(name, datatype, rows))
+                    answers[-1] = tuple(extents)
+                row += part.num_rows
+        except BackendFailed:
+            self._memory.release([extent.offset for answer in answers for extent in answer])
+            raise
+        return tuple(answers)
+
+    def _checked(self, name: str, outputs: Outputs, num_rows: int) -> Array:
+        assert self._config is not None
+        values = outputs.get(name)
+        if values is None:
+            raise BackendFailed(f"the model gave no output '{name}'; it gave {sorted(outputs)}")
+        if self._config.max_batch_size > 0 and (values.ndim == 0 or values.shape[0] != num_rows):
+            raise BackendFailed(
+                f"output '{name}': {list(values.shape)} for a batch of {num_rows} rows"
+            )
+        return values
+
+
+def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
+    """Run zeros on every rung of the batch ladder; the second run of each is its time. Models with
+    variable shapes have no shape to warm up with."""
+    if not all(spec.is_fixed for spec in config.inputs):
+        return {}
+    timings: dict[int, float] = {}
+    for rung in ladder(config.max_batch_size):
+        inputs = {
+            spec.name: np.zeros(
+                (rung, *spec.shape) if config.max_batch_size else spec.shape,
+                dtype=DATATYPES[spec.datatype].numpy,
+            )
+            for spec in config.inputs
+        }
+        batch = Batch(inputs, rung, [frames.RequestPart("", rung)])
+        for _ in range(2):
+            began = time.perf_counter()
+            for _ in runner.start(batch).wait():
+                pass
+            timings[rung] = time.perf_counter() - began
+    return timings
+
+
+def ladder(max_batch_size: int) -> list[int]:
+    """1, 2, 4, ... and the largest batch itself."""
+    rungs = [1]
+    while rungs[-1] * 2 < max_batch_size:
+        rungs.append(rungs[-1] * 2)
+    if max_batch_size > 1:
+        rungs.append(max_batch_size)
+    return rungs
+
+
+def _shaped(values: Array, row_shape: tuple[int, ...], name: str) -> Array:
+    if values.shape[1:] == row_shape:
+        return values
+    raise BackendFailed(
+        f"output '{name}': rows of shape {list(values.shape[1:])}, configured as {list(row_shape)}"
+    )
+
+
+def _explain(error: Exception) -> str:
+    if isinstance(error, PenstockError):
+        return str(error)
+    log.error("%s", traceback.format_exc())
+    return f"{type(error).__name__}: {error}"
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when the core dies, however that happens."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    parent = int(sys.argv[2])
+    die_with_parent()
+    if os.getppid() != parent:
+        return
+    # Ctrl-C in a terminal reaches the whole group; the core decides when workers stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(format="%(name)s[%(process)d] %(levelname)s %(message)s")
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    channel = Channel(socket.socket(fileno=fd))
+    Worker(channel).serve()
+    channel.close()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""The nouns that travel: datatypes, tensors, requests, responses, timings, and what a Servable is.
+
+Nothing here knows a protocol, a process or a device. Inside Penstock a tensor is a contiguous
+little-endian buffer; each BYTES element is preceded by its length in four bytes, as on the wire.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import Cancelled, PenstockError
+
+Buffer = bytes | bytearray | memoryview
+Parameter = bool | int | float | str
+Array = npt.NDArray[Any]
+LEVEL_UNSET = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Datatype:
+    """A v2 datatype. `itemsize` is None for BYTES, whose elements carry their own length.
+
+    BF16 has no numpy type, so its bits travel as uint16; a backend reinterprets them.
+    """
+
+    name: str
+    itemsize: int | None
+    numpy: np.dtype[Any]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _fixed(name: str, code: str) -> Datatype:
+    dtype = np.dtype(code)
+    return Datatype(name, dtype.itemsize, dtype)
+
+
+BYTES = Datatype("BYTES", None, np.dtype(np.object_))
+DATATYPES: Mapping[str, Datatype] = {
+    datatype.name: datatype
+    for datatype in (
+        _fixed("BOOL", "?"),
+        _fixed("UINT8", "<u1"),
+        _fixed("UINT16", "<u2"),
+        _fixed("UINT32", "<u4"),
+        _fixed("UINT64", "<u8"),
+        _fixed("INT8", "<i1"),
+        _fixed("INT16", "<i2"),
+        _fixed("INT32", "<i4"),
+        _fixed("INT64", "<i8"),
+        _fixed("FP16", "<f2"),
+        _fixed("FP32", "<f4"),
+        _fixed("FP64", "<f8"),
+        _fixed("BF16", "<u2"),
+        BYTES,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a model takes or gives. `shape` excludes the batch dimension where the model has one;
+    -1 is any size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    is_optional: bool = False
+    label_file: str = ""
+
+    @property
+    def is_fixed(self) -> bool:
+        """True when one row always takes the same number of bytes."""
+        return self.datatype != "BYTES" and all(size >= 0 for size in self.shape)
+
+    def row_bytes(self, shape: Sequence[int]) -> int:
+        itemsize = DATATYPES[self.datatype].itemsize
+        assert itemsize is not None, "BYTES rows have no fixed size"
+        return num_elements(shape) * itemsize
+
+
+class Tensor:
+    """A named buffer with a shape. `data` may be a view that is only valid during a call."""
+
+    __slots__ = ("data", "datatype", "name", "shape")
+
+    def __init__(self, name: str, datatype: str, shape: tuple[int, ...], data: Buffer) -> None:
+        self.name = name
+        self.datatype = datatype
+        self.shape = shape
+        self.data = data
+
+    def __repr__(self) -> str:
+        return f"<Tensor {self.name} {self.datatype} {list(self.shape)}>"
+
+
+class Timings:
+    """When a request passed each stage, in seconds of the monotonic clock.
+
+    `compute_*_s` are durations measured by the worker for the whole batch.
+    """
+
+    __slots__ = (
+        "completed",
+        "compute_infer_s",
+        "compute_input_s",
+        "compute_output_s",
+        "dispatched",
+        "queued",
+        "received",
+    )
+
+    def __init__(self, received: float) -> None:
+        self.received = received
+        self.queued = 0.0
+        self.dispatched = 0.0
+        self.compute_input_s = 0.0
+        self.compute_infer_s = 0.0
+        self.compute_output_s = 0.0
+        self.completed = 0.0
+
+
+class RequestedOutput(msgspec.Struct, frozen=True):
+    """An output the client asked for by name; `parameters` are the protocol's business."""
+
+    name: str
+    parameters: dict[str, Parameter] = {}
+
+
+class Response:
+    """One answer. The buffers of `outputs` are views into shared memory: a sink copies what it
+    keeps before `respond` returns."""
+
+    __slots__ = ("model_name", "model_version", "outputs", "parameters")
+
+    def __init__(
+        self,
+        model_name: str,
+        model_version: str,
+        outputs: Sequence[Tensor],
+        parameters: Mapping[str, Parameter] | None = None,
+    ) -> None:
+        self.model_name = model_name
+        self.model_version = model_version
+        self.outputs = outputs
+        self.parameters = parameters
+
+
+class ReplySink(Protocol):
+    """Whoever waits for a request. Called on the event loop; must not raise and must not block."""
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None: ...
+
+
+class Request:
+    """One inference from socket to socket; carries its own reply, deadline and timings.
+
+    Law: an admitted request gets exactly one final `respond`. `is_done` is set by it, and whatever
+    comes later (an answer after a cancel, a second error) is dropped here, in one place.
+    """
+
+    __slots__ = (
+        "id",
+        "inputs",
+        "is_done",
+        "num_deaths",
+        "num_rows",
+        "outputs",
+        "parameters",
+        "place",
+        "plan",
+        "priority",
+        "queue",
+        "sink",
+        "timeout_s",
+        "timings",
+        "turn",
+    )
+
+    def __init__(
+        self,
+        sink: ReplySink,
+        inputs: Sequence[Tensor],
+        received: float,
+        *,
+        id: str = "",
+        outputs: Sequence[RequestedOutput] = (),
+    ) -> None:
+        self.id = id
+        self.inputs = inputs
+        self.outputs = outputs
+        self.parameters: Mapping[str, Parameter] | None = None
+        self.priority = LEVEL_UNSET
+        self.timeout_s: float | None = None
+        self.sink = sink
+        self.timings = Timings(received)
+        self.is_done = False
+        # Set by the Servable that admits the request.
+        self.num_rows = 1
+        self.num_deaths = 0
+        self.plan: Any = None
+        self.place: Any = None
+        self.queue: Any = None
+        self.turn = 0
+
+    def respond(self, answer: Response | PenstockError, final: bool = True) -> bool:
+        """Deliver, unless the request has ended already. Returns whether it was delivered."""
+        if self.is_done:
+            return False
+        self.is_done = final
+        self.sink.respond(self, answer, final)
+        return True
+
+    def __repr__(self) -> str:
+        state = "done" if self.is_done else "open"
+        return f"<Request {self.id!r} {state} rows={self.num_rows}>"
+
+
+class Servable(Protocol):
+    """Everything that can be called. A protocol knows nothing more than this."""
+
+    def submit(self, request: Request) -> None:
+        """Take the request. Every outcome, refusal included, goes to `request.sink`."""
+
+    def cancel(self, request: Request) -> None:
+        """Nobody waits any more: free what it holds. Safe to call at any time."""
+
+
+class CallbackSink:
+    """A sink that hands the final answer to a function; for tests and in-process use."""
+
+    __slots__ = ("_deliver",)
+
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        self._deliver(request, answer)
+
+
+class Deliver(Protocol):
+    def __call__(self, request: Request, answer: Response | PenstockError, /) -> None: ...
+
+
+CANCELLED = Cancelled("the client cancelled the request")
+TimeoutAction = Literal["REJECT", "DELAY"]
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+_LENGTH = struct.Struct("<I")
+
+
+def pack_bytes(array: Array) -> bytes:
+    """An array of bytes (or str) elements in row-major order, each with its length in front."""
+    parts: list[bytes] = []
+    for element in array.ravel():
+        item = element if isinstance(element, bytes) else str(element).encode()
+        parts.append(_LENGTH.pack(len(item)))
+        parts.append(item)
+    return b"".join(parts)
+
+
+def split_bytes(data: Buffer) -> list[bytes]:
+    """The elements of a BYTES buffer. Raises ValueError when a length runs past the end."""
+    view = memoryview(data)
+    elements: list[bytes] = []
+    position, end = 0, len(view)
+    while position < end:
+        if position + 4 > end:
+            raise ValueError(f"{end - position} bytes left where a 4-byte length was expected")
+        (length,) = _LENGTH.unpack_from(view, position)
+        position += 4
+        if position + length > end:
+            raise ValueError(f"an element of {length} bytes runs past the end of the tensor")
+        elements.append(bytes(view[position : position + length]))
+        position += length
+    return elements
+
+
+def to_array(tensor: Tensor) -> Array:
+    """The tensor as a numpy array: a view where the datatype allows it, objects for BYTES."""
+    if tensor.datatype == "BYTES":
+        array = np.empty(num_elements(tensor.shape), dtype=np.object_)
+        array[:] = split_bytes(tensor.data)
+        return array.reshape(tensor.shape)
+    dtype = DATATYPES[tensor.datatype].numpy
+    return np.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape)
+
+
+def from_array(name: str, datatype: str, array: Array) -> Tensor:
+    if datatype == "BYTES":
+        return Tensor(name, datatype, array.shape, pack_bytes(array))
+    contiguous = np.ascontiguousarray(array, dtype=DATATYPES[datatype].numpy)
+    return Tensor(name, datatype, array.shape, contiguous.reshape(-1).view(np.uint8).data)

@@ -1,0 +1,1 @@
+"""Bytes to requests and back. Pure: no sockets, no clock, no threads."""

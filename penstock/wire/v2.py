@@ -1,0 +1,362 @@
+"""The v2 inference protocol (KServe, Triton) as bytes: infer requests in, answers out. Pure.
+
+JSON, with the binary tensor extension: the JSON part comes first, raw little-endian tensors follow
+in the order of the inputs. Every complaint names the input it is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.errors import InvalidRequest, Unsupported
+from penstock.types import (
+    DATATYPES,
+    Array,
+    Buffer,
+    Parameter,
+    ReplySink,
+    Request,
+    RequestedOutput,
+    Response,
+    Tensor,
+    TensorSpec,
+    num_elements,
+    pack_bytes,
+    split_bytes,
+)
+
+MAX_TENSORS = 1024
+MAX_SHAPE = 1 << 62
+
+
+class _Input(msgspec.Struct):
+    name: str
+    shape: tuple[int, ...]
+    datatype: str
+    parameters: dict[str, Parameter] = {}
+    data: msgspec.Raw = msgspec.Raw()
+
+
+class _Infer(msgspec.Struct):
+    inputs: list[_Input]
+    outputs: list[RequestedOutput] = []
+    id: str = ""
+    parameters: dict[str, Parameter] = {}
+
+
+class _Output(msgspec.Struct, omit_defaults=True):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    parameters: dict[str, int] | None = None
+    data: Any = None
+
+
+class _Answer(msgspec.Struct, omit_defaults=True):
+    model_name: str
+    model_version: str
+    outputs: list[_Output]
+    id: str = ""
+    parameters: Mapping[str, Parameter] | None = None
+
+
+class _Error(msgspec.Struct):
+    error: str
+
+
+_decode = msgspec.json.Decoder(_Infer).decode
+_encode = msgspec.json.Encoder().encode
+
+# How JSON elements are read, by the kind of numpy type ('O' is BYTES).
+_flat_lists: Mapping[str, Callable[[Buffer], list[Any]]] = {
+    "b": msgspec.json.Decoder(list[bool]).decode,
+    "i": msgspec.json.Decoder(list[int]).decode,
+    "u": msgspec.json.Decoder(list[int]).decode,
+    "f": msgspec.json.Decoder(list[float]).decode,
+    "O": msgspec.json.Decoder(list[str]).decode,
+}
+_element_types: Mapping[str, type] = {"b": bool, "i": int, "u": int, "f": float, "O": str}
+
+
+class Decoded:
+    """A request and how its sender wants the outputs that do not say so themselves."""
+
+    __slots__ = ("is_binary", "request")
+
+    def __init__(self, request: Request, is_binary: bool) -> None:
+        self.request = request
+        self.is_binary = is_binary
+
+
+def decode_infer(body: Buffer, json_bytes: int | None, sink: ReplySink, received: float) -> Decoded:
+    """`json_bytes` is the length of the JSON part; None when there is nothing behind it."""
+    if json_bytes is None:
+        wire, tail = _parse(body), memoryview(b"")
+    else:
+        view = memoryview(body)
+        wire, tail = _parse(view[:json_bytes]), view[json_bytes:]
+    inputs: list[Tensor] = []
+    position = 0
+    for item in wire.inputs:
+        if item.parameters:
+            position, data = _binary(item, tail, position)
+        else:
+            data = _from_json(item)
+        inputs.append(Tensor(item.name, item.datatype, item.shape, data))
+    if position != len(tail):
+        raise InvalidRequest(
+            f"unexpected additional input data: {len(tail) - position} bytes are left behind "
+            f"the last binary tensor"
+        )
+    request = Request(sink, inputs, received, id=wire.id, outputs=wire.outputs)
+    if len(wire.outputs) > 1:
+        _check_outputs(wire.outputs)
+    is_binary = False
+    if wire.parameters:
+        is_binary = _apply_parameters(request, wire.parameters)
+    return Decoded(request, is_binary)
+
+
+def _parse(head: Buffer) -> _Infer:
+    try:
+        wire = _decode(head)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"failed to parse the request JSON: {error}") from None
+    except (RecursionError, UnicodeDecodeError):
+        raise InvalidRequest("failed to parse the request JSON: too deep, or not UTF-8") from None
+    if not wire.inputs:
+        raise InvalidRequest("the request has no inputs")
+    if len(wire.inputs) > MAX_TENSORS or len(wire.outputs) > MAX_TENSORS:
+        raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
+    return wire
+
+
+def encode_answer(
+    request: Request, response: Response, is_binary: bool
+) -> tuple[bytes, list[Buffer]]:
+    """The JSON part and the raw tensors behind it (none when every output is JSON)."""
+    outputs: list[_Output] = []
+    tail: list[Buffer] = []
+    asked = request.outputs
+    for index, tensor in enumerate(response.outputs):
+        wants_binary = is_binary
+        if asked:
+            wants_binary = bool(asked[index].parameters.get("binary_data", is_binary))
+        if wants_binary:
+            size = {"binary_data_size": len(tensor.data)}
+            outputs.append(_Output(tensor.name, tensor.datatype, tensor.shape, size))
+            tail.append(tensor.data)
+        else:
+            values = _to_json(tensor)
+            outputs.append(_Output(tensor.name, tensor.datatype, tensor.shape, None, values))
+    answer = _Answer(
+        response.model_name, response.model_version, outputs, request.id, response.parameters
+    )
+    return _encode(answer), tail
+
+
+def encode_error(text: str) -> bytes:
+    return _encode(_Error(text))
+
+
+def encode_metadata(
+    name: str,
+    versions: Sequence[str],
+    platform: str,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    has_batch: bool,
+) -> bytes:
+    def rows(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": spec.name,
+                "datatype": spec.datatype,
+                "shape": [-1, *spec.shape] if has_batch else list(spec.shape),
+            }
+            for spec in specs
+        ]
+
+    return _encode(
+        {
+            "name": name,
+            "versions": list(versions),
+            "platform": platform,
+            "inputs": rows(inputs),
+            "outputs": rows(outputs),
+        }
+    )
+
+
+def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]:
+    """The data of an input that has parameters; usually its `binary_data_size`."""
+    if "shared_memory_region" in item.parameters:
+        raise Unsupported(f"input '{item.name}': shared memory regions are not supported")
+    size = item.parameters.get("binary_data_size")
+    if size is None:
+        return position, _from_json(item)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise InvalidRequest(
+            f"input '{item.name}': binary_data_size must be a number of bytes, got {size!r}"
+        )
+    if item.data:
+        raise InvalidRequest(
+            f"input '{item.name}' has both 'data' and 'binary_data_size'; expected one of them"
+        )
+    end = position + size
+    if end > len(tail):
+        raise InvalidRequest(
+            f"input '{item.name}': binary_data_size {size} but only {len(tail) - position} "
+            "bytes are left in the request body"
+        )
+    _check_shape(item)
+    return end, tail[position:end]
+
+
+def _from_json(item: _Input) -> Buffer:
+    datatype = DATATYPES.get(item.datatype)
+    if datatype is None:
+        raise InvalidRequest(
+            f"input '{item.name}': unknown datatype '{item.datatype}'; "
+            f"expected one of {', '.join(DATATYPES)}"
+        )
+    if item.datatype in ("FP16", "BF16"):
+        raise InvalidRequest(
+            f"sending {item.datatype} data via JSON is not supported. "
+            f"Please use the binary data format for input '{item.name}'"
+        )
+    if not item.data:
+        raise InvalidRequest(f"input '{item.name}' has neither 'data' nor 'binary_data_size'")
+    _check_shape(item)
+    kind = datatype.numpy.kind
+    values = _elements(item, kind)
+    expected = num_elements(item.shape)
+    if len(values) != expected:
+        raise InvalidRequest(
+            f"input '{item.name}': shape {list(item.shape)} needs {expected} elements, "
+            f"'data' has {len(values)}"
+        )
+    if kind == "O":
+        try:
+            encoded: Array = np.array([v.encode() for v in values] or [], dtype=np.object_)
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"input '{item.name}': a string is not valid Unicode") from None
+        return pack_bytes(encoded)
+    try:
+        with np.errstate(over="ignore"):
+            array = np.array(values, dtype=datatype.numpy)
+    except OverflowError:
+        raise InvalidRequest(f"input '{item.name}': a value does not fit {item.datatype}") from None
+    if kind == "f" and not np.isfinite(array).all():
+        raise InvalidRequest(f"input '{item.name}': a value does not fit {item.datatype}")
+    return array.data.cast("B") if expected else b""
+
+
+def _elements(item: _Input, kind: str) -> list[Any]:
+    """The elements of `data` in row-major order: given flat, or nested exactly as the shape."""
+    try:
+        return _flat_lists[kind](item.data)
+    except (msgspec.DecodeError, RecursionError) as flat_error:
+        # Not a flat list of the right type: nested, or wrong.
+        try:
+            level = msgspec.json.decode(item.data)
+        except (msgspec.DecodeError, RecursionError):
+            raise InvalidRequest(f"input '{item.name}': 'data' cannot be parsed") from None
+        if not isinstance(level, list) or not any(isinstance(each, list) for each in level):
+            raise InvalidRequest(
+                f"input '{item.name}': 'data' does not hold {item.datatype} values: {flat_error}"
+            ) from None
+    return _flatten(item, level, _element_types[kind])
+
+
+def _flatten(item: _Input, level: list[Any], element: type) -> list[Any]:
+    for depth, size in enumerate(item.shape):
+        if len(level) != num_elements(item.shape[: depth + 1]):
+            break
+        if depth + 1 == len(item.shape):
+            return _typed(item, level, element)
+        inner = item.shape[depth + 1]
+        if not all(isinstance(each, list) and len(each) == inner for each in level):
+            break
+        level = [each for row in level for each in row]
+        del size
+    raise InvalidRequest(
+        f"input '{item.name}': 'data' is nested differently from shape {list(item.shape)}"
+    )
+
+
+def _typed(item: _Input, values: list[Any], element: type) -> list[Any]:
+    try:
+        checked: list[Any] = msgspec.convert(values, list[element])  # type: ignore[valid-type]
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(
+            f"input '{item.name}': 'data' does not hold {item.datatype} values: {error}"
+        ) from None
+    return checked
+
+
+def _check_shape(item: _Input) -> None:
+    """Sizes that are wrong in themselves; whether they fit the model is the planner's business."""
+    total = 1
+    for size in item.shape:
+        if size < 0:
+            raise InvalidRequest(
+                f"input '{item.name}': shape {list(item.shape)} has a negative dimension"
+            )
+        total *= size
+    if total > MAX_SHAPE:
+        raise InvalidRequest(f"input '{item.name}': shape {list(item.shape)} is too large")
+
+
+def _check_outputs(outputs: Sequence[RequestedOutput]) -> None:
+    seen: set[str] = set()
+    for output in outputs:
+        if output.name in seen:
+            raise InvalidRequest(f"output '{output.name}' already exists in request")
+        seen.add(output.name)
+
+
+def _apply_parameters(request: Request, parameters: dict[str, Parameter]) -> bool:
+    """Move what Penstock understands into the request; returns the default output format."""
+    is_binary = parameters.pop("binary_data_output", False)
+    if not isinstance(is_binary, bool):
+        raise InvalidRequest("parameter 'binary_data_output' must be true or false")
+    for name in ("sequence_id", "sequence_start", "sequence_end"):
+        if parameters.get(name):
+            raise Unsupported(f"parameter '{name}': sequences are not supported")
+    priority = parameters.pop("priority", 0)
+    if isinstance(priority, bool) or not isinstance(priority, int) or priority < 0:
+        raise InvalidRequest(f"parameter 'priority' must be an integer from 0, got {priority!r}")
+    timeout = parameters.pop("timeout", 0)
+    if isinstance(timeout, bool) or not isinstance(timeout, int) or timeout < 0:
+        raise InvalidRequest(f"parameter 'timeout' must be microseconds, got {timeout!r}")
+    request.priority = priority
+    request.timeout_s = timeout / 1e6 if timeout else None
+    request.parameters = parameters or None
+    return is_binary
+
+
+def _to_json(tensor: Tensor) -> list[Any]:
+    if tensor.datatype == "BYTES":
+        try:
+            return [element.decode() for element in split_bytes(tensor.data)]
+        except UnicodeDecodeError:
+            raise InvalidRequest(_json_cannot(tensor, "an element that is not UTF-8")) from None
+    if tensor.datatype in ("FP16", "BF16"):
+        raise InvalidRequest(_json_cannot(tensor, f"{tensor.datatype} values"))
+    array = np.frombuffer(tensor.data, dtype=DATATYPES[tensor.datatype].numpy)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise InvalidRequest(_json_cannot(tensor, "NaN or infinite values"))
+    values: list[Any] = array.tolist()
+    return values
+
+
+def _json_cannot(tensor: Tensor, what: str) -> str:
+    return (
+        f"output '{tensor.name}' has {what}, which JSON cannot carry; "
+        "ask for it with the parameter binary_data"
+    )
