@@ -31,6 +31,7 @@ class NullRunner:
         self.outputs: Sequence[TensorSpec] = ()
         self._config = config
         self._options = _numbers(config)
+        self._triggers = [name for name in self._options if name.endswith("_on")]
         time.sleep(self._options.get("load_ms", 0.0) / 1e3)
 
     def built(self) -> Mapping[str, str]:
@@ -40,7 +41,7 @@ class NullRunner:
         began = time.perf_counter()
         options = self._options
         arrays = list(batch.inputs.values())
-        if len(options) > 1:
+        if self._triggers:
             self._misbehave(arrays)
         cost_s = (options.get("a_ms", 0.0) + options.get("c_ms", 0.0) * batch.num_rows) / 1e3
         outputs = self._outputs(arrays, batch.num_rows)
@@ -73,9 +74,9 @@ class NullRunner:
         if not arrays or arrays[0].size == 0 or arrays[0].dtype == np.object_:
             return
         firsts = arrays[0].reshape(arrays[0].shape[0], -1)[:, 0]
-        for name in ("crash_on", "hang_on", "fail_on", "stall_on"):
-            value = self._options.get(name)
-            if value is None or not np.any(firsts == value):
+        for name in self._triggers:
+            value = self._options[name]
+            if not np.any(firsts == value):
                 continue
             if name == "crash_on":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -121,6 +121,14 @@ class Model:
         )
 
     @property
+    def num_slabs_held(self) -> int:
+        return self._pool.num_in_use
+
+    @property
+    def num_extents_held(self) -> int:
+        return self._extents.num_held
+
+    @property
     def is_ready(self) -> bool:
         """True while some instance can run a batch."""
         return self.state == "READY" and any(i.is_ready for i in self.instances)

@@ -40,7 +40,7 @@ class ProcessLife:
     """A worker in a process of its own: exec'd, never forked; it dies with the core."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
-        self.sock, theirs = _socket_pair()
+        self.sock, theirs = socket_pair()
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -73,7 +73,7 @@ class ProcessLife:
         os.close(self._pidfd)
         status = self._process.wait()
         if status < 0:
-            reason = f"killed by {signal.Signals(-status).name}"
+            reason = f"was killed by {signal.Signals(-status).name}"
         else:
             reason = f"exited with status {status}"
         self._on_death(reason)
@@ -86,7 +86,7 @@ class ThreadLife:
     pid = 0
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
-        self.sock, theirs = _socket_pair()
+        self.sock, theirs = socket_pair()
         self._loop = loop
         self._on_death = on_death
         self._is_dead = False
@@ -105,15 +105,18 @@ class ThreadLife:
 
     def _serve(self, sock: socket.socket) -> None:
         channel = Channel(sock)
+        worker = Worker(channel)
         try:
-            Worker(channel).serve()
+            worker.serve()
         except OSError:
             pass  # The core closed the socket first.
         finally:
+            worker.close()
             channel.close()
 
 
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """The core's end, which never blocks, and the worker's, which does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for sock in (ours, theirs):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
@@ -121,7 +124,16 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-Life = ProcessLife | ThreadLife
+class Life(Protocol):
+    """A worker as the supervisor sees it, whatever it runs in."""
+
+    sock: socket.socket
+    pid: int
+
+    def kill(self) -> None: ...
+    def socket_closed(self) -> None: ...
+
+
 StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
 
 
@@ -149,6 +161,8 @@ class Instance:
         self.ready_at = 0.0
         self.num_deaths = 0
         self.num_restarts = 0
+        # What the present worker said when it could not load.
+        self.load_error = ""
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
 
     @property
@@ -250,6 +264,7 @@ class Supervisor:
             self.send_bytes(instance, data, fds)
 
     def _start(self, instance: Instance) -> None:
+        instance.load_error = ""
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
         life = self._start_life(self._loop, lambda reason: self._died(instance, reason))
         instance.life = life
@@ -298,7 +313,7 @@ class Supervisor:
                 )
                 self._listener.instance_ready(instance)
             case frames.LoadFailed():
-                self.last_reason = frame.error
+                instance.load_error = frame.error
                 if instance.ready is None:
                     self._listener.load_failed(frame.error)
             case _:
@@ -331,12 +346,10 @@ class Supervisor:
             instance.num_deaths = 0
         instance.num_deaths += 1
         if instance.ready is None and instance.num_deaths >= MAX_LOAD_DEATHS:
-            self._listener.load_failed(
-                self.last_reason or f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
-            )
+            text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
+            self._listener.load_failed(instance.load_error or text)
             return
-        if not self.last_reason or was_ready:
-            self.last_reason = f"the worker {reason}"
+        self.last_reason = instance.load_error or f"its worker {reason}"
         delay_s = 0.0
         if instance.num_deaths > 1:
             delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (instance.num_deaths - 2))

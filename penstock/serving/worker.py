@@ -122,6 +122,11 @@ class Memory:
         self._output_spill.view[offset : offset + nbytes] = tensor.data
         return frames.Extent(name, datatype, tuple(values.shape), offset, nbytes)
 
+    def close(self) -> None:
+        self._views.clear()
+        for segment in (self._input_spill, self._output_spill, *self._slabs.values()):
+            segment.close()
+
     def release(self, offsets: Sequence[int]) -> None:
         for offset in offsets:
             self._extents.release(offset)
@@ -138,26 +143,35 @@ class Worker:
 
     def serve(self) -> None:
         """Until the core closes the socket or says Stop."""
-        while True:
-            received = self._channel.receive()
-            if received is None:
-                return
-            frame, fds = received
-            if isinstance(frame, frames.Dispatch):
-                self._run(frame)
-            elif isinstance(frame, frames.Release):
-                assert self._memory is not None
-                self._memory.release(frame.offsets)
-            elif isinstance(frame, frames.MapSlab):
-                assert self._memory is not None
-                self._memory.map_slab(frame.slab, frame.nbytes, fds[0])
-            elif isinstance(frame, frames.Load):
-                if not self._load(frame, fds):
-                    return
-            elif isinstance(frame, frames.Stop):
-                if self._runner is not None:
-                    self._runner.close()
-                return
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Receive and handle one frame; False when it was the last."""
+        received = self._channel.receive()
+        if received is None:
+            return False
+        frame, fds = received
+        if isinstance(frame, frames.Dispatch):
+            self._run(frame)
+        elif isinstance(frame, frames.Release):
+            assert self._memory is not None
+            self._memory.release(frame.offsets)
+        elif isinstance(frame, frames.MapSlab):
+            assert self._memory is not None
+            self._memory.map_slab(frame.slab, frame.nbytes, fds[0])
+        elif isinstance(frame, frames.Load):
+            return self._load(frame, fds)
+        elif isinstance(frame, frames.Stop):
+            if self._runner is not None:
+                self._runner.close()
+            return False
+        return True
+
+    def close(self) -> None:
+        """Give up the shared memory; for workers that are not a process of their own."""
+        if self._memory is not None:
+            self._memory.close()
 
     def _load(self, frame: frames.Load, fds: Sequence[int]) -> bool:
         if frame.version != frames.VERSION:

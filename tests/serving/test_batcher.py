@@ -1,0 +1,320 @@
+"""The batcher against Triton's rules, and against a law: nothing is lost, split or reordered."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import BatchPolicy, QueuePolicy
+from penstock.errors import Overloaded
+from penstock.serving.batcher import Batcher, Sequencer
+from penstock.testing import RecordingSink
+from penstock.types import Request
+
+EAGER = BatchPolicy(max_batch_size=8, is_dynamic=True)
+
+
+def make(rows: int = 1, priority: int = 0, timeout_s: float | None = None) -> Request:
+    request = Request(RecordingSink(), (), 0.0)
+    request.num_rows = rows
+    request.priority = priority
+    request.timeout_s = timeout_s
+    return request
+
+
+def fill(batcher: Batcher, rows: list[int], now: float = 0.0, shape: str = "a") -> list[Request]:
+    requests = []
+    for count in rows:
+        request = make(count)
+        request.timings.queued = now
+        batcher.add(request, shape, now)
+        requests.append(request)
+    return requests
+
+
+def sizes(batch: list[Request] | None) -> list[int] | None:
+    return None if batch is None else [request.num_rows for request in batch]
+
+
+def test_without_delay_a_free_instance_takes_what_waits():
+    batcher = Batcher(EAGER)
+    fill(batcher, [1, 1, 1])
+    assert sizes(batcher.next(0.0)) == [1, 1, 1]
+    assert batcher.next(0.0) is None
+    assert batcher.wake_at is None
+
+
+def test_a_batch_never_exceeds_the_limit_and_requests_are_never_split():
+    batcher = Batcher(EAGER)
+    fill(batcher, [3, 3, 3])
+    assert sizes(batcher.next(0.0)) == [3, 3]
+    assert sizes(batcher.next(0.0)) == [3]
+
+
+def test_without_dynamic_batching_each_request_runs_by_itself():
+    batcher = Batcher(BatchPolicy(max_batch_size=8, is_dynamic=False))
+    fill(batcher, [5, 1])
+    assert sizes(batcher.next(0.0)) == [5]
+    assert sizes(batcher.next(0.0)) == [1]
+
+
+def test_a_different_shape_never_closes_a_batch():
+    batcher = Batcher(EAGER)
+    for index in range(6):
+        fill(batcher, [1], now=index, shape="ab"[index % 2])
+    assert sizes(batcher.next(9.0)) == [1, 1, 1]
+    assert sizes(batcher.next(9.0)) == [1, 1, 1]
+
+
+def test_the_shape_that_waits_longest_goes_first():
+    batcher = Batcher(EAGER)
+    (young,) = fill(batcher, [1], now=2.0, shape="a")
+    (old,) = fill(batcher, [1], now=1.0, shape="b")
+    assert batcher.next(3.0) == [old]
+    assert batcher.next(3.0) == [young]
+
+
+class TestDelay:
+    policy = replace(EAGER, max_queue_delay_s=0.010)
+
+    def test_waits_for_a_full_batch_until_the_oldest_is_late(self):
+        batcher = Batcher(self.policy)
+        fill(batcher, [1], now=0.0)
+        fill(batcher, [1], now=0.004)
+        assert batcher.next(0.005) is None
+        assert batcher.wake_at == pytest.approx(0.010)
+        assert sizes(batcher.next(0.010)) == [1, 1]
+
+    def test_a_full_batch_goes_at_once(self):
+        batcher = Batcher(self.policy)
+        fill(batcher, [4, 4])
+        assert sizes(batcher.next(0.0)) == [4, 4]
+
+    def test_a_batch_that_cannot_grow_goes_at_once(self):
+        batcher = Batcher(self.policy)
+        fill(batcher, [5, 5])
+        assert sizes(batcher.next(0.0)) == [5]
+
+
+class TestPreferred:
+    policy = replace(EAGER, preferred_batch_sizes=(2, 4), max_queue_delay_s=0.010)
+
+    @pytest.mark.parametrize(
+        ("waiting", "batch"),
+        [
+            ([1], None),
+            ([1, 1], [1, 1]),
+            ([1, 1, 1], [1, 1]),  # the largest preferred size reached so far
+            ([1, 1, 1, 1], [1, 1, 1, 1]),
+            ([1] * 6, [1] * 4),
+            ([3, 3], [3]),  # over every preferred size: what fits below counts as preferred
+            ([8], [8]),
+        ],
+    )
+    def test_sizes(self, waiting, batch):
+        batcher = Batcher(self.policy)
+        fill(batcher, waiting)
+        assert sizes(batcher.next(0.0)) == batch
+
+    def test_when_late_everything_goes(self):
+        batcher = Batcher(self.policy)
+        fill(batcher, [1, 1, 1])
+        assert sizes(batcher.next(0.011)) == [1, 1, 1]
+
+    def test_without_delay_an_unpreferred_rest_is_not_held_back(self):
+        batcher = Batcher(replace(self.policy, max_queue_delay_s=0.0))
+        fill(batcher, [1, 1, 1])
+        assert sizes(batcher.next(0.0)) == [1, 1]
+        assert sizes(batcher.next(0.0)) == [1]
+
+
+class TestPriorities:
+    policy = replace(EAGER, max_batch_size=2, num_priorities=3, default_priority=2)
+
+    def test_levels_are_strict_and_unknown_levels_get_the_default(self):
+        batcher = Batcher(self.policy)
+        order = [make(priority=p) for p in (3, 0, 1, 9)]
+        for request in order:
+            batcher.add(request, "a", 0.0)
+        low, unset, high, unknown = order
+        assert batcher.next(0.0) == [high, unset]
+        assert batcher.next(0.0) == [unknown, low]
+
+    def test_each_level_has_its_own_queue_limit(self):
+        policies = (QueuePolicy(), QueuePolicy(max_queue_size=1), QueuePolicy(), QueuePolicy())
+        batcher = Batcher(replace(self.policy, policies=policies))
+        batcher.add(make(priority=1), "a", 0.0)
+        with pytest.raises(Overloaded, match="Exceeds maximum queue size"):
+            batcher.add(make(priority=1), "b", 0.0)
+        batcher.add(make(priority=2), "a", 0.0)
+
+
+class TestTimeouts:
+    def batcher(self, **policy) -> Batcher:
+        return Batcher(replace(EAGER, policies=(QueuePolicy(**policy),)))
+
+    def test_reject_returns_those_whose_time_is_up(self):
+        batcher = self.batcher(default_timeout_s=1.0)
+        (early,) = fill(batcher, [1], now=0.0)
+        (late,) = fill(batcher, [1], now=0.5)
+        assert batcher.next_expiry == 1.0
+        assert batcher.expire(0.9) == []
+        assert batcher.expire(1.0) == [early]
+        assert batcher.next(1.0) == [late]
+
+    def test_delay_serves_them_after_the_others(self):
+        batcher = self.batcher(default_timeout_s=1.0, timeout_action="DELAY")
+        (early,) = fill(batcher, [1], now=0.0)
+        (late,) = fill(batcher, [1], now=0.5)
+        assert batcher.expire(1.0) == []
+        assert batcher.next(1.0) == [late, early]
+
+    @pytest.mark.parametrize(
+        ("asked", "allowed", "expires_at"),
+        [(0.2, True, 0.2), (5.0, True, 1.0), (0.2, False, 1.0), (None, True, 1.0)],
+    )
+    def test_a_request_may_only_shorten_the_default(self, asked, allowed, expires_at):
+        batcher = self.batcher(default_timeout_s=1.0, allow_timeout_override=allowed)
+        batcher.add(make(timeout_s=asked), "a", 0.0)
+        assert batcher.next_expiry == expires_at
+
+    def test_a_request_that_left_does_not_expire(self):
+        batcher = self.batcher(default_timeout_s=1.0)
+        fill(batcher, [1], now=0.0)
+        assert batcher.next(0.0) is not None
+        assert batcher.expire(2.0) == []
+
+
+def test_all_queues_together_are_bounded():
+    batcher = Batcher(replace(EAGER, max_pending=2))
+    fill(batcher, [1, 1])
+    with pytest.raises(Overloaded, match="Exceeds maximum queue size"):
+        fill(batcher, [1])
+    batcher.next(0.0)
+    fill(batcher, [1])
+
+
+def test_a_removed_request_is_never_returned():
+    batcher = Batcher(EAGER)
+    first, second, third = fill(batcher, [1, 1, 1])
+    assert batcher.remove(second)
+    assert not batcher.remove(second)
+    assert batcher.next(0.0) == [first, third]
+    assert not batcher.remove(first)
+    assert batcher.num_waiting == 0
+
+
+def test_reruns_go_first_and_alone():
+    batcher = Batcher(EAGER)
+    waiting = fill(batcher, [1, 1])
+    again = [make(), make()]
+    for request in again:
+        batcher.rerun_alone(request)
+    assert batcher.next(0.0) == [again[0]]
+    assert batcher.next(0.0) == [again[1]]
+    assert batcher.next(0.0) == waiting
+
+
+def test_put_back_keeps_the_order():
+    batcher = Batcher(EAGER)
+    requests = fill(batcher, [1, 1, 1])
+    batch = batcher.next(0.0)
+    fill(batcher, [2])
+    batcher.put_back(batch[1:], "a")
+    assert batcher.next(0.0)[:2] == requests[1:]
+
+
+def test_drain_empties_everything():
+    batcher = Batcher(EAGER)
+    waiting = fill(batcher, [1, 1]) + fill(batcher, [1], shape="b")
+    again = make()
+    batcher.rerun_alone(again)
+    assert set(batcher.drain()) == {*waiting, again}
+    assert batcher.num_waiting == 0
+    assert batcher.next(0.0) is None
+
+
+policies = st.builds(
+    BatchPolicy,
+    max_batch_size=st.integers(1, 12),
+    is_dynamic=st.booleans(),
+    preferred_batch_sizes=st.lists(st.integers(1, 12), max_size=3).map(tuple),
+    max_queue_delay_s=st.sampled_from([0.0, 0.5, 3.0]),
+    num_priorities=st.sampled_from([0, 3]),
+    default_priority=st.just(2),
+    policies=st.builds(
+        QueuePolicy,
+        timeout_action=st.sampled_from(["REJECT", "DELAY"]),
+        default_timeout_s=st.sampled_from([0.0, 2.0]),
+        allow_timeout_override=st.booleans(),
+        max_queue_size=st.sampled_from([0, 5]),
+    ).map(lambda policy: (policy,)),
+    max_pending=st.just(20),
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(policies, st.integers(0, 2**32))
+def test_law_each_request_leaves_exactly_once(policy, seed):
+    chance = random.Random(seed)
+    batcher = Batcher(policy)
+    shape_of: dict[Request, str] = {}
+    left: list[Request] = []
+    now = 0.0
+    for _ in range(chance.randrange(120)):
+        now += chance.choice([0.0, 0.1, 1.0])
+        match chance.randrange(6):
+            case 0 | 1 | 2:
+                request = make(
+                    chance.randint(1, policy.max_batch_size),
+                    chance.randrange(4),
+                    chance.choice([None, 0.5]),
+                )
+                request.timings.queued = now
+                shape = chance.choice("abc")
+                try:
+                    batcher.add(request, shape, now)
+                except Overloaded:
+                    continue
+                shape_of[request] = shape
+            case 3:
+                waiting = [request for request in shape_of if request not in left]
+                if waiting:
+                    request = chance.choice(waiting)
+                    assert batcher.remove(request)
+                    left.append(request)
+            case 4:
+                left += batcher.expire(now)
+            case 5:
+                left += check(policy, batcher.next(now), shape_of)
+    assert batcher.num_waiting == len(shape_of) - len(left)
+    # After every delay has run out, everything still waiting can be had.
+    while (batch := batcher.next(now + 1e6)) is not None:
+        left += check(policy, batch, shape_of)
+    assert len(left) == len(set(left)) == len(shape_of)
+    assert batcher.num_waiting == 0
+
+
+def check(policy: BatchPolicy, batch: list[Request] | None, shape_of: dict) -> list[Request]:
+    if batch is None:
+        return []
+    assert batch
+    assert len({shape_of[request] for request in batch}) == 1
+    total = sum(request.num_rows for request in batch)
+    assert len(batch) == 1 or (policy.is_dynamic and total <= policy.max_batch_size)
+    for first, second in zip(batch, batch[1:], strict=False):
+        assert first.priority <= second.priority
+    return batch
+
+
+def test_answers_leave_in_the_order_of_arrival():
+    order = Sequencer()
+    turns = [order.enter() for _ in range(4)]
+    assert order.finish(turns[2], "c") == []
+    assert order.finish(turns[0], "a") == ["a"]
+    assert order.finish(turns[0], "again") == []
+    assert order.finish(turns[2], "again") == []
+    assert order.finish(turns[1], "b") == ["b", "c"]
+    assert order.finish(turns[3], "d") == ["d"]

@@ -1,0 +1,507 @@
+"""The model with workers on strings: every request ends exactly once, with its own bytes."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    ConfigError,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    TooLarge,
+)
+from penstock.serving import supervisor
+from penstock.serving.model import Model
+from penstock.testing import Puppets, RecordingSink, settle
+from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
+
+FIXED = ModelConfig(
+    name="echo",
+    version="1",
+    backend="null",
+    artifact="",
+    inputs=(TensorSpec("x", "INT64", (4,)),),
+    outputs=(TensorSpec("y", "INT64", (4,)),),
+    max_batch_size=8,
+    batching=BatchPolicy(8, is_dynamic=True),
+    memory=MemoryPolicy(max_slabs=2, spill_bytes=1 << 16),
+)
+VARIABLE = replace(
+    FIXED,
+    inputs=(TensorSpec("x", "INT64", (-1,)),),
+    outputs=(TensorSpec("y", "INT64", (-1,)),),
+    memory=MemoryPolicy(slab_bytes=1024, max_slabs=2, spill_bytes=1 << 16),
+)
+TEXT = replace(
+    FIXED,
+    inputs=(TensorSpec("x", "BYTES", (-1,)),),
+    outputs=(TensorSpec("y", "BYTES", (-1,)),),
+)
+UNBATCHED = replace(VARIABLE, max_batch_size=0, batching=BatchPolicy(1))
+MIXED = replace(
+    FIXED,
+    inputs=(TensorSpec("x", "INT64", (4,)), TensorSpec("s", "INT64", (-1,))),
+    outputs=(TensorSpec("y", "INT64", (4,)), TensorSpec("t", "INT64", (-1,))),
+)
+
+
+def run(config: ModelConfig, scenario: Callable[[Model, Puppets], Awaitable[None]]) -> None:
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(config, start_life=puppets)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        await scenario(model, puppets)
+        closing = asyncio.ensure_future(model.close())
+        while not closing.done():
+            await puppets.step_all()
+        await closing
+
+    asyncio.run(main())
+
+
+def ask(config: ModelConfig, *values: np.ndarray, outputs: tuple[str, ...] = ()) -> Request:
+    tensors = [
+        from_array(spec.name, spec.datatype, value)
+        for spec, value in zip(config.inputs, values, strict=True)
+    ]
+    return Request(RecordingSink(), tensors, 0.0, outputs=[RequestedOutput(o) for o in outputs])
+
+
+def canary(number: int, shape: tuple[int, ...], datatype: str = "INT64") -> np.ndarray:
+    """Values that appear in no other request."""
+    size = int(np.prod(shape))
+    values = np.arange(size, dtype=np.int64) + number * 1000
+    if datatype == "BYTES":
+        return np.array([b"%d\0" % v * (v % 3) for v in values], dtype=object).reshape(shape)
+    return values.reshape(shape)
+
+
+def test_requests_of_one_turn_of_the_loop_share_a_batch():
+    async def scenario(model, puppets):
+        requests = [ask(FIXED, canary(i, (1, 4))) for i in range(5)]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        for i, request in enumerate(requests):
+            np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
+        assert model.metrics.num_executions == 1
+        assert model.metrics.num_inferences == 5
+        assert model.metrics.batch_sizes == {5: 1}
+
+    run(FIXED, scenario)
+
+
+def test_the_answer_has_the_outputs_asked_for_in_that_order():
+    async def scenario(model, puppets):
+        one, two = canary(1, (2, 4)), canary(2, (2, 3))
+        request = ask(MIXED, one, two, outputs=("t", "y"))
+        only = ask(MIXED, one, two, outputs=("y",))
+        model.submit(request)
+        model.submit(only)
+        await puppets.step_all()
+        assert list(request.sink.outputs[0]) == ["t", "y"]
+        np.testing.assert_array_equal(request.sink.outputs[0]["t"], two)
+        assert list(only.sink.outputs[0]) == ["y"]
+
+    run(MIXED, scenario)
+
+
+@pytest.mark.parametrize("config", [FIXED, VARIABLE, TEXT, UNBATCHED, MIXED])
+def test_every_kind_of_model_answers_with_the_right_bytes(config):
+    async def scenario(model, puppets):
+        sent = []
+        for i in range(12):
+            values = [
+                canary(i, tuple(s if s > 0 else 1 + i % 3 for s in (1, *spec.shape)), spec.datatype)
+                for spec in config.inputs
+            ]
+            if config.max_batch_size == 0:
+                values = [value[0] for value in values]
+            request = ask(config, *values)
+            sent.append((request, values))
+            model.submit(request)
+        await puppets.step_all()
+        for request, values in sent:
+            (answer,) = request.sink.outputs
+            for got, value in zip(answer.values(), values, strict=True):
+                assert got.tolist() == value.tolist()
+        assert model.num_slabs_held == model.num_extents_held == 0
+
+    run(config, scenario)
+
+
+def test_when_slabs_are_full_requests_keep_their_bytes_and_are_placed_later():
+    async def scenario(model, puppets):
+        requests = [ask(FIXED, canary(i, (3, 4))) for i in range(40)]
+        for request in requests:
+            model.submit(request)
+        assert model.num_slabs_held == 2
+        await puppets.step_all()
+        for i, request in enumerate(requests):
+            np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (3, 4)))
+
+    run(FIXED, scenario)
+
+
+def test_invalid_requests_are_answered_at_once_and_disturb_nobody():
+    async def scenario(model, puppets):
+        good, bad = ask(FIXED, canary(1, (1, 4))), ask(FIXED, canary(2, (1, 5)))
+        model.submit(good)
+        model.submit(bad)
+        assert isinstance(bad.sink.error, InvalidRequest)
+        await puppets.step_all()
+        assert good.sink.num_final == 1
+
+    run(FIXED, scenario)
+
+
+def test_inputs_larger_than_the_spill_are_refused_by_name():
+    async def scenario(model, puppets):
+        request = ask(UNBATCHED, canary(1, (1 << 14,)))
+        model.submit(request)
+        assert isinstance(request.sink.error, TooLarge)
+        assert "penstock.spill_bytes" in str(request.sink.error)
+
+    run(UNBATCHED, scenario)
+
+
+def test_outputs_larger_than_the_spill_fail_only_their_request():
+    config = replace(
+        FIXED,
+        outputs=(TensorSpec("y", "INT64", (-1,)), TensorSpec("z", "FP64", (100_000,))),
+        memory=MemoryPolicy(spill_bytes=1 << 12),
+        max_batch_size=0,
+        batching=BatchPolicy(1),
+    )
+
+    async def scenario(model, puppets):
+        request = ask(config, canary(1, (4,)))
+        model.submit(request)
+        await puppets.step_all()
+        assert isinstance(request.sink.error, BackendFailed)
+        assert "do not fit the spill segment" in str(request.sink.error)
+        assert model.num_extents_held == 0
+
+    run(config, scenario)
+
+
+def test_a_cancelled_request_that_waits_never_runs():
+    async def scenario(model, puppets):
+        first, second = ask(FIXED, canary(1, (1, 4))), ask(FIXED, canary(2, (1, 4)))
+        model.submit(first)
+        await settle()
+        model.submit(second)
+        model.cancel(second)
+        model.cancel(second)
+        await puppets.step_all()
+        assert isinstance(second.sink.error, Cancelled) and second.sink.num_final == 1
+        assert first.sink.num_final == 1
+        assert model.metrics.num_inferences == 1
+
+    run(FIXED, scenario)
+
+
+def test_holes_left_by_cancelled_requests_are_skipped():
+    async def scenario(model, puppets):
+        requests = [ask(FIXED, canary(i, (1, 4))) for i in range(6)]
+        for request in requests:
+            model.submit(request)
+        for index in (0, 2, 3):
+            model.cancel(requests[index])
+        await puppets.step_all()
+        for index in (1, 4, 5):
+            (answer,) = requests[index].sink.outputs
+            np.testing.assert_array_equal(answer["y"], canary(index, (1, 4)))
+        assert model.metrics.batch_sizes == {3: 1}
+
+    run(FIXED, scenario)
+
+
+def test_after_a_death_the_batch_runs_again_one_by_one():
+    async def scenario(model, puppets):
+        requests = [ask(FIXED, canary(i, (1, 4))) for i in range(4)]
+        for request in requests:
+            model.submit(request)
+        await settle()
+        puppets.alive[0].kill()
+        await puppets.step_all()
+        for i, request in enumerate(requests):
+            np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
+        assert model.metrics.batch_sizes == {1: 4}
+        assert model.metrics.num_restarts == 1
+
+    run(FIXED, scenario)
+
+
+def test_answers_sent_before_the_death_count():
+    async def scenario(model, puppets):
+        request = ask(FIXED, canary(1, (1, 4)))
+        model.submit(request)
+        await settle()
+        while puppets.alive[0].has_work:
+            puppets.alive[0].step()  # computes and answers; the core has not read it yet
+        puppets.alive[0].kill()
+        await puppets.step_all()
+        assert request.sink.num_final == 1
+        assert model.metrics.batch_sizes == {1: 1}
+
+    run(FIXED, scenario)
+
+
+def test_who_kills_its_worker_twice_fails_alone(monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+
+    async def scenario(model, puppets):
+        requests = [ask(FIXED, canary(i, (1, 4))) for i in range(3)]
+        for request in requests:
+            model.submit(request)
+        await settle()
+        puppets.alive[0].kill()
+        await settle()
+        while not puppets.alive[0].has_work or model.instances[0].batch is None:
+            puppets.alive[0].step()
+            await settle()
+        puppets.alive[0].kill("was killed by SIGSEGV")
+        while not all(request.is_done for request in requests):
+            await puppets.step_all()
+            await asyncio.sleep(0.001)
+        assert isinstance(requests[0].sink.error, BackendFailed)
+        assert "was killed by SIGSEGV while running it, twice" in str(requests[0].sink.error)
+        assert [r.sink.error for r in requests[1:]] == [None, None]
+        assert model.num_slabs_held == 0
+
+    run(FIXED, scenario)
+
+
+def test_when_the_model_raises_only_the_guilty_request_fails():
+    config = replace(FIXED, options={"null.fail_on": "2000"})
+
+    async def scenario(model, puppets):
+        requests = [ask(config, canary(i, (1, 4))) for i in range(4)]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        failed = [i for i, request in enumerate(requests) if request.sink.error is not None]
+        assert failed == [2]
+        assert "a row starts with 2000" in str(requests[2].sink.error)
+        assert model.metrics.num_restarts == 0
+
+    run(config, scenario)
+
+
+def test_queue_limits_and_timeouts_answer_in_tritons_words():
+    policy = QueuePolicy(max_queue_size=1, default_timeout_s=0.01)
+    config = replace(FIXED, batching=BatchPolicy(8, is_dynamic=True, policies=(policy,)))
+
+    async def scenario(model, puppets):
+        running, waiting, refused = (ask(config, canary(i, (1, 4))) for i in range(3))
+        model.submit(running)
+        await settle()
+        model.submit(waiting)
+        model.submit(refused)
+        assert isinstance(refused.sink.error, Overloaded)
+        assert "Exceeds maximum queue size" in str(refused.sink.error)
+        while not waiting.is_done:
+            await asyncio.sleep(0.002)
+        assert "Request timeout expired" in str(waiting.sink.error)
+        await puppets.step_all()
+        assert running.sink.error is None
+        assert model.metrics.num_failures["REJECTED"] == 2
+
+    run(config, scenario)
+
+
+def test_preserve_ordering_holds_answers_back():
+    batching = BatchPolicy(1, is_dynamic=True, preserve_ordering=True)
+    config = replace(FIXED, max_batch_size=1, batching=batching, num_instances=2)
+    order: list[int] = []
+
+    class Noting(RecordingSink):
+        def respond(self, request, answer, final):
+            super().respond(request, answer, final)
+            order.append(int(request.id))
+
+    async def scenario(model, puppets):
+        requests = []
+        for i in range(2):
+            request = ask(config, canary(i, (1, 4)))
+            request.sink, request.id = Noting(), str(i)
+            requests.append(request)
+            model.submit(request)
+        await settle()
+        while puppets.alive[1].has_work:
+            puppets.alive[1].step()
+        await settle()
+        assert order == []
+        await puppets.step_all()
+        assert order == [0, 1]
+        for i, request in enumerate(requests):
+            np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
+
+    run(config, scenario)
+
+
+def test_a_model_that_cannot_load_says_why():
+    async def main() -> None:
+        puppets = Puppets()
+        config = replace(FIXED, options={"null.a_ms": "soon", "null.typo": "1"})
+        model = Model(config, start_life=puppets)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        with pytest.raises(ConfigError, match="'soon' is not a number.*null.typo: unknown"):
+            await starting
+        request = ask(FIXED, canary(1, (1, 4)))
+        model.submit(request)
+        assert isinstance(request.sink.error, NotReady)
+        closing = asyncio.ensure_future(model.close())
+        while not closing.done():
+            await puppets.step_all()
+
+    asyncio.run(main())
+
+
+def test_three_deaths_while_loading_fail_the_load(monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(FIXED, start_life=puppets)
+        starting = asyncio.ensure_future(model.start())
+        for _ in range(3):
+            while not puppets.alive:
+                await asyncio.sleep(0.001)
+            puppets.alive[0].kill()
+            await settle()
+        with pytest.raises(ConfigError, match="was killed by SIGKILL while loading, 3 times"):
+            await starting
+        await model.close()
+
+    asyncio.run(main())
+
+
+def test_close_answers_everything_that_still_waits():
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(FIXED, start_life=puppets)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        running, waiting = ask(FIXED, canary(1, (1, 4))), ask(FIXED, canary(2, (1, 4)))
+        model.submit(running)
+        await settle()
+        model.submit(waiting)
+        closing = asyncio.ensure_future(model.close())
+        await settle()
+        assert isinstance(waiting.sink.error, NotReady)
+        while not closing.done():
+            await puppets.step_all()
+        assert running.sink.error is None and running.sink.num_final == 1
+
+    asyncio.run(main())
+
+
+def test_drain_returns_when_the_last_answer_is_out():
+    async def scenario(model, puppets):
+        request = ask(FIXED, canary(1, (1, 4)))
+        model.submit(request)
+        draining = asyncio.ensure_future(model.drain())
+        await settle()
+        assert not draining.done()
+        await puppets.step_all()
+        await draining
+        assert request.is_done
+
+    run(FIXED, scenario)
+
+
+class Chaos:
+    """Random requests, cancels, steps and deaths; then everything must come to an end."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self.config = config
+        self.chance = random.Random(seed)
+        self.sent: list[tuple[Request, list[np.ndarray]]] = []
+
+    def send(self, model: Model) -> None:
+        number = len(self.sent)
+        rows = self.chance.randint(1, 4)
+        values = []
+        for spec in self.config.inputs:
+            shape = tuple(s if s > 0 else self.chance.choice([1, 3, 40, 300]) for s in spec.shape)
+            full = (rows, *shape) if self.config.max_batch_size else shape
+            values.append(canary(number, full, spec.datatype))
+        request = ask(self.config, *values)
+        self.sent.append((request, values))
+        model.submit(request)
+
+    async def __call__(self, model: Model, puppets: Puppets) -> None:
+        for _ in range(self.chance.randrange(10, 60)):
+            action = self.chance.random()
+            if action < 0.45:
+                self.send(model)
+            elif action < 0.6 and self.sent:
+                model.cancel(self.chance.choice(self.sent)[0])
+            elif action < 0.85 and puppets.alive:
+                self.chance.choice(puppets.alive).step()
+            elif action < 0.92 and puppets.alive:
+                self.chance.choice(puppets.alive).kill()
+            else:
+                await settle(self.chance.randrange(1, 8))
+        for _ in range(2000):
+            if all(request.is_done for request, _ in self.sent):
+                break
+            await puppets.step_all()
+            await asyncio.sleep(0.0005)
+        await puppets.step_all()
+        self.check(model)
+
+    def check(self, model: Model) -> None:
+        for request, values in self.sent:
+            sink = request.sink
+            assert sink.num_final == len(sink.answers) == 1, request
+            answer = sink.answers[0]
+            if isinstance(answer, Response):
+                for got, value in zip(sink.outputs[0].values(), values, strict=True):
+                    assert got.tolist() == value.tolist(), "a foreign byte"
+            else:
+                assert isinstance(answer, Cancelled | BackendFailed | Overloaded), answer
+                if isinstance(answer, BackendFailed):
+                    assert "twice" in str(answer)
+        assert model.num_waiting == model.num_running == 0
+        assert model.num_slabs_held == model.num_extents_held == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FIXED,
+        replace(FIXED, num_instances=2),
+        replace(VARIABLE, num_instances=2),
+        TEXT,
+        UNBATCHED,
+        replace(MIXED, num_instances=2),
+        replace(
+            VARIABLE,
+            batching=BatchPolicy(8, is_dynamic=True, preserve_ordering=True, max_pending=9),
+        ),
+    ],
+    ids=["fixed", "two", "variable", "text", "unbatched", "mixed", "ordered"],
+)
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32))
+def test_law_every_admitted_request_ends_exactly_once_with_its_own_bytes(config, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+        run(config, Chaos(config, seed))
