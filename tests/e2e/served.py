@@ -1,0 +1,90 @@
+"""`penstock serve` as a subprocess, for tests that want the real thing."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
+
+
+class Served:
+    """A server on a free port; `stop` asserts that it leaves nobody behind."""
+
+    def __init__(self, path: Path, *flags: str) -> None:
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", "serve", str(path), "--http-port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+        for line in self.process.stdout:
+            if match := re.search(r"http://127\.0\.0\.1:(\d+)/v2", line):
+                self.address = f"127.0.0.1:{match[1]}"
+                self.port = int(match[1])
+                break
+        else:
+            self.process.wait()
+            self.errors.seek(0)
+            raise AssertionError(self.errors.read())
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        return self._open(f"http://{self.address}{path}", None)
+
+    def status(self, path: str) -> int:
+        return self.get(path)[0]
+
+    def infer(self, model: str, name: str, datatype: str, data: list) -> tuple[int, dict]:
+        """One row, as JSON."""
+        tensor = {"name": name, "datatype": datatype, "shape": [1, len(data)], "data": data}
+        body = json.dumps({"inputs": [tensor]}).encode()
+        status, answer = self._open(f"http://{self.address}/v2/models/{model}/infer", body)
+        return status, json.loads(answer)
+
+    def _open(self, url: str, body: bytes | None) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def terminate(self) -> int:
+        """SIGTERM, and the exit code."""
+        workers = self.workers()
+        self.process.send_signal(signal.SIGTERM)
+        return self.finish(workers)
+
+    def finish(self, workers: list[psutil.Process]) -> int:
+        code = self.process.wait(timeout=40)
+        self.process.stdout.close()
+        self.errors.close()
+        assert not any(worker.is_running() for worker in workers), "a worker was left behind"
+        return code
+
+
+def null_model(root: Path, name: str, *, config: str = "", **options: object) -> Path:
+    """Add a `null` model INT32 [1] -> [1] with `null.*` options to a repository."""
+    folder = root / name
+    (folder / "1").mkdir(parents=True)
+    lines = [
+        'backend: "null" max_batch_size: 4 dynamic_batching {}',
+        'input { name: "x" data_type: TYPE_INT32 dims: 1 }',
+        'output { name: "y" data_type: TYPE_INT32 dims: 1 }',
+        config,
+    ]
+    for key, value in options.items():
+        lines.append(f'parameters {{ key: "null.{key}" value {{ string_value: "{value}" }} }}')
+    (folder / "config.pbtxt").write_text("\n".join(lines))
+    return root

@@ -1,0 +1,188 @@
+"""What must hold under load while things break. Timing-sensitive: run by `make verify`."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from load import Load
+from served import EXAMPLES, Served, null_model
+
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(180)]
+
+TWO = "instance_group { count: 2 kind: KIND_CPU }"
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Iterator[Served]:
+    """`one` and `two` instances that take 2 ms; 13 kills its worker, 14 takes half a second."""
+    options = {"a_ms": 2, "crash_on": 13, "stall_on": 14, "stall_ms": 500}
+    null_model(tmp_path, "one", **options)
+    null_model(tmp_path, "two", config=TWO, **options)
+    served = Served(tmp_path)
+    yield served
+    if served.process.poll() is None:
+        assert served.terminate() == 0
+
+
+def kill_and_time(served: Served) -> float:
+    """Kill one worker; how long until all instances are ready again."""
+    victim = served.workers()[0].pid
+    wanted = len(served.workers())
+    began = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    while True:
+        if victim not in {worker.pid for worker in served.workers()}:
+            # Asked only after the death was noticed, so the count is not an old one.
+            text = served.get("/metrics")[1].decode()
+            lines = [row for row in text.splitlines() if row.startswith("penstock_ready_instances")]
+            if sum(int(row.split()[-1]) for row in lines) == wanted:
+                return time.monotonic() - began
+        time.sleep(0.005)
+
+
+def check_nothing_lost(load: Load) -> None:
+    tally = load.tally
+    assert tally.num_wrong == 0
+    assert tally.num_cut == 0
+    assert set(tally.statuses) == {200}, tally.statuses
+    assert tally.num_good == tally.num_sent
+
+
+@pytest.mark.parametrize("num_instances", [1, 2])
+def test_kill_9_under_load_loses_nothing(tmp_path: Path, num_instances: int):
+    groups = f"instance_group {{ count: {num_instances} kind: KIND_CPU }}"
+    served = Served(null_model(tmp_path, "model", config=groups, a_ms=2))
+
+    async def scenario() -> tuple[Load, float, float]:
+        # How long a start takes while the machine is busy: most of it is loading libraries.
+        async with Load(served.port, 16, model="model") as load:
+            load_s = await asyncio.to_thread(kill_and_time, served)
+        async with Load(served.port, 16, model="model") as load:
+            await asyncio.sleep(1)
+            back_s = await asyncio.to_thread(kill_and_time, served)
+            await asyncio.sleep(1)
+        return load, load_s, back_s
+
+    load, load_s, back_s = asyncio.run(scenario())
+    assert served.terminate() == 0
+    tally = load.tally
+    print(
+        f"\n{num_instances} instances: {tally.num_good} good, longest gap "
+        f"{tally.longest_gap_s:.3f} s, back after {back_s:.3f} s"
+    )
+    check_nothing_lost(load)
+    assert back_s < 1.0 + load_s
+    assert tally.longest_gap_s < 1.0 + load_s
+
+
+def test_a_request_that_kills_its_worker_fails_alone_under_load(faulty: Served):
+    async def scenario() -> tuple[Load, list]:
+        async with Load(faulty.port, 16, model="two") as load:
+            await asyncio.sleep(0.5)
+            poison = await asyncio.gather(
+                *(asyncio.to_thread(faulty.infer, "two", "x", "INT32", [13]) for _ in range(3))
+            )
+            await asyncio.sleep(0.5)
+        return load, poison
+
+    load, poison = asyncio.run(scenario())
+    assert [status for status, _ in poison] == [500] * 3
+    assert all("was killed by SIGKILL while running it, twice" in a["error"] for _, a in poison)
+    check_nothing_lost(load)
+
+
+def test_abandoned_requests_delay_the_next_by_at_most_one_batch(faulty: Served):
+    async def scenario() -> float:
+        load = Load(faulty.port, 0, model="one")
+        writers = []
+        for _ in range(100):
+            _, writer = await asyncio.open_connection("127.0.0.1", faulty.port)
+            writer.write(load.message(load.payload(14)))
+            writers.append(writer)
+        await asyncio.sleep(0.2)
+        for writer in writers:
+            writer.close()
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        status, _ = await asyncio.to_thread(faulty.infer, "one", "x", "INT32", [1])
+        assert status == 200
+        return time.monotonic() - began
+
+    waited_s = asyncio.run(scenario())
+    print(f"\nthe next request waited {waited_s:.3f} s; one batch takes 0.502 s")
+    assert waited_s < 0.502 + 0.25
+
+
+def test_sigterm_under_load(faulty: Served):
+    async def scenario() -> tuple[Load, float, int]:
+        async with Load(faulty.port, 16, model="two") as load:
+            await asyncio.sleep(1)
+            # One slow request keeps the drain going long enough to look at it.
+            slow = asyncio.create_task(asyncio.to_thread(faulty.infer, "one", "x", "INT32", [14]))
+            await asyncio.sleep(0.1)
+            workers = faulty.workers()
+            began = time.monotonic()
+            faulty.process.send_signal(signal.SIGTERM)
+            while await asyncio.to_thread(faulty.status, "/v2/health/ready") == 200:
+                await asyncio.sleep(0.001)
+            noticed_s = time.monotonic() - began
+            status, answer = await slow
+            assert (status, answer["outputs"][0]["data"]) == (200, [14])
+            code = await asyncio.to_thread(faulty.finish, workers)
+            load.stop()
+        return load, noticed_s, code
+
+    load, noticed_s, code = asyncio.run(scenario())
+    print(f"\nnot ready after {noticed_s:.3f} s, statuses {load.tally.statuses}, exit {code}")
+    assert code == 0
+    assert noticed_s < 0.1
+    assert load.tally.num_wrong == 0
+    assert set(load.tally.statuses) == {200, 503}
+
+
+def test_a_random_killer_for_twenty_seconds(tmp_path: Path):
+    null_model(tmp_path, "two", config=TWO, a_ms=2)
+    served = Served(tmp_path)
+    chance = random.Random(1)
+
+    async def scenario() -> tuple[Load, int]:
+        kills = 0
+        async with Load(served.port, 16, model="two") as load:
+            ends = time.monotonic() + 20
+            while time.monotonic() < ends:
+                await asyncio.sleep(1)
+                workers = served.workers()
+                if workers:
+                    os.kill(chance.choice(workers).pid, signal.SIGKILL)
+                    kills += 1
+        return load, kills
+
+    load, kills = asyncio.run(scenario())
+    assert served.terminate() == 0
+    tally = load.tally
+    print(
+        f"\n{kills} kills, {tally.num_good} good, statuses {tally.statuses}, "
+        f"p99 {tally.percentile_s(0.99) * 1e3:.1f} ms"
+    )
+    assert tally.num_wrong == tally.num_cut == 0
+    assert tally.num_good >= 0.999 * tally.num_sent
+
+
+def test_canaries_under_load_on_the_example():
+    served = Served(EXAMPLES)
+
+    async def scenario() -> Load:
+        async with Load(served.port, 64) as load:
+            while load.tally.num_sent < 100_000:
+                await asyncio.sleep(0.1)
+        return load
+
+    load = asyncio.run(scenario())
+    assert served.terminate() == 0
+    check_nothing_lost(load)
+    print(f"\n{load.tally.num_good} answers, every bit checked")

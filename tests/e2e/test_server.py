@@ -1,0 +1,150 @@
+"""A real server as users start it, and the clients they use."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tritonclient.http as httpclient
+from served import EXAMPLES, Served, null_model
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    served = Served(EXAMPLES)
+    yield served
+    assert served.terminate() == 0
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[httpclient.InferenceServerClient]:
+    with httpclient.InferenceServerClient(server.address) as connected:
+        yield connected
+
+
+def identity_input(values: np.ndarray, binary: bool) -> httpclient.InferInput:
+    tensor = httpclient.InferInput("INPUT0", values.shape, "FP32")
+    tensor.set_data_from_numpy(values, binary_data=binary)
+    return tensor
+
+
+def test_tritonclient_sees_a_ready_server_and_its_models(client):
+    assert client.is_server_live() and client.is_server_ready()
+    assert client.is_model_ready("identity") and client.is_model_ready("digits", "1")
+    metadata = client.get_model_metadata("digits")
+    assert metadata["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 1, 8, 8]}]
+    assert client.get_server_metadata()["name"] == "penstock"
+
+
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False])
+def test_tritonclient_gets_its_own_bits_back(client, binary_in, binary_out):
+    values = np.random.default_rng(1).normal(size=(3, 16)).astype(np.float32)
+    asked = [httpclient.InferRequestedOutput("OUTPUT0", binary_data=binary_out)]
+    answer = client.infer(
+        "identity", [identity_input(values, binary_in)], outputs=asked, request_id="seven"
+    )
+    np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), values)
+    assert answer.get_response()["id"] == "seven"
+
+
+def test_tritonclient_in_many_threads(server):
+    with httpclient.InferenceServerClient(server.address, concurrency=8) as client:
+        sent = [np.full((1, 16), i, dtype=np.float32) for i in range(100)]
+        pending = [client.async_infer("identity", [identity_input(v, True)]) for v in sent]
+        for values, answer in zip(sent, pending, strict=True):
+            np.testing.assert_array_equal(answer.get_result().as_numpy("OUTPUT0"), values)
+
+
+def test_digits_are_recognised(client):
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = (digits.images[:64, None] / 16).astype(np.float32)
+    tensor = httpclient.InferInput("image", images.shape, "FP32")
+    tensor.set_data_from_numpy(images)
+    logits = client.infer("digits", [tensor]).as_numpy("logits")
+    assert (logits.argmax(axis=1) == digits.target[:64]).mean() > 0.95
+
+
+def test_wrong_requests_are_told_what_is_wrong(server):
+    body = json.dumps(
+        {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}]}
+    ).encode()
+    request = urllib.request.Request(f"http://{server.address}/v2/models/identity/infer", body)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request)
+    with caught.value as error:
+        assert error.code == 400
+        assert json.load(error)["error"] == (
+            "unexpected shape for input 'INPUT0' for model 'identity'. Expected [-1,16], got [1,3]"
+        )
+
+
+def test_a_killed_worker_comes_back_and_nothing_is_lost(server, client):
+    before = server.workers()
+    answers: list[np.ndarray] = []
+
+    def load() -> None:
+        with httpclient.InferenceServerClient(server.address, connection_timeout=20) as own:
+            for i in range(200):
+                values = np.full((1, 16), i, dtype=np.float32)
+                answer = own.infer("identity", [identity_input(values, True)])
+                np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), values)
+                answers.append(values)
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while len(answers) < 20:
+        time.sleep(0.001)
+    for worker in before:
+        os.kill(worker.pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 400
+    assert {w.pid for w in server.workers()}.isdisjoint({w.pid for w in before})
+
+
+def test_metrics_count_what_was_done(server, client):
+    def count(name: str) -> int:
+        with urllib.request.urlopen(f"http://{server.address}/metrics") as answer:
+            text = answer.read().decode()
+        return int(re.search(rf'^{name}{{model="identity",version="1"}} (\d+)', text, re.M)[1])
+
+    before = count("nv_inference_count"), count("nv_inference_request_success")
+    client.infer("identity", [identity_input(np.zeros((5, 16), dtype=np.float32), True)])
+    assert (count("nv_inference_count"), count("nv_inference_request_success")) == (
+        before[0] + 5,
+        before[1] + 1,
+    )
+
+
+def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
+    served = Served(null_model(tmp_path, "slow", a_ms=1500))
+    answers: list[tuple[int, dict]] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(served.infer("slow", "x", "INT32", [7]))
+    )
+    thread.start()
+    time.sleep(0.5)
+    workers = served.workers()
+    served.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert served.status("/v2/health/ready") == 503
+    assert served.status("/v2/health/live") == 200
+    assert served.infer("slow", "x", "INT32", [8]) == (
+        503,
+        {"error": "the server is shutting down"},
+    )
+    thread.join()
+    ((status, answer),) = answers
+    assert (status, answer["outputs"][0]["data"]) == (200, [7])
+    assert served.finish(workers) == 0

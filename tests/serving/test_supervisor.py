@@ -1,0 +1,165 @@
+"""Real worker processes: started, killed, hung, restarted, and gone when they should be."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
+from penstock.errors import BackendFailed
+from penstock.serving.model import Model
+from penstock.testing import RecordingSink
+from penstock.types import Request, TensorSpec, from_array
+
+CONFIG = ModelConfig(
+    name="echo",
+    version="1",
+    backend="null",
+    artifact="",
+    inputs=(TensorSpec("x", "INT64", (4,)),),
+    outputs=(TensorSpec("y", "INT64", (4,)),),
+    max_batch_size=8,
+    batching=BatchPolicy(8, is_dynamic=True),
+    memory=MemoryPolicy(spill_bytes=1 << 16),
+    options={"null.crash_on": "13", "null.hang_on": "14"},
+)
+
+
+def ask(first: int) -> Request:
+    values = np.array([[first, 1, 2, 3]])
+    return Request(RecordingSink(), [from_array("x", "INT64", values)], time.monotonic())
+
+
+async def until(condition, limit_s: float = 20.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def run(scenario, config: ModelConfig = CONFIG) -> None:
+    async def main() -> None:
+        model = Model(config)
+        try:
+            await model.start()
+            await scenario(model)
+        finally:
+            pids = [instance.pid for instance in model.instances if instance.pid]
+            await model.close()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+    asyncio.run(main())
+
+
+def test_a_worker_is_a_process_of_its_own_and_computes():
+    async def scenario(model):
+        request = ask(1)
+        model.submit(request)
+        await until(lambda: request.is_done)
+        assert request.sink.outputs[0]["y"].tolist() == [[1, 1, 2, 3]]
+        (instance,) = model.instances
+        assert instance.pid not in (0, os.getpid())
+        assert instance.ready.timings.keys() == {1, 2, 4, 8}, "every rung is warm"
+
+    run(scenario)
+
+
+def test_kill_9_loses_nothing_and_the_worker_comes_back():
+    async def scenario(model):
+        (instance,) = model.instances
+        first_pid = instance.pid
+        requests = [ask(i) for i in range(5)]
+        for request in requests:
+            model.submit(request)
+        os.kill(first_pid, signal.SIGKILL)
+        await until(lambda: all(request.is_done for request in requests))
+        assert [r.sink.error for r in requests] == [None] * 5
+        assert instance.pid != first_pid
+        assert model.metrics.num_restarts == 1
+
+    run(scenario)
+
+
+def test_a_request_that_kills_its_worker_fails_alone():
+    async def scenario(model):
+        requests = [ask(i) for i in (1, 13, 2)]
+        for request in requests:
+            model.submit(request)
+        await until(lambda: all(request.is_done for request in requests))
+        assert [type(r.sink.error) for r in requests] == [type(None), BackendFailed, type(None)]
+        assert "was killed by SIGKILL" in str(requests[1].sink.error)
+
+    run(scenario)
+
+
+def test_a_hang_is_killed_after_its_limit():
+    async def scenario(model):
+        request = ask(14)
+        model.submit(request)
+        await until(lambda: request.is_done)
+        assert isinstance(request.sink.error, BackendFailed)
+        assert model.metrics.num_restarts == 2
+
+    run(scenario, replace(CONFIG, hang_s=0.2))
+
+
+def test_a_stopped_process_counts_as_a_hang():
+    async def scenario(model):
+        (instance,) = model.instances
+        os.kill(instance.pid, signal.SIGSTOP)
+        request = ask(1)
+        model.submit(request)
+        await until(lambda: request.is_done)
+        assert request.sink.error is None
+
+    run(scenario, replace(CONFIG, hang_s=0.2))
+
+
+def test_descriptors_do_not_leak_over_restarts():
+    def num_fds() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def scenario(model):
+        (instance,) = model.instances
+        counts = []
+        for _ in range(3):
+            pid = instance.pid
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda pid=pid: instance.is_ready and instance.pid != pid)
+            counts.append(num_fds())
+        assert len(set(counts)) == 1, counts
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_die_with_the_core(end, tmp_path: Path):
+    script = tmp_path / "core.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from test_supervisor import CONFIG\n"
+        "from penstock.serving.model import Model\n"
+        "async def main():\n"
+        "    model = Model(CONFIG)\n"
+        "    await model.start()\n"
+        "    print(model.instances[0].pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    here = str(Path(__file__).parent)
+    core = subprocess.Popen([sys.executable, str(script), here], stdout=subprocess.PIPE)
+    with core:
+        worker = int(core.stdout.readline())
+        core.send_signal(end)
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(worker)
