@@ -87,7 +87,7 @@ def serve(
 @click.argument("path", type=click.Path())
 def inspect(path: str) -> None:
     """Show what PATH, a repository or a model, resolves to, as config.pbtxt."""
-    from penstock import repository
+    from penstock import pbtxt, repository
 
     try:
         found = repository.read(path)
@@ -95,7 +95,7 @@ def inspect(path: str) -> None:
         _fail(error)
     for config in found.configs:
         click.echo(f"# {config.name}, version {config.version}: {os.path.relpath(config.artifact)}")
-        click.echo(repository.describe(config))
+        click.echo(pbtxt.describe(config))
     if found.problems:
         _fail(ConfigError(_flat(found.problems)))
 

@@ -179,6 +179,7 @@ class Request:
         "plan",
         "priority",
         "queue",
+        "selection",
         "sink",
         "timeout_s",
         "timings",
@@ -209,6 +210,7 @@ class Request:
         self.plan: Any = None
         self.place: Any = None
         self.queue: Any = None
+        self.selection: Sequence[int] = ()
         self.turn = 0
 
     def respond(self, answer: Response | PenstockError, final: bool = True) -> bool:

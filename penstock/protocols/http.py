@@ -77,24 +77,19 @@ class Exchange:
         if self.is_finished:
             return
         self.is_finished = True
+        # Also breaks the circle exchange, request, sink, so that nothing waits for the collector.
+        self.on_abandon = None
         length = 0
         for part in parts:
             length += len(part)
-        connection = self._connection
-        close = b"" if connection.will_keep_alive(self.head) else b"Connection: close\r\n"
-        body = () if self.head.method == b"HEAD" else parts
-        connection.finish(
-            self.head,
-            b"".join(
-                (
-                    _STATUS_LINES[status],
-                    headers,
-                    close,
-                    b"Content-Length: %d\r\n\r\n" % length,
-                    *body,
-                )
-            ),
-        )
+        connection, head = self._connection, self.head
+        keeps = connection.will_keep_alive(head)
+        if not keeps:
+            headers += b"Connection: close\r\n"
+        if head.method == b"HEAD":
+            parts = ()
+        start = b"%bContent-Length: %d\r\n\r\n" % (_STATUS_LINES[status] + headers, length)
+        connection.finish(b"".join((start, *parts)), keeps)
 
     def reply_error(self, status: int, text: str, headers: bytes = b"") -> None:
         self.reply(status, _JSON + headers, (encode_error(text),))
@@ -113,7 +108,9 @@ class Exchange:
     def end_stream(self) -> None:
         if not self.is_finished:
             self.is_finished = True
-            self._connection.finish(self.head, b"0\r\n\r\n")
+            self.on_abandon = None
+            keeps = self._connection.will_keep_alive(self.head)
+            self._connection.finish(b"0\r\n\r\n", keeps)
 
     def abort(self) -> None:
         """An answer that cannot be completed: cut the connection so that the client notices."""
@@ -321,12 +318,12 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
-    def finish(self, head: Head, data: bytes) -> None:
+    def finish(self, data: bytes, keep_alive: bool) -> None:
         """The last bytes of the running exchange."""
         self.write(data)
         self._running = None
         self.since = self._server.now()
-        if not self.will_keep_alive(head):
+        if not keep_alive:
             self.close()
         elif self._waiting:
             self._next()

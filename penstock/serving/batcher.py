@@ -72,6 +72,8 @@ class Batcher:
         self._lanes: dict[object, _Lane] = {}
         self._alone: deque[Request] = deque()
         self._counts = [0] * self._num_levels
+        first = 1 if policy.num_priorities else 0
+        self._policies = [policy.policy(first + level) for level in range(self._num_levels)]
         self._expiries: list[tuple[float, int, Request]] = []
         self._num_added = 0
         self.num_waiting = 0
@@ -87,8 +89,12 @@ class Batcher:
 
     def add(self, request: Request, geometry: object, now: float) -> None:
         """Queue the request, or raise Overloaded."""
-        level = self._level(request)
-        self._check_room(level)
+        level = self._level(request) if self._num_levels > 1 else 0
+        policy = self._policies[level]
+        if self.num_waiting >= self._policy.max_pending:
+            raise Overloaded(f"Exceeds maximum queue size: {self._policy.max_pending} waiting")
+        if 0 < policy.max_queue_size <= self._counts[level]:
+            raise Overloaded(f"Exceeds maximum queue size: {policy.max_queue_size} waiting")
         lane = self._lanes.get(geometry)
         if lane is None:
             lane = self._lanes[geometry] = _Lane(geometry, self._num_levels)
@@ -96,10 +102,8 @@ class Batcher:
         request.priority = level
         lane.levels[level].append(request)
         self._count(request, lane, +1)
-        timeout_s = self._timeout(request, level)
-        if timeout_s > 0:
-            self._num_added += 1
-            heapq.heappush(self._expiries, (now + timeout_s, self._num_added, request))
+        if policy.default_timeout_s or policy.allow_timeout_override:
+            self._expect(request, policy, now)
 
     def rerun_alone(self, request: Request) -> None:
         """Run this request again, before all others and in a batch of its own."""
@@ -143,7 +147,7 @@ class Batcher:
             lane = request.queue
             if not isinstance(lane, _Lane):
                 continue
-            if self._queue_policy(request.priority).timeout_action == "DELAY":
+            if self._policies[request.priority].timeout_action == "DELAY":
                 self._postpone(request, lane)
             else:
                 self.remove(request)
@@ -237,30 +241,19 @@ class Batcher:
     def _level(self, request: Request) -> int:
         """Index of the request's level; 0 is the highest. Unknown levels mean the default."""
         wanted = request.priority
-        num = self._policy.num_priorities
-        if num == 0:
-            return 0
-        if wanted == LEVEL_UNSET or wanted > num:
+        if wanted == LEVEL_UNSET or wanted > self._num_levels:
             wanted = self._policy.default_priority
         return max(1, wanted) - 1
 
-    def _queue_policy(self, level: int) -> QueuePolicy:
-        return self._policy.policy(level + 1 if self._policy.num_priorities else 0)
-
-    def _check_room(self, level: int) -> None:
-        if self.num_waiting >= self._policy.max_pending:
-            raise Overloaded(f"Exceeds maximum queue size: {self._policy.max_pending} waiting")
-        limit = self._queue_policy(level).max_queue_size
-        if limit and self._counts[level] >= limit:
-            raise Overloaded(f"Exceeds maximum queue size: {limit} waiting")
-
-    def _timeout(self, request: Request, level: int) -> float:
-        policy = self._queue_policy(level)
+    def _expect(self, request: Request, policy: QueuePolicy, now: float) -> None:
+        """Note when the request's time in the queue is up, if ever."""
         timeout_s = policy.default_timeout_s
         asked = request.timeout_s
         if policy.allow_timeout_override and asked and (timeout_s == 0 or asked < timeout_s):
-            return asked
-        return timeout_s
+            timeout_s = asked
+        if timeout_s > 0:
+            self._num_added += 1
+            heapq.heappush(self._expiries, (now + timeout_s, self._num_added, request))
 
 
 def _head_rank(lane: _Lane) -> tuple[int, float]:

@@ -179,7 +179,7 @@ class Model:
         if self.state != "READY":
             raise NotReady(self._not_ready_text())
         plan = self._planner.plan(request)
-        self._planner.select_outputs(request)
+        request.selection = self._planner.select_outputs(request)
         request.plan = plan
         request.num_rows = plan.num_rows
         geometry = plan.geometry
@@ -410,7 +410,7 @@ class Model:
         outputs: list[Tensor] = []
         specs = self.config.outputs
         place: Place | None = request.place
-        for index in self._planner.select_outputs(request):
+        for index in request.selection:
             spec = specs[index]
             if place is not None and index in self._column:
                 offset, row_bytes = request.plan.geometry.output_columns[self._column[index]]

@@ -1,0 +1,1 @@
+"""How the serving overhead is measured: requests, load, processes, records, reports."""

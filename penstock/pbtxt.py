@@ -1,0 +1,402 @@
+"""config.pbtxt to a resolved ModelConfig and back.
+
+The message types are Triton's own, from the `tritonclient` package. Resolving collects every
+problem, each with the path of the field, before it gives up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from penstock import backends
+from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.errors import ConfigError
+from penstock.onnx_file import read_signature
+from penstock.types import TensorSpec, TimeoutAction
+
+FILES = {"onnxruntime": "model.onnx"}
+PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
+DEFAULT_MAX_BATCH = 64
+MAX_INSTANCES = 64
+MAX_PRIORITIES = 256
+# Keys under `parameters` that are ours, with the largest value that makes sense.
+NUMBERS = {
+    "penstock.hang_s": 1e9,
+    "penstock.slab_bytes": 1 << 40,
+    "penstock.max_slabs": 4096,
+    "penstock.spill_bytes": 1 << 40,
+}
+# Fields that change what a model does and that this version does not carry out.
+UNSUPPORTED = (
+    "sequence_batching",
+    "ensemble_scheduling",
+    "batch_input",
+    "batch_output",
+    "model_operations",
+    "model_transaction_policy.decoupled",
+    "response_cache.enable",
+    "optimization.execution_accelerators",
+    "model_repository_agents",
+)
+
+
+def parse(text: str) -> Any:
+    """The message; ConfigError names line and column."""
+    from google.protobuf import text_format
+
+    try:
+        return text_format.Parse(text, _types().ModelConfig())
+    except text_format.ParseError as error:
+        raise ConfigError([f"config.pbtxt: {error}"]) from None
+
+
+def resolve(message: Any, name: str, folder: Path) -> ModelConfig:
+    """One version: the message and the files of its version folder."""
+    return _Resolver(message, name, folder).resolve()
+
+
+def describe(config: ModelConfig) -> str:
+    """The resolved configuration in the form of config.pbtxt; parsing it gives the same again."""
+    from google.protobuf import text_format
+
+    return str(text_format.MessageToString(to_message(config)))
+
+
+def to_message(config: ModelConfig) -> Any:
+    message = _types().ModelConfig()
+    message.name = config.name
+    message.backend = config.backend
+    message.max_batch_size = config.max_batch_size
+    message.version_policy.specific.versions.append(int(config.version))
+    file = _relative_file(config)
+    if file != FILES.get(config.backend, ""):
+        message.default_model_filename = file
+    for target, specs in ((message.input, config.inputs), (message.output, config.outputs)):
+        for spec in specs:
+            item = target.add(name=spec.name, dims=spec.shape)
+            item.data_type = _type_number(spec.datatype)
+            if spec.label_file:
+                item.label_filename = spec.label_file
+            if spec.is_optional:
+                item.optional = True
+    group = message.instance_group.add(count=config.num_instances)
+    group.kind = group.KIND_CPU
+    _describe_batching(message, config.batching)
+    for key, value in sorted(config.options.items()):
+        message.parameters[key].string_value = value
+    return message
+
+
+def _relative_file(config: ModelConfig) -> str:
+    """The artifact below its version folder; empty where the backend needs no file."""
+    parts = Path(config.artifact).parts
+    if config.version not in parts:
+        return ""
+    last = len(parts) - 1 - parts[::-1].index(config.version)
+    return "/".join(parts[last + 1 :])
+
+
+def _describe_batching(message: Any, policy: BatchPolicy) -> None:
+    if not policy.is_dynamic:
+        return
+    batching = message.dynamic_batching
+    batching.SetInParent()
+    batching.preferred_batch_size.extend(policy.preferred_batch_sizes)
+    batching.max_queue_delay_microseconds = round(policy.max_queue_delay_s * 1e6)
+    batching.preserve_ordering = policy.preserve_ordering
+    batching.priority_levels = policy.num_priorities
+    batching.default_priority_level = policy.default_priority
+    if policy.policies[0] != QueuePolicy():
+        _describe_queue(batching.default_queue_policy, policy.policies[0])
+    for level, queue in enumerate(policy.policies[1:], 1):
+        if queue != policy.policies[0]:
+            _describe_queue(batching.priority_queue_policy[level], queue)
+
+
+def _describe_queue(target: Any, queue: QueuePolicy) -> None:
+    target.timeout_action = target.TimeoutAction.Value(queue.timeout_action)
+    target.default_timeout_microseconds = round(queue.default_timeout_s * 1e6)
+    target.allow_timeout_override = queue.allow_timeout_override
+    target.max_queue_size = queue.max_queue_size
+
+
+class _Resolver:
+    """Message and files to a ModelConfig, collecting problems."""
+
+    def __init__(self, message: Any, name: str, folder: Path) -> None:
+        self._message = message
+        self._name = name
+        self._folder = folder
+        self._problems: list[str] = []
+
+    def resolve(self) -> ModelConfig:
+        message = self._message
+        if message.name and message.name != self._name:
+            self._problem("name", f"'{message.name}' but the model's folder is '{self._name}'")
+        for path in UNSUPPORTED:
+            if _is_set(message, path):
+                field, _, detail = path.partition(".")
+                self._problem(field, f"{detail} is not supported" if detail else "not supported")
+        backend = self._backend()
+        artifact = self._artifact(backend)
+        inputs, outputs, max_batch = self._tensors(backend, artifact)
+        options = {key: value.string_value for key, value in message.parameters.items()}
+        numbers = self._numbers(options)
+        config = ModelConfig(
+            name=self._name,
+            version=self._folder.name,
+            backend=backend,
+            artifact=str(artifact),
+            inputs=inputs,
+            outputs=outputs,
+            max_batch_size=max_batch,
+            batching=self._batching(max_batch),
+            num_instances=self._instances(),
+            memory=_memory(numbers),
+            hang_s=numbers.get("penstock.hang_s", 30.0),
+            options=options,
+        )
+        if self._problems:
+            raise ConfigError(self._problems)
+        return config
+
+    def _problem(self, path: str, text: str) -> None:
+        self._problems.append(f"{path}: {text}")
+
+    def _backend(self) -> str:
+        message = self._message
+        backend = str(message.backend or PLATFORMS.get(message.platform, ""))
+        if backend:
+            if backend not in backends.MODULES:
+                known = ", ".join(sorted(backends.MODULES))
+                self._problem("backend", f"'{backend}' is not known; expected one of {known}")
+        elif message.platform:
+            self._problem("platform", f"'{message.platform}' is not one of {', '.join(PLATFORMS)}")
+        elif (self._folder / "model.onnx").exists():
+            return "onnxruntime"
+        else:
+            file = f"{self._folder.name}/model.onnx"
+            self._problem("backend", f"not given, and {file} does not exist")
+        return backend
+
+    def _artifact(self, backend: str) -> Path:
+        file = self._message.default_model_filename or FILES.get(backend, "")
+        base = self._folder.resolve()
+        path = (base / file).resolve()
+        if not path.is_relative_to(base):
+            self._problem("default_model_filename", f"'{file}' leaves the version folder")
+        elif file and not path.exists():
+            self._problem(f"{self._folder.name}/{file}", "no such file")
+        elif backend in FILES and not path.is_file():
+            self._problem(f"{self._folder.name}/{file}", "not a file")
+        return path
+
+    def _tensors(
+        self, backend: str, artifact: Path
+    ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], int]:
+        message = self._message
+        inputs = tuple(self._spec("input", i, item) for i, item in enumerate(message.input))
+        outputs = tuple(self._spec("output", i, item) for i, item in enumerate(message.output))
+        max_batch = message.max_batch_size
+        if max_batch < 0:
+            self._problem("max_batch_size", f"{max_batch} is negative")
+        if (not inputs or not outputs) and not self._problems:
+            if backend == "onnxruntime":
+                inputs, outputs, max_batch = self._complete(artifact, inputs, outputs)
+            else:
+                self._problem("input, output", f"must be given for backend '{backend}'")
+        self._check_names("input", inputs)
+        self._check_names("output", outputs)
+        return inputs, outputs, max_batch
+
+    def _complete(
+        self, artifact: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+    ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], int]:
+        """What was not written, as the file declares it."""
+        try:
+            signature = read_signature(artifact)
+        except ConfigError as error:
+            for problem in error.problems:
+                self._problem(f"{self._folder.name}/{artifact.name}", problem)
+            return (), (), 0
+        max_batch = self._message.max_batch_size
+        if not max_batch and not inputs and not outputs and signature.has_batch:
+            max_batch = DEFAULT_MAX_BATCH
+        skip = 1 if max_batch else 0
+        return (
+            inputs or tuple(_without(spec, skip) for spec in signature.inputs),
+            outputs or tuple(_without(spec, skip) for spec in signature.outputs),
+            max_batch,
+        )
+
+    def _spec(self, kind: str, index: int, item: Any) -> TensorSpec:
+        path = f"{kind}[{index}]"
+        datatype = _types().DataType.Name(item.data_type).removeprefix("TYPE_")
+        if datatype == "INVALID":
+            self._problem(f"{path}.data_type", f"missing for '{item.name}'")
+        if not item.name:
+            self._problem(f"{path}.name", "missing")
+        if any(size == 0 or size < -1 for size in item.dims):
+            self._problem(f"{path}.dims", f"{list(item.dims)}: each must be positive or -1")
+        if item.HasField("reshape"):
+            self._problem(f"{path}.reshape", "not supported")
+        if kind == "input" and item.allow_ragged_batch:
+            self._problem(f"{path}.allow_ragged_batch", "not supported")
+        return TensorSpec(
+            item.name,
+            "BYTES" if datatype == "STRING" else datatype,
+            tuple(item.dims),
+            is_optional=kind == "input" and item.optional,
+            label_file=item.label_filename if kind == "output" else "",
+        )
+
+    def _check_names(self, kind: str, specs: Sequence[TensorSpec]) -> None:
+        names = [spec.name for spec in specs]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            self._problem(kind, f"'{name}' is given {names.count(name)} times")
+
+    def _batching(self, max_batch: int) -> BatchPolicy:
+        message = self._message
+        if not message.HasField("dynamic_batching"):
+            # A model whose configuration we worked out ourselves is batched.
+            is_worked_out = not message.input and not message.output and max_batch > 0
+            return BatchPolicy(max(1, max_batch), is_dynamic=is_worked_out)
+        batching = message.dynamic_batching
+        if max_batch == 0:
+            self._problem("dynamic_batching", "needs max_batch_size > 0")
+        policies = self._priorities(batching)
+        num_priorities = len(policies) - 1
+        preferred = tuple(sorted(set(batching.preferred_batch_size)))
+        if any(size < 1 or size > max_batch for size in preferred):
+            self._problem(
+                "dynamic_batching.preferred_batch_size",
+                f"{list(preferred)}: each must be from 1 to max_batch_size {max_batch}",
+            )
+        if batching.preserve_ordering and (
+            num_priorities or any(policy.timeout_action == "DELAY" for policy in policies)
+        ):
+            self._problem(
+                "dynamic_batching.preserve_ordering",
+                "cannot be kept with priority levels or the timeout action DELAY",
+            )
+        return BatchPolicy(
+            max_batch_size=max(1, max_batch),
+            is_dynamic=True,
+            preferred_batch_sizes=preferred,
+            max_queue_delay_s=batching.max_queue_delay_microseconds / 1e6,
+            preserve_ordering=batching.preserve_ordering,
+            num_priorities=num_priorities,
+            default_priority=batching.default_priority_level if num_priorities else 0,
+            policies=policies,
+        )
+
+    def _priorities(self, batching: Any) -> tuple[QueuePolicy, ...]:
+        """The default policy, then one per level."""
+        levels, default = batching.priority_levels, batching.default_priority_level
+        own = batching.priority_queue_policy
+        base = _queue_policy(batching.default_queue_policy)
+        if levels > MAX_PRIORITIES:
+            self._problem(
+                "dynamic_batching.priority_levels", f"{levels} is more than {MAX_PRIORITIES}"
+            )
+            return (base,)
+        if levels and not 1 <= default <= levels:
+            self._problem(
+                "dynamic_batching.default_priority_level", f"{default} is not one of 1 to {levels}"
+            )
+        strange = sorted(level for level in own if not 1 <= level <= levels)
+        if strange:
+            self._problem(
+                "dynamic_batching.priority_queue_policy", f"no level {strange} of 1 to {levels}"
+            )
+        each = [_queue_policy(own[k]) if k in own else base for k in range(1, levels + 1)]
+        return (base, *each)
+
+    def _instances(self) -> int:
+        total = 0
+        for index, group in enumerate(self._message.instance_group):
+            path = f"instance_group[{index}]"
+            if group.kind == group.KIND_GPU:
+                self._problem(f"{path}.kind", "KIND_GPU is not supported")
+            elif group.gpus:
+                self._problem(f"{path}.gpus", "GPUs are not supported")
+            if group.count < 0:
+                self._problem(f"{path}.count", f"{group.count} is negative")
+            total += max(1, group.count)
+        if total > MAX_INSTANCES:
+            self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
+        return max(1, total)
+
+    def _numbers(self, options: Mapping[str, str]) -> dict[str, float]:
+        """Our own parameters, checked."""
+        numbers: dict[str, float] = {}
+        for key, text in options.items():
+            if not key.startswith("penstock."):
+                continue
+            limit = NUMBERS.get(key)
+            if limit is None:
+                known = ", ".join(NUMBERS)
+                self._problem(f"parameters.{key}", f"unknown; expected one of {known}")
+                continue
+            value = _number(text, is_whole=not key.endswith("_s"))
+            if value is None or not 0 < value <= limit:
+                kind = "number" if key.endswith("_s") else "whole number"
+                self._problem(f"parameters.{key}", f"'{text}' is not a {kind} up to {limit:g}")
+                continue
+            numbers[key] = value
+        return numbers
+
+
+def _is_set(message: Any, path: str) -> bool:
+    """Whether a field is there and asks for something."""
+    head, _, rest = path.partition(".")
+    present = {descriptor.name for descriptor, _ in message.ListFields()}
+    if head not in present:
+        return False
+    return _is_set(getattr(message, head), rest) if rest else True
+
+
+def _memory(numbers: Mapping[str, float]) -> MemoryPolicy:
+    base = MemoryPolicy()
+    slab = numbers.get("penstock.slab_bytes")
+    return MemoryPolicy(
+        slab_bytes=None if slab is None else int(slab),
+        max_slabs=int(numbers.get("penstock.max_slabs", base.max_slabs)),
+        spill_bytes=int(numbers.get("penstock.spill_bytes", base.spill_bytes)),
+    )
+
+
+def _number(text: str, is_whole: bool) -> float | None:
+    if is_whole:
+        return int(text) if text.isascii() and text.isdigit() else None
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _queue_policy(message: Any) -> QueuePolicy:
+    action = message.TimeoutAction.Name(message.timeout_action)
+    return QueuePolicy(
+        timeout_action=cast(TimeoutAction, action),
+        default_timeout_s=message.default_timeout_microseconds / 1e6,
+        allow_timeout_override=message.allow_timeout_override,
+        max_queue_size=message.max_queue_size,
+    )
+
+
+def _without(spec: TensorSpec, skip: int) -> TensorSpec:
+    return TensorSpec(spec.name, spec.datatype, spec.shape[skip:])
+
+
+def _types() -> Any:
+    from tritonclient.grpc import model_config_pb2
+
+    return model_config_pb2
+
+
+def _type_number(datatype: str) -> int:
+    name = "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
+    return cast(int, _types().DataType.Value(name))

@@ -1,0 +1,92 @@
+"""What several test files share: where the examples are, and small ONNX files made on the spot."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import onnx
+import pytest
+from hypothesis import settings
+from onnx import TensorProto, helper
+
+settings.register_profile("penstock", deadline=None)
+settings.load_profile("penstock")
+
+ONNX_TYPES = {
+    "BOOL": TensorProto.BOOL,
+    "UINT8": TensorProto.UINT8,
+    "UINT16": TensorProto.UINT16,
+    "UINT32": TensorProto.UINT32,
+    "UINT64": TensorProto.UINT64,
+    "INT8": TensorProto.INT8,
+    "INT16": TensorProto.INT16,
+    "INT32": TensorProto.INT32,
+    "INT64": TensorProto.INT64,
+    "FP16": TensorProto.FLOAT16,
+    "FP32": TensorProto.FLOAT,
+    "FP64": TensorProto.DOUBLE,
+    "BF16": TensorProto.BFLOAT16,
+    "BYTES": TensorProto.STRING,
+}
+
+WriteOnnx = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def examples() -> Path:
+    return Path(__file__).resolve().parents[1] / "examples" / "repository"
+
+
+@pytest.fixture(scope="session")
+def write_onnx() -> WriteOnnx:
+    """`write_onnx(path, nodes, inputs, outputs)` with tensors as {name: (datatype, shape)}."""
+
+    def write(
+        path: Path,
+        nodes: Sequence[onnx.NodeProto],
+        inputs: dict[str, tuple[str, Sequence[int | str] | None]],
+        outputs: dict[str, tuple[str, Sequence[int | str] | None]],
+        initializers: Sequence[onnx.TensorProto] = (),
+    ) -> Path:
+        graph = helper.make_graph(
+            list(nodes),
+            "made_by_a_test",
+            [_tensor(name, *kind) for name, kind in inputs.items()],
+            [_tensor(name, *kind) for name, kind in outputs.items()],
+            initializer=list(initializers),
+        )
+        opset = helper.make_opsetid("", 17)
+        model = helper.make_model(graph, ir_version=9, opset_imports=[opset])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(model.SerializeToString())
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def write_identity(write_onnx: WriteOnnx) -> WriteOnnx:
+    """`write_identity(path, datatype, shape, num_tensors)`: x0 to y0, x1 to y1, ..."""
+
+    def write(
+        path: Path,
+        datatype: str = "FP32",
+        shape: Sequence[int | str] = ("batch", 4),
+        num_tensors: int = 1,
+    ) -> Path:
+        numbers = range(num_tensors)
+        return write_onnx(
+            path,
+            [helper.make_node("Identity", [f"x{i}"], [f"y{i}"]) for i in numbers],
+            {f"x{i}": (datatype, shape) for i in numbers},
+            {f"y{i}": (datatype, shape) for i in numbers},
+        )
+
+    return write
+
+
+def _tensor(
+    name: str, datatype: str, shape: Sequence[int | str] | None = None
+) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(
+        name, ONNX_TYPES[datatype], None if shape is None else list(shape)
+    )

@@ -1,0 +1,258 @@
+"""The shape of the code: which folder may import which, what is pure, what is never used."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "penstock"
+TESTS = ROOT / "tests"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TEST_SOURCES = sorted(TESTS.rglob("*.py"))
+
+# A module imports only from its own line and the lines before it.
+ORDER = [
+    {"errors", "types", "slo", "config"},
+    {"wire"},
+    {"repository", "pbtxt", "onnx_file", "metrics", "backends"},
+    {"serving"},
+    {"llm"},
+    {"benchmark"},
+    {"optimizer"},
+    {"protocols"},
+    {"dashboard", "deploy"},
+    {"server", "local", "testing"},
+    {"cli"},
+    {"__main__"},
+]
+PURE = ["wire/*.py", "serving/batcher.py", "serving/plan.py"]
+IMPURE_MODULES = {
+    "asyncio",
+    "multiprocessing",
+    "selectors",
+    "signal",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+    "uvloop",
+}
+# What unpickles, or runs text as code.
+UNSAFE_MODULES = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+MAX_FUNCTION_LINES = 80
+
+# Modules without a test file of their own, and why.
+WITHOUT_OWN_TEST = {
+    "__init__.py": "tests/test_public_api.py",
+    "__main__.py": "tests/test_cli.py starts it",
+    "backends/__init__.py": "tests/suites/backend.py is its contract",
+    "config.py": "values only; tests/test_repository.py resolves them",
+    "errors.py": "names only",
+    "onnx_file.py": "tests/test_repository.py reads files through it",
+    "pbtxt.py": "tests/test_repository.py resolves and describes through it",
+    "protocols/__init__.py": "empty",
+    "server.py": "tests/e2e/test_server.py and tests/test_cli.py start it",
+    "serving/__init__.py": "empty",
+    "serving/catalog.py": "tests/e2e/test_server.py asks it",
+    "serving/worker.py": "tests/serving/test_model.py runs it through penstock.testing",
+    "testing.py": "what tests are made of",
+    "wire/__init__.py": "empty",
+}
+
+
+def short(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def walk_at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node, functions included, except what only a type checker reads."""
+    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        children: list[ast.AST] = list(node.orelse)
+    else:
+        children = list(ast.iter_child_nodes(node))
+        yield node
+    for child in children:
+        yield from walk_at_run_time(child)
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Dotted names imported at run time; `from a import b` gives both `a` and `a.b`."""
+    found: set[str] = set()
+    for node in walk_at_run_time(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{short(path)}:{node.lineno} is a relative import"
+            assert node.module is not None
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
+
+
+@cache
+def own_imports(path: Path) -> frozenset[Path]:
+    """Files of the package that this one imports."""
+    by_name = {module_name(source): source for source in SOURCES}
+    return frozenset(by_name[name] for name in imports(path) if name in by_name)
+
+
+def rank(path: Path) -> int:
+    first = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    ranks = [index for index, names in enumerate(ORDER) if first in names]
+    assert ranks, f"{short(path)}: where in ORDER does '{first}' belong?"
+    return ranks[0]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=short)
+def test_imports_go_one_way(path: Path) -> None:
+    """`penstock/__init__.py` is the face: all may read its version, it loads others when called."""
+    face = PACKAGE / "__init__.py"
+    if path == face:
+        return
+    later = [short(other) for other in own_imports(path) - {face} if rank(other) > rank(path)]
+    assert later == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    face = PACKAGE / "__init__.py"
+    left = {path: set(own_imports(path)) - {face, path} for path in SOURCES if path != face}
+    while free := [path for path, needs in left.items() if not needs]:
+        for path in free:
+            del left[path]
+        for needs in left.values():
+            needs.difference_update(free)
+    assert sorted(map(short, left)) == []
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path for pattern in PURE for path in PACKAGE.glob(pattern)), ids=short
+)
+def test_what_decides_knows_no_clock_thread_or_socket(path: Path) -> None:
+    seen, waiting = set(), [path]
+    while waiting:
+        current = waiting.pop()
+        seen.add(current)
+        waiting.extend(own_imports(current) - seen - {PACKAGE / "__init__.py"})
+    used = {
+        (short(source), name)
+        for source in seen
+        for name in {full.split(".")[0] for full in imports(source)} & IMPURE_MODULES
+    }
+    assert used == set()
+
+
+def added_by_importing(module: str) -> set[str]:
+    """Top-level modules outside the standard library that an import brings."""
+    script = (
+        "import sys; before = set(sys.modules); import " + module + "; "
+        "names = {name.split('.')[0] for name in set(sys.modules) - before}; "
+        "print(*sorted(names - sys.stdlib_module_names))"
+    )
+    command = [sys.executable, "-c", script]
+    output = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(output.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "penstock",
+        "penstock.types",
+        "penstock.config",
+        "penstock.repository",
+        "penstock.wire.v2",
+        "penstock.wire.frames",
+        "penstock.serving.worker",
+    ],
+)
+def test_importing_needs_only_numpy_and_msgspec(module: str) -> None:
+    assert added_by_importing(module) <= {"penstock"} | added_by_importing("numpy, msgspec")
+
+
+def test_importing_the_package_itself_is_cheap() -> None:
+    assert added_by_importing("penstock") == {"penstock"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=short)
+def test_nothing_is_unpickled_or_run_from_text(path: Path) -> None:
+    assert {name.split(".")[0] for name in imports(path)} & UNSAFE_MODULES == set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call):
+            called = node.func.id if isinstance(node.func, ast.Name) else ""
+            assert called not in UNSAFE_CALLS, f"line {node.lineno}"
+        if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+            assert (node.arg, node.value.value) not in {
+                ("allow_pickle", True),
+                ("weights_only", False),
+                ("shell", True),
+            }, f"line {node.value.lineno}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=short)
+def test_module_opens_with_what_it_owns(path: Path) -> None:
+    assert path.name == "__main__.py" or ast.get_docstring(tree(path))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=short)
+def test_functions_fit_a_screen(path: Path) -> None:
+    long = {
+        node.name: node.end_lineno - node.lineno + 1
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
+    }
+    assert long == {}
+
+
+def test_tests_mirror_the_tree() -> None:
+    missing = []
+    for path in SOURCES:
+        relative = path.relative_to(PACKAGE)
+        test = TESTS / relative.parent / f"test_{relative.stem}.py"
+        if short(path) not in WITHOUT_OWN_TEST and not test.is_file():
+            missing.append(test.relative_to(ROOT).as_posix())
+    assert missing == []
+
+
+def test_exceptions_to_the_mirror_are_modules_that_exist() -> None:
+    assert WITHOUT_OWN_TEST.keys() - {short(path) for path in SOURCES} == set()
+
+
+def test_names_of_test_files_are_unique() -> None:
+    names = [path.name for path in TEST_SOURCES if path.name.startswith("test_")]
+    assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("path", TEST_SOURCES, ids=lambda path: path.relative_to(TESTS).as_posix())
+def test_tests_use_no_private_names(path: Path) -> None:
+    """A test's own class may have private attributes; those of the package are not its business."""
+    used = []
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("penstock"):
+            used += [alias.name for alias in node.names if is_private(alias.name)]
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            if owner not in {"self", "cls", "os", "sys"}:
+                used.append(f"{owner}.{node.attr}, line {node.lineno}")
+    assert used == []
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")

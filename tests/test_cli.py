@@ -1,0 +1,405 @@
+"""The command line as its users meet it: real processes, exit codes, and one line per problem."""
+
+import http.client
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import psutil
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+import penstock
+from penstock.cli import main
+
+pytestmark = pytest.mark.timeout(30)
+WriteOnnx = Callable[..., Path]
+NULL = """
+backend: "null"
+max_batch_size: 4
+input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+"""
+
+
+def parameter(key: str, value: str) -> str:
+    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+
+
+def add_model(root: Path, name: str, text: str = NULL) -> Path:
+    folder = root / name
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(text)
+    return folder
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The problems told, without their `error: `."""
+        lines = self.stderr.splitlines()
+        return [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+
+
+def run_penstock(*arguments: str | Path, **environment: str) -> Ended:
+    """To its end, which must come soon and leave no worker behind."""
+    command = [sys.executable, "-m", "penstock", *map(str, arguments)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=15)
+        finally:
+            process.kill()
+    assert "Traceback" not in stderr, stderr
+    assert workers_of(process.pid) == []
+    return Ended(process.returncode, stdout, stderr)
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """Worker processes that the core with this pid started, orphans included."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "penstock.serving.worker" in command and command[-1] == str(pid):
+            found.append(process)
+    return found
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen[str]
+    host: str
+    port: int
+    banner: str
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=10)
+
+
+@contextmanager
+def serving(*arguments: str | Path) -> Iterator[Running]:
+    """`penstock serve` on a free port, from its banner to its end."""
+    command = [sys.executable, "-m", "penstock", "serve", "--http-port", "0", *map(str, arguments)]
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
+        try:
+            banner = ""
+            assert process.stdout is not None
+            for line in process.stdout:
+                banner += line
+                address = re.search(r"http://(\S+):(\d+)/v2", line)
+                if address:
+                    host = address[1].strip("[]")
+                    yield Running(process, host, int(address[2]), banner)
+                    return
+            log.seek(0)
+            pytest.fail(f"ended before it served:\n{banner}\n{log.read()}")
+        finally:
+            process.kill()
+
+
+# Help
+
+
+def test_help_names_the_commands() -> None:
+    ended = run_penstock("--help")
+    assert ended.code == 0
+    assert "serve" in ended.stdout and "inspect" in ended.stdout
+
+
+def test_version_is_the_packages() -> None:
+    assert penstock.__version__ in run_penstock("--version").stdout
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_and_flag_has_a_help_text(name: str) -> None:
+    command = main.commands[name]
+    assert command.help
+    flags = [flag for flag in command.params if isinstance(flag, click.Option)]
+    assert [flag.name for flag in flags if not flag.help] == []
+
+
+def test_help_of_serve_shows_every_flag_with_its_default() -> None:
+    text = run_penstock("serve", "--help").stdout
+    flags = {"--host": "127.0.0.1", "--http-port": "8000", "--drain-s": "30.0", "--insecure": ""}
+    for flag, default in flags.items():
+        assert flag in text
+        assert default in text
+    assert "--no-exit-on-error" in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["serve"], ["inspect"], ["launch"], ["serve", ".", "--http-port", "99999"]]
+)
+def test_wrong_usage_ends_with_code_2_and_no_traceback(arguments: list[str]) -> None:
+    assert run_penstock(*arguments).code == 2
+
+
+@pytest.mark.xfail(strict=True, reason="ValueError of logging, with a traceback")
+def test_unknown_log_level_is_an_error_in_words(examples: Path) -> None:
+    ended = run_penstock("inspect", examples, PENSTOCK_LOG="chatty")
+    assert ended.code != 0
+    assert "PENSTOCK_LOG" in ended.stderr
+
+
+# inspect
+
+
+def test_inspect_prints_a_config_pbtxt_for_every_model(examples: Path) -> None:
+    ended = run_penstock("inspect", examples)
+    assert (ended.code, ended.stderr) == (0, "")
+    messages = [
+        text_format.Parse(text, model_config_pb2.ModelConfig())
+        for text in re.split(r"(?m)^(?=# )", ended.stdout)
+        if text.strip()
+    ]
+    assert [message.name for message in messages] == ["digits", "identity"]
+    assert [message.max_batch_size for message in messages] == [64, 64]
+
+
+def test_inspect_shows_what_was_worked_out(tmp_path: Path, write_identity: WriteOnnx) -> None:
+    write_identity(tmp_path / "model" / "1" / "model.onnx", "INT64", ("batch", 3))
+    ended = run_penstock("inspect", tmp_path)
+    message = text_format.Parse(ended.stdout, model_config_pb2.ModelConfig())
+    assert message.input[0].data_type == model_config_pb2.TYPE_INT64
+    assert message.max_batch_size > 0
+    assert message.HasField("dynamic_batching")
+
+
+def test_inspect_shows_the_good_models_and_fails_for_the_bad_one(tmp_path: Path) -> None:
+    add_model(tmp_path, "good")
+    add_model(tmp_path, "bad", NULL + "instance_group { kind: KIND_GPU }")
+    ended = run_penstock("inspect", tmp_path)
+    assert ended.code == 1
+    assert 'name: "good"' in ended.stdout
+    [problem] = ended.errors
+    assert problem.startswith("bad: instance_group[0].kind: ")
+
+
+# Wrong paths and broken repositories
+
+
+@pytest.mark.parametrize("command", ["inspect", "serve"])
+@pytest.mark.parametrize("name", ["nowhere", "file", "empty"])
+def test_wrong_path_is_one_line_and_code_1(tmp_path: Path, command: str, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    ended = run_penstock(command, tmp_path / name)
+    assert (ended.code, ended.stdout) == (1, "")
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert str(tmp_path / name) in line
+
+
+@pytest.mark.parametrize("command", ["inspect", "serve"])
+def test_every_problem_of_every_model_is_one_line(tmp_path: Path, command: str) -> None:
+    add_model(tmp_path, "first", NULL + "instance_group { kind: KIND_GPU count: 100 }")
+    add_model(tmp_path, "second", "nonsense")
+    add_model(tmp_path, "third", NULL + "ensemble_scheduling { } response_cache { enable: true }")
+    ended = run_penstock(command, tmp_path)
+    assert (ended.code, ended.stdout) == (1, "")
+    assert len(ended.errors) == len(ended.stderr.splitlines()) == 5
+    models = [line.split(": ")[0] for line in ended.errors]
+    assert models == ["first", "first", "second", "third", "third"]
+
+
+def test_serve_ends_when_a_model_cannot_be_loaded_and_leaves_no_worker(tmp_path: Path) -> None:
+    add_model(tmp_path, "bad", NULL + parameter("null.a_mss", "1") + parameter("null.c_ms", "x"))
+    add_model(tmp_path, "good")
+    ended = run_penstock("serve", tmp_path, "--http-port", "0")
+    assert ended.code == 1
+    assert "null.a_mss" in ended.stderr and "null.c_ms" in ended.stderr
+    assert all(line.startswith("bad: ") for line in ended.errors)
+
+
+@pytest.mark.xfail(strict=True, reason="the problems of a load are joined into one")
+def test_each_problem_found_while_loading_is_one_line(tmp_path: Path) -> None:
+    add_model(tmp_path, "bad", NULL + parameter("null.a_mss", "1") + parameter("null.c_ms", "x"))
+    ended = run_penstock("serve", tmp_path, "--http-port", "0")
+    assert sorted(line.split(": ")[1] for line in ended.errors) == [
+        "parameters.null.a_mss",
+        "parameters.null.c_ms",
+    ]
+
+
+def test_serve_ends_when_the_worker_of_a_model_dies_while_loading(tmp_path: Path) -> None:
+    text = NULL + parameter("null.crash_on", "0") + parameter("null.a_ms", "0")
+    add_model(tmp_path, "deadly", text)
+    ended = run_penstock("serve", tmp_path, "--http-port", "0")
+    assert ended.code == 1
+    [problem] = ended.errors
+    assert problem.startswith("deadly: ") and "SIGKILL" in problem
+
+
+def test_parameter_that_asks_for_more_memory_than_there_is_ends_in_words(tmp_path: Path) -> None:
+    add_model(tmp_path, "greedy", NULL + parameter("penstock.spill_bytes", "100000000000000"))
+    ended = run_penstock("serve", tmp_path, "--http-port", "0")
+    assert ended.code == 1
+    assert ended.errors
+
+
+# Where it listens
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_address_that_others_can_reach_is_refused_without_insecure(
+    examples: Path, host: str
+) -> None:
+    ended = run_penstock("serve", examples, "--host", host, "--http-port", "0")
+    assert (ended.code, ended.stdout) == (1, "")
+    [problem] = ended.errors
+    assert host in problem and "--insecure" in problem
+
+
+def test_address_that_others_can_reach_is_served_with_insecure(tmp_path: Path) -> None:
+    with serving(add_model(tmp_path, "model"), "--host", "0.0.0.0", "--insecure") as server:
+        assert server.get("/v2/health/ready")[0] == 200
+
+
+def test_only_this_machine_is_listened_to_by_default(tmp_path: Path) -> None:
+    with serving(add_model(tmp_path, "model")) as server:
+        process = psutil.Process(server.process.pid)
+        sockets = [
+            connection.laddr
+            for member in (process, *process.children(recursive=True))
+            for connection in member.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert [tuple(address) for address in sockets] == [("127.0.0.1", server.port)]
+
+
+def can_listen_on_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not can_listen_on_ipv6(), reason="this machine has no ::1")
+@pytest.mark.xfail(strict=True, reason="no brackets around the address")
+def test_printed_address_is_a_url_with_ipv6_too(tmp_path: Path) -> None:
+    with serving(add_model(tmp_path, "model"), "--host", "::1") as server:
+        assert f"http://[::1]:{server.port}/v2" in server.banner
+        assert server.get("/v2/health/ready")[0] == 200
+
+
+def test_port_in_use_is_one_line_and_code_1(examples: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = run_penstock("serve", examples, "--http-port", str(port))
+    assert (ended.code, ended.stdout) == (1, "")
+    [problem] = ended.errors
+    assert f"127.0.0.1:{port}" in problem
+    assert "in use" in problem
+
+
+# Serving
+
+
+def test_banner_names_every_model_and_the_address(examples: Path) -> None:
+    with serving(examples) as server:
+        for word in ("digits", "identity", "READY", "onnxruntime"):
+            assert word in server.banner
+        assert server.get("/v2/health/live")[0] == 200
+        assert server.get("/v2/health/ready")[0] == 200
+        for name in ("digits", "identity"):
+            assert server.get(f"/v2/models/{name}/ready")[0] == 200
+
+
+def test_no_exit_on_error_tells_the_problems_and_serves_the_good_models(tmp_path: Path) -> None:
+    add_model(tmp_path, "good")
+    add_model(tmp_path, "unreadable", "nonsense")
+    add_model(tmp_path, "unloadable", NULL + parameter("null.a_mss", "1"))
+    with serving(tmp_path, "--no-exit-on-error") as server:
+        assert server.get("/v2/models/good/ready")[0] == 200
+        assert server.get("/v2/models/unreadable/ready")[0] != 200
+        assert server.get("/v2/models/unloadable/ready")[0] != 200
+        assert server.get("/v2/health/live")[0] == 200
+        assert server.stop() == 0
+
+
+@pytest.mark.xfail(strict=True, reason="only models that failed in their worker count")
+def test_server_is_not_ready_while_a_model_of_the_repository_is_broken(tmp_path: Path) -> None:
+    """Whichever way it is broken: both are models that were asked for and cannot answer."""
+    add_model(tmp_path, "good")
+    add_model(tmp_path, "unreadable", "nonsense")
+    with serving(tmp_path, "--no-exit-on-error") as server:
+        status, body = server.get("/v2/health/ready")
+        assert status == 503
+        assert b"unreadable" in body
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_server_and_workers(examples: Path, number: int) -> None:
+    with serving(examples) as server:
+        workers = workers_of(server.process.pid)
+        assert len(workers) == 2
+        assert server.stop(number) == 0
+        assert psutil.wait_procs(workers, timeout=5)[1] == []
+
+
+def test_workers_end_when_the_core_is_killed(examples: Path) -> None:
+    with serving(examples) as server:
+        workers = workers_of(server.process.pid)
+        assert len(workers) == 2
+        server.stop(signal.SIGKILL)
+        assert psutil.wait_procs(workers, timeout=5)[1] == []
+
+
+@pytest.mark.xfail(strict=True, reason="the signal waits for the load")
+def test_signal_ends_a_server_that_is_still_loading(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "slow", NULL + parameter("null.load_ms", "60000"))
+    command = [sys.executable, "-m", "penstock", "serve", "--http-port", "0", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            while not workers_of(process.pid):
+                assert process.poll() is None
+                time.sleep(0.05)  # Nothing tells that a process has appeared.
+            process.terminate()
+            process.wait(timeout=8)
+        finally:
+            process.kill()
+
+
+@pytest.mark.xfail(strict=True, reason="taken for rich markup")
+def test_a_name_with_square_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
+    add_model(tmp_path, "[bold]")
+    with serving(tmp_path) as server:
+        assert "[bold]" in server.banner

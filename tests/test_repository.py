@@ -1,0 +1,1023 @@
+"""Triton's repository layout and config.pbtxt, resolved, with every problem told."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+from tritonclient.grpc import model_config_pb2
+
+from penstock import pbtxt
+from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.errors import ConfigError
+from penstock.pbtxt import describe
+from penstock.repository import read
+from penstock.types import DATATYPES, TensorSpec
+
+WriteOnnx = Callable[..., Path]
+MIB = 1 << 20
+
+# A complete configuration of the null backend, which needs no file.
+TENSORS = """
+input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }
+"""
+NULL = 'backend: "null" max_batch_size: 8' + TENSORS
+
+
+def add_model(root: Path, name: str, text: str | None = NULL, *versions: str) -> Path:
+    """`<root>/<name>` with version folders (1 unless named) and a config.pbtxt."""
+    folder = root / name
+    for version in versions or ("1",):
+        (folder / version).mkdir(parents=True)
+    if text is not None:
+        (folder / "config.pbtxt").write_text(text)
+    return folder
+
+
+def resolve(root: Path, text: str, name: str = "model") -> ModelConfig:
+    """The one version of a model with this config.pbtxt."""
+    found = read(add_model(root, name, text))
+    assert found.problems == {}
+    [config] = found.configs
+    return config
+
+
+def problems(root: Path, text: str, *versions: str) -> list[str]:
+    """What is wrong with a model with this config.pbtxt; nothing of it may be served."""
+    found = read(add_model(root, "model", text, *versions))
+    assert found.configs == []
+    assert list(found.problems) == ["model"]
+    for problem in found.problems["model"]:
+        where, separator, what = problem.partition(": ")
+        assert where and separator and what, f"not 'path: what': {problem}"
+    return found.problems["model"]
+
+
+def versions_of(path: Path) -> list[str]:
+    found = read(path)
+    assert found.problems == {}
+    return [config.version for config in found.configs]
+
+
+def parsed(text: str) -> model_config_pb2.ModelConfig:
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+# Layout
+
+
+def test_a_repository_holds_models_and_each_its_versions(tmp_path: Path) -> None:
+    add_model(tmp_path, "one")
+    add_model(tmp_path, "two", "version_policy { all { } }" + NULL, "1", "5")
+    found = read(tmp_path)
+    assert found.problems == {}
+    assert [(config.name, config.version) for config in found.configs] == [
+        ("one", "1"),
+        ("two", "1"),
+        ("two", "5"),
+    ]
+
+
+def test_the_folder_of_one_model_is_read_as_that_model(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "one")
+    add_model(tmp_path, "two")
+    assert [config.name for config in read(folder).configs] == ["one"]
+    assert [config.name for config in read(str(folder) + "/").configs] == ["one"]
+
+
+def test_the_current_folder_can_be_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(add_model(tmp_path, "one"))
+    assert [config.name for config in read(".").configs] == ["one"]
+
+
+def test_the_examples_are_a_repository_without_problems(examples: Path) -> None:
+    found = read(examples)
+    assert found.problems == {}
+    assert [config.name for config in found.configs] == ["digits", "identity"]
+    digits = found.configs[0]
+    assert digits.inputs == (TensorSpec("image", "FP32", (1, 8, 8)),)
+    assert digits.outputs == (TensorSpec("logits", "FP32", (10,), label_file="labels.txt"),)
+    assert Path(digits.artifact) == examples / "digits" / "1" / "model.onnx"
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file"])
+def test_a_path_that_is_no_folder_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=name) as caught:
+        read(tmp_path / name)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_folder_without_models_is_refused_with_what_was_expected(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(ConfigError, match="<model>/<version>"):
+        read(tmp_path)
+
+
+def test_files_beside_the_models_are_ignored(tmp_path: Path) -> None:
+    add_model(tmp_path, "one")
+    (tmp_path / "README.md").write_text("")
+    assert versions_of(tmp_path) == ["1"]
+
+
+def test_a_folder_that_holds_no_version_is_reported_and_not_passed_over(tmp_path: Path) -> None:
+    """A model in `v1/` would otherwise be missing without a word."""
+    add_model(tmp_path, "good")
+    add_model(tmp_path, "bad", None, "v1")
+    (tmp_path / "bad" / "v1" / "model.onnx").touch()
+    found = read(tmp_path)
+    assert [config.name for config in found.configs] == ["good"]
+    assert "version" in found.problems["bad"][0]
+
+
+# Versions
+
+
+def test_only_folders_named_by_a_number_without_leading_zero_are_versions(tmp_path: Path) -> None:
+    names = ("2", "01", "0", "00", "v3", "3a", "-4", "+5", "6.0", "1e3", "٧", "²", "latest", "10")
+    folder = add_model(tmp_path, "model", "version_policy { all { } }" + NULL, *names)
+    (folder / "11").write_text("a file, not a folder")
+    assert versions_of(folder) == ["2", "10"]
+
+
+def test_the_latest_version_is_served_unless_said_otherwise(tmp_path: Path) -> None:
+    assert versions_of(add_model(tmp_path, "model", NULL, "9", "10", "2")) == ["10"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("latest { }", ["10"]),
+        ("latest { num_versions: 2 }", ["9", "10"]),
+        ("latest { num_versions: 99 }", ["2", "9", "10"]),
+        ("all { }", ["2", "9", "10"]),
+        ("specific { versions: [ 9 ] }", ["9"]),
+        ("specific { versions: [ 2, 10 ] }", ["2", "10"]),
+        pytest.param("specific { versions: [ 10, 2 ] }", ["2", "10"]),
+        pytest.param("specific { versions: [ 9, 9 ] }", ["9"]),
+    ],
+)
+def test_version_policy_chooses_versions_in_rising_order_each_once(
+    tmp_path: Path, policy: str, expected: list[str]
+) -> None:
+    text = f"version_policy {{ {policy} }}" + NULL
+    assert versions_of(add_model(tmp_path, "model", text, "9", "10", "2")) == expected
+
+
+@pytest.mark.parametrize("version", ["3", "-1", "0"])
+def test_missing_specific_version_is_reported_with_those_there_are(
+    tmp_path: Path, version: str
+) -> None:
+    text = f"version_policy {{ specific {{ versions: [ 1, {version} ] }} }}" + NULL
+    [problem] = problems(tmp_path, text, "1", "7")
+    assert problem.startswith("version_policy.specific: ")
+    for number in (version, "1", "7"):
+        assert number in problem
+
+
+def test_specific_without_any_version_is_reported(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, "version_policy { specific { } }" + NULL)
+    assert problem.startswith("version_policy.specific: ")
+
+
+def test_model_without_version_folder_is_reported(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL, "v1")
+    assert "version folder" in "; ".join(read(folder).problems["model"])
+
+
+def test_version_number_that_no_client_can_ask_for_is_not_served(tmp_path: Path) -> None:
+    """Versions are 64-bit integers in config.pbtxt and on the wire."""
+    huge = "99999999999999999999"
+    folder = add_model(tmp_path, "model", "version_policy { all { } }" + NULL, "1", huge)
+    found = read(folder)
+    assert [config.version for config in found.configs if config.version == huge] == []
+    for config in found.configs:
+        describe(config)
+
+
+# Problems
+
+
+def test_one_bad_model_does_not_hide_the_others(tmp_path: Path) -> None:
+    add_model(tmp_path, "bad", "max_batch_size: -1" + TENSORS + 'backend: "null"')
+    add_model(tmp_path, "good")
+    add_model(tmp_path, "worse", "{{{")
+    found = read(tmp_path)
+    assert [config.name for config in found.configs] == ["good"]
+    assert sorted(found.problems) == ["bad", "worse"]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('backend: "null"\nmax_batch_size: "eight"\n', 2),
+        ('backend: "null"\n\nmax_batch_sise: 8\n', 3),
+        ('input {\n  name: "x"\n  data_type: TYPE_FP31\n}\n', 3),
+        ('input {\n  name: "x"\n', 2),
+        ("max_batch_size: 99999999999", 1),
+    ],
+)
+def test_syntax_error_names_the_line(tmp_path: Path, text: str, line: int) -> None:
+    [problem] = problems(tmp_path, text)
+    assert problem.startswith(f"config.pbtxt: {line}:")
+    assert len(problem.splitlines()) == 1
+
+
+def test_config_that_is_not_text_is_reported(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model")
+    (folder / "config.pbtxt").write_bytes(b"\xff\xfe\0name")
+    assert read(folder).problems["model"][0].startswith("config.pbtxt: ")
+
+
+@settings(max_examples=200)
+@given(st.one_of(st.text(), st.text(alphabet='{}[]:"\\<>,# \n0aname_bt1x')))
+def test_whatever_config_pbtxt_holds_the_answer_is_a_list_of_problems(text: str) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        folder = add_model(Path(root), "model", None)
+        (folder / "config.pbtxt").write_text(text, encoding="utf-8")
+        found = read(folder)
+        assert found.configs == []
+        assert found.problems["model"]
+
+
+def test_name_in_the_file_must_be_the_name_of_the_folder(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, 'name: "other"' + NULL)
+    assert problem.startswith("name: ")
+    assert "'other'" in problem and "'model'" in problem
+
+
+def test_every_problem_of_a_model_is_reported_at_once_with_its_path(tmp_path: Path) -> None:
+    text = """
+    backend: "null"
+    max_batch_size: -3
+    input { name: "x" data_type: TYPE_FP32 dims: [ 4, 0 ] }
+    input { data_type: TYPE_FP32 dims: [ -2 ] }
+    input { name: "z" dims: [ 1 ] reshape { shape: [ 1, 1 ] } allow_ragged_batch: true }
+    output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
+    output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
+    instance_group { kind: KIND_GPU count: -1 }
+    sequence_batching { }
+    parameters { key: "penstock.hang_s" value { string_value: "soon" } }
+    """
+    paths = {problem.split(": ")[0] for problem in problems(tmp_path, text)}
+    assert paths >= {
+        "max_batch_size",
+        "input[0].dims",
+        "input[1].name",
+        "input[1].dims",
+        "input[2].data_type",
+        "input[2].reshape",
+        "input[2].allow_ragged_batch",
+        "output",
+        "instance_group[0].kind",
+        "instance_group[0].count",
+        "sequence_batching",
+        "parameters.penstock.hang_s",
+    }
+
+
+@pytest.mark.parametrize(
+    "early", ['name: "other"', "version_policy { specific { versions: [ 7 ] } }"]
+)
+def test_no_problem_hides_the_next(tmp_path: Path, early: str) -> None:
+    text = early + NULL + "instance_group { kind: KIND_GPU }"
+    paths = [problem.split(": ")[0] for problem in problems(tmp_path, text)]
+    assert len(paths) == 2
+    assert "instance_group[0].kind" in paths
+
+
+def test_a_problem_of_all_versions_is_told_once(tmp_path: Path) -> None:
+    text = "version_policy { all { } } instance_group { kind: KIND_GPU }" + NULL
+    assert len(problems(tmp_path, text, "1", "2", "3")) == 1
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "sequence_batching { }",
+        "ensemble_scheduling { }",
+        "batch_input { }",
+        "batch_output { }",
+        'model_operations { op_library_filename: "x.so" }',
+        "model_transaction_policy { decoupled: true }",
+        "response_cache { enable: true }",
+    ],
+)
+def test_unsupported_field_is_refused_by_name(tmp_path: Path, field: str) -> None:
+    name = field.split()[0]
+    assert any(
+        problem.startswith(f"{name}: ") and "not supported" in problem
+        for problem in problems(tmp_path, NULL + field)
+    )
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        pytest.param("model_transaction_policy { decoupled: false }"),
+        pytest.param("model_transaction_policy { }"),
+        pytest.param("response_cache { enable: false }"),
+        'metric_tags { key: "team" value: "vision" }',
+        "optimization { input_pinned_memory { enable: true } }",
+    ],
+)
+def test_field_that_asks_for_nothing_more_is_accepted(tmp_path: Path, field: str) -> None:
+    """Triton writes such fields out by itself, so many repositories hold them."""
+    resolve(tmp_path, NULL + field)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "optimization { execution_accelerators { gpu_execution_accelerator "
+        '{ name: "tensorrt" } } }',
+        'model_repository_agents { agents { name: "checksum" } }',
+    ],
+)
+def test_field_that_would_change_or_guard_the_model_is_not_silently_dropped(
+    tmp_path: Path, field: str
+) -> None:
+    assert problems(tmp_path, NULL + field)
+
+
+def test_unknown_backend_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, 'backend: "tensorflow"' + TENSORS)
+    assert problem.startswith("backend: ")
+    assert "'tensorflow'" in problem and "onnxruntime" in problem
+
+
+def test_unknown_platform_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, 'platform: "tensorrt_plan"' + TENSORS)
+    assert problem.startswith("platform: ")
+    assert "'tensorrt_plan'" in problem and "onnxruntime_onnx" in problem
+
+
+def test_missing_file_is_reported(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, 'backend: "onnxruntime"' + TENSORS)
+    assert problem == "1/model.onnx: no such file"
+
+
+def test_tensors_must_be_given_for_a_backend_that_cannot_say(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, 'backend: "null"')
+    assert "input" in problem and "'null'" in problem
+
+
+# Tensors and instances
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_every_datatype_is_mapped(tmp_path: Path, datatype: str) -> None:
+    written = "STRING" if datatype == "BYTES" else datatype
+    text = f"""
+    backend: "null"
+    input {{ name: "x" data_type: TYPE_{written} dims: [ -1, 3 ] optional: true }}
+    output {{ name: "y" data_type: TYPE_{written} dims: 2 dims: -1 label_filename: "l.txt" }}
+    """
+    config = resolve(tmp_path, text)
+    assert config.inputs == (TensorSpec("x", datatype, (-1, 3), is_optional=True),)
+    assert config.outputs == (TensorSpec("y", datatype, (2, -1), label_file="l.txt"),)
+
+
+def test_platform_names_the_backend_too(tmp_path: Path, write_identity: WriteOnnx) -> None:
+    folder = add_model(tmp_path, "model", 'platform: "onnxruntime_onnx"')
+    write_identity(folder / "1" / "model.onnx")
+    [config] = read(folder).configs
+    assert config.backend == "onnxruntime"
+    assert config.platform == "onnxruntime_onnx"
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("", 1),
+        ("instance_group { }", 1),
+        ("instance_group { count: 3 kind: KIND_CPU }", 3),
+        ("instance_group { } instance_group { count: 2 }", 3),
+        ("instance_group { count: 3 } instance_group { count: 2 kind: KIND_MODEL }", 5),
+        ("instance_group { count: 64 }", 64),
+    ],
+)
+def test_instances_of_all_groups_are_counted(tmp_path: Path, groups: str, expected: int) -> None:
+    assert resolve(tmp_path, NULL + groups).num_instances == expected
+
+
+@pytest.mark.parametrize("count", [65, 1_000_000, 2**31 - 1])
+def test_huge_number_of_instances_is_refused(tmp_path: Path, count: int) -> None:
+    [problem] = problems(tmp_path, NULL + f"instance_group {{ count: {count} }}")
+    assert problem.startswith("instance_group")
+    assert str(count) in problem
+
+
+@pytest.mark.parametrize("group", ["kind: KIND_GPU", "kind: KIND_GPU gpus: [ 0 ]"])
+def test_gpu_instances_are_refused_while_there_is_no_gpu_backend(
+    tmp_path: Path, group: str
+) -> None:
+    [problem] = problems(tmp_path, NULL + f"instance_group {{ {group} }}")
+    assert problem.startswith("instance_group[0].kind: ")
+    assert "KIND_GPU" in problem
+
+
+def test_gpus_cannot_be_asked_for_without_saying_so(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, NULL + "instance_group { gpus: [ 0 ] }")
+    assert problem.startswith("instance_group[0]")
+
+
+# Batching
+
+
+def test_without_dynamic_batching_each_request_runs_alone(tmp_path: Path) -> None:
+    config = resolve(tmp_path, NULL)
+    assert config.max_batch_size == 8
+    assert config.batching == BatchPolicy(8, is_dynamic=False)
+
+
+def test_empty_dynamic_batching_has_tritons_defaults(tmp_path: Path) -> None:
+    policy = resolve(tmp_path, NULL + "dynamic_batching { }").batching
+    assert policy == BatchPolicy(8, is_dynamic=True)
+    assert policy.max_queue_delay_s == 0.0
+    assert policy.policies == (QueuePolicy("REJECT", 0.0, False, 0),)
+
+
+def test_every_field_of_dynamic_batching_is_mapped_and_microseconds_become_seconds(
+    tmp_path: Path,
+) -> None:
+    text = """
+    dynamic_batching {
+      preferred_batch_size: [ 8, 4 ]
+      max_queue_delay_microseconds: 1500
+      priority_levels: 3
+      default_priority_level: 2
+      default_queue_policy {
+        timeout_action: DELAY
+        default_timeout_microseconds: 2500000
+        allow_timeout_override: true
+        max_queue_size: 16
+      }
+      priority_queue_policy {
+        key: 3
+        value { timeout_action: REJECT default_timeout_microseconds: 1 max_queue_size: 1 }
+      }
+    }
+    """
+    base = QueuePolicy("DELAY", 2.5, True, 16)
+    assert resolve(tmp_path, NULL + text).batching == BatchPolicy(
+        max_batch_size=8,
+        is_dynamic=True,
+        preferred_batch_sizes=(4, 8),
+        max_queue_delay_s=0.0015,
+        preserve_ordering=False,
+        num_priorities=3,
+        default_priority=2,
+        policies=(base, base, base, QueuePolicy("REJECT", 1e-6, False, 1)),
+    )
+
+
+def test_preserve_ordering_is_mapped(tmp_path: Path) -> None:
+    text = NULL + "dynamic_batching { preserve_ordering: true }"
+    assert resolve(tmp_path, text).batching.preserve_ordering
+
+
+@pytest.mark.parametrize(
+    ("field", "path"),
+    [
+        ("preferred_batch_size: [ 4, 9 ]", "preferred_batch_size"),
+        ("preferred_batch_size: [ 0 ]", "preferred_batch_size"),
+        ("preferred_batch_size: [ -1 ]", "preferred_batch_size"),
+        ("priority_levels: 3", "default_priority_level"),
+        ("priority_levels: 3 default_priority_level: 4", "default_priority_level"),
+        ("priority_levels: 4000000000 default_priority_level: 1", "priority_levels"),
+        pytest.param(
+            "priority_levels: 2 default_priority_level: 1 "
+            "priority_queue_policy { key: 3 value { max_queue_size: 1 } }",
+            "priority_queue_policy",
+        ),
+        pytest.param(
+            "priority_levels: 2 default_priority_level: 1 "
+            "priority_queue_policy { key: 0 value { max_queue_size: 1 } }",
+            "priority_queue_policy",
+        ),
+        pytest.param(
+            "preserve_ordering: true priority_levels: 2 default_priority_level: 1",
+            "preserve_ordering",
+        ),
+        pytest.param(
+            "preserve_ordering: true default_queue_policy "
+            "{ timeout_action: DELAY default_timeout_microseconds: 5 }",
+            "preserve_ordering",
+        ),
+    ],
+)
+def test_batching_that_triton_refuses_is_refused_here(
+    tmp_path: Path, field: str, path: str
+) -> None:
+    found = problems(tmp_path, NULL + f"dynamic_batching {{ {field} }}")
+    assert [problem.split(": ")[0] for problem in found] == [f"dynamic_batching.{path}"]
+
+
+@pytest.mark.xfail(strict=True, reason="stricter than Triton, which has nothing against these")
+@pytest.mark.parametrize(
+    "field",
+    [
+        "priority_levels: 1 default_priority_level: 1",
+        "default_queue_policy { timeout_action: DELAY }",
+    ],
+)
+def test_ordering_can_be_kept_with_one_level_or_a_delay_that_never_comes(
+    tmp_path: Path, field: str
+) -> None:
+    text = NULL + f"dynamic_batching {{ preserve_ordering: true {field} }}"
+    assert resolve(tmp_path, text).batching.preserve_ordering
+
+
+def test_dynamic_batching_needs_a_batch_dimension(tmp_path: Path) -> None:
+    text = 'backend: "null" dynamic_batching { }' + TENSORS
+    [problem] = problems(tmp_path, text)
+    assert problem.startswith("dynamic_batching: ") and "max_batch_size" in problem
+
+
+def test_negative_batch_is_refused(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, 'backend: "null" max_batch_size: -1' + TENSORS)
+    assert problem.startswith("max_batch_size: ") and "-1" in problem
+
+
+# Parameters
+
+
+def parameter(key: str, value: str) -> str:
+    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+
+
+def test_parameters_are_kept_for_the_backend(tmp_path: Path) -> None:
+    text = NULL + parameter("null.a_ms", "2") + parameter("anything", "")
+    assert resolve(tmp_path, text).options == {"null.a_ms": "2", "anything": ""}
+
+
+def test_penstocks_own_parameters_are_mapped(tmp_path: Path) -> None:
+    text = (
+        NULL
+        + parameter("penstock.hang_s", "2.5")
+        + parameter("penstock.slab_bytes", "65536")
+        + parameter("penstock.max_slabs", "3")
+        + parameter("penstock.spill_bytes", "1048576")
+    )
+    config = resolve(tmp_path, text)
+    assert config.hang_s == 2.5
+    assert config.memory == MemoryPolicy(slab_bytes=65536, max_slabs=3, spill_bytes=MIB)
+
+
+@pytest.mark.parametrize("key", ["hang_s", "slab_bytes", "max_slabs", "spill_bytes"])
+@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "1e300", "0x10"])
+def test_junk_in_penstocks_parameters_is_refused_by_name(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    [problem] = problems(tmp_path, NULL + parameter(f"penstock.{key}", value))
+    assert problem.startswith(f"parameters.penstock.{key}: ")
+    assert f"'{value}'" in problem
+
+
+@pytest.mark.parametrize("key", ["slab_bytes", "max_slabs", "spill_bytes"])
+def test_sizes_are_whole_numbers(tmp_path: Path, key: str) -> None:
+    [problem] = problems(tmp_path, NULL + parameter(f"penstock.{key}", "0.5"))
+    assert problem.startswith(f"parameters.penstock.{key}: ")
+
+
+@pytest.mark.parametrize("key", ["max_slabs", "spill_bytes"])
+def test_sizes_beyond_any_machine_are_refused(tmp_path: Path, key: str) -> None:
+    [problem] = problems(tmp_path, NULL + parameter(f"penstock.{key}", "100000000000000"))
+    assert problem.startswith(f"parameters.penstock.{key}: ")
+
+
+def test_misspelt_parameter_of_penstock_is_refused(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, NULL + parameter("penstock.spil_bytes", "1048576"))
+    assert problem.startswith("parameters.penstock.spil_bytes: ")
+    assert "penstock.spill_bytes" in problem
+
+
+# The file of a version
+
+
+@pytest.mark.parametrize("name", ["../../x", "../2/model.onnx", "a/../../../x", "/etc/passwd"])
+def test_file_name_cannot_leave_the_version_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "x").write_text("")
+    text = f'backend: "onnxruntime" default_model_filename: "{name}"' + TENSORS
+    [problem] = problems(tmp_path, text)
+    assert problem.startswith("default_model_filename: ")
+    assert f"'{name}'" in problem
+
+
+def test_file_name_can_be_another_one_inside_the_version_folder(
+    tmp_path: Path, write_identity: WriteOnnx
+) -> None:
+    text = 'backend: "onnxruntime" default_model_filename: "parts/net.onnx"'
+    folder = add_model(tmp_path, "model", text)
+    file = write_identity(folder / "1" / "parts" / "net.onnx")
+    [config] = read(folder).configs
+    assert Path(config.artifact) == file
+
+
+@pytest.mark.parametrize("name", [".", "folder"])
+def test_file_of_an_onnx_model_must_be_a_file(tmp_path: Path, name: str) -> None:
+    folder = add_model(tmp_path, "model")
+    (folder / "1" / "folder").mkdir()
+    text = f'backend: "onnxruntime" default_model_filename: "{name}"' + TENSORS
+    (folder / "config.pbtxt").write_text(text)
+    assert read(folder).problems["model"]
+
+
+def test_artifact_that_links_out_of_the_version_folder_is_refused(
+    tmp_path: Path, write_identity: WriteOnnx
+) -> None:
+    outside = write_identity(tmp_path / "outside.onnx")
+    folder = add_model(tmp_path / "repository", "model", None)
+    (folder / "1" / "model.onnx").symlink_to(outside)
+    assert "leaves the version folder" in "; ".join(read(folder).problems["model"])
+
+
+def test_artifact_that_links_within_the_version_folder_is_accepted(
+    tmp_path: Path, write_identity: WriteOnnx
+) -> None:
+    folder = add_model(tmp_path, "model", None)
+    write_identity(folder / "1" / "blob")
+    (folder / "1" / "model.onnx").symlink_to("blob")
+    assert versions_of(folder) == ["1"]
+
+
+@pytest.mark.parametrize("link", ["model", "model/1"])
+def test_folder_that_links_out_of_the_repository_is_refused(
+    tmp_path: Path, write_identity: WriteOnnx, link: str
+) -> None:
+    write_identity(tmp_path / "elsewhere" / "1" / "model.onnx")
+    root = tmp_path / "repository"
+    path = root / link
+    path.parent.mkdir(parents=True)
+    path.symlink_to(tmp_path / "elsewhere" / "1" if link == "model/1" else tmp_path / "elsewhere")
+    found = read(root)
+    assert found.configs == []
+    assert list(found.problems) == ["model"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "releases",
+        pytest.param(
+            "releases/model",
+            marks=pytest.mark.xfail(strict=True, reason="refused as leading out of its own parent"),
+        ),
+    ],
+)
+def test_the_path_that_the_operator_names_may_be_a_link(tmp_path: Path, target: str) -> None:
+    """`models -> releases/2026-03` is how people switch; what is inside may still not lead out."""
+    add_model(tmp_path / "elsewhere" / "releases", "model")
+    (tmp_path / "here").mkdir()
+    link = tmp_path / "here" / "model"
+    link.symlink_to(tmp_path / "elsewhere" / target)
+    assert versions_of(link) == ["1"]
+
+
+def test_a_linked_model_has_the_name_of_the_link(tmp_path: Path) -> None:
+    add_model(tmp_path, "one")
+    (tmp_path / "two").symlink_to("one")
+    assert [config.name for config in read(tmp_path).configs] == ["one", "two"]
+
+
+# Without config.pbtxt: worked out from the file
+
+
+def test_model_without_config_takes_its_tensors_from_the_file(
+    tmp_path: Path, write_identity: WriteOnnx
+) -> None:
+    folder = add_model(tmp_path, "model", None)
+    write_identity(folder / "1" / "model.onnx", "FP16", ("batch", 3, "size"), num_tensors=2)
+    [config] = read(folder).configs
+    assert config.backend == "onnxruntime"
+    assert config.inputs == tuple(TensorSpec(f"x{i}", "FP16", (3, -1)) for i in range(2))
+    assert config.outputs == tuple(TensorSpec(f"y{i}", "FP16", (3, -1)) for i in range(2))
+    assert config.max_batch_size == pbtxt.DEFAULT_MAX_BATCH
+    assert config.batching == BatchPolicy(config.max_batch_size, is_dynamic=True)
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_every_datatype_is_worked_out(
+    tmp_path: Path, write_identity: WriteOnnx, datatype: str
+) -> None:
+    folder = add_model(tmp_path, "model", None)
+    write_identity(folder / "1" / "model.onnx", datatype)
+    [config] = read(folder).configs
+    assert config.inputs == (TensorSpec("x0", datatype, (4,)),)
+
+
+@pytest.mark.parametrize(
+    ("shape", "max_batch_size", "row_shape"),
+    [
+        (("batch", 4), pbtxt.DEFAULT_MAX_BATCH, (4,)),
+        (("batch",), pbtxt.DEFAULT_MAX_BATCH, ()),
+        ((1, 4), 0, (1, 4)),
+        ((8, "size"), 0, (8, -1)),
+        ((), 0, ()),
+    ],
+)
+def test_a_symbolic_first_dimension_is_the_batch_and_a_fixed_one_is_not(
+    tmp_path: Path,
+    write_identity: WriteOnnx,
+    shape: tuple[int | str, ...],
+    max_batch_size: int,
+    row_shape: tuple[int, ...],
+) -> None:
+    folder = add_model(tmp_path, "model", None)
+    write_identity(folder / "1" / "model.onnx", "FP32", shape)
+    [config] = read(folder).configs
+    assert config.max_batch_size == max_batch_size
+    assert config.inputs[0].shape == config.outputs[0].shape == row_shape
+    assert config.batching.is_dynamic == (max_batch_size > 0)
+
+
+def test_without_a_batch_in_every_tensor_there_is_no_batch_dimension(
+    tmp_path: Path, write_onnx: WriteOnnx
+) -> None:
+    folder = add_model(tmp_path, "model", None)
+    write_onnx(
+        folder / "1" / "model.onnx",
+        [helper.make_node("NonZero", ["x"], ["where"])],
+        {"x": ("FP32", ["rows", 3])},
+        {"where": ("INT64", [2, "found"])},
+    )
+    [config] = read(folder).configs
+    assert config.max_batch_size == 0
+    assert config.inputs[0].shape == (-1, 3)
+    assert config.outputs[0].shape == (2, -1)
+
+
+def test_weights_are_not_inputs(tmp_path: Path, write_onnx: WriteOnnx) -> None:
+    folder = add_model(tmp_path, "model", None)
+    write_onnx(
+        folder / "1" / "model.onnx",
+        [helper.make_node("Add", ["x", "weight"], ["y"])],
+        {"x": ("FP32", ["batch", 1]), "weight": ("FP32", [1])},
+        {"y": ("FP32", ["batch", 1])},
+        [helper.make_tensor("weight", TensorProto.FLOAT, [1], [1.0])],
+    )
+    [config] = read(folder).configs
+    assert [spec.name for spec in config.inputs] == ["x"]
+
+
+def test_config_may_say_only_the_batch_size(tmp_path: Path, write_identity: WriteOnnx) -> None:
+    folder = add_model(tmp_path, "model", "max_batch_size: 3")
+    write_identity(folder / "1" / "model.onnx")
+    [config] = read(folder).configs
+    assert config.max_batch_size == 3
+    assert config.inputs == (TensorSpec("x0", "FP32", (4,)),)
+
+
+def test_tensors_given_with_their_batch_dimension_stay_so(
+    tmp_path: Path, write_identity: WriteOnnx
+) -> None:
+    """max_batch_size 0 beside a written input means that its dims are the whole shape."""
+    text = 'max_batch_size: 0 input { name: "x0" data_type: TYPE_FP32 dims: [ -1, 4 ] }'
+    folder = add_model(tmp_path, "model", text)
+    write_identity(folder / "1" / "model.onnx")
+    [config] = read(folder).configs
+    assert config.max_batch_size == 0
+    assert config.inputs[0].shape == config.outputs[0].shape == (-1, 4)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "float8"])
+def test_tensor_that_the_protocol_has_no_datatype_for_is_a_problem_that_names_it(
+    tmp_path: Path, kind: str
+) -> None:
+    """Classifiers from scikit-learn, for one, give a sequence of maps."""
+    if kind == "sequence":
+        strange = helper.make_tensor_sequence_value_info("strange", TensorProto.FLOAT, None)
+    else:
+        strange = helper.make_tensor_value_info("strange", TensorProto.FLOAT8E4M3FN, ["batch"])
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 4])
+    node = helper.make_node("SequenceConstruct", ["x"], ["strange"])
+    model = helper.make_model(helper.make_graph([node], "graph", [x], [strange]))
+    folder = add_model(tmp_path, "model", None)
+    (folder / "1" / "model.onnx").write_bytes(model.SerializeToString())
+    found = read(folder)
+    assert found.configs == []
+    assert "strange" in "; ".join(found.problems["model"])
+
+
+def test_no_truncation_of_a_model_file_resolves_to_a_model(
+    tmp_path: Path, write_identity: WriteOnnx
+) -> None:
+    folder = add_model(tmp_path, "model", None)
+    file = write_identity(folder / "1" / "model.onnx")
+    whole = file.read_bytes()
+    resolved = []
+    for size in range(len(whole)):
+        file.write_bytes(whole[:size])
+        found = read(folder)
+        config = found.configs[0] if found.configs else None
+        # The graph may be whole while what follows it is cut off: the backend finds that out.
+        if config is not None and not (config.inputs and config.outputs):
+            resolved.append(size)
+    assert resolved == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b""),
+        b"\0" * 100,
+        b"\xff" * 100,
+        b"hello, world\n" * 10,
+    ],
+)
+def test_file_that_is_no_model_is_a_problem_that_names_it(tmp_path: Path, content: bytes) -> None:
+    folder = add_model(tmp_path, "model", None)
+    (folder / "1" / "model.onnx").write_bytes(content)
+    found = read(folder)
+    assert found.configs == []
+    [problem] = found.problems["model"]
+    assert problem.startswith("1/model.onnx: ")
+    assert len(problem.splitlines()) == 1
+
+
+def test_a_pipe_in_place_of_the_model_does_not_hang_the_reader(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", None)
+    os.mkfifo(folder / "1" / "model.onnx")
+    script = "import sys; from penstock import repository; repository.read(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=3)
+
+
+@pytest.mark.parametrize("location", ["../../secret.bin", "/etc/hostname", "missing.bin"])
+def test_weights_kept_outside_the_file_are_not_read(
+    tmp_path: Path, write_onnx: WriteOnnx, location: str
+) -> None:
+    weight = TensorProto(name="weight", data_type=TensorProto.FLOAT, dims=[1])
+    weight.data_location = TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value=location)
+    folder = add_model(tmp_path, "model", None)
+    write_onnx(
+        folder / "1" / "model.onnx",
+        [helper.make_node("Add", ["x", "weight"], ["y"])],
+        {"x": ("FP32", ["batch", 1])},
+        {"y": ("FP32", ["batch", 1])},
+        [weight],
+    )
+    assert versions_of(folder) == ["1"]
+
+
+# describe
+
+
+def test_description_is_a_config_pbtxt_of_what_was_resolved(examples: Path) -> None:
+    [digits] = read(examples / "digits").configs
+    message = parsed(describe(digits))
+    assert message.name == "digits"
+    assert message.backend == "onnxruntime"
+    assert message.max_batch_size == 64
+    assert list(message.version_policy.specific.versions) == [1]
+    assert message.input[0].data_type == model_config_pb2.TYPE_FP32
+    assert list(message.input[0].dims) == [1, 8, 8]
+    assert message.output[0].label_filename == "labels.txt"
+    assert message.instance_group[0].count == 1
+    assert message.HasField("dynamic_batching")
+
+
+def round_trip(folder: Path) -> tuple[ModelConfig, ModelConfig]:
+    """The model as read, and as read from its description."""
+    found = read(folder)
+    assert found.problems == {}
+    [config] = found.configs
+    (folder / "config.pbtxt").write_text(describe(config))
+    found = read(folder)
+    assert found.problems == {}
+    [again] = found.configs
+    return config, again
+
+
+@pytest.mark.parametrize("shape", [("batch", 4), (1, 4), ("batch",), ()])
+@pytest.mark.parametrize("datatype", ["FP32", "BYTES", "BF16"])
+def test_what_was_worked_out_from_the_file_survives_its_description(
+    tmp_path: Path, write_identity: WriteOnnx, shape: tuple[int | str, ...], datatype: str
+) -> None:
+    folder = add_model(tmp_path, "model", None)
+    write_identity(folder / "1" / "model.onnx", datatype, shape)
+    config, again = round_trip(folder)
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "net.onnx",
+        "parts/model.onnx",
+        pytest.param(
+            "1/model.onnx",
+            marks=pytest.mark.xfail(strict=True, reason="taken for the version folder"),
+        ),
+    ],
+)
+def test_file_name_survives_the_description(
+    tmp_path: Path, write_identity: WriteOnnx, name: str
+) -> None:
+    text = f'backend: "onnxruntime" default_model_filename: "{name}"'
+    folder = add_model(tmp_path, "model", text)
+    write_identity(folder / "1" / name)
+    config, again = round_trip(folder)
+    assert again == config
+
+
+def test_level_with_plain_policy_beside_a_stricter_default_survives_the_description(
+    tmp_path: Path,
+) -> None:
+    batching = """
+    dynamic_batching {
+      priority_levels: 2
+      default_priority_level: 1
+      default_queue_policy { max_queue_size: 4 }
+      priority_queue_policy { key: 1 value { } }
+    }
+    """
+    config, again = round_trip(add_model(tmp_path, "model", NULL + batching))
+    assert again == config
+
+
+@pytest.mark.parametrize("microseconds", [1, 249, 251, 1009, 4037, 999_999, 10**12 + 1])
+def test_every_microsecond_survives_the_description(tmp_path: Path, microseconds: int) -> None:
+    batching = f"""
+    dynamic_batching {{
+      max_queue_delay_microseconds: {microseconds}
+      default_queue_policy {{ default_timeout_microseconds: {microseconds} }}
+    }}
+    """
+    folder = add_model(tmp_path, "model", NULL + batching)
+    [config] = read(folder).configs
+    described = parsed(describe(config)).dynamic_batching
+    assert described.max_queue_delay_microseconds == microseconds
+    assert described.default_queue_policy.default_timeout_microseconds == microseconds
+
+
+queue_policies = st.builds(
+    model_config_pb2.ModelQueuePolicy,
+    timeout_action=st.sampled_from([0, 1]),
+    default_timeout_microseconds=st.integers(0, 10**12),
+    allow_timeout_override=st.booleans(),
+    max_queue_size=st.integers(1, 2**32 - 1),
+)
+texts = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=8)
+
+
+@st.composite
+def dynamic_batching(draw: st.DrawFn) -> model_config_pb2.ModelDynamicBatching:
+    levels = draw(st.integers(0, 4))
+    message = model_config_pb2.ModelDynamicBatching(
+        preferred_batch_size=draw(st.lists(st.integers(1, 8))),
+        max_queue_delay_microseconds=draw(st.integers(0, 10**12)),
+        preserve_ordering=False if levels else draw(st.booleans()),
+        priority_levels=levels,
+        default_priority_level=draw(st.integers(1, levels)) if levels else 0,
+    )
+    if not message.preserve_ordering:
+        if draw(st.booleans()):
+            message.default_queue_policy.CopyFrom(draw(queue_policies))
+        for level in draw(st.sets(st.integers(1, levels))) if levels else ():
+            message.priority_queue_policy[level].CopyFrom(draw(queue_policies))
+    return message
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> model_config_pb2.ModelConfig:
+    message = model_config_pb2.ModelConfig(
+        backend="null", max_batch_size=draw(st.sampled_from([0, 8]))
+    )
+    dims = st.lists(st.one_of(st.just(-1), st.integers(1, 9)), max_size=3)
+    types = st.sampled_from(sorted(set(model_config_pb2.DataType.values()) - {0}))
+    for name in draw(st.sets(texts, min_size=1, max_size=3)):
+        message.input.add(name=name, data_type=draw(types), dims=draw(dims))
+        message.input[-1].optional = draw(st.booleans())
+        message.output.add(name=name, data_type=draw(types), dims=draw(dims))
+        message.output[-1].label_filename = draw(st.sampled_from(["", "labels.txt"]))
+    if message.max_batch_size and draw(st.booleans()):
+        message.dynamic_batching.CopyFrom(draw(dynamic_batching()))
+    for count in draw(st.lists(st.integers(0, 5), max_size=3)):
+        message.instance_group.add(count=count)
+    for key, value in draw(st.dictionaries(texts, texts, max_size=3)).items():
+        message.parameters[key].string_value = value
+    if draw(st.booleans()):
+        hang_s = draw(st.floats(1e-3, 1e6))
+        message.parameters["penstock.hang_s"].string_value = repr(hang_s)
+    return message
+
+
+@settings(max_examples=150)
+@given(messages())
+def test_every_configuration_survives_its_description(
+    message: model_config_pb2.ModelConfig,
+) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        folder = add_model(Path(root), "model", text_format.MessageToString(message))
+        config, again = round_trip(folder)
+        assert again == config

@@ -1,0 +1,274 @@
+"""Frames: what one process writes the other reads, and nothing else."""
+
+import contextlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.types import TensorSpec
+from penstock.wire import frames
+
+FULL_CONFIG = ModelConfig(
+    name="modèle",
+    version="12",
+    backend="onnxruntime",
+    artifact="/repository/m/12/model.onnx",
+    inputs=(
+        TensorSpec("image", "FP32", (3, -1, -1)),
+        TensorSpec("text", "BYTES", (), is_optional=True),
+    ),
+    outputs=(TensorSpec("logits", "FP16", (10,), label_file="labels.txt"),),
+    max_batch_size=64,
+    batching=BatchPolicy(
+        max_batch_size=64,
+        is_dynamic=True,
+        preferred_batch_sizes=(8, 16),
+        max_queue_delay_s=0.0005,
+        preserve_ordering=True,
+        num_priorities=2,
+        default_priority=1,
+        policies=(
+            QueuePolicy(),
+            QueuePolicy("DELAY", 1.5, allow_timeout_override=True, max_queue_size=7),
+            QueuePolicy("REJECT", 0.25),
+        ),
+        max_pending=99,
+    ),
+    num_instances=3,
+    device="cuda:1",
+    memory=MemoryPolicy(slab_bytes=1 << 20, max_slabs=4, spill_bytes=1 << 22),
+    hang_s=12.5,
+    options={"null.a_ms": "1", "intra_op": "2"},
+)
+EXTENT = frames.Extent("x", "FP32", (2, 3), 64, 24)
+PART = frames.RequestPart("id", 2, (EXTENT,), ("y",), {"b": True, "i": -1, "f": 0.5, "s": "é"})
+
+TO_WORKER = [
+    frames.Load(frames.VERSION, FULL_CONFIG, 1 << 28),
+    frames.MapSlab(1, 4096),
+    frames.Dispatch(7, (frames.Run(1, 0, 4), frames.Run(2, 9, 1)), ((16,), (3, 4)), 64, (PART,)),
+    frames.Dispatch(8, (), requests=(PART, PART)),
+    frames.Release((0, 64)),
+    frames.CancelRequests(7, (0, 2)),
+    frames.UpcallReply(1, (EXTENT,)),
+    frames.UpcallReply(1, (), "no such model", False),
+    frames.Stop(),
+]
+FROM_WORKER = [
+    frames.Ready(frames.VERSION, 0.5, {"provider": "CPU"}, {1: 0.25, 64: 1.5}, True),
+    frames.LoadFailed("config: wrong"),
+    frames.Done(7, 0.1, 0.2, 0.3),
+    frames.Done(7, 0.1, 0.2, 0.3, ((EXTENT,), ()), {1: "bad row"}),
+    frames.Failed(7, "out of memory"),
+    frames.StreamResponse(7, 1, (EXTENT,), False),
+    frames.Upcall(1, "m", "", PART),
+]
+FROM_FRONT = [frames.Infer(1, "m", "2", PART, 3, 1.5), frames.InferCancel(1)]
+TO_FRONT = [frames.InferReply(1, (EXTENT,)), frames.InferReply(1, (), "Overloaded", "full", False)]
+
+DIRECTIONS = {
+    "to worker": (frames.decode_to_worker, TO_WORKER),
+    "from worker": (frames.decode_from_worker, FROM_WORKER),
+    "from front": (frames.decode_from_front, FROM_FRONT),
+    "to front": (frames.decode_to_front, TO_FRONT),
+}
+CASES = [
+    pytest.param(decode, frame, id=f"{direction}, {type(frame).__name__}")
+    for direction, (decode, each) in DIRECTIONS.items()
+    for frame in each
+]
+
+
+@pytest.mark.parametrize(("decode", "frame"), CASES)
+def test_a_frame_is_read_as_it_was_written(decode: Any, frame: frames.Frame) -> None:
+    copy = decode(frames.encode(frame))
+    assert type(copy) is type(frame)
+    assert copy == frame
+
+
+def test_every_frame_of_every_direction_is_covered_here() -> None:
+    for union, (_, each) in zip(
+        (frames.ToWorker, frames.FromWorker, frames.FromFront), DIRECTIONS.values(), strict=False
+    ):
+        assert set(union.__args__) == {type(frame) for frame in each}
+    assert {type(frame) for frame in TO_FRONT} == {frames.ToFront}
+
+
+def test_a_model_config_arrives_whole_and_of_the_same_types() -> None:
+    loaded = frames.decode_to_worker(frames.encode(frames.Load(1, FULL_CONFIG, 5)))
+    assert isinstance(loaded, frames.Load)
+    assert loaded.model == FULL_CONFIG
+    assert isinstance(loaded.model, ModelConfig)
+    assert isinstance(loaded.model.inputs[0], TensorSpec)
+    assert isinstance(loaded.model.batching.policies[1], QueuePolicy)
+    assert loaded.model.inputs[0].shape == (3, -1, -1)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_frame_from_another_direction_is_refused(direction: str) -> None:
+    decode, own = DIRECTIONS[direction]
+    for other, (_, each) in DIRECTIONS.items():
+        for frame in each:
+            if other != direction and type(frame) not in {type(one) for one in own}:
+                with pytest.raises(msgspec.ValidationError):
+                    decode(frames.encode(frame))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    "message", [["zzz", 1], ["LOAD", 1], [7, 1], [], [None], {"type": "stop"}, "stop", None]
+)
+def test_what_is_not_a_known_frame_is_refused(direction: str, message: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        DIRECTIONS[direction][0](msgspec.msgpack.encode(message))
+
+
+@pytest.mark.parametrize(("decode", "frame"), CASES)
+def test_a_frame_that_was_cut_or_grew_is_refused(decode: Any, frame: frames.Frame) -> None:
+    data = frames.encode(frame)
+    for length in range(len(data)):
+        with pytest.raises(msgspec.DecodeError):
+            decode(data[:length])
+    with pytest.raises(msgspec.DecodeError):
+        decode(data + b"\x00")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["run", "7", []],
+        ["run", 7, [["r", 1, 2, "3"]]],
+        ["run", 7, [["e", 1, 2, 3]]],
+        ["run", 7],
+        ["map", 1, 4096.5],
+        ["rel", [None]],
+        ["load", 1, {"name": "m"}, 5],
+    ],
+)
+def test_fields_of_the_wrong_type_are_refused(message: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        frames.decode_to_worker(msgspec.msgpack.encode(message))
+
+
+def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
+    assert frames.decode_to_worker(msgspec.msgpack.encode(["map", 1, 2, "new"])) == frames.MapSlab(
+        1, 2
+    )
+    assert frames.decode_to_worker(msgspec.msgpack.encode(["run", 7, []])) == frames.Dispatch(7, ())
+
+
+@pytest.mark.parametrize(
+    ("decode", "frame", "written"),
+    [
+        (frames.decode_to_worker, frames.MapSlab(1, 4096), "93a36d617001cd1000"),
+        (
+            frames.decode_to_worker,
+            frames.Dispatch(7, (frames.Run(1, 0, 4),), ((16,),), 64),
+            "96a372756e079194a1720100049191104090",
+        ),
+        (frames.decode_to_worker, frames.Release((0, 64)), "92a372656c920040"),
+        (frames.decode_to_worker, frames.Stop(), "91a473746f70"),
+        (
+            frames.decode_from_worker,
+            frames.Ready(1, 0.5, {"a": "b"}, {1: 0.25}),
+            "96a372647901cb3fe000000000000081a161a1628101cb3fd0000000000000c2",
+        ),
+        (frames.decode_from_worker, frames.LoadFailed("no"), "92a3626164a26e6f"),
+        (
+            frames.decode_from_worker,
+            frames.Done(7, 0.1, 0.2, 0.3),
+            "97a26f6b07cb3fb999999999999acb3fc999999999999acb3fd33333333333339080",
+        ),
+        (frames.decode_from_worker, frames.Failed(7, "bad"), "93a365727207a3626164"),
+    ],
+)
+def test_version_1_reads_what_version_1_wrote(decode: Any, frame: Any, written: str) -> None:
+    assert frames.VERSION == 1, "a new version needs new bytes here"
+    assert decode(bytes.fromhex(written)) == frame
+
+
+def test_a_dispatch_of_a_large_batch_fits_a_datagram() -> None:
+    runs = tuple(frames.Run(slab, row, 1) for slab in range(8) for row in range(0, 256, 2))
+    assert len(frames.encode(frames.Dispatch(2**63, runs, ((3, 224, 224),), 64))) < 16 * 1024
+
+
+sizes = st.integers(0, 2**63 - 1)
+dimensions = st.lists(st.integers(-1, 2**63 - 1), max_size=4).map(tuple)
+parameters = st.dictionaries(
+    st.text(max_size=5),
+    st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    max_size=3,
+)
+extents = st.builds(frames.Extent, st.text(), st.text(), dimensions, sizes, sizes)
+extent_tuples = st.lists(extents, max_size=3).map(tuple)
+parts = st.builds(
+    frames.RequestPart,
+    st.text(),
+    sizes,
+    extent_tuples,
+    st.lists(st.text(), max_size=2).map(tuple),
+    parameters,
+)
+runs = st.builds(frames.Run, sizes, sizes, sizes)
+seconds = st.floats(0, 1e6)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.builds(
+        frames.Dispatch,
+        sizes,
+        st.lists(runs, max_size=3).map(tuple),
+        st.lists(dimensions, max_size=3).map(tuple),
+        sizes,
+        st.lists(parts, max_size=2).map(tuple),
+    )
+)
+def test_any_dispatch_is_read_as_it_was_written(frame: frames.Dispatch) -> None:
+    assert frames.decode_to_worker(frames.encode(frame)) == frame
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.builds(
+        frames.Done,
+        sizes,
+        seconds,
+        seconds,
+        seconds,
+        st.lists(extent_tuples, max_size=3).map(tuple),
+        st.dictionaries(sizes, st.text(), max_size=2),
+    )
+)
+def test_any_done_is_read_as_it_was_written(frame: frames.Done) -> None:
+    assert frames.decode_from_worker(frames.encode(frame)) == frame
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.builds(
+        frames.Infer,
+        sizes,
+        st.text(),
+        st.text(),
+        parts,
+        st.integers(0, 2**31),
+        st.none() | st.floats(0, 1e9),
+    )
+)
+def test_any_infer_is_read_as_it_was_written(frame: frames.Infer) -> None:
+    assert frames.decode_from_front(frames.encode(frame)) == frame
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=40), st.sampled_from(sorted(DIRECTIONS)))
+def test_random_bytes_are_refused_without_harm(data: bytes, direction: str) -> None:
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        DIRECTIONS[direction][0](data)

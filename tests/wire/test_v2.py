@@ -1,0 +1,975 @@
+"""The v2 codec: what is a valid infer request, what its tensors are, how answers look."""
+
+import json
+import struct
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import InvalidRequest, PenstockError, Unsupported
+from penstock.types import (
+    DATATYPES,
+    CallbackSink,
+    Request,
+    RequestedOutput,
+    Response,
+    Tensor,
+    TensorSpec,
+    num_elements,
+    pack_bytes,
+    split_bytes,
+)
+from penstock.wire.v2 import (
+    MAX_TENSORS,
+    Decoded,
+    decode_infer,
+    encode_answer,
+    encode_error,
+    encode_metadata,
+)
+
+SINK = CallbackSink(lambda request, answer: None)
+INTEGERS = ["INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"]
+JSON_TYPES = ["BOOL", *INTEGERS, "FP32", "FP64", "BYTES"]
+BINARY_TYPES = [*JSON_TYPES, "FP16", "BF16"]
+DEEP = 100_000
+quick = settings(deadline=None, max_examples=200)
+
+
+def decode(body: bytes, json_bytes: int | None = None) -> Decoded:
+    return decode_infer(body, json_bytes, SINK, 7.0)
+
+
+def text_of(message: Any) -> bytes:
+    return json.dumps(message).encode()
+
+
+def given_data(data: Any, datatype: str = "INT32", shape: Any = (1,), name: str = "x") -> Any:
+    return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
+
+
+def given_size(size: Any, datatype: str = "INT32", shape: Any = (1,), name: str = "x") -> Any:
+    parameters = {"binary_data_size": size}
+    return {"name": name, "datatype": datatype, "shape": list(shape), "parameters": parameters}
+
+
+def one_input(datatype: str, shape: str, data: str) -> bytes:
+    """A request written by hand, for JSON that no encoder would write."""
+    fields = f'"name":"x","datatype":"{datatype}","shape":{shape},"data":{data}'
+    return f'{{"inputs":[{{{fields}}}]}}'.encode()
+
+
+def with_field(name: str, value: str) -> bytes:
+    """A valid request with one more field at its top."""
+    return one_input("INT32", "[1]", "[1]")[:-1] + f',"{name}":{value}}}'.encode()
+
+
+def decode_json(*inputs: Any, **fields: Any) -> Decoded:
+    return decode(text_of({"inputs": list(inputs), **fields}))
+
+
+def decode_binary(tail: bytes, *inputs: Any, **fields: Any) -> Decoded:
+    head = text_of({"inputs": list(inputs), **fields})
+    return decode(head + tail, len(head))
+
+
+def values_of(tensor: Tensor) -> list[Any]:
+    return np.frombuffer(tensor.data, DATATYPES[tensor.datatype].numpy).tolist()
+
+
+def refusal(body: bytes, json_bytes: int | None = None) -> str:
+    """The text with which a request is refused as the client's fault."""
+    with pytest.raises((InvalidRequest, Unsupported)) as caught:
+        decode(body, json_bytes)
+    return str(caught.value)
+
+
+def names_input(text: str) -> bool:
+    return "input 'x'" in text or "$.inputs[0]" in text
+
+
+def tensor_of(name: str, datatype: str, array: Any) -> Tensor:
+    shape = np.shape(array)
+    if datatype == "BYTES":
+        return Tensor(name, datatype, shape, pack_bytes(np.array(array, dtype=np.object_)))
+    return Tensor(
+        name, datatype, shape, np.asarray(array, dtype=DATATYPES[datatype].numpy).tobytes()
+    )
+
+
+def request_for(*outputs: RequestedOutput, id: str = "") -> Request:
+    return Request(SINK, [], 0.0, id=id, outputs=outputs)
+
+
+def answer_json(*tensors: Tensor, request: Request | None = None) -> Any:
+    head, tail = encode_answer(request or request_for(), Response("m", "1", tensors), False)
+    assert not tail
+    return json.loads(head)
+
+
+# Decoding JSON.
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [
+        ("BOOL", [True, False]),
+        ("INT8", [-128, 127]),
+        ("INT16", [-(2**15), 2**15 - 1]),
+        ("INT32", [-(2**31), 2**31 - 1]),
+        ("INT64", [-(2**63), 2**63 - 1]),
+        ("UINT8", [0, 255]),
+        ("UINT16", [0, 2**16 - 1]),
+        ("UINT32", [0, 2**32 - 1]),
+        ("UINT64", [0, 2**64 - 1]),
+        ("FP32", [-1.5, 3.4028234663852886e38]),
+        ("FP64", [5e-324, 1.7976931348623157e308]),
+    ],
+)
+def test_json_carries_the_whole_range_of_a_datatype(datatype: str, values: list[Any]) -> None:
+    [tensor] = decode_json(given_data(values, datatype, [2])).request.inputs
+    assert (tensor.name, tensor.datatype, tensor.shape) == ("x", datatype, (2,))
+    assert values_of(tensor) == values
+
+
+def test_json_strings_become_length_prefixed_utf8() -> None:
+    [tensor] = decode_json(given_data(["", "a\0b", "ü😀"], "BYTES", [3])).request.inputs
+    assert split_bytes(tensor.data) == [b"", b"a\0b", "ü😀".encode()]
+
+
+def test_integers_are_valid_floats() -> None:
+    [tensor] = decode_json(given_data([1, 2.5], "FP32", [2])).request.inputs
+    assert values_of(tensor) == [1.0, 2.5]
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3, 4, 5, 6], [[1, 2, 3], [4, 5, 6]]])
+def test_data_may_be_flat_or_nested_as_the_shape(data: list[Any]) -> None:
+    [tensor] = decode_json(given_data(data, "INT16", [2, 3])).request.inputs
+    assert tensor.shape == (2, 3)
+    assert values_of(tensor) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("shape", "data"), [([0], []), ([2, 0], [[], []]), ([0, 2], []), ([3, 0, 2], [[], [], []])]
+)
+def test_a_tensor_may_have_no_elements(shape: list[int], data: list[Any]) -> None:
+    [tensor] = decode_json(given_data(data, "FP32", shape)).request.inputs
+    assert tensor.shape == tuple(shape)
+    assert bytes(tensor.data) == b""
+
+
+def test_a_scalar_has_an_empty_shape_and_one_element() -> None:
+    [tensor] = decode_json(given_data([5], "INT64", [])).request.inputs
+    assert tensor.shape == ()
+    assert values_of(tensor) == [5]
+
+
+def test_a_surrogate_pair_is_one_character() -> None:
+    body = one_input("BYTES", "[1]", r'["\ud83d\ude00"]')
+    [tensor] = decode(body).request.inputs
+    assert split_bytes(tensor.data) == ["😀".encode()]
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert decode(with_field("comment", '{"any": [1, null]}')).request.inputs[0].name == "x"
+
+
+def test_the_json_part_may_be_a_view_of_a_larger_buffer() -> None:
+    body = bytearray(text_of({"inputs": [given_data([3])]}))
+    assert values_of(decode_infer(memoryview(body), None, SINK, 0.0).request.inputs[0]) == [3]
+
+
+# Decoding binary tensors.
+
+
+@pytest.mark.parametrize("datatype", BINARY_TYPES)
+def test_binary_tensors_keep_their_bits(datatype: str) -> None:
+    itemsize = DATATYPES[datatype].itemsize or 8
+    tail = bytes(range(3 * itemsize)) if datatype != "BYTES" else pack_bytes(np.array([b"\xff\0"]))
+    shape = [3] if datatype != "BYTES" else [1]
+    [tensor] = decode_binary(tail, given_size(len(tail), datatype, shape)).request.inputs
+    assert (tensor.datatype, tensor.shape) == (datatype, tuple(shape))
+    assert bytes(tensor.data) == tail
+
+
+def test_binary_tensors_follow_in_the_order_of_the_inputs_and_json_ones_lie_between() -> None:
+    first, json_one, second = decode_binary(
+        b"aaaabb",
+        given_size(4, "INT32", [1], "first"),
+        given_data([9], "INT8", [1], "json"),
+        given_size(2, "INT16", [1], "second"),
+    ).request.inputs
+    assert (bytes(first.data), bytes(second.data)) == (b"aaaa", b"bb")
+    assert values_of(json_one) == [9]
+
+
+def test_a_binary_tensor_may_be_empty() -> None:
+    [tensor] = decode_binary(b"", given_size(0, "FP32", [0, 4])).request.inputs
+    assert bytes(tensor.data) == b""
+
+
+def test_parameters_of_an_input_do_not_forbid_json_data() -> None:
+    item = {**given_data([1]), "parameters": {"note": "kept out of the way"}}
+    assert values_of(decode_json(item).request.inputs[0]) == [1]
+
+
+# The request around the tensors.
+
+
+def test_id_and_arrival_are_kept() -> None:
+    request = decode_json(given_data([1]), id="é-42").request
+    assert request.id == "é-42"
+    assert request.timings.received == 7.0
+
+
+def test_without_outputs_all_are_wanted_as_json() -> None:
+    decoded = decode_json(given_data([1]))
+    assert list(decoded.request.outputs) == []
+    assert decoded.is_binary is False
+
+
+def test_outputs_keep_their_order_and_parameters() -> None:
+    outputs = [{"name": "b", "parameters": {"binary_data": True}}, {"name": "a"}]
+    asked = decode_json(given_data([1]), outputs=outputs).request.outputs
+    assert [(each.name, dict(each.parameters)) for each in asked] == [
+        ("b", {"binary_data": True}),
+        ("a", {}),
+    ]
+
+
+def test_priority_and_timeout_are_understood_and_the_rest_is_kept_for_the_model() -> None:
+    parameters = {"priority": 2, "timeout": 1500, "k": "v", "f": 1.5, "b": True, "i": -3}
+    decoded = decode_json(given_data([1]), parameters={**parameters, "binary_data_output": True})
+    request = decoded.request
+    assert decoded.is_binary is True
+    assert request.priority == 2
+    assert request.timeout_s == pytest.approx(0.0015)
+    assert request.parameters == {"k": "v", "f": 1.5, "b": True, "i": -3}
+
+
+def test_no_priority_and_no_timeout_mean_the_models_defaults() -> None:
+    for parameters in ({}, {"priority": 0, "timeout": 0}):
+        request = decode_json(given_data([1]), parameters=parameters).request
+        assert (request.priority, request.timeout_s, request.parameters) == (0, None, None)
+
+
+def test_binary_data_output_may_be_refused_explicitly() -> None:
+    assert decode_json(given_data([1]), parameters={"binary_data_output": False}).is_binary is False
+
+
+# Round trips.
+
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+def json_values(datatype: str) -> st.SearchStrategy[Any]:
+    if datatype == "BOOL":
+        return st.booleans()
+    if datatype == "BYTES":
+        return st.text()
+    if datatype in ("FP32", "FP64"):
+        width = 32 if datatype == "FP32" else 64
+        return st.floats(allow_nan=False, allow_infinity=False, width=width)
+    limits = np.iinfo(DATATYPES[datatype].numpy)
+    return st.integers(int(limits.min), int(limits.max))
+
+
+@st.composite
+def json_tensors(draw: st.DrawFn) -> tuple[Tensor, Any]:
+    """A tensor that JSON can carry, and its elements as a flat or nested list."""
+    datatype = draw(st.sampled_from(JSON_TYPES))
+    shape = draw(shapes)
+    count = num_elements(shape)
+    values = draw(st.lists(json_values(datatype), min_size=count, max_size=count))
+    if datatype == "BYTES":
+        data = b"".join(struct.pack("<I", len(v.encode())) + v.encode() for v in values)
+    else:
+        data = np.array(values, dtype=DATATYPES[datatype].numpy).tobytes()
+    nested = draw(st.booleans()) and shape
+    return Tensor("x", datatype, shape, data), _nest(values, shape) if nested else values
+
+
+def _nest(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    if len(shape) == 1:
+        return values
+    step = num_elements(shape[1:])
+    return [_nest(values[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])]
+
+
+@st.composite
+def binary_tensors(draw: st.DrawFn) -> Tensor:
+    datatype = draw(st.sampled_from(BINARY_TYPES))
+    shape = draw(shapes)
+    count = num_elements(shape)
+    itemsize = DATATYPES[datatype].itemsize
+    if itemsize is None:
+        items = draw(st.lists(st.binary(max_size=9), min_size=count, max_size=count))
+        data = b"".join(struct.pack("<I", len(item)) + item for item in items)
+    else:
+        data = draw(st.binary(min_size=count * itemsize, max_size=count * itemsize))
+    return Tensor("x", datatype, shape, data)
+
+
+@quick
+@given(json_tensors())
+def test_what_json_says_is_what_the_tensor_holds(case: tuple[Tensor, Any]) -> None:
+    tensor, data = case
+    [decoded] = decode_json(given_data(data, tensor.datatype, tensor.shape)).request.inputs
+    assert decoded.shape == tensor.shape
+    assert bytes(decoded.data) == bytes(tensor.data)
+
+
+@quick
+@given(json_tensors())
+def test_a_json_answer_sent_back_as_a_request_has_the_same_bits(case: tuple[Tensor, Any]) -> None:
+    tensor, _ = case
+    [output] = answer_json(tensor)["outputs"]
+    [decoded] = decode_json(output).request.inputs
+    assert (decoded.name, decoded.datatype, decoded.shape) == ("x", tensor.datatype, tensor.shape)
+    assert bytes(decoded.data) == bytes(tensor.data)
+
+
+@quick
+@given(st.lists(binary_tensors(), min_size=1, max_size=4))
+def test_a_binary_answer_sent_back_as_a_request_has_the_same_bits(tensors: list[Tensor]) -> None:
+    head, tail = encode_answer(request_for(), Response("m", "1", tensors), True)
+    body = text_of({"inputs": json.loads(head)["outputs"]})
+    decoded = decode(body + b"".join(tail), len(body)).request.inputs
+    for before, after in zip(tensors, decoded, strict=True):
+        assert (before.datatype, before.shape) == (after.datatype, after.shape)
+        assert bytes(before.data) == bytes(after.data)
+
+
+# Malformed tensors.
+
+
+@pytest.mark.parametrize(
+    ("shape", "data"),
+    [
+        ("[2,2]", "[[1,2],[3]]"),
+        ("[2,2]", "[[1,2],[3,4,5]]"),
+        ("[2,2]", "[[1,2],3,4]"),
+        ("[2,2]", "[1,2,[3,4]]"),
+        ("[2,2]", "[[1,2],[[3,4]]]"),
+        ("[2,2]", "[[1,2]]"),
+        ("[2]", "[[1,2]]"),
+        ("[2,1]", "[[1,2]]"),
+        ("[2,0]", "[[]]"),
+        ("[2,2]", "[[1,2],[3,[4]]]"),
+    ],
+)
+def test_ragged_or_otherwise_nested_data_is_refused(shape: str, data: str) -> None:
+    assert names_input(refusal(one_input("INT32", shape, data)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "data"), [("[2]", "[1]"), ("[2]", "[1,2,3]"), ("[]", "[]"), ("[0]", "[1]")]
+)
+def test_a_wrong_number_of_elements_is_refused(shape: str, data: str) -> None:
+    assert names_input(refusal(one_input("INT32", shape, data)))
+
+
+@pytest.mark.parametrize("shape", ["[1]", "[1,1]"])
+@pytest.mark.parametrize(
+    ("datatype", "value"),
+    [
+        ("INT32", "true"),
+        ("INT32", "1.5"),
+        ("INT32", "1.0"),
+        ("INT32", '"1"'),
+        ("INT32", "null"),
+        ("UINT64", "{}"),
+        ("FP32", "true"),
+        ("FP32", '"1.0"'),
+        ("FP64", "null"),
+        ("BOOL", "1"),
+        ("BOOL", "0.0"),
+        ("BOOL", '"true"'),
+        ("BYTES", "1"),
+        ("BYTES", "true"),
+        ("BYTES", "null"),
+        ("BYTES", '{"a": "b"}'),
+    ],
+)
+def test_values_of_another_type_are_refused(datatype: str, value: str, shape: str) -> None:
+    data = f"[{value}]" if shape == "[1]" else f"[[{value}]]"
+    assert names_input(refusal(one_input(datatype, shape, data)))
+
+
+@pytest.mark.parametrize("data", ["1", '"abc"', "{}", "null", "true"])
+def test_data_that_is_not_a_list_is_refused(data: str) -> None:
+    assert names_input(refusal(one_input("INT32", "[1]", data)))
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value"),
+    [
+        ("UINT8", "300"),
+        ("UINT8", "-1"),
+        ("INT8", "128"),
+        ("INT8", "-129"),
+        ("UINT16", "65536"),
+        ("INT16", "-32769"),
+        ("UINT32", "4294967296"),
+        ("INT32", "2147483648"),
+        ("UINT64", str(2**64)),
+        ("UINT64", "-1"),
+        ("INT64", str(2**63)),
+        ("INT64", "1" + "0" * 5000),
+        ("FP32", "1e39"),
+        ("FP32", "-1e39"),
+        ("FP64", "1e999"),
+        ("FP64", "1" + "0" * 400),
+        ("FP64", "-1" + "0" * 5000),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(datatype: str, value: str) -> None:
+    assert names_input(refusal(one_input(datatype, "[1]", f"[{value}]")))
+    assert names_input(refusal(one_input(datatype, "[1,1]", f"[[{value}]]")))
+
+
+@pytest.mark.parametrize(
+    "literal", ["NaN", "Infinity", "-Infinity", "nan", "inf", "1.", "01", "+1"]
+)
+def test_number_literals_that_are_not_json_are_refused(literal: str) -> None:
+    refusal(one_input("FP32", "[1]", f"[{literal}]"))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "[-1]",
+        "[-1,-1]",
+        "[16,1152921504606846978]",
+        "[4,1152921504606846978]",
+        "[9223372036854775808]",
+        "[18446744073709551617]",
+        "[4294967296,4294967296]",
+        "[2147483648]",
+        "[1.0]",
+        "[1.5]",
+        "[1e0]",
+        '["1"]',
+        "[true]",
+        "[null]",
+        "[[1]]",
+        "1",
+        '"1"',
+        "null",
+        "{}",
+    ],
+)
+def test_impossible_shapes_are_refused_for_json_data(shape: str) -> None:
+    assert names_input(refusal(one_input("INT32", shape, "[1]")))
+
+
+@pytest.mark.parametrize(
+    "shape", [[-1], [-1, -1], [16, 2**60 + 2], [4, 2**60 + 2], [2**63], [2**64 + 1], [1.0], [True]]
+)
+def test_impossible_shapes_are_refused_for_binary_data(shape: list[Any]) -> None:
+    head = text_of({"inputs": [given_size(4, "INT32", shape)]})
+    assert names_input(refusal(head + b"abcd", len(head)))
+
+
+@pytest.mark.parametrize("shape", [[2**80, 0], [0, 2**64], [10**60, 0, 1]])
+@pytest.mark.xfail(strict=True, reason="a zero hides sizes that no later stage can represent")
+def test_a_zero_does_not_excuse_a_size_beyond_64_bits(shape: list[int]) -> None:
+    assert names_input(refusal(text_of({"inputs": [given_data([], "INT32", shape)]})))
+
+
+@pytest.mark.xfail(strict=True, reason="the rank of a shape has no limit in the codec")
+@pytest.mark.parametrize("rank", [33, 1000, 50_000])
+def test_a_shape_of_high_rank_is_refused(rank: int) -> None:
+    text = refusal(text_of({"inputs": [given_data([1], shape=[1] * rank)]}))
+    assert names_input(text)
+    assert len(text) < 1000
+
+
+@pytest.mark.xfail(strict=True, reason="the product of a shape is worked out before its rank")
+def test_a_long_shape_of_huge_sizes_costs_no_time() -> None:
+    body = text_of({"inputs": [given_data([1], shape=[4 * 10**18] * 20_000)]})
+    began = time.perf_counter()
+    refusal(body)
+    assert time.perf_counter() - began < 0.2
+
+
+def test_an_unknown_datatype_is_refused() -> None:
+    for datatype in ("FP8", "fp32", "", "STRING", "TYPE_FP32"):
+        text = refusal(one_input(datatype, "[1]", "[1]"))
+        assert names_input(text)
+        assert "datatype" in text
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
+def test_half_floats_cannot_be_json(datatype: str) -> None:
+    text = refusal(one_input(datatype, "[1]", "[1.0]"))
+    assert names_input(text)
+    assert datatype in text
+
+
+@pytest.mark.parametrize("size", [-1, -(2**63), 1.5, 4.0, True, "4", None, [4], {}])
+def test_a_binary_size_that_is_not_a_count_is_refused(size: Any) -> None:
+    head = text_of({"inputs": [given_size(size)]})
+    assert names_input(refusal(head + b"abcd", len(head)))
+
+
+@pytest.mark.parametrize("size", ["5", str(2**31), str(2**63), str(2**64 + 4), "1" + "0" * 5000])
+def test_a_binary_size_beyond_the_body_is_refused(size: str) -> None:
+    head = text_of({"inputs": [given_size(0)]}).replace(b": 0", b": " + size.encode())
+    assert names_input(refusal(head + b"abcd", len(head)))
+
+
+def test_the_second_binary_tensor_cannot_take_the_bytes_of_the_first() -> None:
+    head = text_of({"inputs": [given_size(4, name="first"), given_size(4)]})
+    assert names_input(refusal(head + b"abcdefg", len(head)))
+
+
+def test_bytes_behind_the_last_tensor_are_refused() -> None:
+    head = text_of({"inputs": [given_size(3)]})
+    assert "1 byte" in refusal(head + b"abcd", len(head))
+    head = text_of({"inputs": [given_data([1])]})
+    assert "4 byte" in refusal(head + b"abcd", len(head))
+
+
+def test_bytes_behind_the_json_of_a_plain_request_are_refused() -> None:
+    refusal(text_of({"inputs": [given_data([1])]}) + b"abcd")
+    refusal(text_of({"inputs": [given_size(4)]}) + b"abcd")
+
+
+def test_data_and_binary_data_together_are_refused() -> None:
+    item = {**given_size(4), "data": [1]}
+    head = text_of({"inputs": [item]})
+    assert names_input(refusal(head + b"abcd", len(head)))
+
+
+def test_an_input_without_any_data_is_refused() -> None:
+    bare = {"name": "x", "datatype": "INT32", "shape": [1]}
+    for item in (bare, {**bare, "parameters": {}}, {**bare, "parameters": {"note": 1}}):
+        assert names_input(refusal(text_of({"inputs": [item]})))
+
+
+def test_shared_memory_inputs_are_not_supported() -> None:
+    region = {"shared_memory_region": "r", "shared_memory_byte_size": 4}
+    item = {"name": "x", "datatype": "INT32", "shape": [1], "parameters": region}
+    with pytest.raises(Unsupported, match="'x'"):
+        decode_json(item)
+
+
+# Malformed requests.
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b" ",
+        b"null",
+        b"[]",
+        b"1",
+        b'"inputs"',
+        b"{",
+        b"{}",
+        b'{"inputs":[]}',
+        b'{"inputs":null}',
+        b'{"inputs":{}}',
+        b'{"inputs":[null]}',
+        b'{"inputs":[[]]}',
+        b'{"inputs":[{}]}',
+        b'{"inputs":["x"]}',
+        b"{'inputs':[]}",
+        b'{"inputs":[],}',
+        b'{"inputs":[]} {}',
+        b"\x00",
+        b"\x80abc",
+    ],
+)
+def test_what_is_not_a_request_is_refused(body: bytes) -> None:
+    refusal(body)
+    refusal(body, len(body))
+
+
+@pytest.mark.parametrize("field", ["name", "datatype", "shape"])
+def test_every_field_of_an_input_is_needed_and_none_may_be_null(field: str) -> None:
+    item = given_data([1])
+    assert names_input(refusal(text_of({"inputs": [{**item, field: None}]})))
+    del item[field]
+    assert names_input(refusal(text_of({"inputs": [item]})))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("id", "null"),
+        ("id", "7"),
+        ("parameters", "null"),
+        ("parameters", "[]"),
+        ("parameters", '{"a":null}'),
+        ("parameters", '{"a":[1]}'),
+        ("parameters", '{"a":{"b":1}}'),
+        ("parameters", '{"a":1e999}'),
+        ("outputs", "null"),
+        ("outputs", "{}"),
+        ("outputs", "[null]"),
+        ("outputs", "[{}]"),
+        ("outputs", '[{"name":null}]'),
+        ("outputs", '[{"name":1}]'),
+        ("outputs", '[{"name":"y","parameters":null}]'),
+    ],
+)
+def test_fields_of_the_wrong_type_are_refused(field: str, value: str) -> None:
+    assert field in refusal(with_field(field, value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("priority", "-1"),
+        ("priority", "1.5"),
+        ("priority", '"1"'),
+        ("priority", "true"),
+        ("timeout", "-1"),
+        ("timeout", "1.5"),
+        ("timeout", '"100"'),
+        ("timeout", "false"),
+        ("binary_data_output", "1"),
+        ("binary_data_output", '"true"'),
+    ],
+)
+def test_parameters_of_the_protocol_have_a_type(name: str, value: str) -> None:
+    assert name in refusal(with_field("parameters", f'{{"{name}":{value}}}'))
+
+
+def test_a_number_that_python_would_not_print_is_refused() -> None:
+    for name in ("timeout", "priority", "free"):
+        refusal(with_field("parameters", f'{{"{name}":1{"0" * 5000}}}'))
+
+
+@pytest.mark.xfail(strict=True, raises=OverflowError, reason="escapes as OverflowError")
+def test_a_timeout_that_no_float_can_hold_is_refused() -> None:
+    refusal(with_field("parameters", f'{{"timeout":1{"0" * 400}}}'))
+
+
+@pytest.mark.parametrize("name", ["timeout", "priority"])
+@pytest.mark.xfail(strict=True, reason="numbers beyond 64 bits are taken")
+def test_a_parameter_of_the_protocol_beyond_64_bits_is_refused(name: str) -> None:
+    refusal(with_field("parameters", f'{{"{name}":{2**64}}}'))
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**30])
+@pytest.mark.xfail(strict=True, reason="no frame to a worker can carry such a number")
+def test_a_free_parameter_beyond_64_bits_is_refused(value: int) -> None:
+    refusal(with_field("parameters", f'{{"free":{value}}}'))
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"sequence_id": 5}, {"sequence_id": "a"}, {"sequence_start": True}]
+)
+def test_sequences_are_not_supported(parameters: Any) -> None:
+    with pytest.raises(Unsupported, match="sequence"):
+        decode_json(given_data([1]), parameters=parameters)
+
+
+def test_the_same_output_twice_is_refused() -> None:
+    text = refusal(with_field("outputs", '[{"name":"y"},{"name":"z"},{"name":"y"}]'))
+    assert "output 'y' already exists in request" in text
+
+
+def test_a_flood_of_outputs_or_inputs_is_refused() -> None:
+    names = [{"name": str(number)} for number in range(50_000)]
+    assert str(MAX_TENSORS) in refusal(with_field("outputs", json.dumps(names)))
+    inputs = [given_data([1], name=str(number)) for number in range(MAX_TENSORS + 1)]
+    assert str(MAX_TENSORS) in refusal(text_of({"inputs": inputs}))
+
+
+@pytest.mark.xfail(strict=True, reason="bool('false') is True: any value counts as a yes or no")
+@pytest.mark.parametrize("value", ['"false"', '"true"', "1", "0", "1.5"])
+def test_binary_data_of_an_output_is_true_or_false(value: str) -> None:
+    output = f'[{{"name":"y","parameters":{{"binary_data":{value}}}}}]'
+    assert "binary_data" in refusal(with_field("outputs", output))
+
+
+@pytest.mark.xfail(strict=True, reason="answered as if it had not been asked for")
+@pytest.mark.parametrize(
+    "parameters",
+    ['{"classification":3}', '{"shared_memory_region":"r","shared_memory_byte_size":4}'],
+)
+def test_what_an_output_asks_for_in_vain_is_said_to_be_unsupported(parameters: str) -> None:
+    with pytest.raises(Unsupported, match="'y'"):
+        decode(with_field("outputs", f'[{{"name":"y","parameters":{parameters}}}]'))
+
+
+@pytest.mark.xfail(strict=True, reason="the last of two equal keys wins silently")
+@pytest.mark.parametrize(
+    "body",
+    [
+        with_field("id", '"a","id":"b"'),
+        with_field("parameters", '{"k":1,"k":2}'),
+        one_input("INT32", '[1],"shape":[1,1]', "[1]"),
+        one_input("INT32", "[1]", '[1],"data":[2]'),
+    ],
+)
+def test_duplicate_keys_are_refused(body: bytes) -> None:
+    refusal(body)
+
+
+def test_only_utf8_without_a_byte_order_mark_is_json() -> None:
+    body = one_input("INT32", "[1]", "[1]")
+    refusal(b"\xef\xbb\xbf" + body)
+    for encoding in ("utf-16", "utf-16-le", "utf-32"):
+        refusal(body.decode().encode(encoding))
+
+
+@pytest.mark.parametrize("garbage", [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf5\x80"])
+@pytest.mark.parametrize("place", ["name", "id", "key"])
+def test_invalid_utf8_around_the_tensors_is_refused(garbage: bytes, place: str) -> None:
+    body = one_input("BYTES", "[1]", '["a"]')[:-1] + b',"id":"i","parameters":{"k":1}}'
+    old = {"name": b'"x"', "id": b'"i"', "key": b'"k"'}[place]
+    refusal(body.replace(old, b'"' + garbage + b'"'))
+
+
+@pytest.mark.parametrize("garbage", [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf5\x80"])
+@pytest.mark.parametrize(("shape", "data"), [("[1]", '["@"]'), ("[1,1]", '[["@"]]')])
+@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="escapes as UnicodeDecodeError")
+def test_invalid_utf8_in_strings_is_refused(garbage: bytes, shape: str, data: str) -> None:
+    assert names_input(refusal(one_input("BYTES", shape, data).replace(b"@", garbage)))
+
+
+@pytest.mark.parametrize(
+    "escape", [r"\ud800", r"\udc00", r"\ud800\ud800", r"\udc00\ud800", r"a\ud8"]
+)
+def test_lone_surrogates_are_refused(escape: str) -> None:
+    refusal(one_input("BYTES", "[1]", f'["{escape}"]'))
+    refusal(one_input("BYTES", "[1,1]", f'[["{escape}"]]'))
+    refusal(with_field("id", f'"{escape}"'))
+
+
+@pytest.mark.parametrize(("open_", "close"), [("[", "]"), ('{"a":', "}")])
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_deep_nesting_is_refused_wherever_it_is(open_: str, close: str, is_closed: bool) -> None:
+    deep = open_ * DEEP + "1" + (close * DEEP if is_closed else "")
+    refusal(deep.encode())
+    refusal(one_input("INT32", "[1]", deep))
+    refusal(one_input("INT32", deep, "[1]"))
+    refusal(with_field("parameters", deep))
+    refusal(with_field("parameters", f'{{"a":{deep}}}'))
+    refusal(with_field("outputs", f'[{{"name":"y","parameters":{deep}}}]'))
+    refusal(with_field("unknown", deep))
+
+
+# Whatever arrives, only our own errors leave.
+
+TEMPLATES = [
+    text_of(
+        {
+            "id": "a",
+            "inputs": [
+                given_data([1, 2, 3, 4], "INT64", [2, 2], "i"),
+                given_data([[0.5], [1e30]], "FP32", [2, 1], "f"),
+                given_data(["a", "ü"], "BYTES", [2], "s"),
+                given_data([True], "BOOL", [1], "b"),
+            ],
+            "outputs": [{"name": "y", "parameters": {"binary_data": True}}],
+            "parameters": {"priority": 1, "timeout": 10, "binary_data_output": True, "k": "v"},
+        }
+    ),
+    text_of({"inputs": [given_size(4, "FP16", [2]), given_size(6, "BYTES", [1], "s")]}),
+]
+TAILS = [b"", b"\x00\x01\x02\x03" + struct.pack("<I", 2) + b"hi"]
+PIECES = st.one_of(
+    st.binary(max_size=4),
+    st.sampled_from([b"null", b"-1", b"1e999", b"[]", b"{}", b'"', b"[[", b"\\ud800", b"\xff"]),
+    st.sampled_from([b"9" * 25, b"9" * 400, b"NaN", b"true", b"0.5", b",", b":", b'"data":[1],']),
+)
+edits = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 12), PIECES), min_size=1, max_size=4)
+
+
+def edited(body: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
+    for start, length, piece in changes:
+        position = start % (len(body) + 1)
+        body = body[:position] + piece + body[position + length :]
+    return body
+
+
+@pytest.mark.xfail(strict=True, reason="UnicodeDecodeError and OverflowError escape")
+@settings(deadline=None, max_examples=1500)
+@example(0, [(TEMPLATES[0].index(b'"a", "'), 3, b'"\xff"')], 0)
+@example(0, [(TEMPLATES[0].index(b"10"), 2, b"9" * 400)], 0)
+@given(st.integers(0, 1), edits, st.integers(-2, 2))
+def test_a_damaged_request_raises_nothing_but_our_errors(
+    which: int, changes: list[tuple[int, int, bytes]], shift: int
+) -> None:
+    head = edited(TEMPLATES[which], changes)
+    body = head + TAILS[which]
+    for json_bytes in (None, max(1, min(len(body), len(head) + shift))):
+        try:
+            decode(body, json_bytes)
+        except PenstockError as error:
+            assert str(error)
+
+
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=4,
+)
+
+
+@st.composite
+def replaced(draw: st.DrawFn) -> Any:
+    """A valid request in which one node of the JSON tree is something else."""
+    message = json.loads(TEMPLATES[draw(st.integers(0, 1))])
+    node: Any = message
+    while True:
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        key = draw(st.sampled_from(keys))
+        child = node[key]
+        if not isinstance(child, dict | list) or not child or draw(st.booleans()):
+            node[key] = draw(junk)
+            return message
+        node = child
+
+
+@settings(deadline=None, max_examples=800)
+@given(replaced())
+def test_a_request_with_a_node_of_another_type_raises_nothing_but_our_errors(message: Any) -> None:
+    body = text_of(message)
+    for tail, json_bytes in ((b"", None), (TAILS[1], len(body))):
+        try:
+            decode(body + tail, json_bytes)
+        except PenstockError as error:
+            assert str(error)
+
+
+# Answers.
+
+
+def test_a_json_answer_holds_model_id_and_flat_data() -> None:
+    request = request_for(id="42")
+    message = answer_json(tensor_of("y", "FP32", [[1.5, 2.0]]), request=request)
+    assert message == {
+        "model_name": "m",
+        "model_version": "1",
+        "id": "42",
+        "outputs": [{"name": "y", "datatype": "FP32", "shape": [1, 2], "data": [1.5, 2.0]}],
+    }
+
+
+def test_no_id_is_sent_back_when_none_was_given() -> None:
+    assert "id" not in answer_json(tensor_of("y", "INT8", [1]))
+
+
+def test_parameters_of_the_answer_are_sent() -> None:
+    response = Response("m", "1", [tensor_of("y", "INT8", [1])], {"final": True})
+    head, _ = encode_answer(request_for(), response, False)
+    assert json.loads(head)["parameters"] == {"final": True}
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [
+        ("BOOL", [True, False]),
+        ("INT8", [-128, 127]),
+        ("INT64", [-(2**63), 2**63 - 1]),
+        ("UINT64", [0, 2**64 - 1]),
+        ("FP32", [0.5, -0.0]),
+        ("FP64", [0.1, 1e308]),
+        ("BYTES", ["", "a\0b", "ü"]),
+    ],
+)
+def test_every_json_datatype_can_be_answered(datatype: str, values: list[Any]) -> None:
+    [output] = answer_json(tensor_of("y", datatype, values))["outputs"]
+    assert output["data"] == values
+    assert output["shape"] == [len(values)]
+
+
+def test_an_empty_output_has_empty_data() -> None:
+    [output] = answer_json(tensor_of("y", "FP32", np.empty((0, 4))))["outputs"]
+    assert (output["shape"], output["data"]) == ([0, 4], [])
+
+
+def test_binary_outputs_follow_the_json_in_order_with_their_sizes() -> None:
+    tensors = [tensor_of("a", "FP16", [1.0, 2.0]), tensor_of("b", "BYTES", [b"\xff\0"])]
+    head, tail = encode_answer(request_for(), Response("m", "1", tensors), True)
+    outputs = json.loads(head)["outputs"]
+    assert [output["parameters"]["binary_data_size"] for output in outputs] == [4, 6]
+    assert all("data" not in output for output in outputs)
+    assert b"".join(tail) == bytes(tensors[0].data) + bytes(tensors[1].data)
+
+
+@pytest.mark.parametrize(
+    ("of_request", "of_output", "is_binary"),
+    [
+        (False, None, False),
+        (True, None, True),
+        (False, True, True),
+        (True, False, False),
+    ],
+)
+def test_what_an_output_says_precedes_what_the_request_says(
+    of_request: bool, of_output: bool | None, is_binary: bool
+) -> None:
+    parameters = {} if of_output is None else {"binary_data": of_output}
+    decoded = decode_json(
+        given_data([1]),
+        outputs=[{"name": "y", "parameters": parameters}],
+        parameters={"binary_data_output": of_request},
+    )
+    response = Response("m", "1", [tensor_of("y", "INT8", [7])])
+    head, tail = encode_answer(decoded.request, response, decoded.is_binary)
+    [output] = json.loads(head)["outputs"]
+    assert (b"".join(tail) == b"\x07") is is_binary
+    assert ("data" in output) is not is_binary
+
+
+def test_one_answer_may_mix_json_and_binary() -> None:
+    asked = (RequestedOutput("a", {"binary_data": True}), RequestedOutput("b"))
+    tensors = [tensor_of("a", "INT8", [1]), tensor_of("b", "INT8", [2])]
+    head, tail = encode_answer(request_for(*asked), Response("m", "1", tensors), False)
+    first, second = json.loads(head)["outputs"]
+    assert first["parameters"] == {"binary_data_size": 1}
+    assert second["data"] == [2]
+    assert b"".join(tail) == b"\x01"
+
+
+@pytest.mark.parametrize("datatype", ["FP32", "FP64"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_are_never_written_as_json(datatype: str, value: float) -> None:
+    with pytest.raises(PenstockError, match="'y'.*binary"):
+        answer_json(tensor_of("y", datatype, [1.0, value]))
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
+def test_half_floats_are_never_written_as_json(datatype: str) -> None:
+    with pytest.raises(PenstockError, match="'y'.*binary"):
+        answer_json(tensor_of("y", datatype, [1]))
+
+
+def test_strings_that_are_not_utf8_are_never_written_as_json() -> None:
+    with pytest.raises(PenstockError, match="'y'.*binary"):
+        answer_json(tensor_of("y", "BYTES", [b"ok", b"\xff"]))
+
+
+def test_an_error_is_an_object_with_one_text() -> None:
+    assert json.loads(encode_error('a "quoted"\nü\0')) == {"error": 'a "quoted"\nü\0'}
+
+
+def test_metadata_shows_the_batch_dimension_where_there_is_one() -> None:
+    inputs, outputs = [TensorSpec("x", "FP32", (3, -1))], [TensorSpec("y", "BYTES", ())]
+    message = json.loads(encode_metadata("m", ["1", "10"], "null", inputs, outputs, True))
+    assert message == {
+        "name": "m",
+        "versions": ["1", "10"],
+        "platform": "null",
+        "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 3, -1]}],
+        "outputs": [{"name": "y", "datatype": "BYTES", "shape": [-1]}],
+    }
+    message = json.loads(encode_metadata("m", ["1"], "null", inputs, outputs, False))
+    assert message["inputs"][0]["shape"] == [3, -1]
