@@ -17,8 +17,12 @@ from penstock.errors import ConfigError
 @click.version_option(penstock.__version__, prog_name="penstock")
 def main() -> None:
     """Model, data and SLO in; a served endpoint that keeps the SLO out."""
+    level = os.environ.get("PENSTOCK_LOG", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        known = "DEBUG, INFO, WARNING, ERROR"
+        raise click.UsageError(f"PENSTOCK_LOG: '{level}' is not one of {known}")
     logging.basicConfig(
-        level=os.environ.get("PENSTOCK_LOG", "INFO").upper(),
+        level=level,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
 
@@ -72,13 +76,13 @@ def serve(
         config = ServerConfig(host=host, http_port=http_port, drain_s=drain_s)
 
         def started(running: server.Server) -> None:
-            failures = [f"{f.config.name}: {f.reason}" for f in running.catalog.failures]
+            failures = _flat({f.name: list(f.problems) for f in running.catalog.failures})
             if failures and exit_on_error:
                 raise ConfigError(failures)
             _print_problems(failures)
             _print_table(running, host)
 
-        uvloop.run(server.serve(found.configs, config, started))
+        uvloop.run(server.serve(found, config, started))
     except ConfigError as error:
         _fail(error)
 
@@ -116,6 +120,7 @@ def _fail(error: ConfigError) -> NoReturn:
 
 def _print_table(running: object, host: str) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from penstock.server import Server
@@ -127,7 +132,7 @@ def _print_table(running: object, host: str) -> None:
     for model in running.catalog:
         config = model.config
         table.add_row(
-            config.name,
+            escape(config.name),
             config.version,
             model.state,
             config.backend,
@@ -137,4 +142,6 @@ def _print_table(running: object, host: str) -> None:
         )
     console = Console()
     console.print(table)
-    console.print(f"HTTP  http://{host}:{running.http_port}/v2", highlight=False)
+    address = f"[{host}]" if ":" in host else host
+    url = f"http://{address}:{running.http_port}/v2"
+    console.print(f"HTTP  {url}", highlight=False, markup=False)

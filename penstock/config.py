@@ -81,6 +81,8 @@ class ModelConfig:
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     # A batch that takes longer than max(this, 20 x the p99 of its size) is taken for a hang.
     hang_s: float = 30.0
+    # The artifact's name below the version folder, where it is not the backend's usual one.
+    file: str = ""
     # Strings for the backend, as written under `parameters`.
     options: Mapping[str, str] = field(default_factory=dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -12,7 +13,7 @@ import numpy as np
 
 from penstock import repository
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, InvalidRequest, PenstockError
+from penstock.errors import ConfigError, InvalidRequest, NotReady, PenstockError
 from penstock.serving.model import Model
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import (
@@ -33,6 +34,9 @@ class LocalModel:
     def __init__(self, path: str, version: str = "") -> None:
         self.config = _config(path, version)
         self._inputs = {spec.name: spec for spec in self.config.inputs}
+        # Guards the hand-over to the loop against its end.
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -66,6 +70,8 @@ class LocalModel:
         future: Future[dict[str, Array]] = Future()
 
         def deliver(request: Request, answer: Response | PenstockError) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             if isinstance(answer, PenstockError):
                 future.set_exception(answer)
             else:
@@ -75,13 +81,27 @@ class LocalModel:
             from_array(name, self._spec(name).datatype, _cast(self._spec(name), array))
             for name, array in self._named(inputs).items()
         ]
-        request = Request(CallbackSink(deliver), tensors, self._loop.time())
-        self._loop.call_soon_threadsafe(self._model.submit, request)
+        request = Request(CallbackSink(deliver), tensors, time.monotonic())
+        with self._lock:
+            if self._is_closed:
+                raise NotReady(f"model '{self.config.name}' is closed")
+            self._loop.call_soon_threadsafe(self._model.submit, request)
+        future.add_done_callback(lambda done: self._cancel_if(done, request))
         return future
 
     def close(self) -> None:
+        """Answer what still waits with an error and end. Closing again does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
         asyncio.run_coroutine_threadsafe(self._model.close(), self._loop).result()
         self._end_loop()
+
+    def _cancel_if(self, future: Future[dict[str, Array]], request: Request) -> None:
+        with self._lock:
+            if future.cancelled() and not self._is_closed:
+                self._loop.call_soon_threadsafe(self._model.cancel, request)
 
     async def _start(self) -> Model:
         model = Model(self.config, start_life=ThreadLife)
@@ -121,14 +141,26 @@ def _cast(spec: TensorSpec, values: Array) -> Array:
     """Convert what loses nothing of its kind (float64 to FP32); refuse the rest."""
     array = np.asarray(values)
     if spec.datatype == "BYTES":
+        if array.dtype.kind not in "OSUT":
+            raise _wrong_type(spec, array)
         return array.astype(np.object_)
     target = DATATYPES[spec.datatype].numpy
-    if not np.can_cast(array.dtype, target, "same_kind"):
-        raise InvalidRequest(
-            f"inference input '{spec.name}' data-type is {array.dtype}, "
-            f"which cannot be given as '{spec.datatype}'"
-        )
+    if array.dtype.kind in "iu" and target.kind in "iu":
+        limits = np.iinfo(target)
+        if array.size and (array.min() < limits.min or array.max() > limits.max):
+            raise InvalidRequest(
+                f"inference input '{spec.name}' has values that do not fit {spec.datatype}"
+            )
+    elif not np.can_cast(array.dtype, target, "same_kind"):
+        raise _wrong_type(spec, array)
     return array.astype(target, copy=False)
+
+
+def _wrong_type(spec: TensorSpec, array: Array) -> InvalidRequest:
+    return InvalidRequest(
+        f"inference input '{spec.name}' data-type is {array.dtype}, "
+        f"which cannot be given as '{spec.datatype}'"
+    )
 
 
 def _config(path: str, version: str) -> ModelConfig:

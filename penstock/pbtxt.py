@@ -70,9 +70,7 @@ def to_message(config: ModelConfig) -> Any:
     message.backend = config.backend
     message.max_batch_size = config.max_batch_size
     message.version_policy.specific.versions.append(int(config.version))
-    file = _relative_file(config)
-    if file != FILES.get(config.backend, ""):
-        message.default_model_filename = file
+    message.default_model_filename = config.file
     for target, specs in ((message.input, config.inputs), (message.output, config.outputs)):
         for spec in specs:
             item = target.add(name=spec.name, dims=spec.shape)
@@ -87,15 +85,6 @@ def to_message(config: ModelConfig) -> Any:
     for key, value in sorted(config.options.items()):
         message.parameters[key].string_value = value
     return message
-
-
-def _relative_file(config: ModelConfig) -> str:
-    """The artifact below its version folder; empty where the backend needs no file."""
-    parts = Path(config.artifact).parts
-    if config.version not in parts:
-        return ""
-    last = len(parts) - 1 - parts[::-1].index(config.version)
-    return "/".join(parts[last + 1 :])
 
 
 def _describe_batching(message: Any, policy: BatchPolicy) -> None:
@@ -156,6 +145,7 @@ class _Resolver:
             num_instances=self._instances(),
             memory=_memory(numbers),
             hang_s=numbers.get("penstock.hang_s", 30.0),
+            file=message.default_model_filename,
             options=options,
         )
         if self._problems:
@@ -274,9 +264,10 @@ class _Resolver:
                 "dynamic_batching.preferred_batch_size",
                 f"{list(preferred)}: each must be from 1 to max_batch_size {max_batch}",
             )
-        if batching.preserve_ordering and (
-            num_priorities or any(policy.timeout_action == "DELAY" for policy in policies)
-        ):
+        can_overtake = num_priorities > 1 or any(
+            policy.timeout_action == "DELAY" and policy.default_timeout_s > 0 for policy in policies
+        )
+        if batching.preserve_ordering and can_overtake:
             self._problem(
                 "dynamic_batching.preserve_ordering",
                 "cannot be kept with priority levels or the timeout action DELAY",

@@ -35,7 +35,8 @@ def read(path: str | os.PathLike[str]) -> Found:
     if not root.is_dir():
         raise ConfigError([f"{path}: no such folder; expected a model repository or a model"])
     if _is_model(root):
-        root, folders = root.parent, [root]
+        # A link that the operator names is where the repository is.
+        folders, root = [root], root.resolve()
     else:
         folders = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
     if not any(map(_is_model, folders)):

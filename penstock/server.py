@@ -8,13 +8,14 @@ import ipaddress
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from penstock.config import ModelConfig, ServerConfig
+from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.protocols.http import HttpServer
 from penstock.protocols.v2_http import V2Http
-from penstock.serving.catalog import Catalog
+from penstock.repository import Found
+from penstock.serving.catalog import Catalog, LoadFailure
 
 log = logging.getLogger("penstock.server")
 
@@ -30,9 +31,21 @@ class Server:
         self.http = HttpServer(self.v2.handle, config.limits)
         self.http_port = config.http_port
 
-    async def start(self, models: Sequence[ModelConfig]) -> None:
+    async def start(self, found: Found) -> None:
+        """Listen, then load; a stop asked for meanwhile ends the loading."""
         self.http_port = await self._listen()
-        await self.catalog.load(models)
+        for name, problems in found.problems.items():
+            self.catalog.failures.append(LoadFailure(name, tuple(problems)))
+        loading = asyncio.ensure_future(self.catalog.load(found.configs))
+        stopping = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not loading.done():
+            loading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loading
+            return
+        loading.result()
         self.v2.is_loading = False
 
     async def run_until_stopped(self) -> None:
@@ -82,9 +95,7 @@ def check_host(host: str, is_insecure: bool) -> None:
     )
 
 
-async def serve(
-    models: Sequence[ModelConfig], config: ServerConfig, on_start: Callable[[Server], None]
-) -> None:
+async def serve(found: Found, config: ServerConfig, on_start: Callable[[Server], None]) -> None:
     """Run until SIGTERM or SIGINT; a second signal ends it at once."""
     server = Server(config)
     loop = asyncio.get_running_loop()
@@ -97,8 +108,9 @@ async def serve(
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, asked_to_stop)
     try:
-        await server.start(models)
-        on_start(server)
+        await server.start(found)
+        if not server.v2.is_draining:
+            on_start(server)
         await server.run_until_stopped()
     finally:
         await server.close()

@@ -6,6 +6,7 @@ little-endian buffer; each BYTES element is preceded by its length in four bytes
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import Cancelled, PenstockError
+
+log = logging.getLogger("penstock")
 
 Buffer = bytes | bytearray | memoryview
 Parameter = bool | int | float | str
@@ -139,7 +142,7 @@ class Response:
     """One answer. The buffers of `outputs` are views into shared memory: a sink copies what it
     keeps before `respond` returns."""
 
-    __slots__ = ("model_name", "model_version", "outputs", "parameters")
+    __slots__ = ("form", "model_name", "model_version", "outputs", "parameters")
 
     def __init__(
         self,
@@ -148,6 +151,9 @@ class Response:
         outputs: Sequence[Tensor],
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
+        # Responses with the same form have the same model, names, datatypes and shapes, so a codec
+        # may keep what it made of those. None: nothing is known.
+        self.form: object = None
         self.model_name = model_name
         self.model_version = model_version
         self.outputs = outputs
@@ -168,6 +174,8 @@ class Request:
     """
 
     __slots__ = (
+        "fit",
+        "form",
         "id",
         "inputs",
         "is_done",
@@ -176,10 +184,8 @@ class Request:
         "outputs",
         "parameters",
         "place",
-        "plan",
         "priority",
         "queue",
-        "selection",
         "sink",
         "timeout_s",
         "timings",
@@ -195,6 +201,9 @@ class Request:
         id: str = "",
         outputs: Sequence[RequestedOutput] = (),
     ) -> None:
+        # Requests with the same form have the same names, datatypes, shapes, sizes and outputs, so
+        # what follows from those need not be worked out again. None: nothing is known.
+        self.form: object = None
         self.id = id
         self.inputs = inputs
         self.outputs = outputs
@@ -207,10 +216,9 @@ class Request:
         # Set by the Servable that admits the request.
         self.num_rows = 1
         self.num_deaths = 0
-        self.plan: Any = None
+        self.fit: Any = None
         self.place: Any = None
         self.queue: Any = None
-        self.selection: Sequence[int] = ()
         self.turn = 0
 
     def respond(self, answer: Response | PenstockError, final: bool = True) -> bool:
@@ -218,7 +226,10 @@ class Request:
         if self.is_done:
             return False
         self.is_done = final
-        self.sink.respond(self, answer, final)
+        try:
+            self.sink.respond(self, answer, final)
+        except Exception:  # A sink must not raise; if it does, its batch-mates still get answers.
+            log.exception("a reply sink raised")
         return True
 
     def __repr__(self) -> str:
@@ -296,8 +307,11 @@ def split_bytes(data: Buffer) -> list[bytes]:
 def to_array(tensor: Tensor) -> Array:
     """The tensor as a numpy array: a view where the datatype allows it, objects for BYTES."""
     if tensor.datatype == "BYTES":
-        array = np.empty(num_elements(tensor.shape), dtype=np.object_)
-        array[:] = split_bytes(tensor.data)
+        elements = split_bytes(tensor.data)
+        if len(elements) != num_elements(tensor.shape):
+            raise ValueError(f"{len(elements)} elements do not fill {list(tensor.shape)}")
+        array = np.empty(len(elements), dtype=np.object_)
+        array[:] = elements
         return array.reshape(tensor.shape)
     dtype = DATATYPES[tensor.datatype].numpy
     return np.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape)

@@ -168,7 +168,6 @@ def test_wrong_usage_ends_with_code_2_and_no_traceback(arguments: list[str]) -> 
     assert run_penstock(*arguments).code == 2
 
 
-@pytest.mark.xfail(strict=True, reason="ValueError of logging, with a traceback")
 def test_unknown_log_level_is_an_error_in_words(examples: Path) -> None:
     ended = run_penstock("inspect", examples, PENSTOCK_LOG="chatty")
     assert ended.code != 0
@@ -245,7 +244,6 @@ def test_serve_ends_when_a_model_cannot_be_loaded_and_leaves_no_worker(tmp_path:
     assert all(line.startswith("bad: ") for line in ended.errors)
 
 
-@pytest.mark.xfail(strict=True, reason="the problems of a load are joined into one")
 def test_each_problem_found_while_loading_is_one_line(tmp_path: Path) -> None:
     add_model(tmp_path, "bad", NULL + parameter("null.a_mss", "1") + parameter("null.c_ms", "x"))
     ended = run_penstock("serve", tmp_path, "--http-port", "0")
@@ -311,7 +309,6 @@ def can_listen_on_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not can_listen_on_ipv6(), reason="this machine has no ::1")
-@pytest.mark.xfail(strict=True, reason="no brackets around the address")
 def test_printed_address_is_a_url_with_ipv6_too(tmp_path: Path) -> None:
     with serving(add_model(tmp_path, "model"), "--host", "::1") as server:
         assert f"http://[::1]:{server.port}/v2" in server.banner
@@ -355,7 +352,6 @@ def test_no_exit_on_error_tells_the_problems_and_serves_the_good_models(tmp_path
         assert server.stop() == 0
 
 
-@pytest.mark.xfail(strict=True, reason="only models that failed in their worker count")
 def test_server_is_not_ready_while_a_model_of_the_repository_is_broken(tmp_path: Path) -> None:
     """Whichever way it is broken: both are models that were asked for and cannot answer."""
     add_model(tmp_path, "good")
@@ -383,7 +379,6 @@ def test_workers_end_when_the_core_is_killed(examples: Path) -> None:
         assert psutil.wait_procs(workers, timeout=5)[1] == []
 
 
-@pytest.mark.xfail(strict=True, reason="the signal waits for the load")
 def test_signal_ends_a_server_that_is_still_loading(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "slow", NULL + parameter("null.load_ms", "60000"))
     command = [sys.executable, "-m", "penstock", "serve", "--http-port", "0", str(folder)]
@@ -398,7 +393,6 @@ def test_signal_ends_a_server_that_is_still_loading(tmp_path: Path) -> None:
             process.kill()
 
 
-@pytest.mark.xfail(strict=True, reason="taken for rich markup")
 def test_a_name_with_square_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
     add_model(tmp_path, "[bold]")
     with serving(tmp_path) as server:

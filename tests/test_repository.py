@@ -522,7 +522,6 @@ def test_batching_that_triton_refuses_is_refused_here(
     assert [problem.split(": ")[0] for problem in found] == [f"dynamic_batching.{path}"]
 
 
-@pytest.mark.xfail(strict=True, reason="stricter than Triton, which has nothing against these")
 @pytest.mark.parametrize(
     "field",
     [
@@ -670,7 +669,6 @@ def test_folder_that_links_out_of_the_repository_is_refused(
         "releases",
         pytest.param(
             "releases/model",
-            marks=pytest.mark.xfail(strict=True, reason="refused as leading out of its own parent"),
         ),
     ],
 )
@@ -916,7 +914,6 @@ def test_what_was_worked_out_from_the_file_survives_its_description(
         "parts/model.onnx",
         pytest.param(
             "1/model.onnx",
-            marks=pytest.mark.xfail(strict=True, reason="taken for the version folder"),
         ),
     ],
 )

@@ -176,7 +176,6 @@ def test_array_of_a_fixed_datatype_is_a_view_of_the_tensor() -> None:
             "BYTES",
             (3,),
             b"\1\0\0\0a",
-            marks=pytest.mark.xfail(strict=True, reason="one element is repeated to fill it"),
         ),
         ("BYTES", (2,), b""),
     ],

@@ -40,11 +40,10 @@ class NullRunner:
     def start(self, batch: Batch) -> Execution:
         began = time.perf_counter()
         options = self._options
-        arrays = list(batch.inputs.values())
         if self._triggers:
-            self._misbehave(arrays)
+            self._misbehave(batch)
         cost_s = (options.get("a_ms", 0.0) + options.get("c_ms", 0.0) * batch.num_rows) / 1e3
-        outputs = self._outputs(arrays, batch.num_rows)
+        outputs = self._outputs(batch)
         left_s = cost_s - (time.perf_counter() - began)
         if left_s > 0:
             time.sleep(left_s)
@@ -53,27 +52,30 @@ class NullRunner:
     def close(self) -> None:
         pass
 
-    def _outputs(self, arrays: Sequence[Array], num_rows: int) -> Outputs:
+    def _outputs(self, batch: Batch) -> Outputs:
         outputs: dict[str, Array] = {}
+        sources = [spec for spec in self._config.inputs if spec.name in batch.inputs]
         has_batch = self._config.max_batch_size > 0
         for index, spec in enumerate(self._config.outputs):
-            source = self._config.inputs[index] if index < len(arrays) else None
+            source = sources[index] if index < len(sources) else None
             if source is not None and (source.datatype, source.shape) == (
                 spec.datatype,
                 spec.shape,
             ):
-                outputs[spec.name] = arrays[index]
+                outputs[spec.name] = batch.inputs[source.name]
                 continue
             shape = tuple(max(1, size) for size in spec.shape)
-            full = (num_rows, *shape) if has_batch else shape
+            full = (batch.num_rows, *shape) if has_batch else shape
             empty = b"" if spec.datatype == "BYTES" else 0
             outputs[spec.name] = np.full(full, empty, dtype=DATATYPES[spec.datatype].numpy)
         return outputs
 
-    def _misbehave(self, arrays: Sequence[Array]) -> None:
-        if not arrays or arrays[0].size == 0 or arrays[0].dtype == np.object_:
+    def _misbehave(self, batch: Batch) -> None:
+        values = batch.inputs.get(self._config.inputs[0].name)
+        if values is None or values.size == 0 or values.dtype == np.object_:
             return
-        firsts = arrays[0].reshape(arrays[0].shape[0], -1)[:, 0]
+        num_rows = values.shape[0] if self._config.max_batch_size > 0 else 1
+        firsts = values.reshape(num_rows, -1)[:, 0]
         for name in self._triggers:
             value = self._options[name]
             if not np.any(firsts == value):
@@ -103,9 +105,13 @@ def _numbers(config: ModelConfig) -> dict[str, float]:
             problems.append(f"parameters.{key}: unknown; expected one of {', '.join(OPTIONS)}")
             continue
         try:
-            numbers[name] = float(text)
+            number = float(text)
         except ValueError:
             problems.append(f"parameters.{key}: '{text}' is not a number")
+            continue
+        if name.endswith("_ms") and not 0 <= number < 1e9:
+            problems.append(f"parameters.{key}: '{text}' is not a time in milliseconds")
+        numbers[name] = number
     if problems:
         raise ConfigError(problems)
     return numbers

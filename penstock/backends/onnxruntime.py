@@ -8,6 +8,7 @@ basic, extended, all), `providers` (comma-separated), `provider_options.<provide
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +21,7 @@ import onnxruntime as ort
 from penstock.backends import Batch, Execution, Finished
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
-from penstock.types import DATATYPES, Array, TensorSpec
+from penstock.types import DATATYPES, Array, TensorSpec, num_elements
 
 GRAPH_LEVELS = {
     "disabled": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
@@ -28,6 +29,11 @@ GRAPH_LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
+EXECUTION_MODES = {
+    "0": ort.ExecutionMode.ORT_SEQUENTIAL,
+    "1": ort.ExecutionMode.ORT_PARALLEL,
+}
+MAX_THREADS = 1024
 ELEMENT_TYPES = {
     "tensor(bool)": "BOOL",
     "tensor(uint8)": "UINT8",
@@ -53,8 +59,11 @@ class OnnxRunner:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        options = _session_options(config)
-        providers = _providers(config)
+        problems: list[str] = []
+        options = _session_options(config, problems)
+        providers = _providers(config, problems)
+        if problems:
+            raise ConfigError(problems)
         try:
             self._session = ort.InferenceSession(config.artifact, options, providers=providers)
         except Exception as error:  # The library raises its own types, some of them bare.
@@ -111,8 +120,7 @@ class OnnxRunner:
         answers = self._session.run_with_ort_values(self._output_names, values)
         outputs: dict[str, Array] = {}
         for spec, value in zip(self._config.outputs, answers, strict=True):
-            array = value.numpy()
-            outputs[spec.name] = array.view(np.uint16) if spec.datatype == "BF16" else array
+            outputs[spec.name] = _bits(value) if spec.datatype == "BF16" else value.numpy()
         return outputs
 
     def _check_signature(self) -> None:
@@ -149,22 +157,24 @@ def load(config: ModelConfig) -> OnnxRunner:
     return OnnxRunner(config)
 
 
-def _session_options(config: ModelConfig) -> ort.SessionOptions:
+def _session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOptions:
     options = ort.SessionOptions()
     settings = config.options
     cores = len(os.sched_getaffinity(0))
-    options.intra_op_num_threads = _count(
-        settings, "intra_op_thread_count", max(1, cores // config.num_instances)
+    default_threads = max(1, cores // config.num_instances)
+    options.intra_op_num_threads = _threads(
+        settings, "intra_op_thread_count", default_threads, problems
     )
-    options.inter_op_num_threads = _count(settings, "inter_op_thread_count", 1)
-    if settings.get("execution_mode", "0") == "1":
-        options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    options.inter_op_num_threads = _threads(settings, "inter_op_thread_count", 1, problems)
+    mode = settings.get("execution_mode", "0")
+    if mode not in EXECUTION_MODES:
+        problems.append(f"parameters.execution_mode: '{mode}' is not 0 or 1")
+    options.execution_mode = EXECUTION_MODES.get(mode, ort.ExecutionMode.ORT_SEQUENTIAL)
     level = settings.get("graph_level", "all")
     if level not in GRAPH_LEVELS:
-        raise ConfigError(
-            [f"parameters.graph_level: '{level}' is not one of {', '.join(GRAPH_LEVELS)}"]
-        )
-    options.graph_optimization_level = GRAPH_LEVELS[level]
+        known = ", ".join(GRAPH_LEVELS)
+        problems.append(f"parameters.graph_level: '{level}' is not one of {known}")
+    options.graph_optimization_level = GRAPH_LEVELS.get(level, GRAPH_LEVELS["all"])
     options.log_severity_level = 3
     # Spinning threads take the cores that the front and other instances need.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -174,16 +184,14 @@ def _session_options(config: ModelConfig) -> ort.SessionOptions:
     return options
 
 
-def _providers(config: ModelConfig) -> list[tuple[str, dict[str, str]]]:
+def _providers(config: ModelConfig, problems: list[str]) -> list[tuple[str, dict[str, str]]]:
     names = [name.strip() for name in config.options.get("providers", CPU).split(",")]
     available = ort.get_available_providers()
     unknown = [name for name in names if name not in available]
     if unknown:
-        raise ConfigError(
-            [
-                f"parameters.providers: {', '.join(unknown)} not in this build of ONNX Runtime, "
-                f"which has {', '.join(available)}"
-            ]
+        problems.append(
+            f"parameters.providers: {', '.join(unknown)} not in this build of ONNX Runtime, "
+            f"which has {', '.join(available)}"
         )
     providers = []
     for name in names:
@@ -197,10 +205,11 @@ def _providers(config: ModelConfig) -> list[tuple[str, dict[str, str]]]:
     return providers
 
 
-def _count(settings: Mapping[str, str], key: str, default: int) -> int:
+def _threads(settings: Mapping[str, str], key: str, default: int, problems: list[str]) -> int:
     text = settings.get(key, str(default))
-    if not text.isdigit():
-        raise ConfigError([f"parameters.{key}: '{text}' is not a number of threads"])
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_THREADS):
+        problems.append(f"parameters.{key}: '{text}' is not a number of threads")
+        return default
     return int(text) or default
 
 
@@ -222,22 +231,41 @@ def _mismatch(
     where = f"{kind} '{spec.name}'"
     if found is None:
         return [f"{where}: the model has only {', '.join(sorted(actual))}"]
+    problems: list[str] = []
     if found.datatype != spec.datatype:
-        return [f"{where}: configured as {spec.datatype}, the model has {found.datatype}"]
+        problems.append(f"{where}: configured as {spec.datatype}, the model has {found.datatype}")
     shape = (-1, *spec.shape) if has_batch else spec.shape
     # An output without a declared shape may have any rank.
     if kind == "output" and not found.shape:
-        return []
-    if len(shape) != len(found.shape) or any(
-        -1 not in (a, b) and a != b for a, b in zip(shape, found.shape, strict=True)
-    ):
-        return [f"{where}: configured as {list(shape)}, the model has {list(found.shape)}"]
-    if has_batch and found.shape and found.shape[0] not in (-1,):
-        return [
+        return problems
+    if has_batch and found.shape and found.shape[0] != -1:
+        problems.append(
             f"{where}: the model's first dimension is fixed at {found.shape[0]}, "
             "so max_batch_size must be 0"
-        ]
-    return []
+        )
+    elif not _fits(kind, shape, found.shape):
+        problems.append(f"{where}: configured as {list(shape)}, the model has {list(found.shape)}")
+    return problems
+
+
+def _fits(kind: str, configured: Sequence[int], actual: Sequence[int]) -> bool:
+    """An input may be configured narrower than the model has it, never wider."""
+    if len(configured) != len(actual):
+        return False
+    pairs = list(zip(configured, actual, strict=True))
+    if kind == "input":
+        return all(theirs in (-1, ours) for ours, theirs in pairs)
+    return all(-1 in (ours, theirs) or ours == theirs for ours, theirs in pairs)
+
+
+def _bits(value: ort.OrtValue) -> Array:
+    """A copy of a BF16 tensor as uint16: OrtValue.numpy() knows no such type."""
+    shape = tuple(value.shape())
+    nbytes = 2 * num_elements(shape)
+    if nbytes == 0:
+        return np.empty(shape, dtype=np.uint16)
+    memory = ctypes.string_at(value.data_ptr(), nbytes)
+    return np.frombuffer(memory, dtype=np.uint16).reshape(shape)
 
 
 def _text(array: Array) -> Array:

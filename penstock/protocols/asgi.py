@@ -53,6 +53,8 @@ class _Call:
     async def run(self, app: App) -> None:
         try:
             await app(self._scope(), self._receive, self._send)
+            if not self._exchange.is_finished:
+                raise RuntimeError("the application returned without a complete answer")
         except asyncio.CancelledError:
             raise
         except Exception:  # The protocol edge.
@@ -88,7 +90,7 @@ class _Call:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             lines = []
-            for name, value in message["headers"]:
+            for name, value in message.get("headers", ()):
                 if name.lower() != b"content-length":
                     lines.append(b"%b: %b\r\n" % (name, value))
             self._headers = b"".join(lines)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -31,6 +32,15 @@ MAX_KNOWN_HEAD_BYTES = 1024
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
+_ONCE = frozenset(
+    (
+        b"host",
+        b"content-length",
+        b"authorization",
+        b"transfer-encoding",
+        b"inference-header-content-length",
+    )
+)
 _JSON = b"Content-Type: application/json\r\n"
 
 
@@ -38,13 +48,22 @@ class Head:
     """The parsed start of a message. Header names are lower case; a repeated header keeps its last
     value, except those whose repetition is refused."""
 
-    __slots__ = ("content_length", "headers", "keep_alive", "method", "path", "query")
+    __slots__ = (
+        "content_length",
+        "headers",
+        "is_http_1_0",
+        "keep_alive",
+        "method",
+        "path",
+        "query",
+    )
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes]) -> None:
         self.method = method
         self.path, _, self.query = target.partition(b"?")
         self.headers = headers
         self.keep_alive = True
+        self.is_http_1_0 = False
         self.content_length: int | None = None
 
 
@@ -59,13 +78,14 @@ class Rejection(Exception):
 class Exchange:
     """One message and its answer. `on_abandon` is called when the client leaves before it."""
 
-    __slots__ = ("_connection", "body", "head", "is_finished", "on_abandon")
+    __slots__ = ("_connection", "body", "head", "is_finished", "is_streaming", "on_abandon")
 
     def __init__(self, connection: Connection, head: Head, body: Buffer) -> None:
         self._connection = connection
         self.head = head
         self.body = body
         self.is_finished = False
+        self.is_streaming = False
         self.on_abandon: Callable[[], None] | None = None
 
     @property
@@ -88,7 +108,10 @@ class Exchange:
             headers += b"Connection: close\r\n"
         if head.method == b"HEAD":
             parts = ()
-        start = b"%bContent-Length: %d\r\n\r\n" % (_STATUS_LINES[status] + headers, length)
+        if status == 204:
+            start = b"%b\r\n" % (_status_line(status) + headers)
+        else:
+            start = b"%bContent-Length: %d\r\n\r\n" % (_status_line(status) + headers, length)
         connection.finish(b"".join((start, *parts)), keeps)
 
     def reply_error(self, status: int, text: str, headers: bytes = b"") -> None:
@@ -96,13 +119,17 @@ class Exchange:
 
     def start_stream(self, status: int, headers: bytes) -> None:
         """An answer of unknown length; `stream` its parts, then `end_stream`."""
+        self.is_streaming = True
         close = b"" if self._connection.will_keep_alive(self.head) else b"Connection: close\r\n"
-        self._connection.write(
-            _STATUS_LINES[status] + headers + close + b"Transfer-Encoding: chunked\r\n\r\n"
-        )
+        coding = b"" if self.head.is_http_1_0 else b"Transfer-Encoding: chunked\r\n"
+        self._connection.write(_status_line(status) + headers + close + coding + b"\r\n")
 
     def stream(self, part: Buffer) -> None:
-        if part and not self.is_finished and self.head.method != b"HEAD":
+        if not part or self.is_finished or self.head.method == b"HEAD":
+            return
+        if self.head.is_http_1_0:
+            self._connection.write(bytes(part))
+        else:
             self._connection.write(b"%x\r\n%b\r\n" % (len(part), bytes(part)))
 
     def end_stream(self) -> None:
@@ -110,7 +137,8 @@ class Exchange:
             self.is_finished = True
             self.on_abandon = None
             keeps = self._connection.will_keep_alive(self.head)
-            self._connection.finish(b"0\r\n\r\n", keeps)
+            has_end = self.head.method != b"HEAD" and not self.head.is_http_1_0
+            self._connection.finish(b"0\r\n\r\n" if has_end else b"", keeps)
 
     def abort(self) -> None:
         """An answer that cannot be completed: cut the connection so that the client notices."""
@@ -145,6 +173,10 @@ class Connection(asyncio.Protocol):
         self._target = b""
         self._headers: dict[bytes, bytes] = {}
         self._header_bytes = 0
+        self._head_bytes = 0
+        self._owes_continue = False
+        self._is_advancing = False
+        self._num_unsent = 0
         self._num_headers = 0
         self._head: Head | None = None
         self._body = bytearray()
@@ -218,8 +250,8 @@ class Connection(asyncio.Protocol):
             self._reject(Rejection(400, f"malformed HTTP: {error}"))
             return
         if not self._at_boundary and not self._has_head:
-            self._header_bytes += len(data)
-            if self._header_bytes > 2 * self._limits.max_header_bytes:
+            self._head_bytes += len(data)
+            if self._head_bytes > 2 * self._limits.max_header_bytes:
                 self._reject(_too_many_headers(self._limits))
         if len(self._waiting) > MAX_PIPELINED and self._transport is not None:
             self._is_paused = True
@@ -252,6 +284,7 @@ class Connection(asyncio.Protocol):
         self._target = b""
         self._headers = {}
         self._header_bytes = 0
+        self._head_bytes = 0
         self._num_headers = 0
         self._first_part = b""
 
@@ -268,17 +301,28 @@ class Connection(asyncio.Protocol):
         if self._header_bytes > limits.max_header_bytes or self._num_headers > limits.max_headers:
             self._rejection = _too_many_headers(limits)
             raise self._rejection
-        if name in self._headers and name in (b"host", b"content-length", b"authorization"):
+        if self._has_head:
+            return  # A trailer.
+        if name in self._headers and name in _ONCE:
             self._refuse(400, f"the header {name.decode('latin-1')} is given twice")
         self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         headers = self._headers
-        if b"host" not in headers and self._parser.get_http_version() != "1.0":
+        version = self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._refuse(505, f"HTTP/{version} is not supported")
+        if self._parser.should_upgrade():
+            self._refuse(400, "protocol upgrades are not supported")
+        coding = headers.get(b"transfer-encoding")
+        if coding is not None and coding.strip().lower() != b"chunked":
+            self._refuse(400, "the only Transfer-Encoding is chunked")
+        if b"host" not in headers and version != "1.0":
             self._refuse(400, "the Host header is missing")
         if not self._target.startswith(b"/"):
             self._refuse(400, "the request target must be a path that starts with '/'")
         head = Head(self._parser.get_method(), self._target, headers)
+        head.is_http_1_0 = version == "1.0"
         head.keep_alive = self._parser.should_keep_alive()
         length = headers.get(b"content-length")
         if length is not None:
@@ -287,8 +331,9 @@ class Connection(asyncio.Protocol):
                 self._refuse_body()
         elif b"transfer-encoding" not in headers:
             head.content_length = 0
-        if headers.get(b"expect", b"").lower() == b"100-continue":
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if headers.get(b"expect", b"").lower() == b"100-continue" and version == "1.1":
+            self._owes_continue = True
+            self._continue()
         self._head = head
         self._has_head = True
         self._body = bytearray()
@@ -306,6 +351,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         assert self._head is not None
         self._at_boundary = True
+        self._owes_continue = False
         self._num_complete += 1
         self._enqueue((self._head, self._first_part or self._body))
 
@@ -326,7 +372,15 @@ class Connection(asyncio.Protocol):
         if not keep_alive:
             self.close()
         elif self._waiting:
-            self._next()
+            if not self._is_advancing:
+                self._next()
+        elif self._owes_continue:
+            self._continue()
+
+    def _continue(self) -> None:
+        if self._owes_continue and self._running is None and not self._waiting:
+            self._owes_continue = False
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def close(self) -> None:
         """After what was written has been sent."""
@@ -344,6 +398,11 @@ class Connection(asyncio.Protocol):
         """Close what took too long; called about once a second."""
         limits = self._limits
         blocked = self.write_blocked_since
+        if blocked is not None and self._transport is not None:
+            unsent = self._transport.get_write_buffer_size()
+            if unsent < self._num_unsent:
+                self.write_blocked_since = blocked = now
+            self._num_unsent = unsent
         if blocked is not None and now - blocked > limits.write_timeout_s:
             self.abort()
         elif self._running is not None or self._is_closing:
@@ -368,6 +427,8 @@ class Connection(asyncio.Protocol):
         return self._running is not None
 
     def _enqueue(self, item: tuple[Head, Buffer] | Rejection) -> None:
+        if self._is_closing:
+            return
         if self._running is not None or self._waiting:
             self._waiting.append(item)
         elif isinstance(item, Rejection):
@@ -377,12 +438,15 @@ class Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         """Run waiting messages until one is not answered at once."""
+        self._is_advancing = True
         while self._waiting and self._running is None and not self._is_closing:
             item = self._waiting.popleft()
             if isinstance(item, Rejection):
                 self._refuse_now(item)
             else:
                 self._start(*item)
+        self._is_advancing = False
+        self._continue()
         if self._is_paused and not self._waiting and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
@@ -393,7 +457,10 @@ class Connection(asyncio.Protocol):
             self._server.handler(exchange)
         except Exception:  # The protocol edge: the client is told, the server lives on.
             log.exception("while handling %r", head.path)
-            exchange.reply_error(500, "internal error")
+            if exchange.is_streaming:
+                exchange.abort()
+            else:
+                exchange.reply_error(500, "internal error")
 
     def _reject(self, rejection: Rejection) -> None:
         """No byte after this is looked at."""
@@ -424,7 +491,8 @@ class HttpServer:
         self.known_heads: dict[bytes, Head] = {}
         self._connections: set[Connection] = set()
         self._loop = asyncio.get_running_loop()
-        self.now: Callable[[], float] = self._loop.time
+        # Not the loop's clock: uvloop's has a resolution of a millisecond.
+        self.now: Callable[[], float] = time.monotonic
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -482,6 +550,10 @@ class HttpServer:
             now = self.now()
             for connection in list(self._connections):
                 connection.sweep(now)
+
+
+def _status_line(status: int) -> bytes:
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
 
 
 def headers_bytes(headers: Mapping[str, str]) -> bytes:

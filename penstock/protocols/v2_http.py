@@ -36,7 +36,7 @@ from penstock.protocols.http import Exchange
 from penstock.serving.catalog import Catalog
 from penstock.serving.model import Model
 from penstock.types import Request, Response
-from penstock.wire.v2 import decode_infer, encode_answer, encode_error, encode_metadata
+from penstock.wire.v2 import Codec, encode_error, encode_metadata
 
 STATUS: dict[type[PenstockError], int] = {
     InvalidRequest: 400,
@@ -59,10 +59,11 @@ _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-L
 class InferSink:
     """Turns the answer of one infer request into the reply of its exchange."""
 
-    __slots__ = ("_exchange", "is_binary")
+    __slots__ = ("_codec", "_exchange", "is_binary")
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, codec: Codec) -> None:
         self._exchange = exchange
+        self._codec = codec
         self.is_binary = False
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
@@ -70,7 +71,7 @@ class InferSink:
             reply_error(self._exchange, answer)
             return
         try:
-            head, tail = encode_answer(request, answer, self.is_binary)
+            head, tail = self._codec.encode_answer(request, answer, self.is_binary)
         except PenstockError as error:
             reply_error(self._exchange, error)
             return
@@ -86,6 +87,7 @@ class V2Http:
     def __init__(self, catalog: Catalog, limits: HttpLimits) -> None:
         self._catalog = catalog
         self._limits = limits
+        self._codec = Codec()
         self._paths: dict[bytes, tuple[str, str]] = {}
         self._bridge = AsgiBridge(self._application())
         self.is_draining = False
@@ -114,7 +116,8 @@ class V2Http:
     def _infer(self, exchange: Exchange, name: str, version: str) -> None:
         head = exchange.head
         if head.method != b"POST":
-            exchange.reply_error(405, f"infer takes POST, not {head.method.decode('latin-1')}")
+            text = f"infer takes POST, not {head.method.decode('latin-1')}"
+            exchange.reply_error(405, text, b"Allow: POST\r\n")
             return
         if self.is_draining:
             raise NotReady("the server is shutting down")
@@ -126,8 +129,8 @@ class V2Http:
             )
             return
         json_bytes = self._json_bytes(exchange)
-        sink = InferSink(exchange)
-        decoded = decode_infer(exchange.body, json_bytes, sink, exchange.received)
+        sink = InferSink(exchange, self._codec)
+        decoded = self._codec.decode_infer(exchange.body, json_bytes, sink, exchange.received)
         sink.is_binary = decoded.is_binary
         request = decoded.request
         exchange.on_abandon = lambda: model.cancel(request)
@@ -161,7 +164,7 @@ class V2Http:
 
     def _application(self) -> Starlette:
         model = "/v2/models/{name}"
-        version = model + "/versions/{version:int}"
+        version = model + "/versions/{version}"
         routes = [
             Route("/v2", self._server_metadata),
             Route("/v2/health/live", self._live),
@@ -172,8 +175,14 @@ class V2Http:
             Route(version + "/ready", self._model_ready),
             Route("/metrics", self._metrics),
         ]
-        handlers = {HTTPException: _http_error, PenstockError: _penstock_error}
-        return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+        handlers = {
+            HTTPException: _http_error,
+            PenstockError: _penstock_error,
+            Exception: _our_error,
+        }
+        app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+        app.router.redirect_slashes = False
+        return app
 
     async def _server_metadata(self, request: HttpRequest) -> HttpResponse:
         import msgspec
@@ -194,7 +203,7 @@ class V2Http:
         return HttpResponse(b"")
 
     def _why_not_ready(self) -> str:
-        failed = [f.config.name for f in self._catalog.failures]
+        failed = [f.name for f in self._catalog.failures]
         waiting = [m.config.name for m in self._catalog if not m.is_ready]
         return f"not ready: {', '.join(sorted({*failed, *waiting}))}"
 
@@ -242,7 +251,13 @@ def _json(body: bytes, status: int = 200) -> HttpResponse:
 
 
 async def _http_error(request: HttpRequest, error: HTTPException) -> HttpResponse:
-    return _json(encode_error(error.detail), error.status_code)
+    reply = _json(encode_error(error.detail), error.status_code)
+    reply.headers.update(error.headers or {})
+    return reply
+
+
+async def _our_error(request: HttpRequest, error: Exception) -> HttpResponse:
+    return _json(encode_error("internal error"), 500)
 
 
 async def _penstock_error(request: HttpRequest, error: PenstockError) -> HttpResponse:

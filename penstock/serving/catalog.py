@@ -21,10 +21,10 @@ MAX_LOADING = 4
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
-    """A version that could not be loaded, and why."""
+    """A model that was asked for and could not be loaded, and why."""
 
-    config: ModelConfig
-    reason: str
+    name: str
+    problems: tuple[str, ...]
 
 
 class Catalog:
@@ -56,13 +56,20 @@ class Catalog:
                 group.create_task(load_one(config))
 
     async def _load(self, config: ModelConfig) -> None:
-        model = Model(config, start_life=self._start_life)
+        try:
+            model = Model(config, start_life=self._start_life)
+        except OSError as error:
+            self.failures.append(LoadFailure(config.name, (f"shared memory: {error}",)))
+            return
         try:
             await model.start()
         except ConfigError as error:
-            self.failures.append(LoadFailure(config, str(error)))
+            self.failures.append(LoadFailure(config.name, error.problems))
             await model.close()
             return
+        except asyncio.CancelledError:
+            await model.close()
+            raise
         versions = self._models.setdefault(config.name, {})
         versions[config.version] = model
         self._latest[config.name] = versions[max(versions, key=int)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPoo
 from penstock.serving.supervisor import Instance, ProcessLife, StartLife, Supervisor
 from penstock.types import CANCELLED, Request, Response, Tensor
 from penstock.wire import frames
+
+log = logging.getLogger("penstock.model")
 
 State = Literal["LOADING", "READY", "UNAVAILABLE", "UNLOADING"]
 
@@ -178,9 +181,8 @@ class Model:
     def _admit(self, request: Request) -> None:
         if self.state != "READY":
             raise NotReady(self._not_ready_text())
-        plan = self._planner.plan(request)
-        request.selection = self._planner.select_outputs(request)
-        request.plan = plan
+        request.fit = fit = self._planner.fit(request)
+        plan = fit.plan
         request.num_rows = plan.num_rows
         geometry = plan.geometry
         layout = geometry.layout
@@ -203,7 +205,7 @@ class Model:
     def _fill(self, request: Request, place: Place) -> None:
         """Copy the tensors into their rows; the request's own bytes are no longer needed."""
         request.place = place
-        plan, view, row = request.plan, place.slab.seg.view, place.row
+        plan, view, row = request.fit.plan, place.slab.seg.view, place.row
         inputs = request.inputs
         for (offset, row_bytes), index in zip(plan.geometry.input_columns, plan.order, strict=True):
             start = offset + row * row_bytes
@@ -251,25 +253,35 @@ class Model:
         self._check_idle()
 
     def _dispatch(self, instance: Instance, batch: list[Request], now: float) -> None:
-        geometry: Geometry = batch[0].plan.geometry
+        geometry: Geometry = batch[0].fit.plan.geometry
         flight = InFlight(next(self._batch_ids), batch, 0, now)
-        if geometry.layout is not None:
-            frame = self._rows_frame(flight, geometry)
-        else:
-            frame = self._extents_frame(flight, geometry)
-        data = frames.encode(frame)
+        try:
+            if geometry.layout is not None:
+                frame = self._rows_frame(flight, geometry)
+            else:
+                frame = self._extents_frame(flight, geometry)
+            data = frames.encode(frame)
+        except Exception:  # The instance loop: what cannot be described must not stop the others.
+            log.exception("%s: a batch could not be dispatched", self.config.name)
+            self._abandon(flight, BackendFailed("internal error; this is a bug"))
+            return
         if len(data) > MAX_DISPATCH_BYTES and self._shrink(flight, geometry):
             self._dispatch(instance, flight.requests, now)
             return
         if len(data) > frames.MAX_FRAME_BYTES // 4:
-            self._release_flight(flight)
-            for request in flight.requests:
-                self._finish(request, TooLarge("the request's parameters are too large"))
+            self._abandon(flight, TooLarge("the request's id and parameters are too large"))
             return
         for request in flight.requests:
             request.timings.dispatched = now
         instance.batch = flight
         self._supervisor.send_bytes(instance, data)
+
+    def _abandon(self, flight: InFlight, error: PenstockError) -> None:
+        """A batch that was never sent ends with an error."""
+        self._release_flight(flight)
+        for request in flight.requests:
+            self.metrics.failed("OTHER")
+            self._finish(request, error)
 
     def _shrink(self, flight: InFlight, geometry: Geometry) -> bool:
         """Halve a batch whose description is too long for one frame."""
@@ -396,7 +408,10 @@ class Model:
             if not request.is_done:
                 answered += 1
                 outputs = self._outputs(request, instance, extents[index] if extents else ())
-                self._finish(request, Response(name, version, outputs))
+                response = Response(name, version, outputs)
+                if request.fit.has_fixed_outputs:
+                    response.form = request.fit
+                self._finish(request, response)
         self._release_flight(flight)
         if extents:
             offsets = tuple(extent.offset for part in extents for extent in part)
@@ -410,10 +425,10 @@ class Model:
         outputs: list[Tensor] = []
         specs = self.config.outputs
         place: Place | None = request.place
-        for index in request.selection:
+        for index in request.fit.selection:
             spec = specs[index]
             if place is not None and index in self._column:
-                offset, row_bytes = request.plan.geometry.output_columns[self._column[index]]
+                offset, row_bytes = request.fit.plan.geometry.output_columns[self._column[index]]
                 start = offset + place.row * row_bytes
                 view = place.slab.seg.view[start : start + place.count * row_bytes]
                 shape = (place.count, *spec.shape)
@@ -511,11 +526,11 @@ class Model:
             if request.place is not None:
                 self._pool.requeued(request.place)
 
-    def load_failed(self, reason: str) -> None:
+    def load_failed(self, problems: Sequence[str]) -> None:
         self.state = "UNAVAILABLE"
-        self.reason = reason
+        self.reason = "; ".join(problems)
         if not self._first_ready.done():
-            self._first_ready.set_exception(ConfigError([reason]))
+            self._first_ready.set_exception(ConfigError(problems))
 
     def hang_limit_s(self, instance: Instance) -> float | None:
         self._fail_if_unavailable()

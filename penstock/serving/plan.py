@@ -49,6 +49,18 @@ class Plan:
     sizes: tuple[int | None, ...]
 
 
+class Fit:
+    """A plan together with the outputs asked for: all that a request needs to be run. Compared by
+    identity; `has_fixed_outputs` when every answer to it has the same shapes."""
+
+    __slots__ = ("has_fixed_outputs", "plan", "selection")
+
+    def __init__(self, plan: Plan, selection: tuple[int, ...], has_fixed_outputs: bool) -> None:
+        self.plan = plan
+        self.selection = selection
+        self.has_fixed_outputs = has_fixed_outputs
+
+
 def fixed_outputs(config: ModelConfig) -> tuple[TensorSpec, ...]:
     """The outputs that have columns in a slab, in the order of the columns."""
     return tuple(spec for spec in config.outputs if spec.is_fixed)
@@ -74,8 +86,27 @@ class Planner:
         self._num_required = sum(not spec.is_optional for spec in config.inputs)
         self._plans: dict[object, Plan] = {}
         self._geometries: dict[object, Geometry] = {}
+        self._fits: dict[object, Fit] = {}
         self._selections: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._all_outputs = tuple(range(len(config.outputs)))
+
+    def fit(self, request: Request) -> Fit:
+        """How to run the request; InvalidRequest if it does not fit the model."""
+        form = request.form
+        known = self._fits.get(form)
+        if known is not None:
+            return known
+        plan = self.plan(request)
+        selection = self.select_outputs(request)
+        specs = self._config.outputs
+        is_fixed = plan.geometry.layout is not None and all(specs[i].is_fixed for i in selection)
+        fit = Fit(plan, selection, is_fixed)
+        # What a BYTES tensor holds is checked each time.
+        if form is not None and None not in plan.sizes:
+            if len(self._fits) >= MAX_PLANS:
+                self._fits.clear()
+            self._fits[form] = fit
+        return fit
 
     def plan(self, request: Request) -> Plan:
         """The plan of a request whose buffers have the right sizes; InvalidRequest otherwise."""

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.config import ModelConfig
@@ -143,7 +143,7 @@ class Listener(Protocol):
     def instance_ready(self, instance: Instance) -> None: ...
     def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None: ...
     def instance_died(self, instance: Instance, reason: str) -> None: ...
-    def load_failed(self, reason: str) -> None: ...
+    def load_failed(self, problems: Sequence[str]) -> None: ...
     def hang_limit_s(self, instance: Instance) -> float | None:
         """How long the batch of this instance may still take; None if it has none."""
 
@@ -313,9 +313,9 @@ class Supervisor:
                 )
                 self._listener.instance_ready(instance)
             case frames.LoadFailed():
-                instance.load_error = frame.error
+                instance.load_error = "; ".join(frame.problems)
                 if instance.ready is None:
-                    self._listener.load_failed(frame.error)
+                    self._listener.load_failed(frame.problems)
             case _:
                 self._listener.instance_answered(instance, frame)
 
@@ -347,7 +347,7 @@ class Supervisor:
         instance.num_deaths += 1
         if instance.ready is None and instance.num_deaths >= MAX_LOAD_DEATHS:
             text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
-            self._listener.load_failed(instance.load_error or text)
+            self._listener.load_failed((instance.load_error or text,))
             return
         self.last_reason = instance.load_error or f"its worker {reason}"
         delay_s = 0.0

@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.backends import Batch, Outputs, Runner, backend
 from penstock.config import ModelConfig
-from penstock.errors import BackendFailed, PenstockError
+from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving.plan import column_bytes, fixed_outputs
 from penstock.serving.slab import Extents, Layout, Segment
 from penstock.types import DATATYPES, Array, Tensor, from_array, to_array
@@ -176,7 +176,7 @@ class Worker:
     def _load(self, frame: frames.Load, fds: Sequence[int]) -> bool:
         if frame.version != frames.VERSION:
             text = f"the core speaks frames version {frame.version}, this worker {frames.VERSION}"
-            self._channel.send(frames.LoadFailed(text))
+            self._channel.send(frames.LoadFailed((text,)))
             return False
         began = time.perf_counter()
         try:
@@ -185,7 +185,8 @@ class Worker:
             self._runner = runner = backend(config.backend)(config)
             timings = warm_up(config, runner)
         except Exception as error:  # Whatever a backend raises is the answer to Load.
-            self._channel.send(frames.LoadFailed(_explain(error)))
+            problems = error.problems if isinstance(error, ConfigError) else (_explain(error),)
+            self._channel.send(frames.LoadFailed(problems))
             return False
         self._channel.send(
             frames.Ready(

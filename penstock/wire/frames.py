@@ -108,7 +108,7 @@ class Ready(Frame, tag="rdy"):
 
 
 class LoadFailed(Frame, tag="bad"):
-    error: str
+    problems: tuple[str, ...]
 
 
 class Done(Frame, tag="ok"):

@@ -62,7 +62,6 @@ class TestNullBackend(BackendContract):
         config = null_config(fail_on="7", a_ms="0")
         return config, rows_starting_with(1, 7), rows_starting_with(1, 2)
 
-    @pytest.mark.xfail(strict=True, reason="the null backend echoes by position, not by name")
     def test_inputs_are_found_by_name_whatever_their_order(self, tmp_path: Path) -> None:
         super().test_inputs_are_found_by_name_whatever_their_order(tmp_path)
 
@@ -124,7 +123,6 @@ def test_fail_on_works_for_every_kind_of_number(datatype: str) -> None:
         runner.start(rows_starting_with(7, datatype=datatype))
 
 
-@pytest.mark.xfail(strict=True, reason="without a batch dimension every element is taken for a row")
 def test_model_without_batch_dimension_is_one_row() -> None:
     runner = backend("null")(null_config(max_batch_size=0, fail_on="7", a_ms="0"))
     runner.start(Batch({"x0": np.array([0, 7, 7], np.float32)}, 1))
@@ -162,7 +160,6 @@ def test_every_wrong_option_is_reported_at_once() -> None:
 
 @pytest.mark.parametrize("option", ["a_ms", "c_ms", "load_ms", "stall_ms"])
 @pytest.mark.parametrize("text", ["-1", "nan", "inf"])
-@pytest.mark.xfail(strict=True, reason="any float is taken for a time")
 def test_a_time_that_cannot_pass_is_refused(option: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"parameters.null.{option}: '{text}'"):
         backend("null")(null_config(**{option: text}))

@@ -203,7 +203,6 @@ async def test_many_more_pipelined_requests_than_are_buffered_are_all_answered(s
                 assert (await client.answer()).body == b"quick"
 
 
-@pytest.mark.xfail(strict=True, reason="each answer calls the next request's handler recursively")
 async def test_a_long_pipeline_behind_a_slow_request_is_answered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -265,7 +264,6 @@ async def test_a_body_of_one_byte_chunks_is_put_together(serve: Any) -> None:
     assert answer.body == b"/a " + b"x" * count
 
 
-@pytest.mark.xfail(strict=True, reason="trailers overwrite the headers of the request")
 async def test_trailers_do_not_become_headers(serve: Any) -> None:
     hold = Hold()
     end = b"0\r\nInference-Header-Content-Length: 1\r\nX-Late: yes\r\n\r\n"
@@ -293,7 +291,6 @@ async def test_a_body_too_large_is_refused_instead_of_100_continue(serve: Any) -
     assert (answer.status, rest) == (413, b"")
 
 
-@pytest.mark.xfail(strict=True, reason="100 Continue is written into the answer that is running")
 async def test_100_continue_waits_for_the_answers_before_it() -> None:
     hold = Hold()
     connection, wire = attach(HttpServer(hold, HttpLimits()))
@@ -309,7 +306,6 @@ async def test_100_continue_waits_for_the_answers_before_it() -> None:
     assert bytes(hold.arrived.get_nowait().body) == b"body"
 
 
-@pytest.mark.xfail(strict=True, reason="HTTP/1.0 knows no interim responses")
 async def test_http_1_0_gets_no_100_continue(serve: Any) -> None:
     request = post(b"body", "/a", "Expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0")
     async with serve(Echo()) as served:
@@ -373,7 +369,6 @@ async def test_a_head_without_end_is_refused_while_it_arrives(serve: Any) -> Non
         assert answer.status == 431
 
 
-@pytest.mark.xfail(strict=True, reason="headers that arrive in pieces are counted twice")
 @pytest.mark.parametrize("piece", [1, 1448, 9000])
 async def test_the_limit_does_not_depend_on_how_a_head_is_cut(piece: int) -> None:
     request = get("/a", *[f"X-{number}: {'v' * 150}" for number in range(80)])
@@ -475,7 +470,6 @@ LENIENT = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="the parser takes it and nobody looks again")
 @pytest.mark.parametrize("bad", LENIENT.values(), ids=LENIENT.keys())
 async def test_what_only_the_parser_finds_acceptable_is_refused(serve: Any, bad: bytes) -> None:
     echo = Echo()
@@ -507,7 +501,6 @@ UPGRADES = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="runs the request, then also answers 400; learns its head")
 @pytest.mark.parametrize("request_", UPGRADES.values(), ids=UPGRADES.keys())
 async def test_an_upgrade_gets_one_answer_and_always_the_same(serve: Any, request_: bytes) -> None:
     echo = Echo()
@@ -670,7 +663,6 @@ def stream_abc(exchange: Exchange) -> None:
     exchange.end_stream()
 
 
-@pytest.mark.xfail(strict=True, reason="the last chunk is sent although HEAD has no body")
 async def test_a_streamed_answer_to_head_has_no_body(serve: Any) -> None:
     async with serve(stream_abc) as served, served.connect() as client:
         await client.send(get().replace(b"GET", b"HEAD") + get())
@@ -678,7 +670,6 @@ async def test_a_streamed_answer_to_head_has_no_body(serve: Any) -> None:
         assert (await client.answer()).body == b"abc"
 
 
-@pytest.mark.xfail(strict=True, reason="HTTP/1.0 knows no chunks")
 async def test_a_streamed_answer_to_http_1_0_ends_with_the_connection(serve: Any) -> None:
     async with serve(stream_abc) as served:
         answer, rest = await served.last_words(get().replace(b"HTTP/1.1", b"HTTP/1.0"))
@@ -717,7 +708,6 @@ async def test_an_exception_in_a_handler_is_a_500_and_the_server_lives_on(
     assert "secret" in caplog.text
 
 
-@pytest.mark.xfail(strict=True, reason="the 500 is written into the body of the stream")
 async def test_an_exception_during_a_stream_cuts_the_connection(serve: Any) -> None:
     def broken(exchange: Exchange) -> None:
         exchange.start_stream(200, b"")
@@ -732,7 +722,6 @@ async def test_an_exception_during_a_stream_cuts_the_connection(serve: Any) -> N
     assert not rest.endswith(b"0\r\n\r\n")
 
 
-@pytest.mark.xfail(strict=True, reason="a status without a name in HTTPStatus is never answered")
 @pytest.mark.parametrize("status", [299, 499])
 async def test_a_status_without_a_registered_name_can_be_sent(serve: Any, status: int) -> None:
     async with serve(lambda exchange: exchange.reply_error(status, "why")) as served:
@@ -741,7 +730,6 @@ async def test_a_status_without_a_registered_name_can_be_sent(serve: Any, status
     assert answer.status == status
 
 
-@pytest.mark.xfail(strict=True, reason="204 carries a Content-Length")
 async def test_an_answer_without_content_has_no_length(serve: Any) -> None:
     async with serve(lambda exchange: exchange.reply(204, b"", ())) as served:
         answer = await served.ask(get())
@@ -823,7 +811,6 @@ async def test_a_stream_that_nobody_reads_is_abandoned(serve: Any, quick_sweep: 
         client.reset()
 
 
-@pytest.mark.xfail(strict=True, reason="only an empty buffer counts as progress")
 async def test_a_client_that_reads_slowly_gets_its_whole_answer(
     serve: Any, quick_sweep: None
 ) -> None:
@@ -996,7 +983,6 @@ async def test_drain_lets_requests_finish_and_then_closes(serve: Any) -> None:
         assert await idle.rest() == b""
 
 
-@pytest.mark.xfail(strict=True, reason="run although their answers have nowhere to go")
 async def test_nothing_runs_behind_the_last_answer_of_a_drained_connection(serve: Any) -> None:
     echo = Echo()
     async with serve(echo) as served:

@@ -60,7 +60,7 @@ TO_WORKER = [
 ]
 FROM_WORKER = [
     frames.Ready(frames.VERSION, 0.5, {"provider": "CPU"}, {1: 0.25, 64: 1.5}, True),
-    frames.LoadFailed("config: wrong"),
+    frames.LoadFailed(("config: wrong", "input: missing")),
     frames.Done(7, 0.1, 0.2, 0.3),
     frames.Done(7, 0.1, 0.2, 0.3, ((EXTENT,), ()), {1: "bad row"}),
     frames.Failed(7, "out of memory"),
@@ -177,7 +177,7 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
             frames.Ready(1, 0.5, {"a": "b"}, {1: 0.25}),
             "96a372647901cb3fe000000000000081a161a1628101cb3fd0000000000000c2",
         ),
-        (frames.decode_from_worker, frames.LoadFailed("no"), "92a3626164a26e6f"),
+        (frames.decode_from_worker, frames.LoadFailed(("no",)), "92a362616491a26e6f"),
         (
             frames.decode_from_worker,
             frames.Done(7, 0.1, 0.2, 0.3),
