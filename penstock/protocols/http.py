@@ -54,6 +54,7 @@ class Head:
         "is_http_1_0",
         "keep_alive",
         "method",
+        "note",
         "path",
         "query",
     )
@@ -64,6 +65,8 @@ class Head:
         self.headers = headers
         self.keep_alive = True
         self.is_http_1_0 = False
+        # For the handler: what it has worked out from this head, which may come again.
+        self.note: object = None
         self.content_length: int | None = None
 
 
@@ -78,19 +81,24 @@ class Rejection(Exception):
 class Exchange:
     """One message and its answer. `on_abandon` is called when the client leaves before it."""
 
-    __slots__ = ("_connection", "body", "head", "is_finished", "is_streaming", "on_abandon")
+    __slots__ = (
+        "_connection",
+        "body",
+        "head",
+        "is_finished",
+        "is_streaming",
+        "on_abandon",
+        "received",
+    )
 
     def __init__(self, connection: Connection, head: Head, body: Buffer) -> None:
         self._connection = connection
+        self.received = connection.received
         self.head = head
         self.body = body
         self.is_finished = False
         self.is_streaming = False
         self.on_abandon: Callable[[], None] | None = None
-
-    @property
-    def received(self) -> float:
-        return self._connection.received
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Buffer]) -> None:
         """The whole answer. Buffers are copied before this returns."""

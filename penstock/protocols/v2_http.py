@@ -50,7 +50,6 @@ STATUS: dict[type[PenstockError], int] = {
     BackendFailed: 500,
 }
 EXTENSIONS = ("binary_tensor_data", "parameters", "schedule_policy")
-MAX_KNOWN_PATHS = 1024
 _INFER = re.compile(rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?/infer")
 _JSON = b"Content-Type: application/json\r\n"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
@@ -81,6 +80,27 @@ class InferSink:
             self._exchange.reply(200, _JSON, (head,))
 
 
+class InferCall:
+    """What is asked of which model, from the head of a message. A head that comes again is the same
+    object, so this is worked out once for all of them (`Head.note`)."""
+
+    __slots__ = ("json_bytes", "model_name", "model_version")
+
+    def __init__(self, model_name: str, model_version: str, json_bytes: int | None) -> None:
+        self.model_name = model_name
+        self.model_version = model_version
+        self.json_bytes = json_bytes
+
+
+class WrongHead(Exception):
+    """A message that HTTP itself refuses."""
+
+    def __init__(self, status: int, text: str, headers: bytes = b"") -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = headers
+
+
 class V2Http:
     """The handler of the HTTP server. `is_draining` refuses new inferences."""
 
@@ -88,53 +108,52 @@ class V2Http:
         self._catalog = catalog
         self._limits = limits
         self._codec = Codec()
-        self._paths: dict[bytes, tuple[str, str]] = {}
         self._bridge = AsgiBridge(self._application())
         self.is_draining = False
         self.is_loading = True
 
     def handle(self, exchange: Exchange) -> None:
-        path = exchange.head.path
-        target = self._paths.get(path)
-        if target is None:
-            match = _INFER.fullmatch(path)
-            if match is None:
-                self._bridge.handle(exchange)
-                return
-            target = (unquote(match[1].decode("latin-1")), (match[2] or b"").decode())
-            if len(self._paths) >= MAX_KNOWN_PATHS:
-                self._paths.clear()
-            self._paths[path] = target
+        call = exchange.head.note
         try:
-            self._infer(exchange, *target)
+            if call is None:
+                match = _INFER.fullmatch(exchange.head.path)
+                if match is None:
+                    self._bridge.handle(exchange)
+                    return
+                call = exchange.head.note = self._call(match, exchange)
+            assert isinstance(call, InferCall)
+            self._infer(call, exchange)
+        except WrongHead as wrong:
+            exchange.reply_error(wrong.status, str(wrong), wrong.headers)
         except PenstockError as error:
             reply_error(exchange, error)
 
     async def close(self) -> None:
         await self._bridge.close()
 
-    def _infer(self, exchange: Exchange, name: str, version: str) -> None:
-        head = exchange.head
-        if head.method != b"POST":
-            text = f"infer takes POST, not {head.method.decode('latin-1')}"
-            exchange.reply_error(405, text, b"Allow: POST\r\n")
-            return
+    def _infer(self, call: InferCall, exchange: Exchange) -> None:
         if self.is_draining:
             raise NotReady("the server is shutting down")
-        model = self._catalog.find(name, version)
-        encoding = head.headers.get(b"content-encoding", b"identity")
-        if encoding != b"identity":
-            exchange.reply_error(
-                415, f"Content-Encoding '{encoding.decode('latin-1')}' is not supported"
-            )
-            return
-        json_bytes = self._json_bytes(exchange)
+        model = self._catalog.find(call.model_name, call.model_version)
         sink = InferSink(exchange, self._codec)
-        decoded = self._codec.decode_infer(exchange.body, json_bytes, sink, exchange.received)
+        decoded = self._codec.decode_infer(exchange.body, call.json_bytes, sink, exchange.received)
         sink.is_binary = decoded.is_binary
         request = decoded.request
         exchange.on_abandon = lambda: model.cancel(request)
         model.submit(request)
+
+    def _call(self, match: re.Match[bytes], exchange: Exchange) -> InferCall:
+        """What the head of an infer message says; depends on nothing else."""
+        head = exchange.head
+        if head.method != b"POST":
+            text = f"infer takes POST, not {head.method.decode('latin-1')}"
+            raise WrongHead(405, text, b"Allow: POST\r\n")
+        encoding = head.headers.get(b"content-encoding", b"identity")
+        if encoding != b"identity":
+            text = f"Content-Encoding '{encoding.decode('latin-1')}' is not supported"
+            raise WrongHead(415, text)
+        name, version = unquote(match[1].decode("latin-1")), (match[2] or b"").decode()
+        return InferCall(name, version, self._json_bytes(exchange))
 
     def _json_bytes(self, exchange: Exchange) -> int | None:
         """The length of the JSON part; None when it is the whole body."""

@@ -99,6 +99,7 @@ class Model:
         self._batch_ids = itertools.count(1)
         self._recent: dict[int, deque[float]] = {}
         self._is_pump_due = False
+        self._last_num_requests = 0
         self._timer: asyncio.TimerHandle | None = None
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
         self._without_instance_since = clock()
@@ -197,7 +198,10 @@ class Model:
             place = self._pool.place(geometry, layout, plan.num_rows)
             if place is not None:
                 self._fill(request, place)
-        if not self._is_pump_due:
+        if self._last_num_requests == 1 and self._batcher.num_waiting == 1:
+            # Nothing came together lately: waiting for company would only cost time.
+            self._pump()
+        elif not self._is_pump_due:
             # Everything that this turn of the loop reads joins the same batch.
             self._is_pump_due = True
             self._loop.call_soon(self._pump)
@@ -274,6 +278,7 @@ class Model:
         for request in flight.requests:
             request.timings.dispatched = now
         instance.batch = flight
+        self._last_num_requests = len(flight.requests)
         self._supervisor.send_bytes(instance, data)
 
     def _abandon(self, flight: InFlight, error: PenstockError) -> None:

@@ -63,16 +63,19 @@ class _Output(msgspec.Struct, omit_defaults=True):
 
 
 class _Answer(msgspec.Struct):
-    """The id comes first, so that what follows is the same for all answers of a form."""
+    """Without the id, which is put in front."""
 
-    id: str | msgspec.UnsetType
     model_name: str
     model_version: str
     outputs: list[_Output]
     parameters: Mapping[str, Parameter] | msgspec.UnsetType = msgspec.UNSET
 
 
-_ID = b'{"id":"'
+_ID_KEY = b'{"id":'
+_ID = _ID_KEY + b'"'
+_DATA = b'"data":'
+# Stands for data in a template; no JSON text contains it.
+_HOLE = msgspec.Raw(b"\0")
 
 
 class _Error(msgspec.Struct):
@@ -111,10 +114,10 @@ class Decoded:
 
 
 class Form:
-    """What requests have in common that differ only in their id and the bytes of their tensors.
+    """What requests have in common that differ only in their id and the values of their tensors.
 
-    Clients send the same JSON part again and again; its parse is remembered under the bytes that
-    follow the id. Only for requests whose tensors are all binary.
+    Clients send the same JSON again and again; its parse is remembered under the bytes around the
+    id and, where the first tensor is JSON, around its data.
     """
 
     __slots__ = ("_inputs", "_parameters", "_priority", "_timeout_s", "is_binary", "outputs")
@@ -128,7 +131,7 @@ class Form:
         self._timeout_s = request.timeout_s
         self._inputs = [(t.name, t.datatype, t.shape, len(t.data)) for t in request.inputs]
 
-    def fill(self, id: str, tail: memoryview, sink: ReplySink, received: float) -> Request | None:
+    def fill(self, id: str, tail: Buffer, sink: ReplySink, received: float) -> Request | None:
         """A request of this form; None if the tensors behind the JSON have other sizes."""
         inputs: list[Tensor] = []
         start = 0
@@ -145,20 +148,69 @@ class Form:
         request.timeout_s = self._timeout_s
         return request
 
+    def fill_json(self, id: str, data: bytes, sink: ReplySink, received: float) -> Request | None:
+        """The same where the only tensor is the JSON `data`; None if it does not fit."""
+        _, datatype, _, nbytes = self._inputs[0]
+        packer = _packer(DATATYPES[datatype], nbytes)
+        try:
+            packed = packer.pack(*_flat_lists[DATATYPES[datatype].numpy.kind](data))
+        except (msgspec.DecodeError, OverflowError, struct.error):
+            return None
+        return self.fill(id, packed, sink, received)
+
+
+class Template:
+    """The JSON of answers that differ only in their id and the values of their tensors: pieces, and
+    between them the data of the outputs that are not binary."""
+
+    __slots__ = ("_pieces", "_wants_binary")
+
+    def __init__(self, request: Request, response: Response, is_binary: bool) -> None:
+        asked = request.outputs
+        self._wants_binary = [
+            bool(asked[index].parameters.get("binary_data", is_binary)) if asked else is_binary
+            for index in range(len(response.outputs))
+        ]
+        outputs = [
+            _Output(t.name, t.datatype, t.shape, {"binary_data_size": len(t.data)})
+            if wants_binary
+            else _Output(t.name, t.datatype, t.shape, None, _HOLE)
+            for t, wants_binary in zip(response.outputs, self._wants_binary, strict=True)
+        ]
+        answer = _Answer(response.model_name, response.model_version, outputs)
+        if response.parameters is not None:
+            answer.parameters = response.parameters
+        self._pieces = _encode(answer)[1:].split(bytes(_HOLE))
+
+    def fill(self, id: bytes, response: Response) -> tuple[bytes, list[Buffer]]:
+        """`id` is the start of the answer: a brace, and the id if there is one."""
+        pieces = self._pieces
+        if len(pieces) == 1:
+            return id + pieces[0], [tensor.data for tensor in response.outputs]
+        parts = [id, pieces[0]]
+        tail: list[Buffer] = []
+        for tensor, wants_binary in zip(response.outputs, self._wants_binary, strict=True):
+            if wants_binary:
+                tail.append(tensor.data)
+            else:
+                parts.append(_to_json(tensor))
+                parts.append(pieces[len(parts) // 2])
+        return b"".join(parts), tail
+
 
 class Codec:
     """Decodes requests and encodes answers; remembers what it has seen, within bounds."""
 
     def __init__(self) -> None:
         self._forms: dict[bytes, Form] = {}
-        self._answers: dict[object, bytes] = {}
+        self._templates: dict[object, Template] = {}
 
     def decode_infer(
         self, body: Buffer, json_bytes: int | None, sink: ReplySink, received: float
     ) -> Decoded:
         """`json_bytes` is the length of the JSON part; None when there is nothing behind it."""
         if json_bytes is None:
-            return _decode_parsed(_parse(body), memoryview(b""), sink, received)
+            return self._decode_json(body, sink, received)
         view = memoryview(body)
         head, tail = bytes(view[:json_bytes]), view[json_bytes:]
         id, rest = _split_id(head)
@@ -169,11 +221,35 @@ class Codec:
                 return Decoded(request, form.is_binary)
         wire = _parse(head)
         decoded = _decode_parsed(wire, tail, sink, received)
-        if wire.id == id and len(rest) <= MAX_FORM_BYTES and not any(i.data for i in wire.inputs):
-            if len(self._forms) >= MAX_FORMS:
-                self._forms.clear()
-            self._forms[rest] = decoded.request.form = Form(decoded)
+        if wire.id == id and not any(item.data for item in wire.inputs):
+            self._remember(rest, decoded)
         return decoded
+
+    def _decode_json(self, body: Buffer, sink: ReplySink, received: float) -> Decoded:
+        if len(body) > MAX_FORM_BYTES:
+            return _decode_parsed(_parse(body), memoryview(b""), sink, received)
+        body = bytes(body)
+        id, rest = _split_id(body)
+        start = rest.find(_DATA) + len(_DATA)
+        end = rest.find(b"]", start) + 1
+        around = rest[:start] + rest[end:]
+        form = self._forms.get(around)
+        if form is not None:
+            request = form.fill_json(id, rest[start:end], sink, received)
+            if request is not None:
+                return Decoded(request, form.is_binary)
+        wire = _parse(body)
+        decoded = _decode_parsed(wire, memoryview(b""), sink, received)
+        if wire.id == id and _has_one_list(wire, rest[start:end], around):
+            self._remember(around, decoded)
+        return decoded
+
+    def _remember(self, key: bytes, decoded: Decoded) -> None:
+        if len(key) > MAX_FORM_BYTES:
+            return
+        if len(self._forms) >= MAX_FORMS:
+            self._forms.clear()
+        self._forms[key] = decoded.request.form = Form(decoded)
 
     def encode_answer(
         self, request: Request, response: Response, is_binary: bool
@@ -181,27 +257,45 @@ class Codec:
         """The JSON part and the raw tensors behind it (none when every output is JSON)."""
         if request.form is None or response.form is None:
             return encode_answer(request, response, is_binary)
-        # With a form the id is plain text and the answer's JSON depends on nothing else.
-        end = self._answers.get(response.form)
-        if end is None:
-            head, tail = encode_answer(request, response, is_binary)
-            if len(tail) == len(response.outputs) and response.parameters is None:
-                if len(self._answers) >= MAX_FORMS:
-                    self._answers.clear()
-                self._answers[response.form] = _split_id(head)[1]
-            return head, tail
-        tail = [tensor.data for tensor in response.outputs]
-        return (_ID + request.id.encode() + end if request.id else end), tail
+        template = self._templates.get(response.form)
+        if template is None:
+            template = Template(request, response, is_binary)
+            if len(self._templates) >= MAX_FORMS:
+                self._templates.clear()
+            self._templates[response.form] = template
+        # With a form the id is plain text.
+        return template.fill(_ID + request.id.encode() + b'",' if request.id else b"{", response)
+
+
+def encode_answer(
+    request: Request, response: Response, is_binary: bool
+) -> tuple[bytes, list[Buffer]]:
+    """As `Codec.encode_answer`, with nothing remembered."""
+    start = b'{"id":' + _encode(request.id) + b"," if request.id else b"{"
+    return Template(request, response, is_binary).fill(start, response)
 
 
 def _split_id(head: bytes) -> tuple[str, bytes]:
     """A leading id that is plain text, and what follows it; no id and everything otherwise."""
-    if head.startswith(_ID):
-        end = head.find(b'"', len(_ID))
-        id = head[len(_ID) : end].decode("latin-1")
-        if id and id.isascii() and id.isprintable() and "\\" not in id:
-            return id, head[end:]
+    if head.startswith(_ID_KEY):
+        start = 7 if head.startswith(b'"', 6) else 8 if head.startswith(b' "', 6) else 0
+        if start:
+            end = head.find(b'"', start)
+            id = head[start:end].decode("latin-1")
+            if id and id.isascii() and id.isprintable() and "\\" not in id:
+                return id, head[end:]
     return "", head
+
+
+def _has_one_list(wire: _Infer, data: bytes, around: bytes) -> bool:
+    """Whether the one input is given by this flat list of numbers, and nothing else is called data:
+    then another list in its place changes nothing but the values."""
+    if len(wire.inputs) != 1 or b'"data"' in around[around.find(_DATA) + len(_DATA) :]:
+        return False
+    (item,) = wire.inputs
+    size = num_elements(item.shape)
+    is_plain = item.datatype in _FORMATS and 0 < size <= MAX_PACKED
+    return is_plain and bytes(item.data) == data.strip() and data.count(b"[") == 1
 
 
 def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: float) -> Decoded:
@@ -240,32 +334,6 @@ def _parse(head: Buffer) -> _Infer:
         raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
     _check_integers(wire.parameters)
     return wire
-
-
-def encode_answer(
-    request: Request, response: Response, is_binary: bool
-) -> tuple[bytes, list[Buffer]]:
-    """The JSON part and the raw tensors behind it (none when every output is JSON)."""
-    outputs: list[_Output] = []
-    tail: list[Buffer] = []
-    asked = request.outputs
-    for index, tensor in enumerate(response.outputs):
-        wants_binary = is_binary
-        if asked:
-            wants_binary = bool(asked[index].parameters.get("binary_data", is_binary))
-        if wants_binary:
-            size = {"binary_data_size": len(tensor.data)}
-            outputs.append(_Output(tensor.name, tensor.datatype, tensor.shape, size))
-            tail.append(tensor.data)
-        else:
-            values = _to_json(tensor)
-            outputs.append(_Output(tensor.name, tensor.datatype, tensor.shape, None, values))
-    answer = _Answer(
-        request.id or msgspec.UNSET, response.model_name, response.model_version, outputs
-    )
-    if response.parameters is not None:
-        answer.parameters = response.parameters
-    return _encode(answer), tail
 
 
 def encode_error(text: str) -> bytes:
@@ -369,14 +437,21 @@ def _from_json(item: _Input) -> Buffer:
 
 def _pack(item: _Input, datatype: Datatype, values: list[Any]) -> bytes:
     """For few elements several times faster than by way of an array."""
-    key = (datatype.numpy.char, len(values))
-    packer = _packers.get(key)
-    if packer is None:
-        packer = _packers[key] = struct.Struct(f"<{key[1]}{_FORMATS[datatype.name]}")
+    assert datatype.itemsize is not None
     try:
-        return packer.pack(*values)
+        return _packer(datatype, len(values) * datatype.itemsize).pack(*values)
     except (OverflowError, struct.error):
         raise InvalidRequest(f"input '{item.name}': a value does not fit {item.datatype}") from None
+
+
+def _packer(datatype: Datatype, nbytes: int) -> struct.Struct:
+    key = (datatype.name, nbytes)
+    packer = _packers.get(key)
+    if packer is None:
+        assert datatype.itemsize is not None
+        count = nbytes // datatype.itemsize
+        packer = _packers[key] = struct.Struct(f"<{count}{_FORMATS[datatype.name]}")
+    return packer
 
 
 def _elements(item: _Input, kind: str) -> list[Any]:
@@ -488,20 +563,19 @@ def _apply_parameters(request: Request, parameters: dict[str, Parameter]) -> boo
     return is_binary
 
 
-def _to_json(tensor: Tensor) -> list[str] | msgspec.Raw:
+def _to_json(tensor: Tensor) -> bytes:
     if tensor.datatype == "BYTES":
         try:
-            return [element.decode() for element in split_bytes(tensor.data)]
+            return _encode([element.decode() for element in split_bytes(tensor.data)])
         except UnicodeDecodeError:
             raise InvalidRequest(_json_cannot(tensor, "an element that is not UTF-8")) from None
     if tensor.datatype in ("FP16", "BF16"):
         raise InvalidRequest(_json_cannot(tensor, f"{tensor.datatype} values"))
-    values = np.frombuffer(tensor.data, dtype=DATATYPES[tensor.datatype].numpy).tolist()
-    text = _encode(values)
+    text = _encode(np.frombuffer(tensor.data, dtype=DATATYPES[tensor.datatype].numpy).tolist())
     # The encoder writes null for what is not a number.
     if b"null" in text:
         raise InvalidRequest(_json_cannot(tensor, "NaN or infinite values"))
-    return msgspec.Raw(text)
+    return text
 
 
 def _json_cannot(tensor: Tensor, what: str) -> str:
