@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import os
@@ -46,6 +47,9 @@ class Server:
                 await loading
             return
         loading.result()
+        # What is there now stays: full collections need not look at it again and again.
+        gc.collect()
+        gc.freeze()
         self.v2.is_loading = False
 
     async def run_until_stopped(self) -> None:

@@ -184,6 +184,7 @@ class Request:
         "outputs",
         "parameters",
         "place",
+        "prefers_binary",
         "priority",
         "queue",
         "sink",
@@ -208,6 +209,8 @@ class Request:
         self.inputs = inputs
         self.outputs = outputs
         self.parameters: Mapping[str, Parameter] | None = None
+        # How the sender wants outputs that do not say so themselves.
+        self.prefers_binary = False
         self.priority = LEVEL_UNSET
         self.timeout_s: float | None = None
         self.sink = sink

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
-from functools import partial
 from typing import Any
 
 from penstock.protocols.http import Exchange
@@ -27,10 +26,11 @@ class AsgiBridge:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle(self, exchange: Exchange) -> None:
-        task = asyncio.get_running_loop().create_task(_Call(exchange).run(self._app))
+        call = _Call(exchange)
+        task = call.task = asyncio.get_running_loop().create_task(call.run(self._app))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        exchange.on_abandon = partial(_cancel, task)
+        exchange.waiter = call
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -49,6 +49,12 @@ class _Call:
         self._headers = b""
         self._has_length = False
         self._is_streaming = False
+        self.task: asyncio.Task[None] | None = None
+
+    def abandon(self) -> None:
+        """The client left."""
+        if self.task is not None:
+            self.task.cancel()
 
     async def run(self, app: App) -> None:
         try:
@@ -112,7 +118,3 @@ def _unquoted(path: bytes) -> str:
     from urllib.parse import unquote_to_bytes
 
     return unquote_to_bytes(path).decode("utf-8", "replace")
-
-
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()

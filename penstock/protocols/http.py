@@ -78,8 +78,14 @@ class Rejection(Exception):
         self.status = status
 
 
+class Waiter(Protocol):
+    """Whoever works on the answer of an exchange."""
+
+    def abandon(self) -> None: ...
+
+
 class Exchange:
-    """One message and its answer. `on_abandon` is called when the client leaves before it."""
+    """One message and its answer. `waiter` is told when the client leaves before it."""
 
     __slots__ = (
         "_connection",
@@ -87,8 +93,8 @@ class Exchange:
         "head",
         "is_finished",
         "is_streaming",
-        "on_abandon",
         "received",
+        "waiter",
     )
 
     def __init__(self, connection: Connection, head: Head, body: Buffer) -> None:
@@ -98,7 +104,7 @@ class Exchange:
         self.body = body
         self.is_finished = False
         self.is_streaming = False
-        self.on_abandon: Callable[[], None] | None = None
+        self.waiter: Waiter | None = None
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Buffer]) -> None:
         """The whole answer. Buffers are copied before this returns."""
@@ -106,7 +112,7 @@ class Exchange:
             return
         self.is_finished = True
         # Also breaks the circle exchange, request, sink, so that nothing waits for the collector.
-        self.on_abandon = None
+        self.waiter = None
         length = 0
         for part in parts:
             length += len(part)
@@ -143,7 +149,7 @@ class Exchange:
     def end_stream(self) -> None:
         if not self.is_finished:
             self.is_finished = True
-            self.on_abandon = None
+            self.waiter = None
             keeps = self._connection.will_keep_alive(self.head)
             has_end = self.head.method != b"HEAD" and not self.head.is_http_1_0
             self._connection.finish(b"0\r\n\r\n" if has_end else b"", keeps)
@@ -212,8 +218,8 @@ class Connection(asyncio.Protocol):
         exchange, self._running = self._running, None
         if exchange is not None:
             exchange.is_finished = True
-            if exchange.on_abandon is not None:
-                exchange.on_abandon()
+            if exchange.waiter is not None:
+                exchange.waiter.abandon()
 
     def pause_writing(self) -> None:
         self.write_blocked_since = self._server.now()
@@ -369,7 +375,7 @@ class Connection(asyncio.Protocol):
         return head.keep_alive and not self._server.is_draining
 
     def write(self, data: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if not self._is_closing and self._transport is not None:
             self._transport.write(data)
 
     def finish(self, data: bytes, keep_alive: bool) -> None:

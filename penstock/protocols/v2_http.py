@@ -58,19 +58,25 @@ _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-L
 class InferSink:
     """Turns the answer of one infer request into the reply of its exchange."""
 
-    __slots__ = ("_codec", "_exchange", "is_binary")
+    __slots__ = ("_codec", "_exchange", "_model", "request")
 
-    def __init__(self, exchange: Exchange, codec: Codec) -> None:
+    def __init__(self, exchange: Exchange, codec: Codec, model: Model) -> None:
         self._exchange = exchange
         self._codec = codec
-        self.is_binary = False
+        self._model = model
+        self.request: Request | None = None
+
+    def abandon(self) -> None:
+        """The client left."""
+        if self.request is not None:
+            self._model.cancel(self.request)
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         if isinstance(answer, PenstockError):
             reply_error(self._exchange, answer)
             return
         try:
-            head, tail = self._codec.encode_answer(request, answer, self.is_binary)
+            head, tail = self._codec.encode_answer(request, answer)
         except PenstockError as error:
             reply_error(self._exchange, error)
             return
@@ -135,11 +141,11 @@ class V2Http:
         if self.is_draining:
             raise NotReady("the server is shutting down")
         model = self._catalog.find(call.model_name, call.model_version)
-        sink = InferSink(exchange, self._codec)
-        decoded = self._codec.decode_infer(exchange.body, call.json_bytes, sink, exchange.received)
-        sink.is_binary = decoded.is_binary
-        request = decoded.request
-        exchange.on_abandon = lambda: model.cancel(request)
+        sink = InferSink(exchange, self._codec, model)
+        sink.request = request = self._codec.decode_infer(
+            exchange.body, call.json_bytes, sink, exchange.received
+        )
+        exchange.waiter = sink
         model.submit(request)
 
     def _call(self, match: re.Match[bytes], exchange: Exchange) -> InferCall:

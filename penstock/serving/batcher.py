@@ -24,16 +24,15 @@ class _Lane:
     """The waiting requests of one geometry, by priority level; first come, first served in each.
 
     Requests that left early (cancelled, expired) stay in their deque until the walk meets them;
-    `num_rows` and `num_live` count only those that still wait.
+    `num_live` counts only those that still wait.
     """
 
-    __slots__ = ("delayed", "geometry", "levels", "num_live", "num_rows")
+    __slots__ = ("delayed", "geometry", "levels", "num_live")
 
     def __init__(self, geometry: object, num_levels: int) -> None:
         self.geometry = geometry
         self.levels: tuple[deque[Request], ...] = tuple(deque() for _ in range(num_levels))
         self.delayed: tuple[deque[Request], ...] = tuple(deque() for _ in range(num_levels))
-        self.num_rows = 0
         self.num_live = 0
 
     def walk(self) -> Iterator[Request]:
@@ -101,7 +100,9 @@ class Batcher:
         request.queue = lane
         request.priority = level
         lane.levels[level].append(request)
-        self._count(request, lane, +1)
+        lane.num_live += 1
+        self._counts[level] += 1
+        self.num_waiting += 1
         if policy.default_timeout_s or policy.allow_timeout_override:
             self._expect(request, policy, now)
 
@@ -221,7 +222,9 @@ class Batcher:
     def _take(self, lane: _Lane, batch: list[Request]) -> None:
         for request in batch:
             request.queue = None
-            self._count(request, lane, -1)
+            self._counts[request.priority] -= 1
+        lane.num_live -= len(batch)
+        self.num_waiting -= len(batch)
         if lane.num_live == 0:
             del self._lanes[lane.geometry]
         else:
@@ -234,7 +237,6 @@ class Batcher:
 
     def _count(self, request: Request, lane: _Lane, step: int) -> None:
         lane.num_live += step
-        lane.num_rows += step * request.num_rows
         self._counts[request.priority] += step
         self.num_waiting += step
 

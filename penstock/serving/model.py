@@ -164,10 +164,37 @@ class Model:
 
     def submit(self, request: Request) -> None:
         try:
-            self._admit(request)
+            if self.state != "READY":
+                raise NotReady(self._not_ready_text())
+            request.fit = fit = self._planner.fit(request)
+            plan = fit.plan
+            request.num_rows = plan.num_rows
+            geometry = plan.geometry
+            if geometry.layout is None:
+                self._check_spill(request)
+            request.timings.queued = now = self._clock()
+            self._batcher.add(request, geometry, now)
         except PenstockError as error:
             self.metrics.failed("REJECTED" if isinstance(error, Overloaded) else "OTHER")
             request.respond(error)
+            return
+        if self._sequencer is not None:
+            request.turn = self._sequencer.enter()
+        if geometry.layout is not None:
+            place = self._pool.place(geometry, geometry.layout, plan.num_rows)
+            if place is not None:
+                self._fill(request, place)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Something may be dispatched now."""
+        if self._last_num_requests == 1 and self._batcher.num_waiting == 1:
+            # Nothing came together lately: waiting for company would only cost time.
+            self._pump()
+        elif not self._is_pump_due:
+            # Everything that this turn of the loop reads joins the same batch.
+            self._is_pump_due = True
+            self._loop.call_soon(self._pump)
 
     def cancel(self, request: Request) -> None:
         """A request in flight is computed and its answer dropped; a waiting one never runs."""
@@ -178,33 +205,6 @@ class Model:
         self.metrics.failed("CANCELED")
         self._finish(request, CANCELLED)
         self._check_idle()
-
-    def _admit(self, request: Request) -> None:
-        if self.state != "READY":
-            raise NotReady(self._not_ready_text())
-        request.fit = fit = self._planner.fit(request)
-        plan = fit.plan
-        request.num_rows = plan.num_rows
-        geometry = plan.geometry
-        layout = geometry.layout
-        if layout is None:
-            self._check_spill(request)
-        timings = request.timings
-        timings.queued = now = self._clock()
-        self._batcher.add(request, geometry, now)
-        if self._sequencer is not None:
-            request.turn = self._sequencer.enter()
-        if layout is not None:
-            place = self._pool.place(geometry, layout, plan.num_rows)
-            if place is not None:
-                self._fill(request, place)
-        if self._last_num_requests == 1 and self._batcher.num_waiting == 1:
-            # Nothing came together lately: waiting for company would only cost time.
-            self._pump()
-        elif not self._is_pump_due:
-            # Everything that this turn of the loop reads joins the same batch.
-            self._is_pump_due = True
-            self._loop.call_soon(self._pump)
 
     def _fill(self, request: Request, place: Place) -> None:
         """Copy the tensors into their rows; the request's own bytes are no longer needed."""

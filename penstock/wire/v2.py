@@ -103,16 +103,6 @@ _flat_lists: Mapping[str, Callable[[Buffer], list[Any]]] = {
 _element_types: Mapping[str, type] = {"b": bool, "i": int, "u": int, "f": float, "O": str}
 
 
-class Decoded:
-    """A request and how its sender wants the outputs that do not say so themselves."""
-
-    __slots__ = ("is_binary", "request")
-
-    def __init__(self, request: Request, is_binary: bool) -> None:
-        self.request = request
-        self.is_binary = is_binary
-
-
 class Form:
     """What requests have in common that differ only in their id and the values of their tensors.
 
@@ -120,16 +110,28 @@ class Form:
     id and, where the first tensor is JSON, around its data.
     """
 
-    __slots__ = ("_inputs", "_parameters", "_priority", "_timeout_s", "is_binary", "outputs")
+    __slots__ = (
+        "_inputs",
+        "_pack",
+        "_parameters",
+        "_priority",
+        "_read_list",
+        "_timeout_s",
+        "outputs",
+        "prefers_binary",
+    )
 
-    def __init__(self, decoded: Decoded) -> None:
-        request = decoded.request
-        self.is_binary = decoded.is_binary
+    def __init__(self, request: Request) -> None:
+        self.prefers_binary = request.prefers_binary
         self.outputs = request.outputs
         self._parameters = request.parameters
         self._priority = request.priority
         self._timeout_s = request.timeout_s
         self._inputs = [(t.name, t.datatype, t.shape, len(t.data)) for t in request.inputs]
+        _, name, _, nbytes = self._inputs[0]
+        if name in _FORMATS:
+            self._read_list = _flat_lists[DATATYPES[name].numpy.kind]
+            self._pack = _packer(DATATYPES[name], nbytes).pack
 
     def fill(self, id: str, tail: Buffer, sink: ReplySink, received: float) -> Request | None:
         """A request of this form; None if the tensors behind the JSON have other sizes."""
@@ -146,14 +148,13 @@ class Form:
         request.parameters = self._parameters
         request.priority = self._priority
         request.timeout_s = self._timeout_s
+        request.prefers_binary = self.prefers_binary
         return request
 
     def fill_json(self, id: str, data: bytes, sink: ReplySink, received: float) -> Request | None:
         """The same where the only tensor is the JSON `data`; None if it does not fit."""
-        _, datatype, _, nbytes = self._inputs[0]
-        packer = _packer(DATATYPES[datatype], nbytes)
         try:
-            packed = packer.pack(*_flat_lists[DATATYPES[datatype].numpy.kind](data))
+            packed = self._pack(*self._read_list(data))
         except (msgspec.DecodeError, OverflowError, struct.error):
             return None
         return self.fill(id, packed, sink, received)
@@ -165,8 +166,8 @@ class Template:
 
     __slots__ = ("_pieces", "_wants_binary")
 
-    def __init__(self, request: Request, response: Response, is_binary: bool) -> None:
-        asked = request.outputs
+    def __init__(self, request: Request, response: Response) -> None:
+        asked, is_binary = request.outputs, request.prefers_binary
         self._wants_binary = [
             bool(asked[index].parameters.get("binary_data", is_binary)) if asked else is_binary
             for index in range(len(response.outputs))
@@ -207,7 +208,7 @@ class Codec:
 
     def decode_infer(
         self, body: Buffer, json_bytes: int | None, sink: ReplySink, received: float
-    ) -> Decoded:
+    ) -> Request:
         """`json_bytes` is the length of the JSON part; None when there is nothing behind it."""
         if json_bytes is None:
             return self._decode_json(body, sink, received)
@@ -218,14 +219,14 @@ class Codec:
         if form is not None:
             request = form.fill(id, tail, sink, received)
             if request is not None:
-                return Decoded(request, form.is_binary)
+                return request
         wire = _parse(head)
-        decoded = _decode_parsed(wire, tail, sink, received)
+        request = _decode_parsed(wire, tail, sink, received)
         if wire.id == id and not any(item.data for item in wire.inputs):
-            self._remember(rest, decoded)
-        return decoded
+            self._remember(rest, request)
+        return request
 
-    def _decode_json(self, body: Buffer, sink: ReplySink, received: float) -> Decoded:
+    def _decode_json(self, body: Buffer, sink: ReplySink, received: float) -> Request:
         if len(body) > MAX_FORM_BYTES:
             return _decode_parsed(_parse(body), memoryview(b""), sink, received)
         body = bytes(body)
@@ -237,29 +238,27 @@ class Codec:
         if form is not None:
             request = form.fill_json(id, rest[start:end], sink, received)
             if request is not None:
-                return Decoded(request, form.is_binary)
+                return request
         wire = _parse(body)
-        decoded = _decode_parsed(wire, memoryview(b""), sink, received)
+        request = _decode_parsed(wire, memoryview(b""), sink, received)
         if wire.id == id and _has_one_list(wire, rest[start:end], around):
-            self._remember(around, decoded)
-        return decoded
+            self._remember(around, request)
+        return request
 
-    def _remember(self, key: bytes, decoded: Decoded) -> None:
+    def _remember(self, key: bytes, request: Request) -> None:
         if len(key) > MAX_FORM_BYTES:
             return
         if len(self._forms) >= MAX_FORMS:
             self._forms.clear()
-        self._forms[key] = decoded.request.form = Form(decoded)
+        self._forms[key] = request.form = Form(request)
 
-    def encode_answer(
-        self, request: Request, response: Response, is_binary: bool
-    ) -> tuple[bytes, list[Buffer]]:
+    def encode_answer(self, request: Request, response: Response) -> tuple[bytes, list[Buffer]]:
         """The JSON part and the raw tensors behind it (none when every output is JSON)."""
         if request.form is None or response.form is None:
-            return encode_answer(request, response, is_binary)
+            return encode_answer(request, response)
         template = self._templates.get(response.form)
         if template is None:
-            template = Template(request, response, is_binary)
+            template = Template(request, response)
             if len(self._templates) >= MAX_FORMS:
                 self._templates.clear()
             self._templates[response.form] = template
@@ -267,12 +266,10 @@ class Codec:
         return template.fill(_ID + request.id.encode() + b'",' if request.id else b"{", response)
 
 
-def encode_answer(
-    request: Request, response: Response, is_binary: bool
-) -> tuple[bytes, list[Buffer]]:
+def encode_answer(request: Request, response: Response) -> tuple[bytes, list[Buffer]]:
     """As `Codec.encode_answer`, with nothing remembered."""
     start = b'{"id":' + _encode(request.id) + b"," if request.id else b"{"
-    return Template(request, response, is_binary).fill(start, response)
+    return Template(request, response).fill(start, response)
 
 
 def _split_id(head: bytes) -> tuple[str, bytes]:
@@ -298,7 +295,7 @@ def _has_one_list(wire: _Infer, data: bytes, around: bytes) -> bool:
     return is_plain and bytes(item.data) == data.strip() and data.count(b"[") == 1
 
 
-def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: float) -> Decoded:
+def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: float) -> Request:
     inputs: list[Tensor] = []
     position = 0
     for item in wire.inputs:
@@ -315,10 +312,9 @@ def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: fl
     request = Request(sink, inputs, received, id=wire.id, outputs=wire.outputs)
     if wire.outputs:
         _check_outputs(wire.outputs)
-    is_binary = False
     if wire.parameters:
-        is_binary = _apply_parameters(request, wire.parameters)
-    return Decoded(request, is_binary)
+        _apply_parameters(request, wire.parameters)
+    return request
 
 
 def _parse(head: Buffer) -> _Infer:
@@ -543,8 +539,8 @@ def _check_integers(parameters: Mapping[str, Parameter]) -> None:
             raise InvalidRequest(f"parameter '{name}' does not fit 64 bits")
 
 
-def _apply_parameters(request: Request, parameters: dict[str, Parameter]) -> bool:
-    """Move what Penstock understands into the request; returns the default output format."""
+def _apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None:
+    """Move what Penstock understands into the request."""
     is_binary = parameters.pop("binary_data_output", False)
     if not isinstance(is_binary, bool):
         raise InvalidRequest("parameter 'binary_data_output' must be true or false")
@@ -560,7 +556,7 @@ def _apply_parameters(request: Request, parameters: dict[str, Parameter]) -> boo
     request.priority = priority
     request.timeout_s = timeout / 1e6 if timeout else None
     request.parameters = parameters or None
-    return is_binary
+    request.prefers_binary = is_binary
 
 
 def _to_json(tensor: Tensor) -> bytes:
@@ -571,7 +567,10 @@ def _to_json(tensor: Tensor) -> bytes:
             raise InvalidRequest(_json_cannot(tensor, "an element that is not UTF-8")) from None
     if tensor.datatype in ("FP16", "BF16"):
         raise InvalidRequest(_json_cannot(tensor, f"{tensor.datatype} values"))
-    text = _encode(np.frombuffer(tensor.data, dtype=DATATYPES[tensor.datatype].numpy).tolist())
+    if len(tensor.data) <= MAX_PACKED:
+        text = _encode(_packer(DATATYPES[tensor.datatype], len(tensor.data)).unpack(tensor.data))
+    else:
+        text = _encode(np.frombuffer(tensor.data, dtype=DATATYPES[tensor.datatype].numpy).tolist())
     # The encoder writes null for what is not a number.
     if b"null" in text:
         raise InvalidRequest(_json_cannot(tensor, "NaN or infinite values"))

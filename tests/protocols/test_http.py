@@ -21,6 +21,13 @@ from penstock.protocols.http import Connection, Exchange, HttpServer
 OK = b"HTTP/1.1 200 OK\r\n"
 
 
+class Told:
+    """A waiter that passes on that the client left."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self.abandon = tell
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every asynchronous test runs on both kinds of event loop."""
     if inspect.iscoroutinefunction(metafunc.function):
@@ -803,7 +810,7 @@ async def test_a_stream_that_nobody_reads_is_abandoned(serve: Any, quick_sweep: 
         client.writer.transport.pause_reading()
         await client.send(get())
         exchange = await hold.arrived.get()
-        exchange.on_abandon = left.set
+        exchange.waiter = Told(left.set)
         exchange.start_stream(200, b"")
         while not left.is_set():
             await exchange.can_write()
@@ -904,7 +911,7 @@ async def test_a_client_that_leaves_abandons_its_request(
         async with served.connect() as client:
             await client.send(get("/1") + get("/2"))
             exchange = await hold.arrived.get()
-            exchange.on_abandon = left.set
+            exchange.waiter = Told(left.set)
             if is_reset:
                 client.reset()
         await left.wait()
@@ -923,7 +930,7 @@ async def test_a_request_that_was_answered_is_not_abandoned(serve: Any, until: A
         async with served.connect() as client:
             await client.send(get())
             exchange = await hold.arrived.get()
-            exchange.on_abandon = lambda: pytest.fail("it has its answer")
+            exchange.waiter = Told(lambda: pytest.fail("it has its answer"))
             exchange.reply(200, b"", ())
             await client.answer()
         await until(lambda: served.http.num_connections == 0)
@@ -1006,7 +1013,7 @@ async def test_close_ends_every_connection_even_of_clients_that_do_not_read(
         stuck.writer.transport.pause_reading()
         (await hold.arrived.get()).reply(200, b"", (bytes(32 << 20),))
         await busy.send(get())
-        (await hold.arrived.get()).on_abandon = left.set
+        (await hold.arrived.get()).waiter = Told(left.set)
         await served.http.close()
         assert await busy.rest() == b""
         assert left.is_set()

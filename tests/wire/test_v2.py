@@ -3,7 +3,7 @@
 import json
 import struct
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,7 +26,6 @@ from penstock.types import (
 from penstock.wire.v2 import (
     MAX_TENSORS,
     Codec,
-    Decoded,
     encode_answer,
     encode_error,
     encode_metadata,
@@ -40,19 +39,28 @@ DEEP = 100_000
 quick = settings(deadline=None, max_examples=200)
 
 
+def encoded(request: Request, response: Response, is_binary: bool) -> Any:
+    request.prefers_binary = is_binary
+    return encode_answer(request, response)
+
+
+class Decoded(NamedTuple):
+    request: Request
+    is_binary: bool
+
+
 def decode(body: bytes, json_bytes: int | None = None) -> Decoded:
     """Decoded twice by one codec: what it remembers must not change the result."""
     codec = Codec()
     first = codec.decode_infer(body, json_bytes, SINK, 7.0)
     again = codec.decode_infer(body, json_bytes, SINK, 7.0)
     assert described(again) == described(first)
-    return again
+    return Decoded(again, again.prefers_binary)
 
 
-def described(decoded: Decoded) -> Any:
-    request = decoded.request
+def described(request: Request) -> Any:
     return (
-        decoded.is_binary,
+        request.prefers_binary,
         [(t.name, t.datatype, t.shape, bytes(t.data)) for t in request.inputs],
         [(output.name, output.parameters) for output in request.outputs],
         (request.id, request.parameters, request.priority, request.timeout_s),
@@ -121,7 +129,7 @@ def request_for(*outputs: RequestedOutput, id: str = "") -> Request:
 
 
 def answer_json(*tensors: Tensor, request: Request | None = None) -> Any:
-    head, tail = encode_answer(request or request_for(), Response("m", "1", tensors), False)
+    head, tail = encoded(request or request_for(), Response("m", "1", tensors), False)
     assert not tail
     return json.loads(head)
 
@@ -195,9 +203,7 @@ def test_unknown_fields_are_ignored() -> None:
 
 def test_the_json_part_may_be_a_view_of_a_larger_buffer() -> None:
     body = bytearray(text_of({"inputs": [given_data([3])]}))
-    assert values_of(Codec().decode_infer(memoryview(body), None, SINK, 0.0).request.inputs[0]) == [
-        3
-    ]
+    assert values_of(Codec().decode_infer(memoryview(body), None, SINK, 0.0).inputs[0]) == [3]
 
 
 # Decoding binary tensors.
@@ -353,7 +359,7 @@ def test_a_json_answer_sent_back_as_a_request_has_the_same_bits(case: tuple[Tens
 @quick
 @given(st.lists(binary_tensors(), min_size=1, max_size=4))
 def test_a_binary_answer_sent_back_as_a_request_has_the_same_bits(tensors: list[Tensor]) -> None:
-    head, tail = encode_answer(request_for(), Response("m", "1", tensors), True)
+    head, tail = encoded(request_for(), Response("m", "1", tensors), True)
     body = text_of({"inputs": json.loads(head)["outputs"]})
     decoded = decode(body + b"".join(tail), len(body)).request.inputs
     for before, after in zip(tensors, decoded, strict=True):
@@ -883,7 +889,7 @@ def test_no_id_is_sent_back_when_none_was_given() -> None:
 
 def test_parameters_of_the_answer_are_sent() -> None:
     response = Response("m", "1", [tensor_of("y", "INT8", [1])], {"final": True})
-    head, _ = encode_answer(request_for(), response, False)
+    head, _ = encoded(request_for(), response, False)
     assert json.loads(head)["parameters"] == {"final": True}
 
 
@@ -912,7 +918,7 @@ def test_an_empty_output_has_empty_data() -> None:
 
 def test_binary_outputs_follow_the_json_in_order_with_their_sizes() -> None:
     tensors = [tensor_of("a", "FP16", [1.0, 2.0]), tensor_of("b", "BYTES", [b"\xff\0"])]
-    head, tail = encode_answer(request_for(), Response("m", "1", tensors), True)
+    head, tail = encoded(request_for(), Response("m", "1", tensors), True)
     outputs = json.loads(head)["outputs"]
     assert [output["parameters"]["binary_data_size"] for output in outputs] == [4, 6]
     assert all("data" not in output for output in outputs)
@@ -938,7 +944,7 @@ def test_what_an_output_says_precedes_what_the_request_says(
         parameters={"binary_data_output": of_request},
     )
     response = Response("m", "1", [tensor_of("y", "INT8", [7])])
-    head, tail = encode_answer(decoded.request, response, decoded.is_binary)
+    head, tail = encoded(decoded.request, response, decoded.is_binary)
     [output] = json.loads(head)["outputs"]
     assert (b"".join(tail) == b"\x07") is is_binary
     assert ("data" in output) is not is_binary
@@ -947,7 +953,7 @@ def test_what_an_output_says_precedes_what_the_request_says(
 def test_one_answer_may_mix_json_and_binary() -> None:
     asked = (RequestedOutput("a", {"binary_data": True}), RequestedOutput("b"))
     tensors = [tensor_of("a", "INT8", [1]), tensor_of("b", "INT8", [2])]
-    head, tail = encode_answer(request_for(*asked), Response("m", "1", tensors), False)
+    head, tail = encoded(request_for(*asked), Response("m", "1", tensors), False)
     first, second = json.loads(head)["outputs"]
     assert first["parameters"] == {"binary_data_size": 1}
     assert second["data"] == [2]
