@@ -43,6 +43,26 @@ def main() -> None:
     help="HTTP port; 0 takes a free one and prints it.",
 )
 @click.option(
+    "--grpc-port",
+    default=8001,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="gRPC port; 0 takes a free one and prints it.",
+)
+@click.option(
+    "--grpc/--no-grpc",
+    default=True,
+    show_default=True,
+    help="Answer gRPC too, from a process of its own. Switch it off where nobody uses it.",
+)
+@click.option(
+    "--grpc-max-message-bytes",
+    default=64 << 20,
+    show_default=True,
+    type=click.IntRange(1 << 10, 1 << 30),
+    help="Largest gRPC request. Raise it for large tensors.",
+)
+@click.option(
     "--drain-s",
     default=30.0,
     show_default=True,
@@ -59,13 +79,21 @@ def main() -> None:
     help="Stop when a model cannot be loaded; --no-exit-on-error serves the others.",
 )
 def serve(
-    path: str, host: str, http_port: int, drain_s: float, insecure: bool, exit_on_error: bool
+    path: str,
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    grpc: bool,
+    grpc_max_message_bytes: int,
+    drain_s: float,
+    insecure: bool,
+    exit_on_error: bool,
 ) -> None:
     """Serve PATH, a model repository or the folder of one model, over the v2 protocol."""
     import uvloop
 
     from penstock import repository, server
-    from penstock.config import ServerConfig
+    from penstock.config import GrpcConfig, ServerConfig
 
     try:
         server.check_host(host, insecure)
@@ -73,7 +101,8 @@ def serve(
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
         _print_problems(_flat(found.problems))
-        config = ServerConfig(host=host, http_port=http_port, drain_s=drain_s)
+        front = GrpcConfig(grpc_port, grpc_max_message_bytes) if grpc else None
+        config = ServerConfig(host=host, http_port=http_port, grpc=front, drain_s=drain_s)
 
         def started(running: server.Server) -> None:
             failures = _flat({f.name: list(f.problems) for f in running.catalog.failures})
@@ -145,3 +174,5 @@ def _print_table(running: object, host: str) -> None:
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{running.http_port}/v2"
     console.print(f"HTTP  {url}", highlight=False, markup=False)
+    if running.grpc is not None:
+        console.print(f"gRPC  {address}:{running.grpc.port}", highlight=False, markup=False)

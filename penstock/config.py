@@ -112,11 +112,28 @@ class HttpLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class GrpcConfig:
+    """How the gRPC front listens."""
+
+    port: int = 8001
+    # Of one request; raise it for larger tensors.
+    max_message_bytes: int = 64 * MIB
+
+    @property
+    def segment_bytes(self) -> int:
+        """Shared memory for the tensors of requests on their way, and as much for answers. Room for
+        several of the largest; pages that are never used cost nothing."""
+        return 4 * self.max_message_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """How the server listens and stops."""
 
     host: str = "127.0.0.1"
     http_port: int = 8000
+    # None: no gRPC.
+    grpc: GrpcConfig | None = None
     # How long accepted requests may take to finish after SIGTERM.
     drain_s: float = 30.0
     limits: HttpLimits = field(default_factory=HttpLimits)

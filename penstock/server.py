@@ -1,4 +1,5 @@
-"""The core process: one event loop with catalog and HTTP front, from start to drained stop."""
+"""The core process: one event loop with catalog and HTTP front, from start to drained stop; and
+the gRPC front beside it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from collections.abc import Callable
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
+from penstock.protocols.fronts import Desk, Front
 from penstock.protocols.http import HttpServer
 from penstock.protocols.v2_http import V2Http
 from penstock.repository import Found
@@ -31,13 +33,17 @@ class Server:
         self.v2 = V2Http(self.catalog, config.limits)
         self.http = HttpServer(self.v2.handle, config.limits)
         self.http_port = config.http_port
+        self.grpc: Front | None = None
+        if config.grpc is not None:
+            desk = Desk(self.catalog, lambda: not self.v2.is_loading)
+            self.grpc = Front(desk, config.host, config.grpc)
 
     async def start(self, found: Found) -> None:
         """Listen, then load; a stop asked for meanwhile ends the loading."""
         self.http_port = await self._listen()
         for name, problems in found.problems.items():
             self.catalog.failures.append(LoadFailure(name, tuple(problems)))
-        loading = asyncio.ensure_future(self.catalog.load(found.configs))
+        loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -59,6 +65,8 @@ class Server:
         """Begin to drain: not ready, new inferences refused, accepted ones finish."""
         self.v2.is_draining = True
         self.http.drain()
+        if self.grpc is not None:
+            self.grpc.drain()
         self._stop.set()
 
     async def close(self) -> None:
@@ -67,13 +75,28 @@ class Server:
         try:
             async with asyncio.timeout(self._config.drain_s):
                 await self.catalog.drain()
-                while self.http.num_running:
+                while self.http.num_running or (self.grpc and self.grpc.num_running):
                     await asyncio.sleep(0.005)
         except TimeoutError:
             log.warning("still running after %.0f s; stopping anyway", self._config.drain_s)
+        if self.grpc is not None:
+            await self.grpc.close()
         await self.v2.close()
         await self.http.close()
         await self.catalog.close()
+
+    async def _load(self, found: Found) -> None:
+        """The models, while the gRPC front starts; if that cannot listen, nothing is loaded."""
+        loading = asyncio.ensure_future(self.catalog.load(found.configs))
+        try:
+            if self.grpc is not None:
+                self.grpc.start()
+                await self.grpc.listening()
+            await loading
+        except BaseException:
+            loading.cancel()
+            await asyncio.wait([loading])
+            raise
 
     async def _listen(self) -> int:
         host, port = self._config.host, self._config.http_port

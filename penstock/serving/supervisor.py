@@ -37,16 +37,22 @@ MAX_LOAD_DEATHS = 3
 
 
 class ProcessLife:
-    """A worker in a process of its own: exec'd, never forked; it dies with the core."""
+    """A worker in a process of its own: exec'd, never forked; it dies with the core. Fronts live
+    the same way, in another `module`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_death: Callable[[str], None],
+        module: str = "penstock.serving.worker",
+    ) -> None:
         self.sock, theirs = socket_pair()
         with theirs:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
-                    "penstock.serving.worker",
+                    module,
                     str(theirs.fileno()),
                     str(os.getpid()),
                 ],

@@ -6,10 +6,13 @@ must be equal on both sides; fields may be added at the end with a default, anyt
 
     core → worker   Load, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
     worker → core   Ready, LoadFailed, Done, Failed, StreamResponse, Upcall
-    front → core    Infer, InferCancel           core → front   InferReply
+    core → front    Open, InferReply, Answer, Stop
+    front → core    Listening, LoadFailed, Infer, InferCancel, Release, Ask
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -80,7 +83,8 @@ class Dispatch(Frame, tag="run"):
 
 
 class Release(Frame, tag="rel"):
-    """The outputs at these offsets of the worker's spill have been read."""
+    """The outputs at these offsets of the worker's spill, or of the front's answers, have been
+    read."""
 
     offsets: tuple[int, ...]
 
@@ -108,6 +112,8 @@ class Ready(Frame, tag="rdy"):
 
 
 class LoadFailed(Frame, tag="bad"):
+    """A worker could not load, a front could not listen."""
+
     problems: tuple[str, ...]
 
 
@@ -155,33 +161,110 @@ class UpcallReply(Frame, tag="upr"):
     is_final: bool = True
 
 
+class Piece(Frame, tag="t"):
+    """What is known of one tensor of a parcel."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Parcel(Frame, tag="pcl"):
+    """The tensors of one request or answer, one behind the other: from `offset` on in the sender's
+    segment, or in the frame itself where they are few bytes."""
+
+    pieces: tuple[Piece, ...] = ()
+    data: bytes = b""
+    offset: int | None = None
+
+
+class Open(Frame, tag="open"):
+    """First frame to a front. Two descriptors come with it: the segment for its requests and the
+    one for the answers."""
+
+    version: int
+    host: str
+    port: int
+    segment_bytes: int
+    max_message_bytes: int
+
+
+class Listening(Frame, tag="lis"):
+    """The front takes connections."""
+
+    version: int
+    port: int
+
+
 class Infer(Frame, tag="inf"):
-    """A request decoded by another front; its tensors lie in that front's spill segment."""
+    """A request that a front has decoded. `received` is of the monotonic clock, which all processes
+    of a machine share."""
 
     call: int
     model_name: str
     model_version: str
-    request: RequestPart
+    received: float
+    parcel: Parcel
+    id: str = ""
+    outputs: tuple[str, ...] = ()
+    parameters: dict[str, Parameter] = {}
     priority: int = 0
     timeout_s: float | None = None
 
 
 class InferCancel(Frame, tag="infc"):
+    """Nobody waits any more. The answer comes all the same, and may be an error."""
+
     call: int
 
 
 class InferReply(Frame, tag="infr"):
+    """The memory of the request is free when the final one has come; that of the answer after a
+    Release."""
+
     call: int
-    outputs: tuple[Extent, ...]
+    parcel: Parcel
+    model_name: str = ""
+    model_version: str = ""
+    parameters: dict[str, Parameter] = {}
     error_kind: str = ""
     error: str = ""
     is_final: bool = True
 
 
+AskKind = Literal[
+    "server_ready",
+    "server_metadata",
+    "model_ready",
+    "model_metadata",
+    "model_config",
+    "model_statistics",
+]
+
+
+class Ask(Frame, tag="ask"):
+    """A question that only the core can answer."""
+
+    call: int
+    kind: AskKind
+    model_name: str = ""
+    model_version: str = ""
+
+
+class Answer(Frame, tag="ans"):
+    """JSON; for `model_config` a serialized protobuf."""
+
+    call: int
+    body: bytes
+    error_kind: str = ""
+    error: str = ""
+
+
 ToWorker = Load | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
 FromWorker = Ready | LoadFailed | Done | Failed | StreamResponse | Upcall
-FromFront = Infer | InferCancel
-ToFront = InferReply
+FromFront = Listening | LoadFailed | Infer | InferCancel | Release | Ask
+ToFront = Open | InferReply | Answer | Stop
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

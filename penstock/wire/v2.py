@@ -311,9 +311,9 @@ def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: fl
         )
     request = Request(sink, inputs, received, id=wire.id, outputs=wire.outputs)
     if wire.outputs:
-        _check_outputs(wire.outputs)
+        check_outputs(wire.outputs)
     if wire.parameters:
-        _apply_parameters(request, wire.parameters)
+        apply_parameters(request, wire.parameters)
     return request
 
 
@@ -386,7 +386,7 @@ def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]
             f"input '{item.name}': binary_data_size {size} but only {len(tail) - position} "
             "bytes are left in the request body"
         )
-    _check_shape(item)
+    check_shape(item.name, item.shape)
     return end, tail[position:end]
 
 
@@ -404,7 +404,7 @@ def _from_json(item: _Input) -> Buffer:
         )
     if not item.data:
         raise InvalidRequest(f"input '{item.name}' has neither 'data' nor 'binary_data_size'")
-    _check_shape(item)
+    check_shape(item.name, item.shape)
     kind = datatype.numpy.kind
     values = _elements(item, kind)
     expected = num_elements(item.shape)
@@ -493,26 +493,24 @@ def _typed(item: _Input, values: list[Any], element: type) -> list[Any]:
     return checked
 
 
-def _check_shape(item: _Input) -> None:
+def check_shape(name: str, shape: Sequence[int]) -> None:
     """Sizes that are wrong in themselves; whether they fit the model is the planner's business."""
-    if len(item.shape) > MAX_RANK:
+    if len(shape) > MAX_RANK:
         raise InvalidRequest(
-            f"input '{item.name}': a shape of {len(item.shape)} dimensions; at most {MAX_RANK}"
+            f"input '{name}': a shape of {len(shape)} dimensions; at most {MAX_RANK}"
         )
     total = 1
-    for size in item.shape:
+    for size in shape:
         if size > MAX_SHAPE:
-            raise InvalidRequest(f"input '{item.name}': shape {list(item.shape)} is too large")
+            raise InvalidRequest(f"input '{name}': shape {list(shape)} is too large")
         if size < 0:
-            raise InvalidRequest(
-                f"input '{item.name}': shape {list(item.shape)} has a negative dimension"
-            )
+            raise InvalidRequest(f"input '{name}': shape {list(shape)} has a negative dimension")
         total *= size
     if total > MAX_SHAPE:
-        raise InvalidRequest(f"input '{item.name}': shape {list(item.shape)} is too large")
+        raise InvalidRequest(f"input '{name}': shape {list(shape)} is too large")
 
 
-def _check_outputs(outputs: Sequence[RequestedOutput]) -> None:
+def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
     seen: set[str] = set()
     for output in outputs:
         if output.name in seen:
@@ -539,7 +537,7 @@ def _check_integers(parameters: Mapping[str, Parameter]) -> None:
             raise InvalidRequest(f"parameter '{name}' does not fit 64 bits")
 
 
-def _apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None:
+def apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None:
     """Move what Penstock understands into the request."""
     is_binary = parameters.pop("binary_data_output", False)
     if not isinstance(is_binary, bool):

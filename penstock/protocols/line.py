@@ -1,0 +1,190 @@
+"""What the core and a front process share: a socket of frames, and tensors in parcels.
+
+Each side writes to a segment of its own and reads the other's. `Outbox` is the writing side,
+`unpack` the reading one; `Line` carries the frames. All of it belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from penstock.errors import TooLarge
+from penstock.serving.slab import Extents, Segment
+from penstock.types import Tensor
+from penstock.wire import frames
+
+# Fewer bytes travel in the frame. That saves both sides the books of the segment and, for an
+# answer, a Release frame; a copy of this size costs less than either.
+INLINE_BYTES = 16 * 1024
+# What one frame may take of a socket buffer.
+MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4
+# Frames read in one turn of the loop, so that a busy front does not keep others waiting.
+MAX_TURN_FRAMES = 64
+
+Received = TypeVar("Received")
+
+
+class Line(Generic[Received]):
+    """One end of a SOCK_SEQPACKET pair. `lost` is called when the other end has gone; frames sent
+    afterwards are dropped."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        decode: Callable[[memoryview], Received],
+        receive: Callable[[Received], None],
+        lost: Callable[[], None],
+    ) -> None:
+        self._sock = sock
+        self._decode = decode
+        self._receive = receive
+        self._lost = lost
+        self._loop = asyncio.get_running_loop()
+        self._buffer = bytearray(frames.MAX_FRAME_BYTES)
+        self._view = memoryview(self._buffer)
+        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._is_open = True
+        self._loop.add_reader(sock.fileno(), self.read)
+
+    def send(self, frame: frames.Frame, fds: tuple[int, ...] = ()) -> None:
+        """Now, or when the socket has room again. TooLarge if it never will."""
+        data = frames.encode(frame)
+        if len(data) > MAX_SENT_BYTES:
+            raise TooLarge("the names, the id and the parameters are too large")
+        if not self._is_open:
+            return
+        if self._unsent:
+            self._unsent.append((data, fds))
+        elif not self._try_to_send(data, fds):
+            self._unsent.append((data, fds))
+            self._loop.add_writer(self._sock.fileno(), self._flush)
+
+    def read(self) -> None:
+        """Hand over what there is."""
+        for _ in range(MAX_TURN_FRAMES):
+            if not self._is_open:
+                return
+            try:
+                size = self._sock.recv_into(self._buffer)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                size = 0
+            if size == 0:
+                self.close()
+                self._lost()
+                return
+            self._receive(self._decode(self._view[:size]))
+
+    def close(self) -> None:
+        """Safe to call again."""
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
+            self._unsent.clear()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            if not self._try_to_send(*self._unsent[0]):
+                return
+            self._unsent.popleft()
+        self._loop.remove_writer(self._sock.fileno())
+
+    def _try_to_send(self, data: bytes, fds: tuple[int, ...]) -> bool:
+        """False when the socket is full. The loss of the other end is noticed by reading."""
+        try:
+            if fds:
+                socket.send_fds(self._sock, [data], list(fds))
+            else:
+                self._sock.send(data)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        return True
+
+
+class Outbox:
+    """The segment that this side writes to. What finds no room waits, first come, first sent."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._extents = Extents(segment.nbytes)
+        self._waiting: dict[int, tuple[Sequence[Tensor], Callable[[frames.Parcel], None]]] = {}
+
+    @property
+    def num_held(self) -> int:
+        return self._extents.num_held
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def post(
+        self, call: int, tensors: Sequence[Tensor], send: Callable[[frames.Parcel], None]
+    ) -> None:
+        """Call `send` with the parcel, now or when there is room. TooLarge if there never is."""
+        nbytes = sum(len(tensor.data) for tensor in tensors)
+        if nbytes > self._extents.capacity:
+            raise TooLarge(
+                f"the tensors take {nbytes} bytes, more than the {self._extents.capacity} that "
+                "this front has for them"
+            )
+        has_to_wait = self._waiting and nbytes > INLINE_BYTES
+        parcel = None if has_to_wait else self._pack(tensors)
+        if parcel is not None:
+            send(parcel)
+            return
+        kept = [Tensor(t.name, t.datatype, t.shape, bytes(t.data)) for t in tensors]
+        self._waiting[call] = (kept, send)
+
+    def withdraw(self, call: int) -> bool:
+        """Forget what still waits; False if it has been sent."""
+        return self._waiting.pop(call, None) is not None
+
+    def release(self, offset: int) -> None:
+        """The other side has read what lies there."""
+        self._extents.release(offset)
+        while self._waiting:
+            call, (tensors, send) = next(iter(self._waiting.items()))
+            parcel = self._pack(tensors)
+            if parcel is None:
+                return
+            del self._waiting[call]
+            send(parcel)
+
+    def _pack(self, tensors: Sequence[Tensor]) -> frames.Parcel | None:
+        pieces = tuple(
+            [frames.Piece(t.name, t.datatype, tuple(t.shape), len(t.data)) for t in tensors]
+        )
+        nbytes = sum([piece.nbytes for piece in pieces])
+        if nbytes <= INLINE_BYTES:
+            return frames.Parcel(pieces, b"".join([tensor.data for tensor in tensors]))
+        offset = self._extents.allocate(nbytes)
+        if offset is None:
+            return None
+        view, start = self._segment.view, offset
+        for tensor in tensors:
+            end = start + len(tensor.data)
+            view[start:end] = tensor.data
+            start = end
+        return frames.Parcel(pieces, offset=offset)
+
+
+def unpack(parcel: frames.Parcel, segment: Segment) -> list[Tensor]:
+    """The tensors of a parcel as views, valid until its memory is released."""
+    if parcel.offset is None:
+        view, start = memoryview(parcel.data), 0
+    else:
+        view, start = segment.view, parcel.offset
+    tensors: list[Tensor] = []
+    for piece in parcel.pieces:
+        end = start + piece.nbytes
+        tensors.append(Tensor(piece.name, piece.datatype, piece.shape, view[start:end]))
+        start = end
+    return tensors

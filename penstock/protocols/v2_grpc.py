@@ -1,0 +1,393 @@
+"""KServe v2 / Triton over gRPC, in a process of its own: grpc.aio would spoil the core's loop.
+
+Started by `protocols.fronts` as `python -m penstock.protocols.v2_grpc FD PARENT`. Translates and
+nothing more: messages to requests (`wire.v2_pb`), requests to the core (`protocols.remote`), errors
+to statuses by one table. Leaves when the core says so or has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import json_format
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    Overloaded,
+    PenstockError,
+    TooLarge,
+    Unsupported,
+)
+from penstock.protocols.remote import Remote
+from penstock.serving.slab import Segment
+from penstock.serving.worker import die_with_parent
+from penstock.types import Request, Response
+from penstock.wire import frames
+from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter
+
+log = logging.getLogger("penstock.grpc")
+
+# RESOURCE_EXHAUSTED is missing: gRPC itself answers a message that is too long with it.
+STATUS: dict[type[PenstockError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    NotReady: grpc.StatusCode.UNAVAILABLE,
+    Overloaded: grpc.StatusCode.UNAVAILABLE,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Cancelled: grpc.StatusCode.CANCELLED,
+    Unsupported: grpc.StatusCode.UNIMPLEMENTED,
+    BackendFailed: grpc.StatusCode.INTERNAL,
+}
+# Calls of the service that are refused, by how their names begin.
+MISSING = {
+    "ModelStatistics": "model statistics are",
+    "Repository": "the model repository API is",
+    "SystemSharedMemory": "system shared memory regions are",
+    "CudaSharedMemory": "CUDA shared memory regions are",
+    "TraceSetting": "trace settings are",
+    "LogSettings": "log settings are",
+}
+SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+# A status travels in headers, whose length clients limit.
+MAX_DETAILS = 2000
+# Requests of one stream that may be under way; then it is not read further.
+MAX_STREAM_CALLS = 1024
+WANTS_FINAL = "triton_enable_empty_final_response"
+WATCH_S = 0.5
+# How long clients may take to read their last answers.
+STOP_GRACE_S = 2.0
+
+Answer = Callable[[Any], Awaitable[Any]]
+
+
+class Waiter:
+    """The sink of one request: its answer, as a message, is the result of `message`."""
+
+    __slots__ = ("message",)
+
+    def __init__(self) -> None:
+        self.message: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        if self.message.done():
+            return  # The call was cancelled.
+        if isinstance(answer, PenstockError):
+            self.message.set_exception(answer)
+        else:
+            self.message.set_result(encode_answer(request, answer))
+
+
+class Service:
+    """GRPCInferenceService and grpc.health.v1.Health. Messages come and go as bytes where they are
+    requests, so that what cannot be parsed is answered like any other mistake."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._is_stopping = asyncio.Event()
+        self._readers: set[asyncio.Task[None]] = set()
+
+    def handlers(self) -> list[grpc.GenericRpcHandler]:
+        answers: dict[str, Answer] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelReady": self._model_ready,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
+            "ModelInfer": self._infer,
+        }
+        methods = {
+            method.name: _unary(method, answers.get(method.name) or _missing(method.name))
+            for method in SERVICE.methods
+        }
+        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+            self._stream,
+            response_serializer=service_pb2.ModelStreamInferResponse.SerializeToString,
+        )
+        health = {
+            "Check": _unary(HEALTH.methods_by_name["Check"], self._check),
+            "Watch": grpc.unary_stream_rpc_method_handler(
+                self._watch, response_serializer=health_pb2.HealthCheckResponse.SerializeToString
+            ),
+        }
+        return [
+            grpc.method_handlers_generic_handler(SERVICE.full_name, methods),
+            grpc.method_handlers_generic_handler(HEALTH.full_name, health),
+        ]
+
+    def stop(self) -> None:
+        """End what would never end by itself: streams read no further, watches are over."""
+        self._is_stopping.set()
+        for reader in self._readers:
+            reader.cancel()
+
+    # Inference.
+
+    async def _infer(self, message: Any) -> Any:
+        waiter = Waiter()
+        request = decode_infer(message, waiter, time.monotonic())
+        model = self._remote.find(message.model_name, message.model_version)
+        model.submit(request)
+        try:
+            return await waiter.message
+        except asyncio.CancelledError:
+            # The client left, or its deadline passed.
+            model.cancel(request)
+            raise
+
+    async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        stream = Stream(self._infer, messages, context)
+        try:
+            async with asyncio.TaskGroup() as group:
+                reader = group.create_task(stream.read(group))
+                self._readers.add(reader)
+                reader.add_done_callback(self._readers.discard)
+        except* PenstockError as errors:
+            failure = errors.exceptions[0]
+        else:
+            return
+        await _abort(context, failure)
+
+    # Questions.
+
+    async def _server_live(self, message: Any) -> Any:
+        return service_pb2.ServerLiveResponse(live=True)
+
+    async def _server_ready(self, message: Any) -> Any:
+        body = await self._remote.ask("server_ready")
+        return json_format.Parse(body, service_pb2.ServerReadyResponse())
+
+    async def _server_metadata(self, message: Any) -> Any:
+        body = await self._remote.ask("server_metadata")
+        return json_format.Parse(body, service_pb2.ServerMetadataResponse())
+
+    async def _model_ready(self, message: Any) -> Any:
+        body = await self._remote.ask("model_ready", message.name, message.version)
+        return json_format.Parse(body, service_pb2.ModelReadyResponse())
+
+    async def _model_metadata(self, message: Any) -> Any:
+        body = await self._remote.ask("model_metadata", message.name, message.version)
+        return json_format.Parse(body, service_pb2.ModelMetadataResponse())
+
+    async def _model_config(self, message: Any) -> Any:
+        body = await self._remote.ask("model_config", message.name, message.version)
+        config = model_config_pb2.ModelConfig.FromString(body)
+        return service_pb2.ModelConfigResponse(config=config)
+
+    async def _model_statistics(self, message: Any) -> Any:
+        body = await self._remote.ask("model_statistics", message.name, message.version)
+        return json_format.Parse(body, service_pb2.ModelStatisticsResponse())
+
+    # Health.
+
+    async def _check(self, message: Any) -> Any:
+        status = await self._status(message.service)
+        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            raise NotFound(f"unknown service '{message.service}'")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def _watch(self, data: bytes, context: Any) -> None:
+        """The status now, and again whenever it changes."""
+        try:
+            message = parse(health_pb2.HealthCheckRequest, data)
+        except PenstockError as error:
+            await _abort(context, error)
+        last = None
+        while not self._is_stopping.is_set():
+            status = await self._status(message.service)
+            if status != last:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                last = status
+            try:
+                async with asyncio.timeout(WATCH_S):
+                    await self._is_stopping.wait()
+            except TimeoutError:
+                continue
+
+    async def _status(self, service: str) -> Any:
+        if service not in ("", SERVICE.full_name):
+            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        if (await self._server_ready(None)).ready:
+            return health_pb2.HealthCheckResponse.SERVING
+        return health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Stream:
+    """One ModelStreamInfer: requests run side by side, answers leave as they come."""
+
+    def __init__(self, infer: Answer, messages: AsyncIterator[bytes], context: Any) -> None:
+        self._infer = infer
+        self._messages = messages
+        self._context = context
+        self._is_writing = asyncio.Lock()
+        self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
+        metadata = dict(context.invocation_metadata() or ())
+        # An error ends the stream, as Triton has it.
+        self._ends_by_error = metadata.get("triton_grpc_error") == "true"
+
+    async def read(self, group: asyncio.TaskGroup) -> None:
+        async for data in self._messages:
+            await self._slots.acquire()
+            group.create_task(self._answer(data))
+
+    async def _answer(self, data: bytes) -> None:
+        try:
+            answer = await self._ask(data)
+            async with self._is_writing:
+                await self._context.write(answer)
+        finally:
+            self._slots.release()
+
+    async def _ask(self, data: bytes) -> Any:
+        answer = service_pb2.ModelStreamInferResponse()
+        try:
+            message = parse(service_pb2.ModelInferRequest, data)
+            answer.infer_response.id = message.id
+            wants_final = False
+            if WANTS_FINAL in message.parameters:
+                wants_final = message.parameters[WANTS_FINAL].bool_param
+                del message.parameters[WANTS_FINAL]
+            answer.infer_response.CopyFrom(await self._infer(message))
+            if wants_final:
+                set_parameter(answer.infer_response.parameters["triton_final_response"], True)
+        except PenstockError as error:
+            if self._ends_by_error:
+                raise
+            answer.error_message = str(error)
+        except Exception:  # The protocol edge.
+            log.exception("while answering a request of a stream")
+            answer.error_message = "internal error"
+        return answer
+
+
+def status_of(error: PenstockError) -> grpc.StatusCode:
+    return STATUS.get(type(error), grpc.StatusCode.INTERNAL)
+
+
+async def _abort(context: Any, error: BaseException) -> None:
+    assert isinstance(error, PenstockError)
+    await context.abort(status_of(error), str(error)[:MAX_DETAILS])
+
+
+def _unary(method: Any, answer: Answer) -> grpc.RpcMethodHandler:
+    """A handler that parses the request and turns errors into statuses."""
+    request_type = GetMessageClass(method.input_type)
+
+    async def call(data: bytes, context: Any) -> Any:
+        try:
+            return await answer(parse(request_type, data))
+        except PenstockError as error:
+            await _abort(context, error)
+        except Exception:  # The protocol edge.
+            log.exception("while answering %s", method.name)
+            await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+
+    return grpc.unary_unary_rpc_method_handler(
+        call, response_serializer=GetMessageClass(method.output_type).SerializeToString
+    )
+
+
+def _missing(name: str) -> Answer:
+    what = next((text for start, text in MISSING.items() if name.startswith(start)), f"{name} is")
+
+    async def refuse(message: Any) -> Any:
+        raise Unsupported(f"{what} not supported by this server")
+
+    return refuse
+
+
+async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) -> None:
+    """Listen, answer until the core says Stop, let what is accepted finish, say goodbye."""
+    requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
+    remote = Remote(sock, requests, answers)
+    service = Service(remote)
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", settings.max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            # Without this, two servers would share a port and neither would know.
+            ("grpc.so_reuseport", 0),
+        ]
+    )
+    server.add_generic_rpc_handlers(service.handlers())
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    address = f"{host}:{settings.port}"
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        reason = _why_not(settings.host, settings.port)
+        remote.send(frames.LoadFailed((f"cannot listen on {address} for gRPC: {reason}",)))
+        return
+    await server.start()
+    # What is there now stays: full collections need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    remote.send(frames.Listening(frames.VERSION, port))
+    await remote.stopped.wait()
+    service.stop()
+    await server.stop(STOP_GRACE_S)
+    remote.close()
+
+
+def _why_not(host: str, port: int) -> str:
+    """gRPC does not say why it cannot listen; trying it oneself does."""
+    try:
+        socket.create_server((host, port), family=_family(host)).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return "it was refused"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def main() -> None:
+    parent = int(sys.argv[2])
+    die_with_parent()
+    if os.getppid() != parent:
+        return
+    # Ctrl-C in a terminal reaches the whole group; the core decides when fronts stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(format="%(name)s[%(process)d] %(levelname)s %(message)s")
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    sock = socket.socket(fileno=fd)
+    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 2)
+    if not data:
+        return
+    sock.setblocking(False)
+    settings = frames.decode_to_front(data)
+    assert isinstance(settings, frames.Open)
+    if settings.version != frames.VERSION:
+        text = f"the core speaks frames version {settings.version}, this front {frames.VERSION}"
+        sock.send(frames.encode(frames.LoadFailed((text,))))
+        return
+    asyncio.run(serve(sock, settings, fds))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The v2 inference protocol as Triton's protobuf messages: infer requests in, answers out. Pure.
+
+Tensors come raw (`raw_input_contents`) or typed (`contents`), never both, and leave raw. Every
+complaint names the input it is about, in the words of `wire.v2` where both can complain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2
+
+from penstock.errors import InvalidRequest, Unsupported
+from penstock.types import (
+    DATATYPES,
+    Array,
+    Parameter,
+    ReplySink,
+    Request,
+    RequestedOutput,
+    Response,
+    Tensor,
+    num_elements,
+    pack_bytes,
+)
+from penstock.wire.v2 import MAX_TENSORS, apply_parameters, check_outputs, check_shape
+
+# grpc_service.proto, InferTensorContents: where the elements of each datatype stand.
+CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def parse(message_type: Any, data: bytes) -> Any:
+    """A message of the given type; InvalidRequest if the bytes are something else."""
+    try:
+        return message_type.FromString(data)
+    except DecodeError as error:
+        name = message_type.DESCRIPTOR.name
+        raise InvalidRequest(f"failed to parse the {name}: {error}") from None
+
+
+def decode_infer(message: Any, sink: ReplySink, received: float) -> Request:
+    """A ModelInferRequest as a request."""
+    if not message.inputs:
+        raise InvalidRequest("the request has no inputs")
+    if len(message.inputs) > MAX_TENSORS or len(message.outputs) > MAX_TENSORS:
+        raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
+    for item in message.inputs:
+        if "shared_memory_region" in item.parameters:
+            raise Unsupported(f"input '{item.name}': shared memory regions are not supported")
+    inputs = _raw(message) if message.raw_input_contents else _typed(message)
+    outputs = [
+        RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs
+    ]
+    check_outputs(outputs)
+    request = Request(sink, inputs, received, id=message.id, outputs=outputs)
+    if message.parameters:
+        apply_parameters(request, _parameters(message.parameters))
+    return request
+
+
+def encode_answer(request: Request, response: Response) -> Any:
+    """A ModelInferResponse; copies the tensors."""
+    outputs = service_pb2.ModelInferResponse.InferOutputTensor
+    message = service_pb2.ModelInferResponse(
+        model_name=response.model_name,
+        model_version=response.model_version,
+        id=request.id,
+        outputs=[
+            outputs(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+            for tensor in response.outputs
+        ],
+        raw_output_contents=[bytes(tensor.data) for tensor in response.outputs],
+    )
+    for name, value in (response.parameters or {}).items():
+        set_parameter(message.parameters[name], value)
+    return message
+
+
+def set_parameter(target: Any, value: Parameter) -> None:
+    """Write an InferParameter."""
+    match value:
+        case bool():
+            target.bool_param = value
+        case int() if value < 1 << 63:
+            target.int64_param = value
+        case int():
+            target.uint64_param = value
+        case float():
+            target.double_param = value
+        case str():
+            target.string_param = value
+
+
+def _parameters(wire: Mapping[str, Any]) -> dict[str, Parameter]:
+    parameters: dict[str, Parameter] = {}
+    for name, value in wire.items():
+        kind = value.WhichOneof("parameter_choice")
+        if kind is None:
+            raise InvalidRequest(f"parameter '{name}' has no value")
+        parameters[name] = getattr(value, kind)
+    return parameters
+
+
+def _raw(message: Any) -> list[Tensor]:
+    contents = message.raw_input_contents
+    inputs = message.inputs
+    for item in inputs:
+        if item.HasField("contents"):
+            raise InvalidRequest(
+                f"input '{item.name}': contents field must not be specified when using "
+                "raw_input_contents"
+            )
+    if len(contents) != len(inputs):
+        which = (
+            f"input '{inputs[len(contents)].name}' has none"
+            if len(contents) < len(inputs)
+            else f"the last input is '{inputs[-1].name}'"
+        )
+        raise InvalidRequest(
+            f"expected {len(inputs)} raw_input_contents, one for each input, "
+            f"got {len(contents)}: {which}"
+        )
+    tensors: list[Tensor] = []
+    for item, data in zip(inputs, contents, strict=True):
+        shape = tuple(item.shape)
+        check_shape(item.name, shape)
+        tensors.append(Tensor(item.name, item.datatype, shape, data))
+    return tensors
+
+
+def _typed(message: Any) -> list[Tensor]:
+    return [
+        Tensor(item.name, item.datatype, tuple(item.shape), _pack(item)) for item in message.inputs
+    ]
+
+
+def _pack(item: Any) -> bytes:
+    """The typed contents of one input as they lie in memory."""
+    datatype = DATATYPES.get(item.datatype)
+    if datatype is None:
+        raise InvalidRequest(
+            f"input '{item.name}': unknown datatype '{item.datatype}'; "
+            f"expected one of {', '.join(DATATYPES)}"
+        )
+    field = CONTENTS.get(item.datatype)
+    if field is None:
+        raise InvalidRequest(
+            f"input '{item.name}': {item.datatype} has no typed contents; "
+            "send it in raw_input_contents"
+        )
+    check_shape(item.name, item.shape)
+    for given, _ in item.contents.ListFields():
+        if given.name != field:
+            raise InvalidRequest(
+                f"input '{item.name}': {item.datatype} elements belong in {field}, "
+                f"not in {given.name}"
+            )
+    values = getattr(item.contents, field)
+    expected = num_elements(item.shape)
+    if len(values) != expected:
+        raise InvalidRequest(
+            f"input '{item.name}': shape {list(item.shape)} needs {expected} elements, "
+            f"{field} has {len(values)}"
+        )
+    array: Array
+    if item.datatype == "BYTES":
+        array = np.empty(expected, dtype=np.object_)
+        array[:] = list(values)
+        return pack_bytes(array)
+    try:
+        array = np.array(values, dtype=datatype.numpy)
+    except OverflowError:
+        raise InvalidRequest(f"input '{item.name}': a value does not fit {item.datatype}") from None
+    return array.tobytes()
