@@ -31,6 +31,9 @@ max_batch_size: 4
 input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
 """
+# Starting the gRPC front takes a second; tests/e2e/test_grpc.py does.
+FREE_PORT = ["--http-port", "0", "--no-grpc"]
+SERVE = [sys.executable, "-m", "penstock", "serve", *FREE_PORT]
 
 
 def parameter(key: str, value: str) -> str:
@@ -110,7 +113,7 @@ class Running:
 @contextmanager
 def serving(*arguments: str | Path) -> Iterator[Running]:
     """`penstock serve` on a free port, from its banner to its end."""
-    command = [sys.executable, "-m", "penstock", "serve", "--http-port", "0", *map(str, arguments)]
+    command = [*SERVE, *map(str, arguments)]
     with (
         tempfile.TemporaryFile("w+") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
@@ -238,7 +241,7 @@ def test_every_problem_of_every_model_is_one_line(tmp_path: Path, command: str) 
 def test_serve_ends_when_a_model_cannot_be_loaded_and_leaves_no_worker(tmp_path: Path) -> None:
     add_model(tmp_path, "bad", NULL + parameter("null.a_mss", "1") + parameter("null.c_ms", "x"))
     add_model(tmp_path, "good")
-    ended = run_penstock("serve", tmp_path, "--http-port", "0")
+    ended = run_penstock("serve", tmp_path, *FREE_PORT)
     assert ended.code == 1
     assert "null.a_mss" in ended.stderr and "null.c_ms" in ended.stderr
     assert all(line.startswith("bad: ") for line in ended.errors)
@@ -246,7 +249,7 @@ def test_serve_ends_when_a_model_cannot_be_loaded_and_leaves_no_worker(tmp_path:
 
 def test_each_problem_found_while_loading_is_one_line(tmp_path: Path) -> None:
     add_model(tmp_path, "bad", NULL + parameter("null.a_mss", "1") + parameter("null.c_ms", "x"))
-    ended = run_penstock("serve", tmp_path, "--http-port", "0")
+    ended = run_penstock("serve", tmp_path, *FREE_PORT)
     assert sorted(line.split(": ")[1] for line in ended.errors) == [
         "parameters.null.a_mss",
         "parameters.null.c_ms",
@@ -256,7 +259,7 @@ def test_each_problem_found_while_loading_is_one_line(tmp_path: Path) -> None:
 def test_serve_ends_when_the_worker_of_a_model_dies_while_loading(tmp_path: Path) -> None:
     text = NULL + parameter("null.crash_on", "0") + parameter("null.a_ms", "0")
     add_model(tmp_path, "deadly", text)
-    ended = run_penstock("serve", tmp_path, "--http-port", "0")
+    ended = run_penstock("serve", tmp_path, *FREE_PORT)
     assert ended.code == 1
     [problem] = ended.errors
     assert problem.startswith("deadly: ") and "SIGKILL" in problem
@@ -264,7 +267,7 @@ def test_serve_ends_when_the_worker_of_a_model_dies_while_loading(tmp_path: Path
 
 def test_parameter_that_asks_for_more_memory_than_there_is_ends_in_words(tmp_path: Path) -> None:
     add_model(tmp_path, "greedy", NULL + parameter("penstock.spill_bytes", "100000000000000"))
-    ended = run_penstock("serve", tmp_path, "--http-port", "0")
+    ended = run_penstock("serve", tmp_path, *FREE_PORT)
     assert ended.code == 1
     assert ended.errors
 
@@ -276,7 +279,7 @@ def test_parameter_that_asks_for_more_memory_than_there_is_ends_in_words(tmp_pat
 def test_address_that_others_can_reach_is_refused_without_insecure(
     examples: Path, host: str
 ) -> None:
-    ended = run_penstock("serve", examples, "--host", host, "--http-port", "0")
+    ended = run_penstock("serve", examples, "--host", host, *FREE_PORT)
     assert (ended.code, ended.stdout) == (1, "")
     [problem] = ended.errors
     assert host in problem and "--insecure" in problem
@@ -315,12 +318,15 @@ def test_printed_address_is_a_url_with_ipv6_too(tmp_path: Path) -> None:
         assert server.get("/v2/health/ready")[0] == 200
 
 
-def test_port_in_use_is_one_line_and_code_1(examples: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [["--no-grpc", "--http-port"], ["--http-port", "0", "--grpc-port"]]
+)
+def test_port_in_use_is_one_line_and_code_1(examples: Path, flags: list[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ended = run_penstock("serve", examples, "--http-port", str(port))
+        ended = run_penstock("serve", examples, *flags, str(port))
     assert (ended.code, ended.stdout) == (1, "")
     [problem] = ended.errors
     assert f"127.0.0.1:{port}" in problem
@@ -381,7 +387,7 @@ def test_workers_end_when_the_core_is_killed(examples: Path) -> None:
 
 def test_signal_ends_a_server_that_is_still_loading(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "slow", NULL + parameter("null.load_ms", "60000"))
-    command = [sys.executable, "-m", "penstock", "serve", "--http-port", "0", str(folder)]
+    command = [*SERVE, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             while not workers_of(process.pid):

@@ -1,5 +1,6 @@
 """`penstock serve` as a subprocess, for tests that want the real thing."""
 
+import contextlib
 import json
 import re
 import signal
@@ -16,15 +17,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
 
 
 class Served:
-    """A server on a free port; `stop` asserts that it leaves nobody behind."""
+    """A server on a free port; `stop` asserts that it leaves nobody behind. With `grpc` it answers
+    that too, at `grpc_address`."""
 
-    def __init__(self, path: Path, *flags: str) -> None:
+    def __init__(self, path: Path, *flags: str, grpc: bool = False) -> None:
+        command = [sys.executable, "-m", "penstock", "serve", str(path), "--http-port", "0"]
+        command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "serve", str(path), "--http-port", "0", *flags],
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
+            [*command, *flags], stdout=subprocess.PIPE, stderr=self.errors, text=True
         )
         for line in self.process.stdout:
             if match := re.search(r"http://127\.0\.0\.1:(\d+)/v2", line):
@@ -35,9 +36,25 @@ class Served:
             self.process.wait()
             self.errors.seek(0)
             raise AssertionError(self.errors.read())
+        if grpc:
+            self.grpc_address = self.process.stdout.readline().split()[-1]
+
+    def processes(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def workers(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return self._running("penstock.serving.worker")
+
+    def fronts(self) -> list[psutil.Process]:
+        return self._running("penstock.protocols.v2_grpc")
+
+    def _running(self, module: str) -> list[psutil.Process]:
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if module in process.cmdline():
+                    found.append(process)
+        return found
 
     def get(self, path: str) -> tuple[int, bytes]:
         return self._open(f"http://{self.address}{path}", None)
@@ -62,15 +79,15 @@ class Served:
 
     def terminate(self) -> int:
         """SIGTERM, and the exit code."""
-        workers = self.workers()
+        processes = self.processes()
         self.process.send_signal(signal.SIGTERM)
-        return self.finish(workers)
+        return self.finish(processes)
 
-    def finish(self, workers: list[psutil.Process]) -> int:
+    def finish(self, processes: list[psutil.Process]) -> int:
         code = self.process.wait(timeout=40)
         self.process.stdout.close()
         self.errors.close()
-        assert not any(worker.is_running() for worker in workers), "a worker was left behind"
+        assert not any(each.is_running() for each in processes), "a process was left behind"
         return code
 
 

@@ -1,0 +1,298 @@
+"""A front and the core on one event loop: requests, answers, deaths, drains."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import pytest
+from tritonclient.grpc import model_config_pb2
+
+from penstock.config import BatchPolicy, GrpcConfig, ModelConfig
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    ConfigError,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    TooLarge,
+    Unsupported,
+)
+from penstock.protocols.fronts import Desk, Front
+from penstock.protocols.remote import Remote
+from penstock.serving.catalog import Catalog
+from penstock.serving.slab import Segment
+from penstock.serving.supervisor import ThreadLife, socket_pair
+from penstock.testing import RecordingSink
+from penstock.types import Request, TensorSpec, from_array
+from penstock.wire import frames
+
+SMALL = GrpcConfig(port=0, max_message_bytes=64 * 1024)
+
+
+class FrontLife:
+    """A front in this process; its socket is served by the test."""
+
+    pid = 0
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+        self.sock, self._theirs = socket_pair()
+        self._loop = loop
+        self._on_death = on_death
+        self._is_alive = True
+        self._segments: list[Segment] = []
+        self.remote: Remote | None = None
+
+    def connect(self) -> Remote:
+        data, fds, _, _ = socket.recv_fds(self._theirs, frames.MAX_FRAME_BYTES, 2)
+        self.opened = frames.decode_to_front(data)
+        assert isinstance(self.opened, frames.Open)
+        self._theirs.setblocking(False)
+        self._segments = [Segment(self.opened.segment_bytes, fd) for fd in fds]
+        self.remote = Remote(self._theirs, *self._segments)
+        return self.remote
+
+    def kill(self, reason: str = "was killed by SIGKILL") -> None:
+        if self._is_alive:
+            self._is_alive = False
+            if self.remote is not None:
+                self.remote.close()
+            self._theirs.close()
+            for segment in self._segments:
+                segment.close()
+            self._loop.call_soon(self._on_death, reason)
+
+    def socket_closed(self) -> None:
+        self.kill()
+
+
+@dataclass
+class Served:
+    catalog: Catalog
+    front: Front
+    lives: list[FrontLife]
+
+    async def infer(self, values: np.ndarray, model: str = "echo", **fields: object) -> object:
+        """The one output, or the error."""
+        sink, _ = self.submit(values, model, **fields)
+        while not sink.num_final:
+            await asyncio.sleep(0.001)
+        return sink.error or sink.outputs[0]["y"]
+
+    def submit(
+        self, values: np.ndarray, model: str = "echo", name: str = "x", **fields: object
+    ) -> tuple[RecordingSink, Request]:
+        sink = RecordingSink()
+        request = Request(sink, [from_array(name, "FP32", values)], 1.0, id="id")
+        for key, value in fields.items():
+            setattr(request, key, value)
+        self.remote.find(model).submit(request)
+        return sink, request
+
+    @property
+    def remote(self) -> Remote:
+        remote = self.lives[-1].remote
+        assert remote is not None
+        return remote
+
+
+def model(name: str, **options: str) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        version="1",
+        backend="null",
+        artifact="",
+        inputs=(TensorSpec("x", "FP32", (-1,)),),
+        outputs=(TensorSpec("y", "FP32", (-1,)),),
+        max_batch_size=8,
+        batching=BatchPolicy(max_batch_size=8, is_dynamic=True),
+        options={f"null.{key}": value for key, value in options.items()},
+    )
+
+
+@asynccontextmanager
+async def serving(
+    *configs: ModelConfig, config: GrpcConfig = SMALL, is_serving: bool = True
+) -> AsyncIterator[Served]:
+    catalog = Catalog(ThreadLife)
+    await catalog.load(configs or [model("echo")])
+    lives: list[FrontLife] = []
+
+    def start(loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> FrontLife:
+        lives.append(FrontLife(loop, on_death))
+        return lives[-1]
+
+    front = Front(Desk(catalog, lambda: is_serving), "127.0.0.1", config, start)
+    front.start()
+    lives[-1].connect().send(frames.Listening(frames.VERSION, 7))
+    await front.listening()
+    try:
+        yield Served(catalog, front, lives)
+    finally:
+        lives[-1].kill()
+        await front.close()
+        await catalog.close()
+
+
+def row(size: int, value: float = 1.0) -> np.ndarray:
+    return np.full((1, size), value, dtype=np.float32)
+
+
+@pytest.mark.parametrize("size", [1, 16, 10_000])
+async def test_a_request_gets_its_own_bits_back_and_leaves_nothing(size, until):
+    async with serving() as served:
+        assert served.front.port == 7
+        for value in range(20):
+            np.testing.assert_array_equal(
+                await served.infer(row(size, value)), row(size, value), strict=True
+            )
+        assert served.remote.num_running == served.front.num_running == 0
+        assert served.remote.num_extents_held == 0
+
+
+async def test_more_than_the_segments_hold_is_answered_in_time():
+    async with serving() as served:
+        values = [row(12_000, value) for value in range(40)]
+        answers = await asyncio.gather(*(served.infer(each) for each in values))
+        for sent, received in zip(values, answers, strict=True):
+            np.testing.assert_array_equal(sent, received)
+        assert served.remote.num_extents_held == 0
+
+
+async def test_refusals_arrive_as_what_they_are():
+    async with serving(model("echo"), model("fails", fail_on="13")) as served:
+        error = await served.infer(row(4), "none")
+        assert isinstance(error, NotFound)
+        assert str(error) == "Request for unknown model: 'none' is not found"
+        error = await served.infer(row(4), name="z")
+        assert isinstance(error, InvalidRequest)
+        assert "unexpected inference input 'z' for model 'echo'" in str(error)
+        error = await served.infer(row(4, 13), "fails")
+        assert isinstance(error, BackendFailed)
+        assert "null.fail_on" in str(error)
+        error = await served.infer(row(4), parameters={"p": "x" * frames.MAX_FRAME_BYTES})
+        assert isinstance(error, TooLarge)
+        error = await served.infer(row(100_000))
+        assert isinstance(error, TooLarge)
+        assert not isinstance(await served.infer(row(4)), Exception)
+        assert served.remote.num_extents_held == 0
+
+
+async def test_a_cancelled_request_is_cancelled_in_the_core(until):
+    async with serving(model("slow", a_ms="100")) as served:
+        sink, request = served.submit(row(10_000), "slow")
+        other, waiting = served.submit(row(10_001), "slow")
+        await until(lambda: served.front.num_running == 2)
+        for each in (request, waiting, request):
+            served.remote.cancel(each)
+        assert isinstance(sink.error, Cancelled) and isinstance(other.error, Cancelled)
+        assert (sink.num_final, other.num_final) == (1, 1)
+        await until(lambda: served.front.num_running == served.remote.num_running == 0)
+        assert served.remote.num_extents_held == 0
+        assert not isinstance(await served.infer(row(4), "slow"), Exception)
+
+
+async def test_a_request_that_waits_for_memory_can_be_cancelled(until):
+    async with serving(model("slow", a_ms="100")) as served:
+        first = [served.submit(row(16_000), "slow") for _ in range(4)]
+        sink, request = served.submit(row(16_000), "slow")
+        served.remote.cancel(request)
+        assert isinstance(sink.error, Cancelled)
+        await until(lambda: all(each.num_final for each, _ in first))
+        assert served.remote.num_extents_held == 0
+
+
+async def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(until):
+    async with serving(model("slow", a_ms="50")) as served:
+        served.submit(row(10_000), "slow")
+        served.submit(row(10_001), "slow")
+        await until(lambda: served.front.num_running == 2)
+        served.lives[-1].kill()
+        await until(lambda: len(served.lives) == 2)
+        (slow,) = served.catalog
+        assert slow.num_waiting == 0
+        served.lives[-1].connect().send(frames.Listening(frames.VERSION, 7))
+        assert served.lives[-1].opened.port == 7, "it listens where the first one did"
+        np.testing.assert_array_equal(await served.infer(row(4), "slow"), row(4))
+        await until(lambda: slow.num_running == 0)
+
+
+async def test_deaths_that_repeat_are_answered_with_patience(until):
+    async with serving() as served:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for number in range(2, 5):
+            served.lives[-1].kill()
+            await until(lambda number=number: len(served.lives) == number)
+            served.lives[-1].connect()
+        assert loop.time() - began > 0.25
+
+
+async def test_a_front_that_cannot_listen_is_a_config_error(until):
+    lives: list[FrontLife] = []
+
+    def start(loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> FrontLife:
+        lives.append(FrontLife(loop, on_death))
+        return lives[-1]
+
+    for problems, words in [(("port in use",), "port in use"), ((), "exited with status 1")]:
+        front = Front(Desk(Catalog(ThreadLife), lambda: True), "127.0.0.1", SMALL, start)
+        lives.clear()
+        front.start()
+        number = 0
+        while number < len(lives):
+            remote = lives[number].connect()
+            if problems:
+                remote.send(frames.LoadFailed(problems))
+            lives[number].kill("exited with status 1")
+            number += 1
+            await asyncio.sleep(0.2)
+        with pytest.raises(ConfigError, match=words):
+            await front.listening()
+        assert number == (1 if problems else 3)
+        await front.close()
+
+
+async def test_a_draining_server_finishes_what_it_has_and_refuses_the_rest(until):
+    async with serving(model("slow", a_ms="50")) as served:
+        sink, _ = served.submit(row(4), "slow")
+        await until(lambda: served.front.num_running == 1)
+        served.front.drain()
+        error = await served.infer(row(4), "slow")
+        assert isinstance(error, NotReady)
+        assert str(error) == "the server is shutting down"
+        assert msgspec.json.decode(await served.remote.ask("server_ready")) == {"ready": False}
+        await until(lambda: sink.num_final)
+        assert sink.error is None
+        closing = asyncio.ensure_future(served.front.close())
+        await served.remote.stopped.wait()
+        served.lives[-1].kill()
+        await closing
+
+
+async def test_the_core_answers_questions():
+    async with serving() as served:
+        ask = served.remote.ask
+        assert msgspec.json.decode(await ask("server_ready")) == {"ready": True}
+        assert msgspec.json.decode(await ask("server_metadata"))["name"] == "penstock"
+        assert msgspec.json.decode(await ask("model_ready", "echo")) == {"ready": True}
+        assert msgspec.json.decode(await ask("model_ready", "echo", "9")) == {"ready": False}
+        assert msgspec.json.decode(await ask("model_ready", "none")) == {"ready": False}
+        metadata = msgspec.json.decode(await ask("model_metadata", "echo"))
+        assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, -1]}]
+        config = model_config_pb2.ModelConfig.FromString(await ask("model_config", "echo", "1"))
+        assert (config.name, config.max_batch_size) == ("echo", 8)
+        with pytest.raises(Unsupported):
+            await ask("model_statistics")
+        for kind in ("model_metadata", "model_config"):
+            with pytest.raises(NotFound, match="unknown model: 'none' is not found"):
+                await ask(kind, "none")
+
+
+async def test_a_server_that_still_loads_is_not_ready():
+    async with serving(is_serving=False) as served:
+        assert msgspec.json.decode(await served.remote.ask("server_ready")) == {"ready": False}

@@ -1,0 +1,137 @@
+"""Frames over a socket that may be full or gone, and tensors through shared memory."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.errors import TooLarge
+from penstock.protocols.line import INLINE_BYTES, Line, Outbox, unpack
+from penstock.serving.slab import Segment
+from penstock.serving.supervisor import socket_pair
+from penstock.types import Tensor
+from penstock.wire import frames
+
+BIG = INLINE_BYTES + 1
+
+
+class End:
+    """One end of a line and what it has heard."""
+
+    def __init__(self, sock: socket.socket, decode: Callable[[memoryview], Any]) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.heard: list[Any] = []
+        self.is_lost = False
+        self.line: Line[Any] = Line(sock, decode, self.heard.append, self._lost)
+
+    def _lost(self) -> None:
+        self.is_lost = True
+
+    def close(self) -> None:
+        self.line.close()
+        self.sock.close()
+
+
+@pytest.fixture
+def pair() -> Callable[[], tuple[End, End]]:
+    def make() -> tuple[End, End]:
+        ours, theirs = socket_pair()
+        return End(ours, frames.decode_from_front), End(theirs, frames.decode_to_front)
+
+    return make
+
+
+async def test_frames_arrive_in_order_though_the_socket_is_full(pair, until):
+    core, front = pair()
+    sent = [frames.Answer(call, bytes(100_000)) for call in range(100)]
+    for frame in sent:
+        core.line.send(frame)
+    assert len(front.heard) == 0
+    await until(lambda: len(front.heard) == len(sent))
+    assert front.heard == sent
+    core.close()
+    front.close()
+
+
+async def test_the_loss_of_the_other_end_is_told_once_and_frames_are_dropped(pair, until):
+    core, front = pair()
+    front.line.send(frames.InferCancel(1))
+    front.close()
+    await until(lambda: core.is_lost)
+    assert core.heard == [frames.InferCancel(1)]
+    core.line.send(frames.Stop())
+    core.line.read()
+    core.close()
+
+
+async def test_a_frame_that_no_socket_takes_is_refused(pair):
+    core, front = pair()
+    with pytest.raises(TooLarge):
+        core.line.send(frames.Answer(1, bytes(frames.MAX_FRAME_BYTES)))
+    core.close()
+    front.close()
+
+
+def tensors(*sizes: int) -> list[Tensor]:
+    return [
+        Tensor(f"t{index}", "UINT8", (size,), bytes([index + 1]) * size)
+        for index, size in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (5, 0, 3), (INLINE_BYTES,), (BIG,), (BIG, 7, BIG)])
+def test_a_parcel_is_unpacked_as_it_was_packed(sizes):
+    segment = Segment(1 << 20)
+    outbox = Outbox(segment)
+    parcels: list[frames.Parcel] = []
+    outbox.post(1, tensors(*sizes), parcels.append)
+    (parcel,) = parcels
+    assert (parcel.offset is None) == (sum(sizes) <= INLINE_BYTES)
+    received = unpack(parcel, segment)
+    assert [(t.name, t.shape, bytes(t.data)) for t in received] == [
+        (t.name, t.shape, t.data) for t in tensors(*sizes)
+    ]
+    if parcel.offset is not None:
+        outbox.release(parcel.offset)
+    assert outbox.num_held == 0
+    del received
+    segment.close()
+
+
+def test_what_finds_no_room_is_sent_in_turn_when_there_is():
+    segment = Segment(3 * BIG)
+    outbox = Outbox(segment)
+    parcels: dict[int, frames.Parcel] = {}
+    for call in range(5):
+        outbox.post(call, tensors(BIG), lambda parcel, call=call: parcels.update({call: parcel}))
+    assert (list(parcels), outbox.num_waiting) == ([0, 1], 3)
+    outbox.post(9, tensors(1), lambda parcel: parcels.update({9: parcel}))
+    assert 9 in parcels, "what fits the frame need not wait"
+    assert outbox.withdraw(2) and not outbox.withdraw(0)
+    outbox.release(parcels[0].offset)
+    assert (3 in parcels, outbox.num_waiting) == (True, 1)
+    outbox.release(parcels[1].offset)
+    assert 4 in parcels and 2 not in parcels
+    segment.close()
+
+
+def test_what_waits_keeps_its_bytes():
+    segment = Segment(2 * BIG)
+    outbox = Outbox(segment)
+    parcels: list[frames.Parcel] = []
+    memory = bytearray(b"a" * BIG)
+    outbox.post(1, tensors(BIG), parcels.append)
+    outbox.post(2, [Tensor("x", "UINT8", (BIG,), memoryview(memory))], parcels.append)
+    memory[:] = bytes(BIG)
+    outbox.release(parcels[0].offset)
+    assert bytes(unpack(parcels[1], segment)[0].data) == b"a" * BIG
+    segment.close()
+
+
+def test_what_never_fits_is_refused():
+    segment = Segment(2 * BIG)
+    with pytest.raises(TooLarge, match=f"take {3 * BIG} bytes"):
+        Outbox(segment).post(1, tensors(3 * BIG), lambda parcel: None)
+    segment.close()

@@ -1,0 +1,116 @@
+"""The front's side alone, against a core that the test plays."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.errors import BackendFailed, Cancelled, Overloaded
+from penstock.protocols.line import INLINE_BYTES, Line
+from penstock.protocols.remote import KINDS, MAX_WAITING, Remote
+from penstock.serving.slab import Segment
+from penstock.serving.supervisor import socket_pair
+from penstock.testing import RecordingSink
+from penstock.types import Request, Tensor
+from penstock.wire import frames
+
+BIG = INLINE_BYTES + 1
+
+
+class Core:
+    """The other end of the socket: hears frames, says what it is told to."""
+
+    def __init__(self) -> None:
+        self._sock, theirs = socket_pair()
+        theirs.setblocking(False)
+        self._theirs = theirs
+        self.segments = [Segment(2 * BIG) for _ in range(2)]
+        self.heard: list[Any] = []
+        self.line: Line[Any] = Line(
+            self._sock, frames.decode_from_front, self.heard.append, lambda: None
+        )
+        self.remote = Remote(theirs, *self.segments)
+
+    def leave(self) -> None:
+        self.line.close()
+        self._sock.close()
+
+    def close(self) -> None:
+        self.leave()
+        self.remote.close()
+        self._theirs.close()
+        for segment in self.segments:
+            segment.close()
+
+
+def submit(core: Core, size: int = 1) -> tuple[RecordingSink, Request]:
+    sink = RecordingSink()
+    request = Request(sink, [Tensor("x", "UINT8", (size,), bytes(size))], 1.0)
+    core.remote.find("m", "1").submit(request)
+    return sink, request
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+async def test_an_error_keeps_its_kind_and_text(kind: str, until: Callable[..., Any]):
+    core = Core()
+    sink, _ = submit(core)
+    await until(lambda: core.heard)
+    call = core.heard[0].call
+    core.line.send(frames.InferReply(call, frames.Parcel(), error_kind=kind, error="why"))
+    await until(lambda: sink.num_final)
+    assert (type(sink.error), str(sink.error)) == (KINDS[kind], "why")
+    core.close()
+
+
+async def test_an_error_of_an_unknown_kind_is_the_backends(until: Callable[..., Any]):
+    core = Core()
+    question = asyncio.ensure_future(core.remote.ask("server_ready"))
+    await until(lambda: core.heard)
+    core.line.send(frames.Answer(core.heard[0].call, b"", "Strange", "why"))
+    with pytest.raises(BackendFailed, match="why"):
+        await question
+    core.close()
+
+
+async def test_memory_of_a_cancelled_request_is_kept_until_the_core_has_answered(
+    until: Callable[..., Any],
+):
+    core = Core()
+    sink, request = submit(core, BIG)
+    await until(lambda: core.heard)
+    core.remote.cancel(request)
+    assert isinstance(sink.error, Cancelled)
+    assert core.remote.num_extents_held == 1
+    await until(lambda: len(core.heard) == 2)
+    call = core.heard[0].call
+    assert core.heard[1] == frames.InferCancel(call)
+    # The answer was on its way already; what it holds is given back unread.
+    core.line.send(frames.InferReply(call, frames.Parcel(offset=64), "m", "1"))
+    await until(lambda: len(core.heard) == 3)
+    assert core.heard[2] == frames.Release((64,))
+    assert core.remote.num_extents_held == core.remote.num_running == 0
+    assert sink.num_final == 1
+    core.close()
+
+
+async def test_only_so_many_requests_wait_for_memory():
+    core = Core()
+    submit(core, BIG)
+    waiting = [submit(core, BIG)[0] for _ in range(MAX_WAITING)]
+    sink, _ = submit(core, BIG)
+    assert isinstance(sink.error, Overloaded)
+    assert not any(each.num_final for each in waiting)
+    core.close()
+
+
+async def test_it_stops_when_told_and_when_the_core_has_gone():
+    told, left = Core(), Core()
+    told.line.send(frames.Stop())
+    await told.remote.stopped.wait()
+    left.leave()
+    await left.remote.stopped.wait()
+    sink, _ = submit(left)
+    assert sink.num_final == 0, "its client is about to be cut off"
+    told.close()
+    left.close()

@@ -1,0 +1,234 @@
+"""Protobuf messages to requests and answers to messages: what is kept, what is refused, how."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tritonclient.grpc import service_pb2
+
+from penstock.errors import InvalidRequest, PenstockError, Unsupported
+from penstock.testing import RecordingSink
+from penstock.types import DATATYPES, Request, Response, Tensor, from_array, split_bytes, to_array
+from penstock.wire.v2_pb import CONTENTS, decode_infer, encode_answer, parse, set_parameter
+
+INPUT = service_pb2.ModelInferRequest.InferInputTensor
+OUTPUT = service_pb2.ModelInferRequest.InferRequestedOutputTensor
+FIXED = sorted(DATATYPES.keys() - {"BYTES"})
+
+
+def message(*inputs: Any, raw: tuple[bytes, ...] = (), **fields: Any) -> Any:
+    return service_pb2.ModelInferRequest(
+        model_name="m", inputs=list(inputs), raw_input_contents=list(raw), **fields
+    )
+
+
+def tensor(name: str = "x", datatype: str = "FP32", shape: Any = (2,), **contents: Any) -> Any:
+    item = INPUT(name=name, datatype=datatype, shape=shape)
+    if contents:
+        item.contents.CopyFrom(service_pb2.InferTensorContents(**contents))
+    return item
+
+
+def decode(wire: Any) -> Request:
+    """By way of bytes, as it really comes."""
+    copy = parse(service_pb2.ModelInferRequest, wire.SerializeToString())
+    return decode_infer(copy, RecordingSink(), 1.0)
+
+
+def refusal(wire: Any, kind: type[PenstockError] = InvalidRequest) -> str:
+    with pytest.raises(PenstockError) as caught:
+        decode(wire)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+RAW = np.array([1, 2], dtype="<f4").tobytes()
+
+
+# What is kept
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from(FIXED))
+def test_raw_tensors_come_and_go_bit_by_bit(data: st.DataObject, datatype: str) -> None:
+    array = data.draw(
+        hnp.arrays(DATATYPES[datatype].numpy, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0))
+    )
+    sent = from_array("x", datatype, array)
+    request = decode(message(tensor("x", datatype, array.shape), raw=(bytes(sent.data),), id="é"))
+    (received,) = request.inputs
+    assert (received.name, received.datatype, received.shape) == ("x", datatype, array.shape)
+    assert bytes(received.data) == bytes(sent.data)
+
+    answer = encode_answer(request, Response("m", "1", [received]))
+    answer = service_pb2.ModelInferResponse.FromString(answer.SerializeToString())
+    assert (answer.id, answer.model_name, answer.model_version) == ("é", "m", "1")
+    (output,) = answer.outputs
+    assert (output.name, output.datatype, tuple(output.shape)) == ("x", datatype, array.shape)
+    assert list(answer.raw_output_contents) == [bytes(sent.data)]
+    assert not output.HasField("contents")
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from(sorted(CONTENTS.keys() - {"BYTES"})))
+def test_typed_contents_are_the_same_as_raw(data: st.DataObject, datatype: str) -> None:
+    array = data.draw(hnp.arrays(DATATYPES[datatype].numpy, st.integers(1, 300)))
+    item = tensor("x", datatype, array.shape, **{CONTENTS[datatype]: array.tolist()})
+    (received,) = decode(message(item)).inputs
+    np.testing.assert_array_equal(to_array(received), array)
+
+
+@given(st.lists(st.binary(max_size=20), max_size=5))
+def test_bytes_elements_may_hold_anything(elements: list[bytes]) -> None:
+    item = tensor("x", "BYTES", [len(elements)], bytes_contents=elements)
+    (received,) = decode(message(item)).inputs
+    assert split_bytes(received.data) == elements
+    (again,) = decode(
+        message(tensor("x", "BYTES", [len(elements)]), tensor("y"), raw=(received.data, RAW))
+    ).inputs[:1]
+    assert split_bytes(again.data) == elements
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5).map(lambda text: f"own_{text}"),
+        st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats(allow_nan=False)
+        | st.text(max_size=5),
+        max_size=3,
+    )
+)
+def test_parameters_of_every_kind_come_and_go(parameters: dict[str, Any]) -> None:
+    wire = message(tensor(), raw=(RAW,))
+    for name, value in parameters.items():
+        set_parameter(wire.parameters[name], value)
+    request = decode(wire)
+    assert (request.parameters or {}) == parameters
+    answer = encode_answer(request, Response("m", "1", [], request.parameters))
+    kinds = {name: each.WhichOneof("parameter_choice") for name, each in answer.parameters.items()}
+    assert {n: getattr(answer.parameters[n], kind) for n, kind in kinds.items()} == parameters
+
+
+def test_priority_and_timeout_move_into_the_request() -> None:
+    wire = message(tensor(), raw=(RAW,))
+    set_parameter(wire.parameters["priority"], 2)
+    set_parameter(wire.parameters["timeout"], 1500)
+    request = decode(wire)
+    assert (request.priority, request.timeout_s, request.parameters) == (2, 0.0015, None)
+
+
+def test_outputs_are_asked_for_by_name() -> None:
+    request = decode(message(tensor(), raw=(RAW,), outputs=[OUTPUT(name="b"), OUTPUT(name="a")]))
+    assert [output.name for output in request.outputs] == ["b", "a"]
+
+
+def test_an_empty_tensor_needs_no_contents() -> None:
+    (received,) = decode(message(tensor(shape=[0, 4]))).inputs
+    assert (received.shape, received.data) == ((0, 4), b"")
+
+
+def test_fields_that_we_do_not_know_are_ignored() -> None:
+    data = message(tensor(), raw=(RAW,)).SerializeToString() + b"\xfa\x3f\x03abc"
+    assert decode(parse(service_pb2.ModelInferRequest, data)).inputs[0].data == RAW
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("wire", "words"),
+    [
+        (message(), "the request has no inputs"),
+        (message(tensor("x", fp32_contents=[1, 2]), raw=(RAW,)), "input 'x': contents field must"),
+        (message(tensor("x"), tensor("y"), raw=(RAW,)), "got 1: input 'y' has none"),
+        (message(tensor("x"), raw=(RAW, RAW)), "expected 1 raw_input_contents"),
+        (message(tensor("x", "FP32", [2], int_contents=[1, 2])), "belong in fp32_contents, not in"),
+        (message(tensor("x", fp32_contents=[1])), "input 'x': shape [2] needs 2 elements, fp32_"),
+        (message(tensor("x")), "needs 2 elements, fp32_contents has 0"),
+        (message(tensor("x", shape=[-1]), raw=(RAW,)), "input 'x': shape [-1] has a negative"),
+        (message(tensor("x", shape=[-1], fp32_contents=[1])), "input 'x': shape [-1] has a neg"),
+        (message(tensor("x", shape=[2**62, 2]), raw=(RAW,)), "input 'x': shape"),
+        (message(tensor("x", shape=[1] * 33), raw=(RAW,)), "33 dimensions"),
+        (message(tensor("x", "FP16", fp32_contents=[1, 2])), "FP16 has no typed contents"),
+        (message(tensor("x", "BF16", fp32_contents=[1, 2])), "BF16 has no typed contents"),
+        (message(tensor("x", "FP4", fp32_contents=[1, 2])), "unknown datatype 'FP4'"),
+        (message(tensor("x", "INT8", int_contents=[1, 128])), "a value does not fit INT8"),
+        (message(tensor("x", "UINT16", uint_contents=[1, 65536])), "a value does not fit UINT16"),
+        (
+            message(tensor(), raw=(RAW,), outputs=[OUTPUT(name="y"), OUTPUT(name="y")]),
+            "output 'y' already exists in request",
+        ),
+        (message(*[tensor()] * 1025), "more than 1024 inputs or outputs"),
+    ],
+)
+def test_malformed_requests_are_told_what_is_wrong(wire: Any, words: str) -> None:
+    assert words in refusal(wire)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("priority", -1, InvalidRequest),
+        ("priority", True, InvalidRequest),
+        ("timeout", "soon", InvalidRequest),
+        ("binary_data_output", 1, InvalidRequest),
+        ("sequence_id", 7, Unsupported),
+        ("sequence_start", True, Unsupported),
+    ],
+)
+def test_known_parameters_are_checked(name: str, value: Any, kind: type[PenstockError]) -> None:
+    wire = message(tensor(), raw=(RAW,))
+    set_parameter(wire.parameters[name], value)
+    assert f"parameter '{name}'" in refusal(wire, kind)
+
+
+def test_a_parameter_without_a_value_is_refused() -> None:
+    wire = message(tensor(), raw=(RAW,))
+    wire.parameters["empty"].SetInParent()
+    assert refusal(wire) == "parameter 'empty' has no value"
+
+
+def test_shared_memory_and_classification_are_unsupported() -> None:
+    item = tensor()
+    set_parameter(item.parameters["shared_memory_region"], "r")
+    assert "input 'x': shared memory" in refusal(message(item), Unsupported)
+    output = OUTPUT(name="y")
+    set_parameter(output.parameters["classification"], 3)
+    assert "'classification' is not" in refusal(
+        message(tensor(), raw=(RAW,), outputs=[output]), Unsupported
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff",
+        b"\x0a\x05abc",
+        b"\x0a\x02\xff\xfe",  # A name that is not UTF-8.
+        b"\xfb\x3f" * 100_000,  # Groups inside groups.
+    ],
+)
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="failed to parse the ModelInferRequest"):
+        parse(service_pb2.ModelInferRequest, data)
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=60))
+def test_random_bytes_do_no_harm(data: bytes) -> None:
+    with contextlib.suppress(PenstockError):
+        decode_infer(parse(service_pb2.ModelInferRequest, data), RecordingSink(), 1.0)
+
+
+def test_an_answer_copies_what_it_is_given() -> None:
+    memory = bytearray(RAW)
+    view = memoryview(memory)
+    request = decode(message(tensor(), raw=(RAW,)))
+    answer = encode_answer(request, Response("m", "1", [Tensor("y", "FP32", (2,), view)]))
+    memory[:] = bytes(8)
+    assert list(answer.raw_output_contents) == [RAW]
