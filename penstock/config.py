@@ -118,12 +118,9 @@ class GrpcConfig:
     port: int = 8001
     # Of one request; raise it for larger tensors.
     max_message_bytes: int = 64 * MIB
-
-    @property
-    def segment_bytes(self) -> int:
-        """Shared memory for the tensors of requests on their way, and as much for answers. Room for
-        several of the largest; pages that are never used cost nothing."""
-        return 4 * self.max_message_bytes
+    # Shared memory for tensors on their way to the core, and as much for the way back; at least
+    # twice the largest message is taken. Pages that are never used cost nothing.
+    segment_bytes: int = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True)

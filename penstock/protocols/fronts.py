@@ -277,16 +277,11 @@ class Front:
         self._listening_at = None
         self._problems = ()
         life = self._start_life(self._loop, self._died)
-        config = self._config
-        self._session = Session(self._desk, life, config.segment_bytes, self._told)
+        max_bytes = self._config.max_message_bytes
+        segment_bytes = max(self._config.segment_bytes, 2 * max_bytes)
+        self._session = Session(self._desk, life, segment_bytes, self._told)
         self._session.open(
-            frames.Open(
-                frames.VERSION,
-                self._host,
-                self.port,
-                config.segment_bytes,
-                config.max_message_bytes,
-            )
+            frames.Open(frames.VERSION, self._host, self.port, segment_bytes, max_bytes)
         )
 
     async def listening(self) -> None:

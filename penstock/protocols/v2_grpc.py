@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import json_format
@@ -285,9 +285,10 @@ def status_of(error: PenstockError) -> grpc.StatusCode:
     return STATUS.get(type(error), grpc.StatusCode.INTERNAL)
 
 
-async def _abort(context: Any, error: BaseException) -> None:
+async def _abort(context: Any, error: BaseException) -> NoReturn:
     assert isinstance(error, PenstockError)
     await context.abort(status_of(error), str(error)[:MAX_DETAILS])
+    raise AssertionError("abort raises")
 
 
 def _unary(method: Any, answer: Answer) -> grpc.RpcMethodHandler:

@@ -31,7 +31,7 @@ from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 from penstock.wire import frames
 
-SMALL = GrpcConfig(port=0, max_message_bytes=64 * 1024)
+SMALL = GrpcConfig(port=0, max_message_bytes=64 * 1024, segment_bytes=256 * 1024)
 
 
 class FrontLife:
