@@ -243,16 +243,17 @@ async def test_a_front_that_cannot_listen_is_a_config_error(until):
         front = Front(Desk(Catalog(ThreadLife), lambda: True), "127.0.0.1", SMALL, start)
         lives.clear()
         front.start()
+        listening = asyncio.ensure_future(front.listening())
         number = 0
-        while number < len(lives):
+        while not listening.done():
             remote = lives[number].connect()
             if problems:
                 remote.send(frames.LoadFailed(problems))
             lives[number].kill("exited with status 1")
             number += 1
-            await asyncio.sleep(0.2)
+            await until(lambda n=number, task=listening: len(lives) > n or task.done())
         with pytest.raises(ConfigError, match=words):
-            await front.listening()
+            await listening
         assert number == (1 if problems else 3)
         await front.close()
 
