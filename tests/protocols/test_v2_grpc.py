@@ -192,12 +192,10 @@ async def test_a_message_that_is_too_long_is_resource_exhausted():
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.parametrize("method", SERVICE.methods, ids=lambda method: method.name)
-async def test_every_method_is_answered_or_says_that_it_is_not(method: Any):
-    if method.name in ANSWERED:
-        return
+@pytest.mark.parametrize("name", sorted({*SERVICE.methods_by_name} - ANSWERED))
+async def test_every_method_is_answered_or_says_that_it_is_not(name: str):
     async with serving(Core()) as client:
-        call = client.channel.unary_unary(f"/{SERVICE.full_name}/{method.name}")
+        call = client.channel.unary_unary(f"/{SERVICE.full_name}/{name}")
         code, text = await client.refusal(call(b""))
         assert code == grpc.StatusCode.UNIMPLEMENTED
         assert "not supported by this server" in text
