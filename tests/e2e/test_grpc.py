@@ -8,8 +8,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -71,6 +70,11 @@ def floats(size: int, value: float = 1.0) -> np.ndarray:
 def number(value: int = 1) -> list[grpcclient.InferInput]:
     """For the `null_model`s."""
     return [tensor(np.array([[value]], np.int32), "INT32")]
+
+
+def into(answers: queue.Queue) -> Callable[..., None]:
+    """A callback for tritonclient, which calls it by keyword."""
+    return lambda result, error: answers.put((result, error))
 
 
 def refusal(client: grpcclient.InferenceServerClient, *arguments, **options) -> tuple[str, str]:
@@ -181,19 +185,20 @@ def test_async_infer(client):
     answers: queue.Queue = queue.Queue()
     for value in range(100):
         inputs = [tensor(floats(16, value), "FP32")]
-        client.async_infer("floats", inputs, partial(lambda *a: answers.put(a), value))
+        client.async_infer("floats", inputs, into(answers), request_id=str(value))
     for _ in range(100):
-        value, result, error = answers.get(timeout=30)
+        result, error = answers.get(timeout=30)
         assert error is None
+        value = int(result.get_response().id)
         np.testing.assert_array_equal(result.as_numpy("y"), floats(16, value))
 
 
 def test_a_cancelled_async_infer(client):
     answers: queue.Queue = queue.Queue()
-    call = client.async_infer("slow", number(), lambda result, error: answers.put(error))
+    call = client.async_infer("slow", number(), into(answers))
     time.sleep(0.05)
     call.cancel()
-    assert "Locally cancelled" in str(answers.get(timeout=5))
+    assert "Locally cancelled" in str(answers.get(timeout=5)[1])
     assert client.infer("slow", number(5)).as_numpy("y").tolist() == [[5]]
 
 
@@ -212,10 +217,12 @@ def canceled(server: Served) -> bytes:
 
 def test_a_stream(client):
     answers: queue.Queue = queue.Queue()
-    client.start_stream(lambda result, error: answers.put((result, error)))
+    client.start_stream(into(answers))
     for value in range(50):
-        client.async_stream_infer("floats", [tensor(floats(16, value), "FP32")], str(value))
-    client.async_stream_infer("none", [tensor(floats(16), "FP32")], "none")
+        client.async_stream_infer(
+            "floats", [tensor(floats(16, value), "FP32")], request_id=str(value)
+        )
+    client.async_stream_infer("none", [tensor(floats(16), "FP32")])
     seen = set()
     for _ in range(51):
         result, error = answers.get(timeout=30)
@@ -327,14 +334,14 @@ def test_a_message_beyond_the_limit(tmp_path):
 
 
 def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
-    served = Served(null_model(tmp_path, "slow", a_ms=1500), grpc=True)
+    served = Served(null_model(tmp_path, "slow", stall_on=7, stall_ms=1500), grpc=True)
     processes = served.processes()
     assert len(processes) == 2
     answers: queue.Queue = queue.Queue()
     with grpcclient.InferenceServerClient(served.grpc_address) as client:
-        told: list[object] = []
-        client.start_stream(lambda *told_now: told.append(told_now))
-        client.async_infer("slow", number(7), lambda *answer: answers.put(answer))
+        told: queue.Queue = queue.Queue()
+        client.start_stream(into(told))
+        client.async_infer("slow", number(7), into(answers))
         time.sleep(0.4)
         served.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
@@ -345,7 +352,7 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
         assert error is None
         assert result.as_numpy("y").tolist() == [[7]]
         assert served.finish(processes) == 0
-        assert told == [], "an idle stream ends without an error"
+        assert told.empty(), "an idle stream ends without an error"
 
 
 def test_the_front_dies_with_the_core(tmp_path):
