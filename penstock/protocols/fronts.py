@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import socket
 from collections.abc import Callable
 
 import msgspec
@@ -113,6 +114,7 @@ class Call:
             id=frame.id,
             outputs=[RequestedOutput(name) for name in frame.outputs],
         )
+        request.form = (frame.outputs, *map(_form, frame.parcel.pieces))
         request.parameters = frame.parameters or None
         request.priority = frame.priority
         request.timeout_s = frame.timeout_s
@@ -139,7 +141,7 @@ class Session:
         self._is_open = True
         self.life = life
         self._line: Line[frames.FromFront] = Line(
-            life.sock, frames.decode_from_front, self._receive, self._lost
+            life.sock, frames.decode_all_from_front, self._receive, self._lost
         )
 
     @property
@@ -148,7 +150,8 @@ class Session:
         return len(self._calls) + self._outbox.num_waiting
 
     def open(self, frame: frames.Open) -> None:
-        self._line.send(frame, (self._requests.fd, self._answers.fd))
+        fds = [self._requests.fd, self._answers.fd]
+        socket.send_fds(self.life.sock, [frames.encode(frame)], fds)
 
     def stop(self) -> None:
         self._line.send(frames.Stop())
@@ -343,6 +346,10 @@ class Front:
         why = "; ".join(self._problems) or reason
         log.warning("the gRPC front %s; restart in %.1f s", why, delay_s)
         self._timer = self._loop.call_later(delay_s, self.start)
+
+
+def _form(piece: frames.Piece) -> object:
+    return piece.name, piece.datatype, piece.shape, piece.nbytes
 
 
 def _json(value: object) -> bytes:

@@ -20,22 +20,23 @@ from penstock.wire import frames
 # Fewer bytes travel in the frame. That saves both sides the books of the segment and, for an
 # answer, a Release frame; a copy of this size costs less than either.
 INLINE_BYTES = 16 * 1024
-# What one frame may take of a socket buffer.
+# What one datagram may take of a socket buffer.
 MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4
-# Frames read in one turn of the loop, so that a busy front does not keep others waiting.
-MAX_TURN_FRAMES = 64
+# Datagrams read in one turn of the loop, so that a busy front does not keep others waiting.
+MAX_TURN_DATAGRAMS = 16
 
 Received = TypeVar("Received")
 
 
 class Line(Generic[Received]):
-    """One end of a SOCK_SEQPACKET pair. `lost` is called when the other end has gone; frames sent
-    afterwards are dropped."""
+    """One end of a SOCK_SEQPACKET pair. All frames of one turn of the loop leave as one datagram:
+    waking the other process is the dearest part of sending. `lost` is called when the other end has
+    gone; frames sent afterwards are dropped."""
 
     def __init__(
         self,
         sock: socket.socket,
-        decode: Callable[[memoryview], Received],
+        decode: Callable[[memoryview], Sequence[Received]],
         receive: Callable[[Received], None],
         lost: Callable[[], None],
     ) -> None:
@@ -46,26 +47,27 @@ class Line(Generic[Received]):
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray(frames.MAX_FRAME_BYTES)
         self._view = memoryview(self._buffer)
-        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._due: list[bytes] = []
+        self._due_bytes = 0
+        self._unsent: deque[bytes] = deque()
         self._is_open = True
         self._loop.add_reader(sock.fileno(), self.read)
 
-    def send(self, frame: frames.Frame, fds: tuple[int, ...] = ()) -> None:
-        """Now, or when the socket has room again. TooLarge if it never will."""
+    def send(self, frame: frames.Frame) -> None:
+        """At the end of this turn, or when the socket has room again. TooLarge if it never will."""
         data = frames.encode(frame)
         if len(data) > MAX_SENT_BYTES:
             raise TooLarge("the names, the id and the parameters are too large")
-        if not self._is_open:
-            return
-        if self._unsent:
-            self._unsent.append((data, fds))
-        elif not self._try_to_send(data, fds):
-            self._unsent.append((data, fds))
-            self._loop.add_writer(self._sock.fileno(), self._flush)
+        if self._due_bytes + len(data) > MAX_SENT_BYTES:
+            self._send_due()
+        if not self._due:
+            self._loop.call_soon(self._send_due)
+        self._due.append(data)
+        self._due_bytes += len(data)
 
     def read(self) -> None:
         """Hand over what there is."""
-        for _ in range(MAX_TURN_FRAMES):
+        for _ in range(MAX_TURN_DATAGRAMS):
             if not self._is_open:
                 return
             try:
@@ -78,30 +80,43 @@ class Line(Generic[Received]):
                 self.close()
                 self._lost()
                 return
-            self._receive(self._decode(self._view[:size]))
+            for frame in self._decode(self._view[:size]):
+                self._receive(frame)
 
     def close(self) -> None:
-        """Safe to call again."""
+        """What is due still leaves if there is room. Safe to call again."""
         if self._is_open:
+            self._send_due()
             self._is_open = False
             self._loop.remove_reader(self._sock.fileno())
             self._loop.remove_writer(self._sock.fileno())
             self._unsent.clear()
 
+    def _send_due(self) -> None:
+        if not self._due:
+            return
+        data = frames.join(self._due)
+        self._due.clear()
+        self._due_bytes = 0
+        if not self._is_open:
+            return
+        if self._unsent:
+            self._unsent.append(data)
+        elif not self._try_to_send(data):
+            self._unsent.append(data)
+            self._loop.add_writer(self._sock.fileno(), self._flush)
+
     def _flush(self) -> None:
         while self._unsent:
-            if not self._try_to_send(*self._unsent[0]):
+            if not self._try_to_send(self._unsent[0]):
                 return
             self._unsent.popleft()
         self._loop.remove_writer(self._sock.fileno())
 
-    def _try_to_send(self, data: bytes, fds: tuple[int, ...]) -> bool:
+    def _try_to_send(self, data: bytes) -> bool:
         """False when the socket is full. The loss of the other end is noticed by reading."""
         try:
-            if fds:
-                socket.send_fds(self._sock, [data], list(fds))
-            else:
-                self._sock.send(data)
+            self._sock.send(data)
         except BlockingIOError:
             return False
         except (BrokenPipeError, ConnectionResetError):

@@ -74,10 +74,9 @@ class Remote:
         self._numbers = itertools.count(1)
         self._calls: dict[int, tuple[Request, int | None]] = {}
         self._questions: dict[int, asyncio.Future[bytes]] = {}
-        self._read: list[int] = []
         self.stopped = asyncio.Event()
         self._line: Line[frames.ToFront] = Line(
-            sock, frames.decode_to_front, self._receive, self.stopped.set
+            sock, frames.decode_all_to_front, self._receive, self.stopped.set
         )
 
     @property
@@ -183,17 +182,7 @@ class Remote:
             )
             request.respond(response, frame.is_final)
         if frame.parcel.offset is not None:
-            self._release(frame.parcel.offset)
-
-    def _release(self, offset: int) -> None:
-        """One frame for all that this turn of the loop has read."""
-        if not self._read:
-            self._loop.call_soon(self._send_release)
-        self._read.append(offset)
-
-    def _send_release(self) -> None:
-        read, self._read = self._read, []
-        self._line.send(frames.Release(tuple(read)))
+            self._line.send(frames.Release((frame.parcel.offset,)))
 
     def _answer(self, frame: frames.Answer) -> None:
         question = self._questions.get(frame.call)

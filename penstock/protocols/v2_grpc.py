@@ -339,6 +339,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     except RuntimeError:
         reason = _why_not(settings.host, settings.port)
         remote.send(frames.LoadFailed((f"cannot listen on {address} for gRPC: {reason}",)))
+        remote.close()
         return
     await server.start()
     # What is there now stays: full collections need not look at it again and again.
@@ -383,7 +384,7 @@ def main() -> None:
     assert isinstance(settings, frames.Open)
     if settings.version != frames.VERSION:
         text = f"the core speaks frames version {settings.version}, this front {frames.VERSION}"
-        sock.send(frames.encode(frames.LoadFailed((text,))))
+        sock.send(frames.join([frames.encode(frames.LoadFailed((text,)))]))
         return
     asyncio.run(serve(sock, settings, fds))
     sys.stdout.flush()

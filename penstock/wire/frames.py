@@ -3,6 +3,8 @@
 One frame is one datagram of a SOCK_SEQPACKET pair: MessagePack of a tagged array, a few hundred
 bytes for a whole batch, because tensors stay in shared memory. `VERSION` is exchanged first and
 must be equal on both sides; fields may be added at the end with a default, anything else raises it.
+A front has a frame per request, so there a datagram is an array of the frames that are due
+(`join`); only its first, Open, comes alone.
 
     core → worker   Load, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
     worker → core   Ready, LoadFailed, Done, Failed, StreamResponse, Upcall
@@ -12,6 +14,7 @@ must be equal on both sides; fields may be added at the end with a default, anyt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -271,3 +274,10 @@ decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 decode_from_front = msgspec.msgpack.Decoder(FromFront).decode
 decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
+decode_all_from_front = msgspec.msgpack.Decoder(list[FromFront]).decode
+decode_all_to_front = msgspec.msgpack.Decoder(list[ToFront]).decode
+
+
+def join(encoded: Sequence[bytes]) -> bytes:
+    """At most 65535 encoded frames as one array (array 16 of MessagePack)."""
+    return b"\xdc" + len(encoded).to_bytes(2, "big") + b"".join(encoded)

@@ -38,7 +38,7 @@ class End:
 def pair() -> Callable[[], tuple[End, End]]:
     def make() -> tuple[End, End]:
         ours, theirs = socket_pair()
-        return End(ours, frames.decode_from_front), End(theirs, frames.decode_to_front)
+        return End(ours, frames.decode_all_from_front), End(theirs, frames.decode_all_to_front)
 
     return make
 

@@ -28,7 +28,7 @@ class Core:
         self.segments = [Segment(2 * BIG) for _ in range(2)]
         self.heard: list[Any] = []
         self.line: Line[Any] = Line(
-            self._sock, frames.decode_from_front, self.heard.append, lambda: None
+            self._sock, frames.decode_all_from_front, self.heard.append, lambda: None
         )
         self.remote = Remote(theirs, *self.segments)
 

@@ -123,6 +123,15 @@ def test_every_frame_of_every_direction_is_covered_here() -> None:
         assert set(union.__args__) == {type(frame) for frame in each}
 
 
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 300])
+def test_frames_that_are_joined_are_read_one_by_one(count: int) -> None:
+    sent = (FROM_FRONT * count)[:count]
+    joined = frames.join([frames.encode(frame) for frame in sent])
+    assert frames.decode_all_from_front(joined) == sent
+    with pytest.raises(msgspec.DecodeError):
+        frames.decode_all_from_front(joined + b"\x00")
+
+
 def test_a_model_config_arrives_whole_and_of_the_same_types() -> None:
     loaded = frames.decode_to_worker(frames.encode(frames.Load(1, FULL_CONFIG, 5)))
     assert isinstance(loaded, frames.Load)
