@@ -197,7 +197,8 @@ class Service:
 
     async def _model_statistics(self, message: Any) -> Any:
         body = await self._remote.ask("model_statistics", message.name, message.version)
-        return json_format.Parse(body, service_pb2.ModelStatisticsResponse())
+        answer = service_pb2.ModelStatisticsResponse()
+        return json_format.Parse(body, answer, ignore_unknown_fields=True)
 
     # Health.
 
