@@ -335,10 +335,12 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     server.add_generic_rpc_handlers(service.handlers())
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
+    reason = _why_not(settings.host, settings.port)
     try:
-        port = server.add_insecure_port(address)
-    except RuntimeError:
-        reason = _why_not(settings.host, settings.port)
+        port = 0 if reason else server.add_insecure_port(address)
+    except RuntimeError as error:
+        reason = str(error)
+    if reason:
         remote.send(frames.LoadFailed((f"cannot listen on {address} for gRPC: {reason}",)))
         remote.close()
         return
@@ -354,16 +356,13 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
 
 
 def _why_not(host: str, port: int) -> str:
-    """gRPC does not say why it cannot listen; trying it oneself does."""
+    """Why nobody can listen there; empty if one can. gRPC itself does not say."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=_family(host)).close()
+        socket.create_server((host, port), family=family).close()
     except OSError as error:
-        return error.strerror or str(error)
-    return "it was refused"
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+        return os.strerror(error.errno) if error.errno else str(error)
+    return ""
 
 
 def main() -> None:
