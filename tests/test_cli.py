@@ -157,7 +157,8 @@ def test_every_command_and_flag_has_a_help_text(name: str) -> None:
 
 def test_help_of_serve_shows_every_flag_with_its_default() -> None:
     text = run_penstock("serve", "--help").stdout
-    flags = {"--host": "127.0.0.1", "--http-port": "8000", "--drain-s": "30.0", "--insecure": ""}
+    flags = {"--host": "127.0.0.1", "--http-port": "8000", "--grpc-port": "8001", "--grpc": "grpc"}
+    flags |= {"--drain-s": "30.0", "--insecure": ""}
     for flag, default in flags.items():
         assert flag in text
         assert default in text

@@ -17,8 +17,9 @@ from penstock.serving.slab import Extents, Segment
 from penstock.types import Tensor
 from penstock.wire import frames
 
-# Fewer bytes travel in the frame. That saves both sides the books of the segment and, for an
-# answer, a Release frame; a copy of this size costs less than either.
+# Fewer bytes travel in the frame, which saves the books of the segment and a Release. CPU of both
+# ends and a worker thread per request, inline and in shared memory (2 cores, 2026-11-15): 64 bytes
+# 50 and 72 us, 16 kB 63 and 79 us, 32 kB 106 and 77 us.
 INLINE_BYTES = 16 * 1024
 # What one datagram may take of a socket buffer.
 MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4

@@ -59,7 +59,6 @@ STATUS: dict[type[PenstockError], grpc.StatusCode] = {
 }
 # Calls of the service that are refused, by how their names begin.
 MISSING = {
-    "ModelStatistics": "model statistics are",
     "Repository": "the model repository API is",
     "SystemSharedMemory": "system shared memory regions are",
     "CudaSharedMemory": "CUDA shared memory regions are",
