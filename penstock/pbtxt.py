@@ -277,11 +277,13 @@ class _Resolver:
         )
 
     def _labels(self, path: str, file: str) -> tuple[str, ...]:
-        """One label a line, from a file in the model's folder."""
+        """One label a line, from a file in the model's folder; none if it is not there."""
         base = self._folder.resolve().parent
         labels = (base / file).resolve()
         if not labels.is_relative_to(base):
             self._problem(path, f"'{file}' leaves the model's folder")
+            return ()
+        if not labels.is_file():
             return ()
         try:
             return tuple(labels.read_text(encoding="utf-8").splitlines())
