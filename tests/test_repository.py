@@ -104,7 +104,10 @@ def test_the_examples_are_a_repository_without_problems(examples: Path) -> None:
     assert [config.name for config in found.configs] == ["digits", "identity"]
     digits = found.configs[0]
     assert digits.inputs == (TensorSpec("image", "FP32", (1, 8, 8)),)
-    assert digits.outputs == (TensorSpec("logits", "FP32", (10,), label_file="labels.txt"),)
+    assert [(s.name, s.datatype, s.shape, s.label_file) for s in digits.outputs] == [
+        ("logits", "FP32", (10,), "labels.txt")
+    ]
+    assert digits.outputs[0].labels[:2] == ("zero", "one")
     assert Path(digits.artifact) == examples / "digits" / "1" / "model.onnx"
 
 
@@ -846,7 +849,7 @@ def test_a_pipe_in_place_of_the_model_does_not_hang_the_reader(tmp_path: Path) -
     folder = add_model(tmp_path, "model", None)
     os.mkfifo(folder / "1" / "model.onnx")
     script = "import sys; from penstock import repository; repository.read(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=3)
+    subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=20)
 
 
 @pytest.mark.parametrize("location", ["../../secret.bin", "/etc/hostname", "missing.bin"])

@@ -708,13 +708,39 @@ def test_binary_data_of_an_output_is_true_or_false(value: str) -> None:
     assert "binary_data" in refusal(with_field("outputs", output))
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    ['{"classification":3}', '{"shared_memory_region":"r","shared_memory_byte_size":4}'],
-)
-def test_what_an_output_asks_for_in_vain_is_said_to_be_unsupported(parameters: str) -> None:
+def test_what_an_output_asks_for_in_vain_is_said_to_be_unsupported() -> None:
+    parameters = '{"shared_memory_region":"r","shared_memory_byte_size":4}'
     with pytest.raises(Unsupported, match="'y'"):
         decode(with_field("outputs", f'[{{"name":"y","parameters":{parameters}}}]'))
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "true", "1.5", '"3"'])
+def test_a_number_of_classes_is_at_least_one(count: str) -> None:
+    assert "'y'" in refusal(
+        with_field("outputs", f'[{{"name":"y","parameters":{{"classification":{count}}}}}]')
+    )
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values", "labels", "classes"),
+    [
+        ("FP32", [[1.5, 3, -2]], ("a", "b", "c"), [["3.000000:1:b", "1.500000:0:a"]]),
+        ("FP32", [[1, 1, 1]], (), [["1.000000:0", "1.000000:1"]]),
+        ("INT32", [[1, 2], [4, 3]], ("a",), [["2:1", "1:0:a"], ["4:0:a", "3:1"]]),
+        ("UINT8", [5, 7], ("a", "b"), ["7:1:b", "5:0:a"]),
+    ],
+)
+def test_the_best_classes_come_first_with_their_labels(
+    datatype: str, values: Any, labels: tuple[str, ...], classes: Any
+) -> None:
+    request = request_for(RequestedOutput("y", {"classification": 2}))
+    response = Response("m", "1", [tensor_of("y", datatype, values)])
+    specs = [TensorSpec("y", datatype, (-1,), labels=labels)]
+    head, tail = Codec().encode_answer(request, response, specs)
+    (output,) = json.loads(head)["outputs"]
+    assert (output["datatype"], output["shape"]) == ("BYTES", list(np.shape(classes)))
+    assert output["data"] == np.ravel(classes).tolist()
+    assert tail == []
 
 
 @pytest.mark.parametrize(
