@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.onnx_file import read_signature
 from penstock.types import TensorSpec, TimeoutAction
 
-FILES = {"onnxruntime": "model.onnx"}
+FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
 PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 DEFAULT_MAX_BATCH = 64
 MAX_INSTANCES = 64
@@ -85,6 +85,38 @@ def to_message(config: ModelConfig) -> Any:
     for key, value in sorted(config.options.items()):
         message.parameters[key].string_value = value
     return message
+
+
+def to_json(config: ModelConfig) -> dict[str, Any]:
+    """The resolved configuration as Triton gives it over its API: every plain field, numbers as
+    numbers (protobuf's own JSON writes 64-bit ones as text)."""
+    return _to_dict(to_message(config))
+
+
+def _to_dict(message: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        is_message = field.message_type is not None
+        if is_message and field.message_type.GetOptions().map_entry:
+            values[field.name] = {
+                str(key): _to_dict(item) if hasattr(item, "DESCRIPTOR") else item
+                for key, item in value.items()
+            }
+        elif field.is_repeated:
+            values[field.name] = [
+                _to_dict(item) if is_message else _plain(field, item) for item in value
+            ]
+        elif is_message:
+            if message.HasField(field.name):
+                values[field.name] = _to_dict(value)
+        elif not field.has_presence or message.HasField(field.name):
+            values[field.name] = _plain(field, value)
+    return values
+
+
+def _plain(field: Any, value: Any) -> Any:
+    return field.enum_type.values_by_number[value].name if field.enum_type is not None else value
 
 
 def _describe_batching(message: Any, policy: BatchPolicy) -> None:
