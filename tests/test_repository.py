@@ -101,7 +101,12 @@ def test_the_current_folder_can_be_a_model(tmp_path: Path, monkeypatch: pytest.M
 def test_the_examples_are_a_repository_without_problems(examples: Path) -> None:
     found = read(examples)
     assert found.problems == {}
-    assert [config.name for config in found.configs] == ["digits", "identity"]
+    assert [config.name for config in found.configs] == [
+        "digits",
+        "identity",
+        "simple",
+        "text_length",
+    ]
     digits = found.configs[0]
     assert digits.inputs == (TensorSpec("image", "FP32", (1, 8, 8)),)
     assert digits.outputs == (TensorSpec("logits", "FP32", (10,), label_file="labels.txt"),)
