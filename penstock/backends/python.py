@@ -94,7 +94,8 @@ class Code:
         except PenstockError:
             raise
         except Exception as error:  # A model's code may raise anything.
-            log.error("%s", "".join(traceback.format_exception(error)))
+            if not isinstance(error, SyntaxError | ModuleNotFoundError):
+                log.error("%s", "".join(traceback.format_exception(error)))
             raise self.problem(what + self._describe(error)) from error
 
     def close(self) -> None:
@@ -238,6 +239,13 @@ class _Anonymous:
 
 
 def load(config: ModelConfig) -> TritonRunner | StackedRunner:
+    if "EXECUTION_ENV_PATH" in config.options:
+        raise ConfigError(
+            [
+                "parameters.EXECUTION_ENV_PATH: not supported; "
+                f"models run in the server's own Python ({sys.executable})"
+            ]
+        )
     code = Code(config)
     try:
         module = code.load()

@@ -431,6 +431,11 @@ def test_a_file_must_hold_one_model(tmp_path: Path, code: str, words: str) -> No
     assert words in problem_of(tmp_path, code)
 
 
+def test_an_environment_of_its_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parameters.EXECUTION_ENV_PATH: not supported"):
+        load(python_config(tmp_path, ECHO_Y, EXECUTION_ENV_PATH="env.tar.gz"))
+
+
 def test_a_triton_model_may_have_functions_and_classes_of_any_name(tmp_path: Path) -> None:
     code = ECHO_Y + "\ndef infer(): ...\n\nclass Model:\n    infer = print\n"
     assert load(python_config(tmp_path, code)).needs_requests
