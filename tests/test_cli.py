@@ -367,7 +367,7 @@ def test_server_is_not_ready_while_a_model_of_the_repository_is_broken(tmp_path:
 def test_signal_ends_server_and_workers(examples: Path, number: int) -> None:
     with serving(examples) as server:
         workers = workers_of(server.process.pid)
-        assert len(workers) == 2
+        assert len(workers) == 4
         assert server.stop(number) == 0
         assert psutil.wait_procs(workers, timeout=5)[1] == []
 
@@ -375,7 +375,7 @@ def test_signal_ends_server_and_workers(examples: Path, number: int) -> None:
 def test_workers_end_when_the_core_is_killed(examples: Path) -> None:
     with serving(examples) as server:
         workers = workers_of(server.process.pid)
-        assert len(workers) == 2
+        assert len(workers) == 4
         server.stop(signal.SIGKILL)
         assert psutil.wait_procs(workers, timeout=5)[1] == []
 

@@ -191,7 +191,7 @@ class TestTritonModel(PythonContract):
     def failing_model(self, folder: Path) -> tuple[ModelConfig, Batch, Batch]:
         code = triton("""
             def answer(self, request, x):
-                assert 7 not in x
+                assert 7 not in x, "a seven"
                 return respond(y0=x)
         """)
         _, bad, good = super().failing_model(folder)
