@@ -391,6 +391,22 @@ def test_every_datatype_is_mapped(tmp_path: Path, datatype: str) -> None:
     assert config.outputs == (TensorSpec("y", datatype, (2, -1), label_file="l.txt"),)
 
 
+def test_a_file_names_the_backend_where_the_configuration_does_not(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL.replace('backend: "null"', ""))
+    with pytest.raises(ConfigError, match=r"neither 1/model.onnx nor 1/model.py exists"):
+        raise ConfigError(read(folder).problems["model"])
+    (folder / "1" / "model.py").touch()
+    [config] = read(folder).configs
+    assert (config.backend, config.platform) == ("python", "python")
+    assert Path(config.artifact) == folder / "1" / "model.py"
+
+
+def test_a_python_model_must_say_its_tensors(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", 'backend: "python"')
+    (folder / "1" / "model.py").touch()
+    assert read(folder).problems["model"] == ["input, output: must be given for backend 'python'"]
+
+
 def test_platform_names_the_backend_too(tmp_path: Path, write_identity: WriteOnnx) -> None:
     folder = add_model(tmp_path, "model", 'platform: "onnxruntime_onnx"')
     write_identity(folder / "1" / "model.onnx")

@@ -138,7 +138,7 @@ class InferenceRequest:
         correlation_id: int | str = 0,
         inputs: Sequence[Tensor] = (),
         requested_output_names: Sequence[str] = (),
-        model_name: str = "",
+        model_name: str | bytes = "",
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -150,7 +150,7 @@ class InferenceRequest:
         self._correlation_id = correlation_id
         self._inputs = list(inputs)
         self._output_names = list(requested_output_names)
-        self._model_name = model_name
+        self._model_name = model_name.decode() if isinstance(model_name, bytes) else model_name
         self._model_version = model_version
         self._flags = flags
         self._timeout = timeout

@@ -139,6 +139,7 @@ def test_request_gives_back_what_it_was_made_of() -> None:
     assert (request.flags(), request.timeout(), request.trace()) == (1, 7, None)
     assert json.loads(request.parameters()) == {"k": [1]}
     request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL)
+    assert pb_utils.InferenceRequest(model_name=b"m").model_name() == "m"
 
 
 def test_response_holds_tensors_or_an_error() -> None:
