@@ -199,7 +199,7 @@ def _print_table(running: object, host: str) -> None:
     assert isinstance(running, Server)
     table = Table(title=f"Penstock {penstock.__version__}")
     for column in ("model", "version", "state", "backend", "instances", "max batch", "loaded in"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for model in running.catalog:
         config = model.config
         table.add_row(
@@ -212,6 +212,8 @@ def _print_table(running: object, host: str) -> None:
             f"{model.metrics.load_s:.2f} s",
         )
     console = Console()
+    if not console.is_terminal:
+        console.width = 1000  # A file is as wide as its lines: no name is broken.
     console.print(table)
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{running.http_port}/v2"

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.onnx_file import read_signature
 from penstock.types import TensorSpec, TimeoutAction
 
-FILES = {"onnxruntime": "model.onnx"}
+FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
 PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 DEFAULT_MAX_BATCH = 64
 MAX_INSTANCES = 64
@@ -196,11 +196,12 @@ class _Resolver:
                 self._problem("backend", f"'{backend}' is not known; expected one of {known}")
         elif message.platform:
             self._problem("platform", f"'{message.platform}' is not one of {', '.join(PLATFORMS)}")
-        elif (self._folder / "model.onnx").exists():
-            return "onnxruntime"
         else:
-            file = f"{self._folder.name}/model.onnx"
-            self._problem("backend", f"not given, and {file} does not exist")
+            for name, file in FILES.items():
+                if (self._folder / file).exists():
+                    return name
+            files = " nor ".join(f"{self._folder.name}/{file}" for file in FILES.values())
+            self._problem("backend", f"not given, and neither {files} exists")
         return backend
 
     def _artifact(self, backend: str) -> Path:

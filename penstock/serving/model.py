@@ -416,7 +416,12 @@ class Model:
             timings.compute_infer_s = frame.infer_s
             timings.compute_output_s = frame.output_s
             timings.completed = now
-            if not request.is_done:
+            if request.is_done:
+                continue
+            if index in frame.errors:
+                self.metrics.failed("BACKEND")
+                self._finish(request, BackendFailed(frame.errors[index]))
+            else:
                 answered += 1
                 outputs = self._outputs(request, instance, extents[index] if extents else ())
                 response = Response(name, version, outputs)
