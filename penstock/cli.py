@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 import penstock
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.config import ServerConfig
+    from penstock.repository import Found
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -73,6 +77,33 @@ def main() -> None:
     "--insecure", is_flag=True, help="Allow a --host that others can reach, without keys."
 )
 @click.option(
+    "--api-keys",
+    default="",
+    metavar="FILE",
+    help="TOML file of API keys with scopes (infer, metrics, admin). Give it when others can "
+    "reach the server.",
+)
+@click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="NAME",
+    help="Accept this Host too while listening on the loopback address, behind a proxy for "
+    "instance. Repeatable.",
+)
+@click.option(
+    "--model-control-mode",
+    type=click.Choice(["none", "explicit"]),
+    default="none",
+    show_default=True,
+    help="explicit loads only what --load-model names and allows load and unload over the API.",
+)
+@click.option(
+    "--load-model",
+    multiple=True,
+    metavar="NAME",
+    help="In explicit mode: load this model at start; '*' is all. Repeatable.",
+)
+@click.option(
     "--exit-on-error/--no-exit-on-error",
     default=True,
     show_default=True,
@@ -87,33 +118,68 @@ def serve(
     grpc_max_message_bytes: int,
     drain_s: float,
     insecure: bool,
+    api_keys: str,
+    allow_host: tuple[str, ...],
+    model_control_mode: str,
+    load_model: tuple[str, ...],
     exit_on_error: bool,
 ) -> None:
     """Serve PATH, a model repository or the folder of one model, over the v2 protocol."""
     import uvloop
 
-    from penstock import repository, server
+    from penstock import server
     from penstock.config import GrpcConfig, ServerConfig
 
+    config = ServerConfig(
+        host=host,
+        http_port=http_port,
+        grpc=GrpcConfig(grpc_port, grpc_max_message_bytes) if grpc else None,
+        drain_s=drain_s,
+        is_explicit=model_control_mode == "explicit",
+        load=load_model,
+        api_keys=api_keys,
+        allow_hosts=allow_host,
+    )
+
+    def started(running: server.Server) -> None:
+        failures = _flat({f.name: list(f.problems) for f in running.catalog.failures})
+        if failures and exit_on_error:
+            raise ConfigError(failures)
+        _print_problems(failures)
+        _print_table(running, host)
+
     try:
-        server.check_host(host, insecure)
-        found = repository.read(path)
+        server.check_host(config, insecure)
+        found = _found(path, config)
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
-        _print_problems(_flat(found.problems))
-        front = GrpcConfig(grpc_port, grpc_max_message_bytes) if grpc else None
-        config = ServerConfig(host=host, http_port=http_port, grpc=front, drain_s=drain_s)
-
-        def started(running: server.Server) -> None:
-            failures = _flat({f.name: list(f.problems) for f in running.catalog.failures})
-            if failures and exit_on_error:
-                raise ConfigError(failures)
-            _print_problems(failures)
-            _print_table(running, host)
-
-        uvloop.run(server.serve(found, config, started))
+        uvloop.run(server.serve(path, found, config, started))
     except ConfigError as error:
         _fail(error)
+
+
+def _found(path: str, config: ServerConfig) -> Found:
+    """What to load at start."""
+    from penstock import repository
+    from penstock.errors import NotFound
+
+    if not config.is_explicit:
+        if config.load:
+            raise ConfigError(["--load-model needs --model-control-mode explicit"])
+        return repository.read(path)
+    if "*" in config.load:
+        return repository.read(path)
+    repository.names(path)
+    found = repository.Found()
+    for name in config.load:
+        try:
+            one = repository.read_one(path, name)
+        except NotFound as error:
+            found.problems[name] = [str(error)]
+            continue
+        found.configs += one.configs
+        found.problems.update(one.problems)
+    return found
 
 
 @main.command()
@@ -157,7 +223,7 @@ def _print_table(running: object, host: str) -> None:
     assert isinstance(running, Server)
     table = Table(title=f"Penstock {penstock.__version__}")
     for column in ("model", "version", "state", "backend", "instances", "max batch", "loaded in"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for model in running.catalog:
         config = model.config
         table.add_row(
@@ -170,6 +236,8 @@ def _print_table(running: object, host: str) -> None:
             f"{model.metrics.load_s:.2f} s",
         )
     console = Console()
+    if not console.is_terminal:
+        console.width = 1000  # A file is as wide as its lines: no name is broken.
     console.print(table)
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{running.http_port}/v2"

@@ -133,4 +133,12 @@ class ServerConfig:
     grpc: GrpcConfig | None = None
     # How long accepted requests may take to finish after SIGTERM.
     drain_s: float = 30.0
+    # True allows loading and unloading over the API, and loads at start only what `load` names.
+    is_explicit: bool = False
+    # Models to load at start in explicit mode; "*" is all.
+    load: tuple[str, ...] = ()
+    # A TOML file of API keys; empty: nobody needs one.
+    api_keys: str = ""
+    # Further names under which clients may address the server, beside the loopback ones.
+    allow_hosts: tuple[str, ...] = ()
     limits: HttpLimits = field(default_factory=HttpLimits)

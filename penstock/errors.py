@@ -4,6 +4,7 @@
     ├── InvalidRequest     the client sent something that cannot be run
     ├── TooLarge           ... and it is the size that is wrong
     ├── NotFound           no such model, version or route
+    ├── NotAllowed         the caller may not do this, or nobody may here
     ├── NotReady           the thing exists and cannot answer now
     ├── Overloaded         refused to keep the promise made to others
     ├── DeadlineExceeded   the request's own time ran out
@@ -32,6 +33,14 @@ class TooLarge(InvalidRequest):
 
 class NotFound(PenstockError):
     pass
+
+
+class NotAllowed(PenstockError):
+    """`needs_key` when a valid key might change it."""
+
+    def __init__(self, message: str, needs_key: bool = False) -> None:
+        super().__init__(message)
+        self.needs_key = needs_key
 
 
 class NotReady(PenstockError):

@@ -6,12 +6,13 @@ histogram. `expose` turns them into Prometheus text when somebody looks, never b
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.types import Request
+    from penstock.types import Request, Timings
 
 PHASES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
@@ -40,6 +41,24 @@ class Histogram:
         return sum(self.counts)
 
 
+class BatchStatistics:
+    """What batches of one size have cost."""
+
+    __slots__ = ("count", "infer_s", "input_s", "output_s")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.input_s = 0.0
+        self.infer_s = 0.0
+        self.output_s = 0.0
+
+    def add(self, timings: Timings) -> None:
+        self.count += 1
+        self.input_s += timings.compute_input_s
+        self.infer_s += timings.compute_infer_s
+        self.output_s += timings.compute_output_s
+
+
 class ModelMetrics:
     """Owned by the core's loop; `num_pending` is asked of the model at scrape time."""
 
@@ -51,7 +70,11 @@ class ModelMetrics:
         self.num_executions = 0
         self.num_failures = dict.fromkeys(REASONS, 0)
         self.phases = {phase: Histogram() for phase in PHASES}
-        self.batch_sizes: dict[int, int] = {}
+        self.batches: dict[int, BatchStatistics] = {}
+        # Failed requests, and how long they took to fail.
+        self.fail_s = 0.0
+        # Unix time of the last batch.
+        self.last_inference = 0.0
         self.num_restarts = 0
         self.load_s = 0.0
 
@@ -62,7 +85,7 @@ class ModelMetrics:
         self.num_executions += 1
         self.num_success += answered
         self.num_inferences += num_rows
-        self.batch_sizes[num_rows] = self.batch_sizes.get(num_rows, 0) + 1
+        self.last_inference = time.time()
         phases = self.phases
         total, queue = phases["request"], phases["queue"]
         for request in batch:
@@ -75,12 +98,58 @@ class ModelMetrics:
             queue.sum_s += span
         timings = batch[0].timings
         count = len(batch)
+        statistics = self.batches.get(num_rows)
+        if statistics is None:
+            statistics = self.batches[num_rows] = BatchStatistics()
+        statistics.add(timings)
         phases["compute_input"].add(timings.compute_input_s, count)
         phases["compute_infer"].add(timings.compute_infer_s, count)
         phases["compute_output"].add(timings.compute_output_s, count)
 
     def failed(self, reason: str, count: int = 1) -> None:
         self.num_failures[reason] += count
+
+    @property
+    def batch_sizes(self) -> dict[int, int]:
+        """How many batches there were of each size."""
+        return {size: statistics.count for size, statistics in self.batches.items()}
+
+    def statistics(self) -> dict[str, Any]:
+        """One entry of v2's statistics: counts of requests, nanoseconds of all together."""
+        phases = self.phases
+        count = self.num_success
+
+        def entry(count: int, seconds: float) -> dict[str, int]:
+            return {"count": count, "ns": round(seconds * 1e9)}
+
+        return {
+            "name": self.name,
+            "version": self.version,
+            "last_inference": round(self.last_inference * 1e3),
+            "inference_count": self.num_inferences,
+            "execution_count": self.num_executions,
+            "inference_stats": {
+                "success": entry(count, phases["request"].sum_s),
+                "fail": entry(sum(self.num_failures.values()), self.fail_s),
+                "queue": entry(count, phases["queue"].sum_s),
+                "compute_input": entry(count, phases["compute_input"].sum_s),
+                "compute_infer": entry(count, phases["compute_infer"].sum_s),
+                "compute_output": entry(count, phases["compute_output"].sum_s),
+                "cache_hit": entry(0, 0.0),
+                "cache_miss": entry(0, 0.0),
+            },
+            "response_stats": {},
+            "batch_stats": [
+                {
+                    "batch_size": size,
+                    "compute_input": entry(batch.count, batch.input_s),
+                    "compute_infer": entry(batch.count, batch.infer_s),
+                    "compute_output": entry(batch.count, batch.output_s),
+                }
+                for size, batch in sorted(self.batches.items())
+            ],
+            "memory_usage": [],
+        }
 
 
 class Pending:

@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.onnx_file import read_signature
 from penstock.types import TensorSpec, TimeoutAction
 
-FILES = {"onnxruntime": "model.onnx"}
+FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
 PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 DEFAULT_MAX_BATCH = 64
 MAX_INSTANCES = 64
@@ -85,6 +85,38 @@ def to_message(config: ModelConfig) -> Any:
     for key, value in sorted(config.options.items()):
         message.parameters[key].string_value = value
     return message
+
+
+def to_json(config: ModelConfig) -> dict[str, Any]:
+    """The resolved configuration as Triton gives it over its API: every plain field, numbers as
+    numbers (protobuf's own JSON writes 64-bit ones as text)."""
+    return _to_dict(to_message(config))
+
+
+def _to_dict(message: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        is_message = field.message_type is not None
+        if is_message and field.message_type.GetOptions().map_entry:
+            values[field.name] = {
+                str(key): _to_dict(item) if hasattr(item, "DESCRIPTOR") else item
+                for key, item in value.items()
+            }
+        elif field.is_repeated:
+            values[field.name] = [
+                _to_dict(item) if is_message else _plain(field, item) for item in value
+            ]
+        elif is_message:
+            if message.HasField(field.name):
+                values[field.name] = _to_dict(value)
+        elif not field.has_presence or message.HasField(field.name):
+            values[field.name] = _plain(field, value)
+    return values
+
+
+def _plain(field: Any, value: Any) -> Any:
+    return field.enum_type.values_by_number[value].name if field.enum_type is not None else value
 
 
 def _describe_batching(message: Any, policy: BatchPolicy) -> None:
@@ -164,11 +196,12 @@ class _Resolver:
                 self._problem("backend", f"'{backend}' is not known; expected one of {known}")
         elif message.platform:
             self._problem("platform", f"'{message.platform}' is not one of {', '.join(PLATFORMS)}")
-        elif (self._folder / "model.onnx").exists():
-            return "onnxruntime"
         else:
-            file = f"{self._folder.name}/model.onnx"
-            self._problem("backend", f"not given, and {file} does not exist")
+            for name, file in FILES.items():
+                if (self._folder / file).exists():
+                    return name
+            files = " nor ".join(f"{self._folder.name}/{file}" for file in FILES.values())
+            self._problem("backend", f"not given, and neither {files} exists")
         return backend
 
     def _artifact(self, backend: str) -> Path:
@@ -234,13 +267,30 @@ class _Resolver:
             self._problem(f"{path}.reshape", "not supported")
         if kind == "input" and item.allow_ragged_batch:
             self._problem(f"{path}.allow_ragged_batch", "not supported")
+        label_file = item.label_filename if kind == "output" else ""
         return TensorSpec(
             item.name,
             "BYTES" if datatype == "STRING" else datatype,
             tuple(item.dims),
             is_optional=kind == "input" and item.optional,
-            label_file=item.label_filename if kind == "output" else "",
+            label_file=label_file,
+            labels=self._labels(f"{path}.label_filename", label_file) if label_file else (),
         )
+
+    def _labels(self, path: str, file: str) -> tuple[str, ...]:
+        """One label a line, from a file in the model's folder; none if it is not there."""
+        base = self._folder.resolve().parent
+        labels = (base / file).resolve()
+        if not labels.is_relative_to(base):
+            self._problem(path, f"'{file}' leaves the model's folder")
+            return ()
+        if not labels.is_file():
+            return ()
+        try:
+            return tuple(labels.read_text(encoding="utf-8").splitlines())
+        except (OSError, UnicodeDecodeError) as error:
+            self._problem(path, f"'{file}' cannot be read: {error}")
+            return ()
 
     def _check_names(self, kind: str, specs: Sequence[TensorSpec]) -> None:
         names = [spec.name for spec in specs]

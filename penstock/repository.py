@@ -10,13 +10,14 @@ found in one pass; one bad model does not hide the others. Links may not lead ou
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock import pbtxt
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, NotFound
 
 MAX_VERSION = 2**63 - 1
 
@@ -38,7 +39,7 @@ def read(path: str | os.PathLike[str]) -> Found:
         # A link that the operator names is where the repository is.
         folders, root = [root], root.resolve()
     else:
-        folders = sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
+        folders = _folders(root)
     if not any(map(_is_model, folders)):
         raise ConfigError(
             [
@@ -46,6 +47,10 @@ def read(path: str | os.PathLike[str]) -> Found:
                 "with the version a number"
             ]
         )
+    return _read_all(folders, root)
+
+
+def _read_all(folders: Sequence[Path], root: Path) -> Found:
     found = Found()
     for folder in folders:
         try:
@@ -53,6 +58,30 @@ def read(path: str | os.PathLike[str]) -> Found:
         except ConfigError as error:
             found.problems[folder.name] = list(error.problems)
     return found
+
+
+def names(path: str | os.PathLike[str]) -> list[str]:
+    """The models of a repository by name, loadable or not."""
+    root = Path(os.path.abspath(path))
+    if not root.is_dir():
+        raise ConfigError([f"{path}: no such folder; expected a model repository or a model"])
+    if _is_model(root):
+        return [root.name]
+    return [folder.name for folder in _folders(root)]
+
+
+def read_one(path: str | os.PathLike[str], name: str) -> Found:
+    """One model of a repository. The name is compared with what is there, never made a path."""
+    root = Path(os.path.abspath(path))
+    folders = [root] if _is_model(root) else _folders(root)
+    for folder in folders:
+        if folder.name == name:
+            return _read_all([folder], root.resolve() if folder is root else root)
+    raise NotFound(f"failed to load '{name}', failed to poll from model repository")
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
 
 
 def _read_model(folder: Path, root: Path) -> list[ModelConfig]:

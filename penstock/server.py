@@ -11,14 +11,17 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.protocols.fronts import Desk, Front
+from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, read_keys
 from penstock.protocols.http import HttpServer
 from penstock.protocols.v2_http import V2Http
+from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import Found
-from penstock.serving.catalog import Catalog, LoadFailure
+from penstock.serving.catalog import Catalog
 
 log = logging.getLogger("penstock.server")
 
@@ -26,23 +29,22 @@ log = logging.getLogger("penstock.server")
 class Server:
     """Ports open first (live at once, ready later), models load, and all ends in reverse order."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, path: str) -> None:
         self._config = config
         self._stop = asyncio.Event()
         self.catalog = Catalog()
-        self.v2 = V2Http(self.catalog, config.limits)
+        self.routes = V2Routes(self.catalog, path, config.is_explicit)
+        self.v2 = V2Http(self.catalog, config.limits, make_gate(config), self.routes)
         self.http = HttpServer(self.v2.handle, config.limits)
         self.http_port = config.http_port
         self.grpc: Front | None = None
         if config.grpc is not None:
-            desk = Desk(self.catalog, lambda: not self.v2.is_loading)
+            desk = Desk(self.catalog, lambda: not self.routes.is_loading)
             self.grpc = Front(desk, config.host, config.grpc)
 
     async def start(self, found: Found) -> None:
         """Listen, then load; a stop asked for meanwhile ends the loading."""
         self.http_port = await self._listen()
-        for name, problems in found.problems.items():
-            self.catalog.failures.append(LoadFailure(name, tuple(problems)))
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -56,14 +58,14 @@ class Server:
         # What is there now stays: full collections need not look at it again and again.
         gc.collect()
         gc.freeze()
-        self.v2.is_loading = False
+        self.routes.is_loading = False
 
     async def run_until_stopped(self) -> None:
         await self._stop.wait()
 
     def stop(self) -> None:
         """Begin to drain: not ready, new inferences refused, accepted ones finish."""
-        self.v2.is_draining = True
+        self.routes.is_draining = True
         self.http.drain()
         if self.grpc is not None:
             self.grpc.drain()
@@ -87,7 +89,7 @@ class Server:
 
     async def _load(self, found: Found) -> None:
         """The models, while the gRPC front starts; if that cannot listen, nothing is loaded."""
-        loading = asyncio.ensure_future(self.catalog.load(found.configs))
+        loading = asyncio.ensure_future(self.catalog.load(found))
         try:
             if self.grpc is not None:
                 self.grpc.start()
@@ -107,28 +109,43 @@ class Server:
             raise ConfigError([f"cannot listen on {host}:{port}: {reason}"]) from None
 
 
-def check_host(host: str, is_insecure: bool) -> None:
-    """Only this machine, unless the operator says otherwise."""
-    if is_insecure or host == "localhost":
+def check_host(config: ServerConfig, is_insecure: bool) -> None:
+    """Only this machine, unless there are keys or the operator says otherwise."""
+    if config.api_keys and config.grpc is not None:
+        raise ConfigError(["--api-keys: the gRPC front does not ask for keys yet; add --no-grpc"])
+    if is_insecure or config.api_keys or is_loopback(config.host):
         return
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
     raise ConfigError(
         [
-            f"--host {host}: everybody who reaches this address could use the models; "
-            "add --insecure if that is what you want"
+            f"--host {config.host}: everybody who reaches this address could use the models; "
+            "give --api-keys, or --insecure if that is what you want"
         ]
     )
 
 
-async def serve(found: Found, config: ServerConfig, on_start: Callable[[Server], None]) -> None:
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def make_gate(config: ServerConfig) -> Gate:
+    keys = read_keys(Path(config.api_keys)) if config.api_keys else None
+    hosts = LOOPBACK_HOSTS | {host.lower() for host in (config.host, *config.allow_hosts)}
+    return Gate(keys, frozenset(hosts) if is_loopback(config.host) else None)
+
+
+async def serve(
+    path: str, found: Found, config: ServerConfig, on_start: Callable[[Server], None]
+) -> None:
     """Run until SIGTERM or SIGINT; a second signal ends it at once."""
-    server = Server(config)
+    server = Server(config, path)
     loop = asyncio.get_running_loop()
 
     def asked_to_stop() -> None:
-        if server.v2.is_draining:
+        if server.routes.is_draining:
             os._exit(1)
         server.stop()
 
@@ -136,7 +153,7 @@ async def serve(found: Found, config: ServerConfig, on_start: Callable[[Server],
         loop.add_signal_handler(name, asked_to_stop)
     try:
         await server.start(found)
-        if not server.v2.is_draining:
+        if not server.routes.is_draining:
             on_start(server)
         await server.run_until_stopped()
     finally:

@@ -78,6 +78,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     is_optional: bool = False
     label_file: str = ""
+    # What the elements of an output are called, for classification.
+    labels: tuple[str, ...] = ()
 
     @property
     def is_fixed(self) -> bool:

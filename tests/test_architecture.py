@@ -59,7 +59,7 @@ WITHOUT_OWN_TEST = {
     "protocols/__init__.py": "empty",
     "server.py": "tests/e2e/test_server.py and tests/test_cli.py start it",
     "serving/__init__.py": "empty",
-    "serving/catalog.py": "tests/e2e/test_server.py asks it",
+    "protocols/v2_routes.py": "tests/protocols/test_v2_http.py and e2e/test_control.py ask it",
     "serving/worker.py": "tests/serving/test_model.py runs it through penstock.testing",
     "testing.py": "what tests are made of",
     "wire/__init__.py": "empty",

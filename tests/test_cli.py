@@ -189,8 +189,9 @@ def test_inspect_prints_a_config_pbtxt_for_every_model(examples: Path) -> None:
         for text in re.split(r"(?m)^(?=# )", ended.stdout)
         if text.strip()
     ]
-    assert [message.name for message in messages] == ["digits", "identity"]
-    assert [message.max_batch_size for message in messages] == [64, 64]
+    names = ["digits", "identity", "simple", "text_length"]
+    assert [message.name for message in messages] == names
+    assert [message.max_batch_size for message in messages] == [64, 64, 8, 8]
 
 
 def test_inspect_shows_what_was_worked_out(tmp_path: Path, write_identity: WriteOnnx) -> None:
@@ -319,6 +320,12 @@ def test_printed_address_is_a_url_with_ipv6_too(tmp_path: Path) -> None:
         assert server.get("/v2/health/ready")[0] == 200
 
 
+def test_grpc_does_not_go_with_keys_that_it_would_not_ask_for(examples: Path) -> None:
+    ended = run_penstock("serve", examples, "--http-port", "0", "--api-keys", "keys.toml")
+    assert ended.code == 1
+    assert ended.errors == ["--api-keys: the gRPC front does not ask for keys yet; add --no-grpc"]
+
+
 @pytest.mark.parametrize(
     "flags", [["--no-grpc", "--http-port"], ["--http-port", "0", "--grpc-port"]]
 )
@@ -339,11 +346,11 @@ def test_port_in_use_is_one_line_and_code_1(examples: Path, flags: list[str]) ->
 
 def test_banner_names_every_model_and_the_address(examples: Path) -> None:
     with serving(examples) as server:
-        for word in ("digits", "identity", "READY", "onnxruntime"):
+        for word in ("digits", "text_length", "READY", "onnxruntime", "python"):
             assert word in server.banner
         assert server.get("/v2/health/live")[0] == 200
         assert server.get("/v2/health/ready")[0] == 200
-        for name in ("digits", "identity"):
+        for name in ("digits", "identity", "simple", "text_length"):
             assert server.get(f"/v2/models/{name}/ready")[0] == 200
 
 
@@ -373,7 +380,7 @@ def test_server_is_not_ready_while_a_model_of_the_repository_is_broken(tmp_path:
 def test_signal_ends_server_and_workers(examples: Path, number: int) -> None:
     with serving(examples) as server:
         workers = workers_of(server.process.pid)
-        assert len(workers) == 2
+        assert len(workers) == 4
         assert server.stop(number) == 0
         assert psutil.wait_procs(workers, timeout=5)[1] == []
 
@@ -381,7 +388,7 @@ def test_signal_ends_server_and_workers(examples: Path, number: int) -> None:
 def test_workers_end_when_the_core_is_killed(examples: Path) -> None:
     with serving(examples) as server:
         workers = workers_of(server.process.pid)
-        assert len(workers) == 2
+        assert len(workers) == 4
         server.stop(signal.SIGKILL)
         assert psutil.wait_procs(workers, timeout=5)[1] == []
 

@@ -101,10 +101,18 @@ def test_the_current_folder_can_be_a_model(tmp_path: Path, monkeypatch: pytest.M
 def test_the_examples_are_a_repository_without_problems(examples: Path) -> None:
     found = read(examples)
     assert found.problems == {}
-    assert [config.name for config in found.configs] == ["digits", "identity"]
+    assert [config.name for config in found.configs] == [
+        "digits",
+        "identity",
+        "simple",
+        "text_length",
+    ]
     digits = found.configs[0]
     assert digits.inputs == (TensorSpec("image", "FP32", (1, 8, 8)),)
-    assert digits.outputs == (TensorSpec("logits", "FP32", (10,), label_file="labels.txt"),)
+    assert [(s.name, s.datatype, s.shape, s.label_file) for s in digits.outputs] == [
+        ("logits", "FP32", (10,), "labels.txt")
+    ]
+    assert digits.outputs[0].labels[:2] == ("zero", "one")
     assert Path(digits.artifact) == examples / "digits" / "1" / "model.onnx"
 
 
@@ -384,6 +392,22 @@ def test_every_datatype_is_mapped(tmp_path: Path, datatype: str) -> None:
     config = resolve(tmp_path, text)
     assert config.inputs == (TensorSpec("x", datatype, (-1, 3), is_optional=True),)
     assert config.outputs == (TensorSpec("y", datatype, (2, -1), label_file="l.txt"),)
+
+
+def test_a_file_names_the_backend_where_the_configuration_does_not(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL.replace('backend: "null"', ""))
+    with pytest.raises(ConfigError, match=r"neither 1/model.onnx nor 1/model.py exists"):
+        raise ConfigError(read(folder).problems["model"])
+    (folder / "1" / "model.py").touch()
+    [config] = read(folder).configs
+    assert (config.backend, config.platform) == ("python", "python")
+    assert Path(config.artifact) == folder / "1" / "model.py"
+
+
+def test_a_python_model_must_say_its_tensors(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", 'backend: "python"')
+    (folder / "1" / "model.py").touch()
+    assert read(folder).problems["model"] == ["input, output: must be given for backend 'python'"]
 
 
 def test_platform_names_the_backend_too(tmp_path: Path, write_identity: WriteOnnx) -> None:
@@ -846,7 +870,7 @@ def test_a_pipe_in_place_of_the_model_does_not_hang_the_reader(tmp_path: Path) -
     folder = add_model(tmp_path, "model", None)
     os.mkfifo(folder / "1" / "model.onnx")
     script = "import sys; from penstock import repository; repository.read(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=3)
+    subprocess.run([sys.executable, "-c", script, str(folder)], check=True, timeout=20)
 
 
 @pytest.mark.parametrize("location", ["../../secret.bin", "/etc/hostname", "missing.bin"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.config import ModelConfig
@@ -18,6 +19,7 @@ from penstock.types import Array, Parameter, TensorSpec
 MODULES: Mapping[str, str] = {
     "null": "penstock.backends.null",
     "onnxruntime": "penstock.backends.onnxruntime",
+    "python": "penstock.backends.python",
 }
 
 Outputs = Mapping[str, Array]
@@ -32,6 +34,9 @@ class BatchRequest(Protocol):
     def num_rows(self) -> int: ...
     @property
     def parameters(self) -> Mapping[str, Parameter]: ...
+    @property
+    def outputs(self) -> Sequence[str]:
+        """The outputs asked for by name; empty means all."""
 
 
 class Batch:
@@ -47,8 +52,16 @@ class Batch:
         self.requests = requests
 
 
+@dataclass(frozen=True, slots=True)
+class PerRequest:
+    """Answers of a runner that keeps requests apart: one for each of `Batch.requests`, in their
+    order, each with shapes of its own; an exception fails only its request."""
+
+    answers: Sequence[Outputs | Exception]
+
+
 class Execution(Protocol):
-    def wait(self) -> Iterable[Outputs]:
+    def wait(self) -> Iterable[Outputs | PerRequest]:
         """The answers to the batch: one for most models, none or several for decoupled ones.
         Shapes may be unknown until now. Raises what the model raised."""
 
@@ -58,10 +71,10 @@ class Finished:
 
     __slots__ = ("_outputs",)
 
-    def __init__(self, outputs: Outputs) -> None:
+    def __init__(self, outputs: Outputs | PerRequest) -> None:
         self._outputs = outputs
 
-    def wait(self) -> Iterable[Outputs]:
+    def wait(self) -> Iterable[Outputs | PerRequest]:
         return (self._outputs,)
 
 
@@ -77,7 +90,8 @@ class Runner(Protocol):
 
     @property
     def needs_requests(self) -> bool:
-        """True when `Batch.requests` must be filled in."""
+        """True when `Batch.requests` must be filled in. Such a model is code that may act on what
+        it sees, so it runs real requests only and is not warmed up with zeros."""
 
     def built(self) -> Mapping[str, str]:
         """What was really made of the options, read back from the library."""

@@ -24,10 +24,9 @@ from penstock.errors import (
     NotFound,
     NotReady,
     PenstockError,
-    Unsupported,
 )
 from penstock.protocols.line import Line, Outbox, unpack
-from penstock.protocols.v2_http import EXTENSIONS
+from penstock.protocols.v2_routes import EXTENSIONS
 from penstock.serving.catalog import Catalog
 from penstock.serving.model import Model
 from penstock.serving.slab import Segment
@@ -76,8 +75,8 @@ class Desk:
                 config = self.catalog.find(ask.model_name, ask.model_version).config
                 return bytes(pbtxt.to_message(config).SerializeToString())
             case "model_statistics":
-                # In the form of ModelStatisticsResponse, once the core keeps them.
-                raise Unsupported("model statistics are not supported by this server")
+                models = self.catalog.find_all(ask.model_name, ask.model_version)
+                return _json({"model_stats": [model.metrics.statistics() for model in models]})
 
     def _is_model_ready(self, ask: frames.Ask) -> bool:
         try:

@@ -29,6 +29,7 @@ from penstock.errors import (
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
+    NotAllowed,
     NotFound,
     NotReady,
     Overloaded,
@@ -49,6 +50,7 @@ log = logging.getLogger("penstock.grpc")
 STATUS: dict[type[PenstockError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
+    NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     NotFound: grpc.StatusCode.NOT_FOUND,
     NotReady: grpc.StatusCode.UNAVAILABLE,
     Overloaded: grpc.StatusCode.UNAVAILABLE,

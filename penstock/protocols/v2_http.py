@@ -6,23 +6,20 @@ by one table.
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import Mapping
 from math import ceil
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response as HttpResponse
-from starlette.routing import Route
-
-import penstock
 from penstock.config import HttpLimits
 from penstock.errors import (
     BackendFailed,
     Cancelled,
     DeadlineExceeded,
     InvalidRequest,
+    NotAllowed,
     NotFound,
     NotReady,
     Overloaded,
@@ -30,13 +27,17 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
-from penstock.metrics import expose
 from penstock.protocols.asgi import AsgiBridge
+from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange
 from penstock.serving.catalog import Catalog
 from penstock.serving.model import Model
 from penstock.types import Request, Response
-from penstock.wire.v2 import Codec, encode_error, encode_metadata
+from penstock.wire import compression
+from penstock.wire.v2 import Codec, decode_raw
+
+if TYPE_CHECKING:
+    from penstock.protocols.v2_routes import V2Routes
 
 STATUS: dict[type[PenstockError], int] = {
     InvalidRequest: 400,
@@ -48,22 +49,40 @@ STATUS: dict[type[PenstockError], int] = {
     Cancelled: 499,
     Unsupported: 501,
     BackendFailed: 500,
+    NotAllowed: 403,
 }
-EXTENSIONS = ("binary_tensor_data", "parameters", "schedule_policy")
+# Below this an answer is not worth compressing.
+MIN_COMPRESSED_BYTES = 1024
 _INFER = re.compile(rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?/infer")
 _JSON = b"Content-Type: application/json\r\n"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 
 
+class InferCall:
+    """What is asked of which model, from the head of a message. A head that comes again is the same
+    object, so this is worked out once for all of them (`Head.note`)."""
+
+    __slots__ = ("accepts", "json_bytes", "model_name", "model_version", "wants_timing")
+
+    def __init__(self, name: str, version: str, headers: Mapping[bytes, bytes]) -> None:
+        self.model_name = name
+        self.model_version = version
+        self.json_bytes: int | None = None
+        # How the answer may be compressed.
+        self.accepts = _accepted(headers.get(b"accept-encoding", b""))
+        self.wants_timing = b"penstock-timing" in headers
+
+
 class InferSink:
     """Turns the answer of one infer request into the reply of its exchange."""
 
-    __slots__ = ("_codec", "_exchange", "_model", "request")
+    __slots__ = ("_call", "_codec", "_exchange", "_model", "request")
 
-    def __init__(self, exchange: Exchange, codec: Codec, model: Model) -> None:
+    def __init__(self, exchange: Exchange, codec: Codec, model: Model, call: InferCall) -> None:
         self._exchange = exchange
         self._codec = codec
         self._model = model
+        self._call = call
         self.request: Request | None = None
 
     def abandon(self) -> None:
@@ -76,26 +95,22 @@ class InferSink:
             reply_error(self._exchange, answer)
             return
         try:
-            head, tail = self._codec.encode_answer(request, answer)
+            head, tail = self._codec.encode_answer(request, answer, self._model.config.outputs)
         except PenstockError as error:
             reply_error(self._exchange, error)
             return
-        if tail:
-            self._exchange.reply(200, _BINARY % len(head), (head, *tail))
+        headers = _BINARY % len(head) if tail else _JSON
+        call = self._call
+        if call.wants_timing:
+            headers += _server_timing(request)
+        if call.accepts and len(head) + sum(map(len, tail)) >= MIN_COMPRESSED_BYTES:
+            body = compression.deflate(b"".join((head, *tail)), call.accepts)
+            headers += b"Content-Encoding: %b\r\n" % call.accepts
+            self._exchange.reply(200, headers, (body,))
+        elif tail:
+            self._exchange.reply(200, headers, (head, *tail))
         else:
-            self._exchange.reply(200, _JSON, (head,))
-
-
-class InferCall:
-    """What is asked of which model, from the head of a message. A head that comes again is the same
-    object, so this is worked out once for all of them (`Head.note`)."""
-
-    __slots__ = ("json_bytes", "model_name", "model_version")
-
-    def __init__(self, model_name: str, model_version: str, json_bytes: int | None) -> None:
-        self.model_name = model_name
-        self.model_version = model_version
-        self.json_bytes = json_bytes
+            self._exchange.reply(200, headers, (head,))
 
 
 class WrongHead(Exception):
@@ -108,25 +123,24 @@ class WrongHead(Exception):
 
 
 class V2Http:
-    """The handler of the HTTP server. `is_draining` refuses new inferences."""
+    """The handler of the HTTP server; while its routes are draining it refuses inferences."""
 
-    def __init__(self, catalog: Catalog, limits: HttpLimits) -> None:
+    def __init__(self, catalog: Catalog, limits: HttpLimits, gate: Gate, routes: V2Routes) -> None:
+        self._routes = routes
         self._catalog = catalog
         self._limits = limits
+        self._gate = gate
         self._codec = Codec()
-        self._bridge = AsgiBridge(self._application())
-        self.is_draining = False
-        self.is_loading = True
+        self._bridge = AsgiBridge(routes.application())
+        self._inflating: set[asyncio.Task[None]] = set()
 
     def handle(self, exchange: Exchange) -> None:
         call = exchange.head.note
         try:
             if call is None:
-                match = _INFER.fullmatch(exchange.head.path)
-                if match is None:
-                    self._bridge.handle(exchange)
+                call = self._look(exchange)
+                if call is None:
                     return
-                call = exchange.head.note = self._call(match, exchange)
             assert isinstance(call, InferCall)
             self._infer(call, exchange)
         except WrongHead as wrong:
@@ -135,16 +149,58 @@ class V2Http:
             reply_error(exchange, error)
 
     async def close(self) -> None:
+        for task in self._inflating:
+            task.cancel()
+        await asyncio.gather(*self._inflating, return_exceptions=True)
         await self._bridge.close()
 
+    def _look(self, exchange: Exchange) -> InferCall | None:
+        """A head that was not seen before: first the gate, then where it leads. None when the
+        message is not inference or has to be inflated first."""
+        head = exchange.head
+        self._gate.check(unquote(head.path.decode("latin-1")), head.headers)
+        match = _INFER.fullmatch(head.path)
+        if match is None:
+            self._bridge.handle(exchange)
+            return None
+        call = self._call(match, exchange)
+        encoding = head.headers.get(b"content-encoding", b"identity").lower()
+        if encoding == b"identity":
+            call.json_bytes = self._json_bytes(exchange)
+            head.note = call
+            return call
+        if encoding not in compression.ENCODINGS:
+            text = f"Content-Encoding '{encoding.decode('latin-1')}' is not supported"
+            raise WrongHead(415, text)
+        task = asyncio.get_running_loop().create_task(self._inflate(call, exchange, encoding))
+        self._inflating.add(task)
+        task.add_done_callback(self._inflating.discard)
+        return None
+
+    async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
+        """Off the loop, because a few bytes may become many."""
+        limit = self._limits.max_body_bytes
+        try:
+            exchange.body = await asyncio.to_thread(
+                compression.inflate, exchange.body, encoding, limit
+            )
+            call.json_bytes = self._json_bytes(exchange)
+            self._infer(call, exchange)
+        except PenstockError as error:
+            reply_error(exchange, error)
+
     def _infer(self, call: InferCall, exchange: Exchange) -> None:
-        if self.is_draining:
+        if self._routes.is_draining:
             raise NotReady("the server is shutting down")
         model = self._catalog.find(call.model_name, call.model_version)
-        sink = InferSink(exchange, self._codec, model)
-        sink.request = request = self._codec.decode_infer(
-            exchange.body, call.json_bytes, sink, exchange.received
-        )
+        sink = InferSink(exchange, self._codec, model, call)
+        if call.json_bytes == 0:
+            request = decode_raw(exchange.body, model.config, sink, exchange.received)
+        else:
+            request = self._codec.decode_infer(
+                exchange.body, call.json_bytes, sink, exchange.received
+            )
+        sink.request = request
         exchange.waiter = sink
         model.submit(request)
 
@@ -154,12 +210,8 @@ class V2Http:
         if head.method != b"POST":
             text = f"infer takes POST, not {head.method.decode('latin-1')}"
             raise WrongHead(405, text, b"Allow: POST\r\n")
-        encoding = head.headers.get(b"content-encoding", b"identity")
-        if encoding != b"identity":
-            text = f"Content-Encoding '{encoding.decode('latin-1')}' is not supported"
-            raise WrongHead(415, text)
         name, version = unquote(match[1].decode("latin-1")), (match[2] or b"").decode()
-        return InferCall(name, version, self._json_bytes(exchange))
+        return InferCall(name, version, head.headers)
 
     def _json_bytes(self, exchange: Exchange) -> int | None:
         """The length of the JSON part; None when it is the whole body."""
@@ -178,8 +230,6 @@ class V2Http:
                 raise InvalidRequest(
                     f"Inference-Header-Content-Length is {length}, the body has {size} bytes"
                 )
-            if length == 0:
-                raise Unsupported("raw binary requests (header length 0) are not supported")
         if (size if length is None else length) > self._limits.max_json_bytes:
             raise TooLarge(
                 f"the JSON of a request may have {self._limits.max_json_bytes} bytes; "
@@ -187,80 +237,10 @@ class V2Http:
             )
         return length
 
-    def _application(self) -> Starlette:
-        model = "/v2/models/{name}"
-        version = model + "/versions/{version}"
-        routes = [
-            Route("/v2", self._server_metadata),
-            Route("/v2/health/live", self._live),
-            Route("/v2/health/ready", self._ready),
-            Route(model, self._metadata),
-            Route(version, self._metadata),
-            Route(model + "/ready", self._model_ready),
-            Route(version + "/ready", self._model_ready),
-            Route("/metrics", self._metrics),
-        ]
-        handlers = {
-            HTTPException: _http_error,
-            PenstockError: _penstock_error,
-            Exception: _our_error,
-        }
-        app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
-        app.router.redirect_slashes = False
-        return app
-
-    async def _server_metadata(self, request: HttpRequest) -> HttpResponse:
-        import msgspec
-
-        body = {"name": "penstock", "version": penstock.__version__, "extensions": EXTENSIONS}
-        return _json(msgspec.json.encode(body))
-
-    async def _live(self, request: HttpRequest) -> HttpResponse:
-        return HttpResponse(b"")
-
-    async def _ready(self, request: HttpRequest) -> HttpResponse:
-        if self.is_draining:
-            return _json(encode_error("the server is shutting down"), 503)
-        if self.is_loading:
-            return _json(encode_error("models are loading"), 503)
-        if not self._catalog.is_ready:
-            return _json(encode_error(self._why_not_ready()), 503)
-        return HttpResponse(b"")
-
-    def _why_not_ready(self) -> str:
-        failed = [f.name for f in self._catalog.failures]
-        waiting = [m.config.name for m in self._catalog if not m.is_ready]
-        return f"not ready: {', '.join(sorted({*failed, *waiting}))}"
-
-    async def _metadata(self, request: HttpRequest) -> HttpResponse:
-        config = self._find(request).config
-        return _json(
-            encode_metadata(
-                config.name,
-                self._catalog.versions(config.name),
-                config.platform,
-                config.inputs,
-                config.outputs,
-                config.max_batch_size > 0,
-            )
-        )
-
-    async def _model_ready(self, request: HttpRequest) -> HttpResponse:
-        model = self._find(request)
-        if self.is_draining or not model.is_ready:
-            return _json(encode_error("Model version not ready"), 503)
-        return HttpResponse(b"")
-
-    async def _metrics(self, request: HttpRequest) -> HttpResponse:
-        text = expose(self._catalog.pending())
-        return HttpResponse(text, media_type="text/plain; version=0.0.4")
-
-    def _find(self, request: HttpRequest) -> Model:
-        version = request.path_params.get("version", "")
-        return self._catalog.find(request.path_params["name"], str(version))
-
 
 def status_of(error: PenstockError) -> int:
+    if isinstance(error, NotAllowed) and error.needs_key:
+        return 401
     return STATUS.get(type(error), 500)
 
 
@@ -268,22 +248,30 @@ def reply_error(exchange: Exchange, error: PenstockError) -> None:
     headers = b""
     if isinstance(error, Overloaded):
         headers = b"Retry-After: %d\r\n" % max(1, ceil(error.retry_after_s))
+    elif isinstance(error, NotAllowed) and error.needs_key:
+        headers = b"WWW-Authenticate: Bearer\r\n"
     exchange.reply_error(status_of(error), str(error), headers)
 
 
-def _json(body: bytes, status: int = 200) -> HttpResponse:
-    return HttpResponse(body, status, media_type="application/json")
+def _accepted(header: bytes) -> bytes:
+    """The first encoding of ours that the client takes; empty for none."""
+    for item in header.lower().split(b","):
+        name, _, quality = item.partition(b";")
+        if name.strip() in compression.ENCODINGS and quality.strip() not in (b"q=0", b"q=0.0"):
+            return name.strip()
+    return b""
 
 
-async def _http_error(request: HttpRequest, error: HTTPException) -> HttpResponse:
-    reply = _json(encode_error(error.detail), error.status_code)
-    reply.headers.update(error.headers or {})
-    return reply
-
-
-async def _our_error(request: HttpRequest, error: Exception) -> HttpResponse:
-    return _json(encode_error("internal error"), 500)
-
-
-async def _penstock_error(request: HttpRequest, error: PenstockError) -> HttpResponse:
-    return _json(encode_error(str(error)), status_of(error))
+def _server_timing(request: Request) -> bytes:
+    """Where the milliseconds went, in the form of the standard header."""
+    timings = request.timings
+    parts = (
+        ("decode", timings.queued - timings.received),
+        ("queue", timings.dispatched - timings.queued),
+        ("compute_input", timings.compute_input_s),
+        ("compute_infer", timings.compute_infer_s),
+        ("compute_output", timings.compute_output_s),
+        ("total", timings.completed - timings.received),
+    )
+    text = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in parts)
+    return f"Server-Timing: {text}\r\n".encode()

@@ -1,6 +1,8 @@
-"""Which models there are: name and version to Model, and what can be said about them.
+"""Which models there are: name and version to Model; loading, swapping and unloading them.
 
-Owned by the core's event loop. Without a version in the request the highest loaded one answers.
+Owned by the core's event loop. Without a version in the request the highest loaded one answers. A
+reload starts the new versions beside the old ones, switches in one step, and lets the old ones
+finish; if the new ones cannot be loaded nothing changes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound
 from penstock.metrics import Pending
+from penstock.repository import Found
 from penstock.serving.model import Model
 from penstock.serving.supervisor import ProcessLife, StartLife
 
@@ -27,52 +30,58 @@ class LoadFailure:
     problems: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """One line of the repository index."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
 class Catalog:
     def __init__(self, start_life: StartLife = ProcessLife) -> None:
         self._start_life = start_life
         self._models: dict[str, dict[str, Model]] = {}
         self._latest: dict[str, Model] = {}
-        self.failures: list[LoadFailure] = []
+        self._failures: dict[str, LoadFailure] = {}
+        self._changing: dict[str, asyncio.Lock] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._limit = asyncio.Semaphore(MAX_LOADING)
 
     def __iter__(self) -> Iterator[Model]:
         for versions in self._models.values():
             yield from versions.values()
 
     @property
+    def failures(self) -> list[LoadFailure]:
+        """Models that were asked for and are not there."""
+        return [f for name, f in self._failures.items() if name not in self._models]
+
+    @property
     def is_ready(self) -> bool:
         """Every model that was asked for can answer."""
         return not self.failures and all(model.is_ready for model in self)
 
-    async def load(self, configs: Sequence[ModelConfig]) -> None:
-        """Load all; one that fails is kept in `failures` and does not disturb the others."""
-        limit = asyncio.Semaphore(MAX_LOADING)
-
-        async def load_one(config: ModelConfig) -> None:
-            async with limit:
-                await self._load(config)
-
+    async def load(self, found: Found) -> None:
+        """Load or replace all models found; one that fails does not disturb the others."""
+        for name, problems in found.problems.items():
+            self._failures[name] = LoadFailure(name, tuple(problems))
+        by_name: dict[str, list[ModelConfig]] = {}
+        for config in found.configs:
+            by_name.setdefault(config.name, []).append(config)
         async with asyncio.TaskGroup() as group:
-            for config in configs:
-                group.create_task(load_one(config))
+            for name, configs in by_name.items():
+                group.create_task(self._replace(name, configs))
 
-    async def _load(self, config: ModelConfig) -> None:
-        try:
-            model = Model(config, start_life=self._start_life)
-        except OSError as error:
-            self.failures.append(LoadFailure(config.name, (f"shared memory: {error}",)))
-            return
-        try:
-            await model.start()
-        except ConfigError as error:
-            self.failures.append(LoadFailure(config.name, error.problems))
-            await model.close()
-            return
-        except asyncio.CancelledError:
-            await model.close()
-            raise
-        versions = self._models.setdefault(config.name, {})
-        versions[config.version] = model
-        self._latest[config.name] = versions[max(versions, key=int)]
+    async def unload(self, name: str) -> None:
+        """New requests find no such model; those admitted are answered first."""
+        async with self._lock(name):
+            self._failures.pop(name, None)
+            self._latest.pop(name, None)
+            for model in self._models.pop(name, {}).values():
+                self._retire(model)
 
     def find(self, name: str, version: str = "") -> Model:
         model = self._latest.get(name) if not version else self._models.get(name, {}).get(version)
@@ -85,8 +94,33 @@ class Catalog:
             f"loaded: {', '.join(self.versions(name))}"
         )
 
+    def find_all(self, name: str, version: str = "") -> list[Model]:
+        """The version named, or all loaded versions of the model, or of every model."""
+        if not name:
+            return list(self)
+        if version:
+            return [self.find(name, version)]
+        self.find(name)
+        return list(self._models[name].values())
+
     def versions(self, name: str) -> list[str]:
         return sorted(self._models.get(name, {}), key=int)
+
+    def index(self, names: Sequence[str]) -> list[IndexEntry]:
+        """What is loaded, what failed, and of `names` (those in the repository) the rest."""
+        entries = [
+            IndexEntry(model.config.name, model.config.version, model.shown_state, model.reason)
+            for model in self
+        ]
+        for failure in self.failures:
+            reason = "; ".join(failure.problems)
+            entries.append(IndexEntry(failure.name, "", "UNAVAILABLE", reason))
+        known = {entry.name for entry in entries}
+        for name in names:
+            if name not in known:
+                loading = name in self._changing and self._changing[name].locked()
+                entries.append(IndexEntry(name, "", "LOADING" if loading else "", ""))
+        return sorted(entries, key=lambda entry: (entry.name, entry.version))
 
     def pending(self) -> list[Pending]:
         return [
@@ -99,6 +133,61 @@ class Catalog:
         await asyncio.gather(*(model.drain() for model in self))
 
     async def close(self) -> None:
-        await asyncio.gather(*(model.close() for model in self))
+        await asyncio.gather(*(model.close() for model in self), *self._leaving)
         self._models.clear()
         self._latest.clear()
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        """Changes of one model happen one after the other."""
+        return self._changing.setdefault(name, asyncio.Lock())
+
+    async def _replace(self, name: str, configs: Sequence[ModelConfig]) -> None:
+        async with self._lock(name):
+            started: list[Model] = []
+            try:
+                for config in configs:
+                    async with self._limit:
+                        started.append(await self._start(config))
+            except ConfigError as error:
+                self._failures[name] = LoadFailure(name, error.problems)
+                for model in started:
+                    await model.close()
+                return
+            except asyncio.CancelledError:
+                for model in started:
+                    await model.close()
+                raise
+            self._failures.pop(name, None)
+            old = self._models.get(name, {})
+            self._models[name] = {model.config.version: model for model in started}
+            self._latest[name] = max(started, key=lambda model: int(model.config.version))
+            for model in old.values():
+                self._retire(model)
+
+    async def _start(self, config: ModelConfig) -> Model:
+        """A model whose instances are all warm."""
+        try:
+            model = Model(config, start_life=self._start_life)
+        except OSError as error:
+            raise ConfigError([f"shared memory: {error}"]) from None
+        try:
+            await model.start()
+        except BaseException:
+            await model.close()
+            raise
+        return model
+
+    def _retire(self, model: Model) -> None:
+        """Let it finish what it has admitted, then end it."""
+
+        async def leave() -> None:
+            await model.drain()
+            await model.close()
+
+        task = asyncio.get_running_loop().create_task(leave())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    def failure(self, name: str) -> LoadFailure | None:
+        """Why the last load of this model failed, if it did."""
+        return self._failures.get(name)

@@ -133,6 +133,11 @@ class Model:
         return self._extents.num_held
 
     @property
+    def shown_state(self) -> State:
+        """As the repository index shows it: not ready while no instance can run."""
+        return "UNAVAILABLE" if self.state == "READY" and not self.is_ready else self.state
+
+    @property
     def is_ready(self) -> bool:
         """True while some instance can run a batch."""
         return self.state == "READY" and any(i.is_ready for i in self.instances)
@@ -176,6 +181,7 @@ class Model:
             self._batcher.add(request, geometry, now)
         except PenstockError as error:
             self.metrics.failed("REJECTED" if isinstance(error, Overloaded) else "OTHER")
+            self.metrics.fail_s += self._clock() - request.timings.received
             request.respond(error)
             return
         if self._sequencer is not None:
@@ -410,7 +416,12 @@ class Model:
             timings.compute_infer_s = frame.infer_s
             timings.compute_output_s = frame.output_s
             timings.completed = now
-            if not request.is_done:
+            if request.is_done:
+                continue
+            if index in frame.errors:
+                self.metrics.failed("BACKEND")
+                self._finish(request, BackendFailed(frame.errors[index]))
+            else:
                 answered += 1
                 outputs = self._outputs(request, instance, extents[index] if extents else ())
                 response = Response(name, version, outputs)
@@ -461,6 +472,8 @@ class Model:
             self._finish(request, BackendFailed(text))
 
     def _finish(self, request: Request, answer: Response | PenstockError) -> None:
+        if isinstance(answer, PenstockError):
+            self.metrics.fail_s += self._clock() - request.timings.received
         if self._sequencer is None:
             request.respond(answer)
             return

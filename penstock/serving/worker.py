@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import io
 import logging
 import os
 import signal
@@ -16,20 +17,24 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from penstock.backends import Batch, Outputs, Runner, backend
+from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving.plan import column_bytes, fixed_outputs
 from penstock.serving.slab import Extents, Layout, Segment
-from penstock.types import DATATYPES, Array, Tensor, from_array, to_array
+from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire import frames
 
 PR_SET_PDEATHSIG = 1
 MAX_VIEWS = 256
+# Of one error's text; it travels in a frame.
+MAX_ERROR_CHARS = 4096
+Values = Sequence[tuple[TensorSpec, Array]]
+Spilled = tuple[tuple[frames.Extent, ...], ...]
 log = logging.getLogger("penstock.worker")
 
 
@@ -223,9 +228,15 @@ class Worker:
         if len(answers) != 1:
             raise BackendFailed(f"expected one answer to the batch, the model gave {len(answers)}")
         ran = time.perf_counter()
-        outputs = self._store(frame, batch, answers[0])
+        (answer,) = answers
+        errors: dict[int, str] = {}
+        if isinstance(answer, PerRequest):
+            outputs = self._store_each(frame, answer, errors)
+        else:
+            outputs = self._store(frame, batch, answer)
+        stored = time.perf_counter()
         return frames.Done(
-            frame.batch, gathered - began, ran - gathered, time.perf_counter() - ran, outputs
+            frame.batch, gathered - began, ran - gathered, stored - ran, outputs, errors
         )
 
     def _batch_of_rows(self, frame: frames.Dispatch) -> Batch:
@@ -258,68 +269,145 @@ class Worker:
         }
         return Batch(inputs, num_rows, frame.requests)
 
-    def _store(
-        self, frame: frames.Dispatch, batch: Batch, outputs: Outputs
-    ) -> tuple[tuple[frames.Extent, ...], ...]:
+    def _store(self, frame: frames.Dispatch, batch: Batch, outputs: Outputs) -> Spilled:
         """Fixed outputs of row batches into the slab, everything else into the spill."""
         assert self._config is not None and self._memory is not None
-        num_inputs = len(self._config.inputs)
-        in_spill: list[tuple[str, str, Array]] = []
-        column = num_inputs
+        in_spill: list[tuple[TensorSpec, Array]] = []
+        column = len(self._config.inputs)
         for spec in self._config.outputs:
-            values = self._checked(spec.name, outputs, batch.num_rows)
+            values = self._checked(spec, outputs, batch.num_rows)
             if not (spec.is_fixed and frame.runs):
-                in_spill.append((spec.name, spec.datatype, values))
+                in_spill.append((spec, values))
                 continue
             row = 0
             for run in frame.runs:
                 target = self._memory.columns(run.slab, frame)[column]
-                np.copyto(
-                    target[run.row : run.row + run.count],
-                    _shaped(values, target.shape[1:], spec.name)[row : row + run.count],
-                    casting="no",
-                )
+                target[run.row : run.row + run.count] = values[row : row + run.count]
                 row += run.count
             column += 1
-        return self._spill(frame, in_spill) if in_spill else ()
+        return self._spill(self._split(frame, in_spill)) if in_spill else ()
 
-    def _spill(
-        self, frame: frames.Dispatch, values: Sequence[tuple[str, str, Array]]
-    ) -> tuple[tuple[frames.Extent, ...], ...]:
-        assert self._config is not None and self._memory is not None
-        is_batched = self._config.max_batch_size > 0
-        answers: list[tuple[frames.Extent, ...]] = []
-        row = 0
-        try:
-            for part in frame.requests:
-                extents: list[frames.Extent] = []
-                answers.append(())
-                for name, datatype, array_ in values:
-                    rows = array_[row : row + part.num_rows] if is_batched else array_
-                    extents.append(self._memory.write(name, datatype, rows))
-                    answers[-1] = tuple(extents)
-                row += part.num_rows
-        except BackendFailed:
-            self._memory.release([extent.offset for answer in answers for extent in answer])
-            raise
-        return tuple(answers)
-
-    def _checked(self, name: str, outputs: Outputs, num_rows: int) -> Array:
+    def _split(self, frame: frames.Dispatch, values: Values) -> list[Values]:
+        """Stacked outputs, request by request."""
         assert self._config is not None
-        values = outputs.get(name)
-        if values is None:
-            raise BackendFailed(f"the model gave no output '{name}'; it gave {sorted(outputs)}")
-        if self._config.max_batch_size > 0 and (values.ndim == 0 or values.shape[0] != num_rows):
+        if self._config.max_batch_size == 0:
+            return [values] * len(frame.requests)
+        parts: list[Values] = []
+        row = 0
+        for part in frame.requests:
+            end = row + part.num_rows
+            parts.append([(spec, array_[row:end]) for spec, array_ in values])
+            row = end
+        return parts
+
+    def _store_each(
+        self, frame: frames.Dispatch, answer: PerRequest, errors: dict[int, str]
+    ) -> Spilled:
+        """Like `_store`, for answers that came apart. What is wrong with one request goes to
+        `errors` under its number and is no other's business."""
+        if len(answer.answers) != len(frame.requests):
             raise BackendFailed(
-                f"output '{name}': {list(values.shape)} for a batch of {num_rows} rows"
+                f"the model gave {len(answer.answers)} answers to {len(frame.requests)} requests"
+            )
+        in_spill: list[Values] = []
+        pairs = zip(frame.requests, answer.answers, strict=True)
+        for index, ((part, outputs), place) in enumerate(zip(pairs, _places(frame), strict=True)):
+            try:
+                if isinstance(outputs, Exception):
+                    raise outputs
+                in_spill.append(self._store_rows(frame, part, place, outputs))
+            except Exception as error:  # The instance loop: a model's error is an answer.
+                errors[index] = _explain(error)
+                in_spill.append(())
+        return self._spill(in_spill) if any(in_spill) else ()
+
+    def _store_rows(
+        self,
+        frame: frames.Dispatch,
+        part: frames.RequestPart,
+        place: frames.Run | None,
+        outputs: Outputs,
+    ) -> Values:
+        """One request's answer into its slab rows; what has no place there is returned."""
+        assert self._config is not None and self._memory is not None
+        left: list[tuple[TensorSpec, Array]] = []
+        column = len(self._config.inputs)
+        for spec in self._config.outputs:
+            has_column = spec.is_fixed and place is not None
+            if not part.outputs or spec.name in part.outputs:
+                values = self._checked(spec, outputs, part.num_rows)
+                if has_column:
+                    assert place is not None
+                    target = self._memory.columns(place.slab, frame)[column]
+                    target[place.row : place.row + place.count] = values
+                else:
+                    left.append((spec, values))
+            column += has_column
+        return left
+
+    def _spill(self, answers: Sequence[Values]) -> Spilled:
+        """Each request's outputs as extents. All of them or none: without room for the whole
+        batch, each of its requests is run again alone."""
+        assert self._memory is not None
+        spilled: list[list[frames.Extent]] = []
+        try:
+            for values in answers:
+                spilled.append([])
+                for spec, array_ in values:
+                    spilled[-1].append(self._memory.write(spec.name, spec.datatype, array_))
+        except Exception:
+            self._memory.release([extent.offset for extents in spilled for extent in extents])
+            raise
+        return tuple(tuple(extents) for extents in spilled)
+
+    def _checked(self, spec: TensorSpec, outputs: Outputs, num_rows: int) -> Array:
+        """The output as configured, or BackendFailed with what is wrong with it."""
+        assert self._config is not None
+        values = outputs.get(spec.name)
+        if values is None:
+            raise BackendFailed(
+                f"the model gave no output '{spec.name}'; it gave {sorted(outputs)}"
+            )
+        expected = (num_rows, *spec.shape) if self._config.max_batch_size > 0 else spec.shape
+        if values.shape != expected and not _fits(values.shape, expected):
+            raise BackendFailed(
+                f"output '{spec.name}': shape {list(values.shape)}, expected {list(expected)}"
+            )
+        dtype = DATATYPES[spec.datatype].numpy
+        if values.dtype != dtype and (spec.datatype != "BYTES" or values.dtype.kind not in "SU"):
+            raise BackendFailed(
+                f"output '{spec.name}': numpy {values.dtype}, expected {dtype} for {spec.datatype}"
             )
         return values
 
 
+def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    """-1 is any size."""
+    return len(shape) == len(expected) and all(
+        limit in (-1, size) for size, limit in zip(shape, expected, strict=True)
+    )
+
+
+def _places(frame: frames.Dispatch) -> Iterator[frames.Run | None]:
+    """The rows of each request; a request never lies in two runs. None: the batch has no rows."""
+    runs = iter(frame.runs)
+    slab = row = left = 0
+    for part in frame.requests:
+        if not frame.runs:
+            yield None
+            continue
+        if left == 0:
+            run = next(runs)
+            slab, row, left = run.slab, run.row, run.count
+        yield frames.Run(slab, row, part.num_rows)
+        row += part.num_rows
+        left -= part.num_rows
+
+
 def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
     """Run zeros on every rung of the batch ladder; the second run of each is its time. Models with
-    variable shapes have no shape to warm up with."""
-    if not all(spec.is_fixed for spec in config.inputs):
+    variable shapes have no shape to warm up with; those that see requests see only real ones."""
+    if runner.needs_requests or not all(spec.is_fixed for spec in config.inputs):
         return {}
     timings: dict[int, float] = {}
     for rung in ladder(config.max_batch_size):
@@ -349,19 +437,11 @@ def ladder(max_batch_size: int) -> list[int]:
     return rungs
 
 
-def _shaped(values: Array, row_shape: tuple[int, ...], name: str) -> Array:
-    if values.shape[1:] == row_shape:
-        return values
-    raise BackendFailed(
-        f"output '{name}': rows of shape {list(values.shape[1:])}, configured as {list(row_shape)}"
-    )
-
-
 def _explain(error: Exception) -> str:
     if isinstance(error, PenstockError):
-        return str(error)
-    log.error("%s", traceback.format_exc())
-    return f"{type(error).__name__}: {error}"
+        return str(error)[:MAX_ERROR_CHARS]
+    log.error("%s", "".join(traceback.format_exception(error)))
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
 
 
 def die_with_parent() -> None:
@@ -377,6 +457,10 @@ def main() -> None:
     # Ctrl-C in a terminal reaches the whole group; the core decides when workers stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format="%(name)s[%(process)d] %(levelname)s %(message)s")
+    logging.getLogger("penstock.model_code").setLevel(logging.INFO)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What a model prints is seen when it prints it, also where stdout is a pipe.
+        sys.stdout.reconfigure(line_buffering=True)
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))

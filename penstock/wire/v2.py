@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from penstock.config import ModelConfig
 from penstock.errors import InvalidRequest, Unsupported
 from penstock.types import (
     DATATYPES,
@@ -119,10 +120,12 @@ class Form:
         "_timeout_s",
         "outputs",
         "prefers_binary",
+        "wants_classes",
     )
 
     def __init__(self, request: Request) -> None:
         self.prefers_binary = request.prefers_binary
+        self.wants_classes = _wants_classes(request)
         self.outputs = request.outputs
         self._parameters = request.parameters
         self._priority = request.priority
@@ -252,9 +255,15 @@ class Codec:
             self._forms.clear()
         self._forms[key] = request.form = Form(request)
 
-    def encode_answer(self, request: Request, response: Response) -> tuple[bytes, list[Buffer]]:
-        """The JSON part and the raw tensors behind it (none when every output is JSON)."""
-        if request.form is None or response.form is None:
+    def encode_answer(
+        self, request: Request, response: Response, specs: Sequence[TensorSpec] = ()
+    ) -> tuple[bytes, list[Buffer]]:
+        """The JSON part and the raw tensors behind it (none when every output is JSON). `specs`
+        are the model's outputs, for the labels of classes."""
+        form = request.form
+        if form.wants_classes if isinstance(form, Form) else _wants_classes(request):
+            return encode_answer(request, classified(request, response, specs))
+        if form is None or response.form is None:
             return encode_answer(request, response)
         template = self._templates.get(response.form)
         if template is None:
@@ -270,6 +279,69 @@ def encode_answer(request: Request, response: Response) -> tuple[bytes, list[Buf
     """As `Codec.encode_answer`, with nothing remembered."""
     start = b'{"id":' + _encode(request.id) + b"," if request.id else b"{"
     return Template(request, response).fill(start, response)
+
+
+def classified(request: Request, response: Response, specs: Sequence[TensorSpec]) -> Response:
+    """The classification extension: the outputs that ask for it as their k best classes."""
+    labels = {spec.name: spec.labels for spec in specs}
+    outputs = [
+        _classes(tensor, int(output.parameters["classification"]), labels.get(tensor.name, ()))
+        if "classification" in output.parameters
+        else tensor
+        for output, tensor in zip(request.outputs, response.outputs, strict=True)
+    ]
+    return Response(response.model_name, response.model_version, outputs, response.parameters)
+
+
+def _classes(tensor: Tensor, count: int, labels: Sequence[str]) -> Tensor:
+    """`value:index[:label]` of the largest values of each row, best first."""
+    if tensor.datatype in ("BYTES", "BF16", "BOOL"):
+        raise InvalidRequest(f"output '{tensor.name}': {tensor.datatype} cannot be classified")
+    rows = np.frombuffer(tensor.data, dtype=DATATYPES[tensor.datatype].numpy)
+    rows = rows.reshape(tensor.shape[0], -1) if len(tensor.shape) > 1 else rows.reshape(1, -1)
+    count = min(count, rows.shape[1])
+    best = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :count]
+    texts: list[bytes] = []
+    for row, indices in zip(rows, best, strict=True):
+        for index in indices:
+            value = f"{row[index]:f}" if rows.dtype.kind == "f" else str(row[index])
+            label = f":{labels[index]}" if index < len(labels) else ""
+            texts.append(f"{value}:{index}{label}".encode())
+    shape = (tensor.shape[0], count) if len(tensor.shape) > 1 else (count,)
+    return Tensor(tensor.name, "BYTES", shape, pack_bytes(np.array(texts, dtype=np.object_)))
+
+
+def _wants_classes(request: Request) -> bool:
+    return any("classification" in output.parameters for output in request.outputs)
+
+
+def decode_raw(body: Buffer, config: ModelConfig, sink: ReplySink, received: float) -> Request:
+    """A body that is nothing but the bytes of the model's one input, for a batch of one."""
+    if len(config.inputs) != 1:
+        raise InvalidRequest(
+            f"a raw request needs a model with one input; '{config.name}' has {len(config.inputs)}"
+        )
+    (spec,) = config.inputs
+    data: Buffer = body
+    shape = list(spec.shape)
+    itemsize = DATATYPES[spec.datatype].itemsize
+    if itemsize is None:
+        if any(size not in (-1, 1) for size in shape):
+            raise InvalidRequest(f"input '{spec.name}': a raw request is one string, not {shape}")
+        data, shape = struct.pack("<I", len(body)) + bytes(body), [1] * len(shape)
+    elif shape.count(-1) > 1:
+        raise InvalidRequest(
+            f"input '{spec.name}': a raw request cannot fill two variable dimensions of {shape}"
+        )
+    elif -1 in shape:
+        fixed = num_elements([size for size in shape if size != -1]) * itemsize
+        if len(body) % fixed:
+            raise InvalidRequest(f"input '{spec.name}': {len(body)} bytes do not fill {shape}")
+        shape[shape.index(-1)] = len(body) // fixed
+    full = (1, *shape) if config.max_batch_size > 0 else tuple(shape)
+    request = Request(sink, [Tensor(spec.name, spec.datatype, full, data)], received)
+    request.prefers_binary = True
+    return request
 
 
 def _split_id(head: bytes) -> tuple[str, bytes]:
@@ -521,9 +593,13 @@ def check_outputs(outputs: Sequence[RequestedOutput]) -> None:
 
 
 def _check_output(output: RequestedOutput) -> None:
-    for name in ("classification", "shared_memory_region"):
-        if name in output.parameters:
-            raise Unsupported(f"output '{output.name}': parameter '{name}' is not supported")
+    if "shared_memory_region" in output.parameters:
+        raise Unsupported(f"output '{output.name}': shared memory regions are not supported")
+    classes = output.parameters.get("classification", 1)
+    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
+        raise InvalidRequest(
+            f"output '{output.name}': parameter 'classification' must be a number of classes"
+        )
     if not isinstance(output.parameters.get("binary_data", False), bool):
         raise InvalidRequest(
             f"output '{output.name}': parameter 'binary_data' must be true or false"

@@ -68,6 +68,11 @@ def decode_infer(message: Any, sink: ReplySink, received: float) -> Request:
         RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs
     ]
     check_outputs(outputs)
+    for output in outputs:
+        if "classification" in output.parameters:
+            raise Unsupported(
+                f"output '{output.name}': parameter 'classification' is not supported over gRPC"
+            )
     request = Request(sink, inputs, received, id=message.id, outputs=outputs)
     if message.parameters:
         apply_parameters(request, _parameters(message.parameters))

@@ -93,8 +93,8 @@ def test_tritonclient_sees_a_ready_server_and_its_models(client):
         ("x", "FP32", [-1, -1])
     ]
     assert client.get_model_config("floats").config.max_batch_size == 8
-    with pytest.raises(InferenceServerException, match="not supported"):
-        client.get_inference_statistics("floats")
+    (statistics,) = client.get_inference_statistics("floats").model_stats
+    assert (statistics.name, statistics.version) == ("floats", "1")
     with pytest.raises(InferenceServerException, match="not supported"):
         client.get_model_repository_index()
 

@@ -16,7 +16,12 @@ import onnxruntime
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 REPOSITORY = EXAMPLES / "repository"
-MODELS = ["digits", "identity"]
+ONNX_MODELS = ["digits", "identity", "simple"]
+MAX_BATCH = {"digits": 64, "identity": 64, "simple": 8, "text_length": 8}
+ELEMENT_TYPES = {
+    model_config_pb2.TYPE_FP32: "tensor(float)",
+    model_config_pb2.TYPE_INT32: "tensor(int32)",
+}
 
 
 def config_of(name: str) -> model_config_pb2.ModelConfig:
@@ -45,19 +50,19 @@ def train_digits() -> ModuleType:
     return load_script("train_digits")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MAX_BATCH)
 def test_config_asks_for_batching_on_one_cpu_instance(name: str) -> None:
     config = config_of(name)
     assert config.name == name
-    assert config.backend == "onnxruntime"
-    assert config.max_batch_size == 64
+    assert config.backend == ("onnxruntime" if name in ONNX_MODELS else "python")
+    assert config.max_batch_size == MAX_BATCH[name]
     assert config.HasField("dynamic_batching")
     [group] = config.instance_group
     assert group.count == 1
     assert group.kind == model_config_pb2.ModelInstanceGroup.KIND_CPU
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONNX_MODELS)
 def test_config_agrees_with_the_model(name: str) -> None:
     config, session = config_of(name), session_of(name)
     for declared, actual in [
@@ -66,11 +71,10 @@ def test_config_agrees_with_the_model(name: str) -> None:
     ]:
         assert [tensor.name for tensor in declared] == [tensor.name for tensor in actual]
         assert [["batch", *tensor.dims] for tensor in declared] == [t.shape for t in actual]
-        assert {tensor.data_type for tensor in declared} == {model_config_pb2.TYPE_FP32}
-        assert {tensor.type for tensor in actual} == {"tensor(float)"}
+        assert [ELEMENT_TYPES[tensor.data_type] for tensor in declared] == [t.type for t in actual]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONNX_MODELS)
 def test_model_is_valid_opset_17(name: str) -> None:
     model = onnx.load(model_path(name))
     onnx.checker.check_model(model, full_check=True)
@@ -88,6 +92,17 @@ def test_identity_returns_its_input_bit_for_bit(num_rows: int) -> None:
     bits[0, :4] = [0x7FC00001, 0xFF800000, 0x80000000, 0x00000001]  # NaN, -inf, -0, subnormal
     [output] = session_of("identity").run(None, {"INPUT0": bits.view(np.float32)})
     assert np.array_equal(output.view(np.uint32), bits)
+
+
+def test_simple_file_is_what_its_script_writes() -> None:
+    assert onnx.load(model_path("simple")) == load_script("make_simple").simple_model()
+
+
+def test_simple_adds_and_subtracts() -> None:
+    a, b = np.random.default_rng(0).integers(-(2**30), 2**30, (2, 3, 16), dtype=np.int32)
+    total, difference = session_of("simple").run(None, {"INPUT0": a, "INPUT1": b})
+    assert np.array_equal(total, a + b)
+    assert np.array_equal(difference, a - b)
 
 
 def test_digits_has_one_label_per_class() -> None:

@@ -20,10 +20,10 @@ from penstock.errors import (
     NotFound,
     NotReady,
     TooLarge,
-    Unsupported,
 )
 from penstock.protocols.fronts import Desk, Front
 from penstock.protocols.remote import Remote
+from penstock.repository import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import ThreadLife, socket_pair
@@ -119,7 +119,7 @@ async def serving(
     *configs: ModelConfig, config: GrpcConfig = SMALL, is_serving: bool = True
 ) -> AsyncIterator[Served]:
     catalog = Catalog(ThreadLife)
-    await catalog.load(configs or [model("echo")])
+    await catalog.load(Found(list(configs) or [model("echo")]))
     lives: list[FrontLife] = []
 
     def start(loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> FrontLife:
@@ -287,9 +287,9 @@ async def test_the_core_answers_questions():
         assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, -1]}]
         config = model_config_pb2.ModelConfig.FromString(await ask("model_config", "echo", "1"))
         assert (config.name, config.max_batch_size) == ("echo", 8)
-        with pytest.raises(Unsupported):
-            await ask("model_statistics")
-        for kind in ("model_metadata", "model_config"):
+        statistics = msgspec.json.decode(await ask("model_statistics"))
+        assert [each["name"] for each in statistics["model_stats"]] == ["echo"]
+        for kind in ("model_metadata", "model_config", "model_statistics"):
             with pytest.raises(NotFound, match="unknown model: 'none' is not found"):
                 await ask(kind, "none")
 

@@ -708,13 +708,39 @@ def test_binary_data_of_an_output_is_true_or_false(value: str) -> None:
     assert "binary_data" in refusal(with_field("outputs", output))
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    ['{"classification":3}', '{"shared_memory_region":"r","shared_memory_byte_size":4}'],
-)
-def test_what_an_output_asks_for_in_vain_is_said_to_be_unsupported(parameters: str) -> None:
+def test_what_an_output_asks_for_in_vain_is_said_to_be_unsupported() -> None:
+    parameters = '{"shared_memory_region":"r","shared_memory_byte_size":4}'
     with pytest.raises(Unsupported, match="'y'"):
         decode(with_field("outputs", f'[{{"name":"y","parameters":{parameters}}}]'))
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "true", "1.5", '"3"'])
+def test_a_number_of_classes_is_at_least_one(count: str) -> None:
+    assert "'y'" in refusal(
+        with_field("outputs", f'[{{"name":"y","parameters":{{"classification":{count}}}}}]')
+    )
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values", "labels", "classes"),
+    [
+        ("FP32", [[1.5, 3, -2]], ("a", "b", "c"), [["3.000000:1:b", "1.500000:0:a"]]),
+        ("FP32", [[1, 1, 1]], (), [["1.000000:0", "1.000000:1"]]),
+        ("INT32", [[1, 2], [4, 3]], ("a",), [["2:1", "1:0:a"], ["4:0:a", "3:1"]]),
+        ("UINT8", [5, 7], ("a", "b"), ["7:1:b", "5:0:a"]),
+    ],
+)
+def test_the_best_classes_come_first_with_their_labels(
+    datatype: str, values: Any, labels: tuple[str, ...], classes: Any
+) -> None:
+    request = request_for(RequestedOutput("y", {"classification": 2}))
+    response = Response("m", "1", [tensor_of("y", datatype, values)])
+    specs = [TensorSpec("y", datatype, (-1,), labels=labels)]
+    head, tail = Codec().encode_answer(request, response, specs)
+    (output,) = json.loads(head)["outputs"]
+    assert (output["datatype"], output["shape"]) == ("BYTES", list(np.shape(classes)))
+    assert output["data"] == np.ravel(classes).tolist()
+    assert tail == []
 
 
 @pytest.mark.parametrize(
@@ -994,3 +1020,107 @@ def test_metadata_shows_the_batch_dimension_where_there_is_one() -> None:
     }
     message = json.loads(encode_metadata("m", ["1"], "null", inputs, outputs, False))
     assert message["inputs"][0]["shape"] == [3, -1]
+
+
+# What the codec remembers.
+
+
+def json_request(id: str, data: str, rest: str = "") -> bytes:
+    head = f'{{"id":"{id}","inputs":[{{"name":"x","datatype":"FP32","shape":[1,2],"data":'
+    return f"{head}{data}}}]{rest}}}".encode()
+
+
+def binary_request(id: str, size: int = 4) -> bytes:
+    tensor = (
+        f'{{"name":"x","datatype":"INT32","shape":[1],"parameters":{{"binary_data_size":{size}}}}}'
+    )
+    return f'{{"id":"{id}","inputs":[{tensor}]}}'.encode()
+
+
+@pytest.mark.parametrize("id", ["a", "r-17", "", "späť", 'q\\"uote', "back\\\\slash", "\\u0041"])
+def test_a_remembered_request_keeps_its_own_id_and_values(id: str) -> None:
+    codec = Codec()
+    for number in (1, 2, 3):
+        head = binary_request(id)
+        body = head + number.to_bytes(4, "little")
+        request = codec.decode_infer(body, len(head), SINK, 0.0)
+        assert (request.id, values_of(request.inputs[0])) == (json.loads(head)["id"], [number])
+        request = codec.decode_infer(json_request(id, f"[{number},4]"), None, SINK, 0.0)
+        assert (request.id, values_of(request.inputs[0])) == (json.loads(head)["id"], [number, 4])
+
+
+def test_requests_of_one_form_share_it_and_others_do_not() -> None:
+    codec = Codec()
+
+    def form(body: bytes, size: int | None = None) -> object:
+        return codec.decode_infer(body, size, SINK, 0.0).form
+
+    first = form(json_request("a", "[1,2]"))
+    assert form(json_request("b", "[3, 4]")) is first is not None
+    assert form(json_request("b", "[3,4]", ',"parameters":{"priority":1}')) is not first
+    head = binary_request("a")
+    assert form(head + bytes(4), len(head)) is form(head + b"\1\2\3\4", len(head)) is not None
+    assert form(json_request("a", "[[1,2]]")) is None, "nested data are parsed each time"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "[1]",
+        "[1,2,3]",
+        "[1,null]",
+        "[1,1e39]",
+        '[1,"2"]',
+        "[1,2",
+        "[1,,2]",
+        "1",
+        "[[1],2]",
+        "[true,1]",
+    ],
+)
+def test_wrong_data_in_a_remembered_request_is_refused_as_ever(data: str) -> None:
+    codec = Codec()
+    codec.decode_infer(json_request("a", "[1,2]"), None, SINK, 0.0)
+    with pytest.raises(InvalidRequest) as remembered:
+        codec.decode_infer(json_request("a", data), None, SINK, 0.0)
+    with pytest.raises(InvalidRequest) as fresh:
+        Codec().decode_infer(json_request("a", data), None, SINK, 0.0)
+    assert str(remembered.value) == str(fresh.value)
+
+
+def test_a_second_data_key_is_never_mistaken_for_the_first() -> None:
+    codec = Codec()
+    for number in (1, 2):
+        body = json_request("a", f'[{number},0],"data":[7,8]')
+        assert values_of(codec.decode_infer(body, None, SINK, 0.0).inputs[0]) == [7, 8]
+
+
+def test_tensors_of_another_size_behind_a_remembered_head_are_refused() -> None:
+    codec = Codec()
+    head = binary_request("a")
+    codec.decode_infer(head + bytes(4), len(head), SINK, 0.0)
+    for size in (0, 3, 5, 8):
+        with pytest.raises(InvalidRequest):
+            codec.decode_infer(head + bytes(size), len(head), SINK, 0.0)
+
+
+def test_memory_of_the_codec_is_bounded() -> None:
+    codec = Codec()
+    for number in range(5000):
+        body = json_request("a", "[1,2]", f',"parameters":{{"p{number}":1}}')
+        assert codec.decode_infer(body, None, SINK, 0.0).parameters == {f"p{number}": 1}
+
+
+@pytest.mark.parametrize("is_binary", [True, False])
+def test_answers_of_one_form_differ_only_in_id_and_values(is_binary: bool) -> None:
+    codec = Codec()
+    form = object()
+    for number in (1, 2):
+        request = codec.decode_infer(json_request(f"r{number}", "[1,2]"), None, SINK, 0.0)
+        request.prefers_binary = is_binary
+        response = Response("m", "3", [tensor_of("y", "INT8", [number])])
+        remembered = Response("m", "3", [tensor_of("y", "INT8", [number])])
+        remembered.form = form
+        head, tail = codec.encode_answer(request, remembered)
+        assert (head, tail) == encode_answer(request, response)
+        assert json.loads(head)["id"] == f"r{number}"

@@ -199,7 +199,7 @@ def test_shared_memory_and_classification_are_unsupported() -> None:
     assert "input 'x': shared memory" in refusal(message(item), Unsupported)
     output = OUTPUT(name="y")
     set_parameter(output.parameters["classification"], 3)
-    assert "'classification' is not" in refusal(
+    assert "'classification' is not supported" in refusal(
         message(tensor(), raw=(RAW,), outputs=[output]), Unsupported
     )
 

@@ -1,0 +1,368 @@
+"""What a Triton `model.py` imports as `triton_python_backend_utils`, usually named pb_utils.
+
+The names and signatures are Triton's, so that such files run unchanged; tensors lie on the CPU and
+input arrays are read-only. What would need the server's help while a model runs (other models,
+several responses to a request, metrics of its own) raises TritonModelException.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NoReturn
+
+import numpy as np
+
+from penstock.types import DATATYPES, Array, Parameter
+
+log = logging.getLogger("penstock.model_code")
+
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+DLPACK_CPU = (1, 0)
+# Triton's numbers for datatypes, as its C interface counts them.
+TYPE_NAMES = "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 BYTES BF16"
+TYPE_NUMBERS = {name: number for number, name in enumerate(TYPE_NAMES.split(), 1)}
+
+
+class TritonModelException(Exception):
+    """What a model raises, and what is raised where this server cannot do what it asks."""
+
+
+class TritonError:
+    """Why one request failed. The code is kept; clients see the message."""
+
+    UNKNOWN = 0
+    INTERNAL = 1
+    NOT_FOUND = 2
+    INVALID_ARG = 3
+    UNAVAILABLE = 4
+    UNSUPPORTED = 5
+    ALREADY_EXISTS = 6
+    CANCELLED = 7
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self._message = str(message)
+        self._code = code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+class MemoryType(IntEnum):
+    TRITONSERVER_MEMORY_CPU = 0
+    TRITONSERVER_MEMORY_GPU = 2
+
+
+TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
+TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
+
+
+class PreferredMemory:
+    """A wish; tensors stay on the CPU."""
+
+    def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
+        self.preferred_memory_type = preferred_memory_type
+        self.preferred_device_id = preferred_device_id
+
+
+class Tensor:
+    """A named numpy array. `datatype` is given where numpy has no type for it (BF16 as bits)."""
+
+    def __init__(self, name: str, array: Array, datatype: str = "") -> None:
+        if not isinstance(array, np.ndarray):
+            raise TritonModelException(
+                f"tensor '{name}': expected a numpy array, got {type(array).__name__}"
+            )
+        self._name = name
+        self._array = array
+        self._datatype = datatype
+
+    def __repr__(self) -> str:
+        return f"<Tensor {self._name} {self._array.dtype} {list(self._array.shape)}>"
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> Tensor:
+        """From a DLPack capsule, or from what can make one (a tensor of torch, for example)."""
+        source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
+        try:
+            return Tensor(name, np.from_dlpack(source))
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            raise TritonModelException(
+                f"tensor '{name}': expected a DLPack tensor on the CPU: {error}"
+            ) from error
+
+    def to_dlpack(self) -> Any:
+        return self.__dlpack__()
+
+    def __dlpack__(self, **wishes: Any) -> Any:
+        # Receivers may write, and most DLPack versions cannot tell them not to.
+        array = self._array if self._array.flags.writeable else self._array.copy()
+        return array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return DLPACK_CPU
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Array:
+        return self._array
+
+    def shape(self) -> tuple[int, ...]:
+        return self._array.shape
+
+    def triton_dtype(self) -> int:
+        """Triton's number of the datatype; `triton_to_np_type` reads it."""
+        return TYPE_NUMBERS[self._datatype or np_to_triton_dtype(self._array.dtype)]
+
+    def is_cpu(self) -> bool:
+        return True
+
+
+class InferenceRequest:
+    """One request. The server makes those that `execute` sees; a model makes others only to ask
+    another model, which is not supported yet."""
+
+    def __init__(  # noqa: PLR0913 (Triton's signature)
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        inputs: Sequence[Tensor] = (),
+        requested_output_names: Sequence[str] = (),
+        model_name: str | bytes = "",
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: object = None,
+        parameters: Mapping[str, Parameter] | None = None,
+    ) -> None:
+        self._id = request_id
+        self._correlation_id = correlation_id
+        self._inputs = list(inputs)
+        self._output_names = list(requested_output_names)
+        self._model_name = model_name.decode() if isinstance(model_name, bytes) else model_name
+        self._model_version = model_version
+        self._flags = flags
+        self._timeout = timeout
+        self._trace = trace
+        self._parameters = parameters or {}
+
+    def __repr__(self) -> str:
+        return f"<InferenceRequest {self._id!r} {self._inputs}>"
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def request_id(self) -> str:
+        return self._id
+
+    def correlation_id(self) -> int | str:
+        return self._correlation_id
+
+    def requested_output_names(self) -> list[str]:
+        return self._output_names
+
+    def model_name(self) -> str:
+        return self._model_name
+
+    def model_version(self) -> int:
+        return self._model_version
+
+    def flags(self) -> int:
+        return self._flags
+
+    def timeout(self) -> int:
+        """In microseconds; the server keeps deadlines itself and says 0."""
+        return self._timeout
+
+    def trace(self) -> object:
+        return self._trace
+
+    def parameters(self) -> str:
+        """As JSON."""
+        return json.dumps(dict(self._parameters))
+
+    def is_cancelled(self) -> bool:
+        return False
+
+    def set_release_flags(self, flags: int) -> None:
+        if flags != TRITONSERVER_REQUEST_RELEASE_ALL:
+            _refuse("rescheduling a request")
+
+    def get_response_sender(self) -> NoReturn:
+        _refuse("get_response_sender (decoupled responses)")
+
+    def exec(self, decoupled: bool = False, execution_timeout: int = 0) -> NoReturn:
+        _refuse(f"asking model '{self._model_name}' from inside a model (exec)")
+
+    async def async_exec(self, decoupled: bool = False, execution_timeout: int = 0) -> NoReturn:
+        _refuse(f"asking model '{self._model_name}' from inside a model (async_exec)")
+
+
+class InferenceResponse:
+    def __init__(
+        self,
+        output_tensors: Sequence[Tensor] = (),
+        error: TritonError | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
+    ) -> None:
+        for tensor in output_tensors:
+            if not isinstance(tensor, Tensor):
+                raise TritonModelException(
+                    f"output_tensors: expected Tensor objects, got {type(tensor).__name__}"
+                )
+        if error is not None and not isinstance(error, TritonError):
+            raise TritonModelException(f"error: expected a TritonError, got {type(error).__name__}")
+        if parameters:
+            _refuse("parameters of a response")
+        self._tensors = list(output_tensors)
+        self._error = error
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+    def parameters(self) -> str:
+        return "{}"
+
+
+class Logger:
+    """To Python's logging, under `penstock.model_code`."""
+
+    INFO = logging.INFO
+    WARNING = logging.WARNING
+    ERROR = logging.ERROR
+    VERBOSE = logging.DEBUG
+
+    @staticmethod
+    def log(message: str, level: int = logging.INFO) -> None:
+        log.log(level, "%s", message)
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        log.info("%s", message)
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        log.warning("%s", message)
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        log.error("%s", message)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        log.debug("%s", message)
+
+
+class MetricFamily:
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
+
+    def __init__(self, name: str = "", description: str = "", kind: int = COUNTER) -> None:
+        _refuse(f"metric family '{name}' of a model")
+
+
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
+    return _by_name(inference_request.inputs(), name)
+
+
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
+    return _by_name(inference_response.output_tensors(), name)
+
+
+def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
+    """The entry of the parsed `model_config` for an input; None if there is none."""
+    return next((item for item in model_config.get("input", ()) if item["name"] == name), None)
+
+
+def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
+    return next((item for item in model_config.get("output", ()) if item["name"] == name), None)
+
+
+def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
+    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+def triton_string_to_numpy(triton_type_string: str) -> type[np.generic]:
+    """`TYPE_FP32`, as in a model's configuration, to np.float32."""
+    name = triton_type_string.removeprefix("TYPE_")
+    return _numpy_type("BYTES" if name == "STRING" else name, triton_type_string)
+
+
+def triton_to_np_type(data_type: int) -> type[np.generic]:
+    """What `Tensor.triton_dtype` gave, as a numpy type."""
+    name = next((name for name, number in TYPE_NUMBERS.items() if number == data_type), "")
+    return _numpy_type(name, data_type)
+
+
+def np_to_triton_type(data_type: Any) -> int:
+    return TYPE_NUMBERS[np_to_triton_dtype(data_type)]
+
+
+def np_to_triton_dtype(data_type: Any) -> str:
+    """A numpy type to the name on the wire: np.float32 to FP32."""
+    dtype = np.dtype(data_type)
+    if dtype.kind in "OSU":
+        return "BYTES"
+    for name, datatype in DATATYPES.items():
+        if datatype.numpy == dtype:
+            return name
+    raise TritonModelException(f"numpy {dtype} has no Triton datatype")
+
+
+def load_model(model_name: str, files: object = None, config: object = None) -> NoReturn:
+    _refuse(f"load_model('{model_name}') from inside a model")
+
+
+def unload_model(model_name: str, unload_dependents: bool = False) -> NoReturn:
+    _refuse(f"unload_model('{model_name}') from inside a model")
+
+
+def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:
+    _refuse(f"is_model_ready('{model_name}') from inside a model")
+
+
+class _Capsule:
+    """A bare DLPack capsule as the object that numpy expects."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **wishes: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return DLPACK_CPU
+
+
+def _by_name(tensors: Sequence[Tensor], name: str) -> Tensor | None:
+    return next((tensor for tensor in tensors if tensor.name() == name), None)
+
+
+def _numpy_type(name: str, asked: object) -> type[np.generic]:
+    datatype = DATATYPES.get(name)
+    if datatype is None or name == "BF16":
+        raise TritonModelException(f"datatype {asked} has no numpy type")
+    kind: type[np.generic] = datatype.numpy.type
+    return kind
+
+
+def _refuse(what: str) -> NoReturn:
+    raise TritonModelException(f"{what} is not supported yet")

@@ -1,0 +1,126 @@
+"""Who may do what: one gate in front of every route, before anything else looks at a request.
+
+Keys come from a TOML file and carry scopes; health is open to all. Without keys everything is
+allowed that the server was started for. A request through the loopback address must also name it as
+its Host, so that a page in a browser cannot reach the server by another name.
+
+    [[key]]
+    name = "team-a"
+    secret = "at least sixteen characters"
+    scopes = ["infer"]            # infer, metrics, admin
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from penstock.errors import ConfigError, NotAllowed
+
+Scope = Literal["open", "infer", "metrics", "admin"]
+SCOPES = ("infer", "metrics", "admin")
+MIN_SECRET = 16
+LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
+_HEALTH = re.compile(r"/v2/health/(live|ready)")
+_ADMIN = re.compile(r"/v2/(repository|trace|logging|(system|cuda)sharedmemory)(/.*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Scopes by the digest of the secret; the secrets themselves are not kept."""
+
+    scopes: Mapping[bytes, frozenset[str]] = field(default_factory=dict)
+
+    def of(self, secret: bytes) -> frozenset[str]:
+        return self.scopes.get(_digest(secret), frozenset())
+
+
+class Gate:
+    """`keys` None: nobody needs one. `hosts` None: any Host will do."""
+
+    def __init__(self, keys: Keys | None = None, hosts: frozenset[str] | None = None) -> None:
+        self._keys = keys
+        self._hosts = hosts
+
+    def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+        """NotAllowed, saying what was missing."""
+        self._check_host(headers)
+        scope = scope_of(path)
+        if self._keys is None or scope == "open":
+            return
+        secret = _secret(headers)
+        if secret is None:
+            raise NotAllowed(
+                "this needs an API key: Authorization: Bearer <key>, or X-API-Key", needs_key=True
+            )
+        scopes = self._keys.of(secret)
+        if not scopes:
+            raise NotAllowed("the API key is not known", needs_key=True)
+        if scope not in scopes:
+            raise NotAllowed(f"This protocol is restricted: the API key has no scope '{scope}'")
+
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        if self._hosts is None:
+            return
+        given = headers.get(b"host", b"").decode("latin-1")
+        name = given.rpartition("]")[0].lstrip("[") if given.startswith("[") else given
+        if not given.startswith("["):
+            name = given.rpartition(":")[0] if ":" in given else given
+        if given and name.lower() not in self._hosts:
+            raise NotAllowed(f"Host '{given}' is not served here; --allow-host adds one")
+
+
+def scope_of(path: str) -> Scope:
+    """What a path needs. Whatever is not known to be open, metrics or admin is inference."""
+    if _HEALTH.fullmatch(path):
+        return "open"
+    if path == "/metrics" or path.startswith("/metrics/"):
+        return "metrics"
+    if _ADMIN.fullmatch(path):
+        return "admin"
+    return "infer"
+
+
+def read_keys(path: Path) -> Keys:
+    """The key file, with every problem reported."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}"]) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: {error}"]) from None
+    entries = content.get("key")
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError([f"{path}: holds no [[key]]"])
+    problems: list[str] = []
+    scopes: dict[bytes, frozenset[str]] = {}
+    for index, entry in enumerate(entries):
+        where = f"{path}: key[{index}]"
+        secret, wanted = entry.get("secret"), entry.get("scopes")
+        if not isinstance(secret, str) or len(secret) < MIN_SECRET or not secret.isascii():
+            problems.append(f"{where}.secret: at least {MIN_SECRET} ASCII characters are needed")
+            continue
+        if not isinstance(wanted, list) or not wanted or not set(wanted) <= set(SCOPES):
+            problems.append(f"{where}.scopes: expected some of {', '.join(SCOPES)}")
+            continue
+        scopes[_digest(secret.encode())] = frozenset(wanted)
+    if problems:
+        raise ConfigError(problems)
+    return Keys(scopes)
+
+
+def _secret(headers: Mapping[bytes, bytes]) -> bytes | None:
+    given = headers.get(b"authorization")
+    if given is not None and given[:7].lower() == b"bearer ":
+        return given[7:].strip()
+    return headers.get(b"x-api-key")
+
+
+def _digest(secret: bytes) -> bytes:
+    """Looking a digest up takes the same time however much of the secret was right."""
+    return hashlib.sha256(secret).digest()

@@ -1,0 +1,108 @@
+"""Python models behind a real server: text in, each request's own error, a crash survived."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+import pytest
+import tritonclient.http as httpclient
+from served import EXAMPLES, Served
+from tritonclient.utils import InferenceServerException
+
+CONFIG = """
+backend: "python" max_batch_size: 4 dynamic_batching {}
+input { name: "x" data_type: TYPE_INT32 dims: 1 }
+output { name: "y" data_type: TYPE_INT32 dims: 1 }
+"""
+
+
+def add_model(root: Path, name: str, code: str) -> None:
+    folder = root / name / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(dedent(code))
+    (root / name / "config.pbtxt").write_text(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpclient.InferenceServerClient]:
+    served = Served(EXAMPLES)
+    with httpclient.InferenceServerClient(served.address, concurrency=16) as connected:
+        yield connected
+    assert served.terminate() == 0
+
+
+def text_input(*texts: bytes) -> httpclient.InferInput:
+    tensor = httpclient.InferInput("TEXT", [len(texts), 1], "BYTES")
+    tensor.set_data_from_numpy(np.array(texts, object).reshape(-1, 1))
+    return tensor
+
+
+def test_text_length_counts_characters(client):
+    answer = client.infer("text_length", [text_input(b"", "größe".encode(), b"x" * 1000)])
+    assert answer.as_numpy("LENGTH").tolist() == [[0], [5], [1000]]
+
+
+def test_many_texts_at_once_and_only_the_wrong_ones_fail(client):
+    texts = [b"x" * i + (b"\xff" if i % 7 == 0 else b"") for i in range(200)]
+    pending = [client.async_infer("text_length", [text_input(text)]) for text in texts]
+    for i, answer in enumerate(pending):
+        if i % 7 == 0:
+            with pytest.raises(InferenceServerException, match=f"in position {i}:"):
+                answer.get_result()
+        else:
+            assert answer.get_result().as_numpy("LENGTH").tolist() == [[i]]
+
+
+def test_simple_answers_like_tritons(client):
+    a, b = np.arange(16, dtype=np.int32)[None], np.ones((1, 16), np.int32)
+    inputs = [httpclient.InferInput(f"INPUT{i}", [1, 16], "INT32") for i in (0, 1)]
+    for tensor, values in zip(inputs, (a, b), strict=True):
+        tensor.set_data_from_numpy(values)
+    answer = client.infer("simple", inputs)
+    np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), a + b)
+    np.testing.assert_array_equal(answer.as_numpy("OUTPUT1"), a - b)
+
+
+def test_prints_and_logs_go_through_and_the_end_is_called(tmp_path):
+    code = """
+    import sys
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        async def execute(self, requests):
+            print("printed", file=sys.stderr)
+            pb_utils.Logger.log_info("logged")
+            y = requests[0].inputs()[0].as_numpy()
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", y)])]
+
+        def finalize(self):
+            print("finalized", file=sys.stderr)
+    """
+    add_model(tmp_path, "noisy", code)
+    served = Served(tmp_path)
+    assert served.infer("noisy", "x", "INT32", [3])[1]["outputs"][0]["data"] == [3]
+    served.process.terminate()
+    served.process.wait(timeout=40)
+    served.errors.seek(0)
+    text = served.errors.read()
+    served.finish([])
+    assert all(word in text for word in ("printed", "penstock.model_code", "logged", "finalized"))
+
+
+def test_a_model_that_ends_its_process_is_replaced(tmp_path):
+    code = """
+    import os
+
+    def infer(inputs):
+        if (inputs["x"] == 7).any():
+            os._exit(3)
+        return {"y": inputs["x"]}
+    """
+    add_model(tmp_path, "mortal", code)
+    served = Served(tmp_path)
+    status, answer = served.infer("mortal", "x", "INT32", [7])
+    assert status == 500
+    assert "twice" in answer["error"]
+    assert served.infer("mortal", "x", "INT32", [8])[1]["outputs"][0]["data"] == [8]
+    assert served.terminate() == 0

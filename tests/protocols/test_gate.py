@@ -1,0 +1,174 @@
+"""Who may do what, and that no route is forgotten."""
+
+from pathlib import Path
+
+import pytest
+from starlette.routing import Route
+
+from penstock.errors import ConfigError, NotAllowed
+from penstock.protocols.gate import Gate, read_keys, scope_of
+from penstock.protocols.v2_routes import V2Routes
+from penstock.serving.catalog import Catalog
+
+SECRET = "0123456789abcdef"
+FILE = f"""
+[[key]]
+name = "team-a"
+secret = "{SECRET}"
+scopes = ["infer"]
+[[key]]
+name = "operator"
+secret = "{SECRET[::-1]}"
+scopes = ["metrics", "admin"]
+"""
+# What each route needs. A new route must be entered here, with thought.
+ROUTES = {
+    "/v2": "infer",
+    "/v2/health/live": "open",
+    "/v2/health/ready": "open",
+    "/v2/models/stats": "infer",
+    "/v2/models/{name}": "infer",
+    "/v2/models/{name}/ready": "infer",
+    "/v2/models/{name}/config": "infer",
+    "/v2/models/{name}/stats": "infer",
+    "/v2/models/{name}/versions/{version}": "infer",
+    "/v2/models/{name}/versions/{version}/ready": "infer",
+    "/v2/models/{name}/versions/{version}/config": "infer",
+    "/v2/models/{name}/versions/{version}/stats": "infer",
+    "/v2/repository/index": "admin",
+    "/v2/repository/models/{name}/load": "admin",
+    "/v2/repository/models/{name}/unload": "admin",
+    "/metrics": "metrics",
+}
+
+
+@pytest.fixture
+def keys(tmp_path: Path):
+    (tmp_path / "keys.toml").write_text(FILE)
+    return read_keys(tmp_path / "keys.toml")
+
+
+async def all_routes() -> list[str]:
+    routes = V2Routes(Catalog(), ".", is_explicit=True).application().routes
+    return [route.path for route in routes if isinstance(route, Route)]
+
+
+def test_every_route_has_a_scope_that_somebody_thought_of():
+    import asyncio
+
+    assert {path: scope_of(path) for path in asyncio.run(all_routes())} == ROUTES
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/models/m/infer",
+        "/v2/unknown",
+        "/",
+        "/V2/health/live",
+        "/v2/health/live/",
+        "//v2/health/live",
+    ],
+)
+def test_what_is_not_known_needs_the_key_for_inference(path):
+    assert scope_of(path) == "infer"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/repository",
+        "/v2/repository/",
+        "/v2/repository/models/x/load/",
+        "/v2/logging",
+        "/v2/trace/setting",
+    ],
+)
+def test_what_looks_like_administration_needs_its_key(path):
+    assert scope_of(path) == "admin"
+
+
+def test_without_keys_everything_is_allowed():
+    Gate().check("/v2/models/m/infer", {})
+
+
+def test_health_is_open(keys):
+    Gate(keys).check("/v2/health/ready", {})
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {b"authorization": b"Basic abc"},
+        {b"authorization": b"Bearer "},
+        {b"x-api-key": b"nobody"},
+    ],
+)
+def test_no_key_or_an_unknown_one_is_refused(keys, headers):
+    with pytest.raises(NotAllowed) as caught:
+        Gate(keys).check("/v2/models/m/infer", headers)
+    assert caught.value.needs_key
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
+def test_a_key_opens_its_scopes_and_no_others(keys, header):
+    value = f"Bearer {SECRET}" if header == "authorization" else SECRET
+    headers = {header.encode(): value.encode()}
+    gate = Gate(keys)
+    gate.check("/v2/models/m/infer", headers)
+    for path in ("/metrics", "/v2/repository/models/m/load"):
+        with pytest.raises(NotAllowed, match="This protocol is restricted") as caught:
+            gate.check(path, headers)
+        assert not caught.value.needs_key
+
+
+@pytest.mark.parametrize(
+    ("host", "is_allowed"),
+    [
+        (b"localhost:8000", True),
+        (b"LOCALHOST", True),
+        (b"127.0.0.1", True),
+        (b"[::1]:8000", True),
+        (b"evil.example:8000", False),
+        (b"localhost.evil.example", False),
+        (b"127.0.0.1.evil.example:80", False),
+        (b"[::2]", False),
+        (b":8000", False),
+    ],
+)
+def test_a_page_cannot_reach_the_server_under_another_name(host, is_allowed):
+    gate = Gate(hosts=frozenset(("localhost", "127.0.0.1", "::1")))
+    if is_allowed:
+        gate.check("/v2", {b"host": host})
+    else:
+        with pytest.raises(NotAllowed, match="--allow-host"):
+            gate.check("/v2", {b"host": host})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaints"),
+    [
+        ("", ["holds no"]),
+        ("key = 3", ["holds no"]),
+        ("[[key", ["keys.toml: Expected"]),
+        (
+            '[[key]]\nsecret = "short"\nscopes = ["infer"]\n'
+            f'[[key]]\nsecret = "{SECRET}"\nscopes = ["root"]\n',
+            ["key[0].secret", "key[1].scopes"],
+        ),
+    ],
+)
+def test_a_wrong_key_file_is_explained(tmp_path, text, complaints):
+    (tmp_path / "keys.toml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_keys(tmp_path / "keys.toml")
+    assert len(caught.value.problems) == len(complaints)
+    for problem, complaint in zip(caught.value.problems, complaints, strict=True):
+        assert complaint in problem
+        assert SECRET not in problem
+
+
+def test_a_missing_key_file_is_explained(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_keys(tmp_path / "none.toml")

@@ -1,0 +1,160 @@
+"""Loading, swapping and unloading models, with workers on strings."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
+from penstock.errors import NotFound
+from penstock.repository import Found
+from penstock.serving.catalog import Catalog
+from penstock.testing import Puppets, RecordingSink, settle
+from penstock.types import Request, TensorSpec, from_array
+
+CONFIG = ModelConfig(
+    name="echo",
+    version="1",
+    backend="null",
+    artifact="",
+    inputs=(TensorSpec("x", "INT64", (1,)),),
+    outputs=(TensorSpec("y", "INT64", (1,)),),
+    max_batch_size=4,
+    batching=BatchPolicy(4, is_dynamic=True),
+    memory=MemoryPolicy(spill_bytes=1 << 12),
+)
+BROKEN = replace(CONFIG, options={"null.a_ms": "soon"})
+
+
+def ask(value: int) -> Request:
+    return Request(RecordingSink(), [from_array("x", "INT64", np.array([[value]]))], 0.0)
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.puppets = Puppets()
+        self.catalog = Catalog(start_life=self.puppets)
+
+    async def act(self, change) -> None:
+        """Carry out a change while the workers do what they are told."""
+        task = asyncio.ensure_future(change)
+        while not task.done():
+            await self.puppets.step_all()
+            await asyncio.sleep(0)
+        await task
+
+    async def load(self, *configs: ModelConfig, **problems: list[str]) -> None:
+        await self.act(self.catalog.load(Found(list(configs), problems)))
+
+
+def run(scenario) -> None:
+    async def main() -> None:
+        stage = Stage()
+        await scenario(stage)
+        await stage.act(stage.catalog.close())
+        assert stage.puppets.alive == []
+
+    asyncio.run(main())
+
+
+def states(catalog: Catalog, *names: str) -> list[tuple[str, str, str]]:
+    return [(e.name, e.version, e.state) for e in catalog.index(names)]
+
+
+def test_the_highest_version_answers_unless_one_is_named():
+    async def scenario(stage):
+        await stage.load(CONFIG, replace(CONFIG, version="10"), replace(CONFIG, version="9"))
+        assert stage.catalog.find("echo").config.version == "10"
+        assert stage.catalog.find("echo", "9").config.version == "9"
+        assert stage.catalog.versions("echo") == ["1", "9", "10"]
+        with pytest.raises(NotFound, match="'echo' version 2 is not found; loaded: 1, 9, 10"):
+            stage.catalog.find("echo", "2")
+        with pytest.raises(NotFound, match="unknown model: 'other' is not found"):
+            stage.catalog.find("other")
+
+    run(scenario)
+
+
+def test_one_bad_model_does_not_disturb_the_others():
+    async def scenario(stage):
+        await stage.load(CONFIG, replace(BROKEN, name="bad"), unread=["config.pbtxt: nonsense"])
+        assert stage.catalog.find("echo").is_ready
+        assert not stage.catalog.is_ready
+        assert sorted(f.name for f in stage.catalog.failures) == ["bad", "unread"]
+        assert states(stage.catalog, "echo", "idle") == [
+            ("bad", "", "UNAVAILABLE"),
+            ("echo", "1", "READY"),
+            ("idle", "", ""),
+            ("unread", "", "UNAVAILABLE"),
+        ]
+
+    run(scenario)
+
+
+def test_a_reload_switches_in_one_step_and_loses_nothing():
+    async def scenario(stage):
+        await stage.load(CONFIG)
+        old = stage.catalog.find("echo")
+        running, waiting = ask(1), ask(2)
+        old.submit(running)
+        await settle()
+        old.submit(waiting)
+        await stage.load(replace(CONFIG, version="2"))
+        new = stage.catalog.find("echo")
+        assert new is not old and new.config.version == "2"
+        assert stage.catalog.versions("echo") == ["2"]
+        for _ in range(50):
+            await stage.puppets.step_all()
+        assert running.sink.error is waiting.sink.error is None
+        assert len(stage.puppets.alive) == 1, "the old worker has left"
+
+    run(scenario)
+
+
+def test_a_failed_reload_keeps_the_old_model():
+    async def scenario(stage):
+        await stage.load(CONFIG)
+        old = stage.catalog.find("echo")
+        await stage.load(CONFIG, replace(BROKEN, version="2"))
+        assert stage.catalog.find("echo") is old and old.is_ready
+        assert stage.catalog.is_ready, "what is served still is"
+        assert "'soon' is not a number" in stage.catalog.failure("echo").problems[0]
+        await stage.load(CONFIG)
+        assert stage.catalog.failure("echo") is None
+
+    run(scenario)
+
+
+def test_unloading_answers_what_was_admitted_first():
+    async def scenario(stage):
+        await stage.load(CONFIG)
+        model = stage.catalog.find("echo")
+        running = ask(1)
+        model.submit(running)
+        await settle()
+        await stage.act(stage.catalog.unload("echo"))
+        with pytest.raises(NotFound):
+            stage.catalog.find("echo")
+        for _ in range(20):
+            await stage.puppets.step_all()
+        assert running.sink.error is None
+        assert stage.puppets.alive == []
+        await stage.act(stage.catalog.unload("never loaded"))
+
+    run(scenario)
+
+
+def test_loads_and_unloads_of_one_model_do_not_race():
+    async def scenario(stage):
+        changes = []
+        for number in range(1, 6):
+            config = replace(CONFIG, version=str(number))
+            changes.append(stage.catalog.load(Found([config])))
+            changes.append(stage.catalog.unload("echo"))
+        changes.append(stage.catalog.load(Found([replace(CONFIG, version="6")])))
+        await stage.act(asyncio.gather(*changes))
+        assert stage.catalog.versions("echo") == ["6"]
+        assert stage.catalog.find("echo").is_ready
+
+    run(scenario)

@@ -1,0 +1,43 @@
+"""docs/protocols.md says what the code does."""
+
+import asyncio
+import re
+from pathlib import Path
+
+from starlette.routing import Route
+
+from penstock import pbtxt
+from penstock.protocols.gate import scope_of
+from penstock.protocols.v2_routes import V2Routes
+from penstock.serving.catalog import Catalog
+
+TEXT = (Path(__file__).parents[1] / "docs" / "protocols.md").read_text()
+ROWS = re.findall(r"^\| (GET|POST) \| `(/[^`]+)` \| (\w+) \| (.+) \|$", TEXT, re.M)
+
+
+async def served() -> set[tuple[str, str]]:
+    routes = V2Routes(Catalog(), ".", is_explicit=True).application().routes
+    return {
+        (method, route.path)
+        for route in routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+
+
+def test_every_route_is_in_the_table_and_every_row_is_a_route():
+    documented = {(method, path) for method, path, _, state in ROWS if state != "no"}
+    documented.discard(("POST", "/v2/models/{name}/infer"))
+    there = {pair for pair in asyncio.run(served()) if "/versions/" not in pair[1]}
+    assert documented == there
+
+
+def test_scopes_are_those_of_the_gate():
+    for _, path, scope, _ in ROWS:
+        assert scope_of(path) == scope
+
+
+def test_refused_fields_are_named():
+    for field in pbtxt.UNSUPPORTED:
+        assert f"`{field}`" in TEXT
