@@ -50,7 +50,7 @@ class Server:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            console.print(line.rstrip(), highlight=False, markup=False)
+            console.print(line.rstrip(), highlight=False, markup=False, soft_wrap=True)
             if match := re.search(r"http://([\d.:]+)/v2", line):
                 self.address = match[1]
                 return
