@@ -298,7 +298,7 @@ class SloBatcher:
 
     def _explored(self, lane: Lane, pace: Pace, now: float) -> int:
         """The size aimed at or, rarely and at low load, one whose time is not known well."""
-        if self._num_batches % EXPLORE_EVERY or pace.target_s <= 0:
+        if (self._num_batches + 1) % EXPLORE_EVERY or pace.target_s <= 0:
             return pace.target_rows
         waiting = sum(lane.rows)
         rung = pace.times.stale_rung(waiting - 1, now)
