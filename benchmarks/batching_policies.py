@@ -213,9 +213,10 @@ def max_rate(policy: Policy, scenario: Scenario, cv: float, count: int) -> float
 
 
 def goodput(policy: Policy, scenario: Scenario, cv: float, count: int, overload: float) -> float:
-    num = round(count * max(1.0, overload / 2))
-    arrivals = make_arrivals(cv, overload * scenario.capacity, num, seed=9)
-    return policy(scenario, arrivals) / arrivals[-1] / scenario.capacity
+    """As a share of the capacity. At least fifty SLOs long, so that both ends weigh little."""
+    rate = overload * scenario.capacity
+    arrivals = make_arrivals(cv, rate, max(count, round(50 * scenario.slo_s * rate)), seed=9)
+    return policy(scenario, arrivals) / (arrivals[-1] + scenario.slo_s) / scenario.capacity
 
 
 def measure(count: int) -> Iterator[dict[str, object]]:

@@ -244,7 +244,7 @@ class SloBatcher:
             return [again]
         for lane in self._lanes.in_order():
             pace = self._pace(lane.geometry)
-            if sum(lane.rows) > pace.target_rows:
+            if self._is_backlogged(lane, pace):
                 batch = self._form_from_backlog(lane, pace, now)
             else:
                 batch = self._form_from_all(lane, pace, now)
@@ -254,6 +254,14 @@ class SloBatcher:
                 self._note_running(now, pace.times.mean_s(num_rows))
                 return batch
         return None
+
+    def _is_backlogged(self, lane: Lane, pace: Pace) -> bool:
+        """More waits than the batch aimed at, and it will not pass: several executors that together
+        are fast enough serve more without drops, in batches as large as the head allows."""
+        if sum(lane.rows) <= pace.target_rows:
+            return False
+        load = pace.arrivals_per_s * pace.row_s
+        return self.num_executors == 1 or load > self.num_executors
 
     def _form_from_backlog(self, lane: Lane, pace: Pace, now: float) -> list[Request]:
         """A batch of the size aimed at; whoever would be late in it is dropped."""
@@ -297,17 +305,17 @@ class SloBatcher:
         return batch
 
     def _explored(self, lane: Lane, pace: Pace, now: float) -> int:
-        """The size aimed at or, rarely and at low load, one whose time is not known well."""
+        """The largest batch or, rarely and at low load, one whose time is not known well."""
         if (self._num_batches + 1) % EXPLORE_EVERY or pace.target_s <= 0:
-            return pace.target_rows
+            return self._max_rows
         waiting = sum(lane.rows)
         rung = pace.times.stale_rung(waiting - 1, now)
         capacity = self.num_executors / pace.row_s
         if rung is None or pace.arrivals_per_s > EXPLORE_BELOW * capacity:
-            return pace.target_rows
+            return self._max_rows
         both_s = pace.times.mean_s(rung) + pace.times.mean_s(waiting - rung)
         is_harmless = now + both_s + self._margin_s < self._deadline(next(lane.walk()))
-        return rung if is_harmless else pace.target_rows
+        return rung if is_harmless else self._max_rows
 
     def _drop(self, late: list[Request]) -> None:
         for request in late:
