@@ -101,8 +101,12 @@ class Lanes:
         """Last of its level."""
         lane = self._lane(geometry)
         request.queue = lane
-        lane.levels[request.priority].append(request)
-        self._count(request, lane, +1)
+        level = request.priority
+        lane.levels[level].append(request)
+        lane.rows[level] += request.num_rows
+        lane.num_live += 1
+        self._counts[level] += 1
+        self.num_waiting += 1
 
     def put_back(self, requests: list[Request], geometry: object) -> None:
         """First of their levels, in this order."""

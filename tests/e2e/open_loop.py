@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from load import Load
 
+# Shorter sleeps would be busy waiting on a machine whose cores the server needs.
+TICK_S = 0.001
 CONTENT_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 
@@ -118,7 +120,7 @@ class OpenLoop:
         for offset in self._times:
             wait_s = self._began + offset - time.monotonic()
             if wait_s > 0:
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(max(wait_s, TICK_S))
             self.tally.num_due += offset >= self._warm_s
             if self._free:
                 self._free.pop().send(self._message, self._began + offset)
