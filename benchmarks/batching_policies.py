@@ -255,6 +255,39 @@ def print_tables(rows: list[dict[str, object]], console: Console) -> None:
         console.print(table)
 
 
+def draw(rows: list[dict[str, object]]) -> str:
+    """Goodput at twice the capacity with Poisson arrivals, a panel for each scenario."""
+    parts = []
+    height = 34 + 22 * len(POLICIES)
+    for panel, scenario in enumerate(SCENARIOS):
+        top = panel * height
+        parts.append(f'<text x="8" y="{top + 22}" font-weight="bold">{scenario.name}</text>')
+        for index, name in enumerate(POLICIES):
+            (row,) = (
+                row
+                for row in rows
+                if (row["scenario"], row["policy"], row["arrivals"])
+                == (scenario.name, name, "Poisson")
+            )
+            assert isinstance(row["goodput"], list)
+            share = row["goodput"][OVERLOADS.index(2.0)]
+            y = top + 32 + 22 * index
+            color = "#1f6feb" if name == "Penstock slo" else "#9aa4b2"
+            parts.append(
+                f'<text x="8" y="{y + 13}">{name}</text>'
+                f'<rect x="170" y="{y}" width="{400 * share:.0f}" height="16" fill="{color}"/>'
+                f'<text x="{176 + 400 * share:.0f}" y="{y + 13}">{share:.2f}</text>'
+            )
+    total = height * len(SCENARIOS) + 30
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="660" height="{total}" '
+        'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" fill="white"/>'
+        + "".join(parts)
+        + f'<text x="8" y="{total - 10}">Answers within the SLO at twice the capacity, Poisson '
+        "arrivals, as a share of the capacity (simulated).</text></svg>\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
@@ -267,6 +300,7 @@ def main() -> None:
     console.print(f"{time.monotonic() - began:.0f} s")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(rows, indent=1) + "\n")
+    args.output.with_suffix(".svg").write_text(draw(rows))
 
 
 if __name__ == "__main__":

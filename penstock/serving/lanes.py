@@ -110,8 +110,8 @@ class Lanes:
 
     def put_back(self, requests: list[Request], geometry: object) -> None:
         """First of their levels, in this order."""
-        lane = self._lane(geometry)
         for request in reversed(requests):
+            lane = self._lane(geometry)
             request.queue = lane
             lane.levels[request.priority].appendleft(request)
             self._count(request, lane, +1)
