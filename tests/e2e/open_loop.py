@@ -54,11 +54,10 @@ class Connection(asyncio.Protocol):
     def __init__(self, client: "OpenLoop") -> None:
         self._client = client
         self._buffer = b""
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self.intended = 0.0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.WriteTransport) -> None:
         self._transport = transport
 
     def send(self, message: bytes, intended: float) -> None:
@@ -112,7 +111,7 @@ class OpenLoop:
         self._is_over = True
         for connection in connections:
             connection.close()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
         return self.tally
 
     async def _send_all(self) -> None:
