@@ -22,8 +22,9 @@ from penstock.types import Request
 
 # Of the SLO, kept free at admission for what no prediction sees: twice the spread of a batch (the
 # one ahead varies too), within these limits. Simulated with 10 % exponential jitter at 2x and 10x
-# load, one spread left 1 % to 4 % of the answers late; two leave less than 1 %.
-MIN_MARGIN, MAX_MARGIN = 0.05, 0.25
+# load, one spread left 1 % to 4 % of the answers late; two leave less than 1 %. The smaller limit
+# is for what happens outside: with 5 % a real client saw a p99 of 50.8 ms where 50 were promised.
+MIN_MARGIN, MAX_MARGIN = 0.08, 0.25
 REFRESH_S = 1.0
 # Arrivals are averaged over about this time.
 ARRIVALS_S = 0.1

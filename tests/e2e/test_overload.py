@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.verify, pytest.mark.timeout(120)]
 CAPACITY = 1000.0
 SLO_S = 0.050
 DURATION_S = 6.0
-NUM_CONNECTIONS = 512
+NUM_CONNECTIONS = 256
 SLO = 'parameters { key: "penstock.slo" value { string_value: "p99 < 50ms" } }'
 
 
