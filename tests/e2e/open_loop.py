@@ -87,7 +87,7 @@ class Connection(asyncio.Protocol):
 class OpenLoop:
     """Sends one `null` request at each of the times; `warm_s` at the start do not count."""
 
-    def __init__(self, port: int, model: str, times: list[float], warm_s: float = 0.5) -> None:
+    def __init__(self, port: int, model: str, times: list[float], warm_s: float = 1.0) -> None:
         self._port = port
         self._times = times
         self._warm_s = warm_s
