@@ -45,6 +45,8 @@ class BatchPolicy:
     policies: tuple[QueuePolicy, ...] = (QueuePolicy(),)
     # All queues of the model together; lower it where memory is short.
     max_pending: int = 8192
+    # How long a request may take, from `penstock.slo`; switches from Triton's rules to slo mode.
+    slo_latency_s: float | None = None
 
     def policy(self, level: int) -> QueuePolicy:
         return self.policies[level] if level < len(self.policies) else self.policies[0]

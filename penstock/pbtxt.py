@@ -7,10 +7,11 @@ problem, each with the path of the field, before it gives up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from penstock import backends
+from penstock import backends, slo
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
 from penstock.errors import ConfigError
 from penstock.onnx_file import read_signature
@@ -28,6 +29,7 @@ NUMBERS = {
     "penstock.max_slabs": 4096,
     "penstock.spill_bytes": 1 << 40,
 }
+SLO = "penstock.slo"
 # Fields that change what a model does and that this version does not carry out.
 UNSUPPORTED = (
     "sequence_batching",
@@ -165,6 +167,7 @@ class _Resolver:
         inputs, outputs, max_batch = self._tensors(backend, artifact)
         options = {key: value.string_value for key, value in message.parameters.items()}
         numbers = self._numbers(options)
+        batching = replace(self._batching(max_batch), slo_latency_s=self._slo_latency_s(options))
         config = ModelConfig(
             name=self._name,
             version=self._folder.name,
@@ -173,7 +176,7 @@ class _Resolver:
             inputs=inputs,
             outputs=outputs,
             max_batch_size=max_batch,
-            batching=self._batching(max_batch),
+            batching=batching,
             num_instances=self._instances(),
             memory=_memory(numbers),
             hang_s=numbers.get("penstock.hang_s", 30.0),
@@ -370,15 +373,25 @@ class _Resolver:
             self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
         return max(1, total)
 
+    def _slo_latency_s(self, options: Mapping[str, str]) -> float | None:
+        if SLO not in options:
+            return None
+        try:
+            return slo.parse(options[SLO]).latency_s
+        except ConfigError as error:
+            for problem in error.problems:
+                self._problem(f"parameters.{SLO}", problem)
+            return None
+
     def _numbers(self, options: Mapping[str, str]) -> dict[str, float]:
         """Our own parameters, checked."""
         numbers: dict[str, float] = {}
         for key, text in options.items():
-            if not key.startswith("penstock."):
+            if not key.startswith("penstock.") or key == SLO:
                 continue
             limit = NUMBERS.get(key)
             if limit is None:
-                known = ", ".join(NUMBERS)
+                known = ", ".join((*NUMBERS, SLO))
                 self._problem(f"parameters.{key}", f"unknown; expected one of {known}")
                 continue
             value = _number(text, is_whole=not key.endswith("_s"))

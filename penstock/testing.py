@@ -1,16 +1,22 @@
-"""Test doubles that are part of the public package: a worker on strings, sinks, a clock.
+"""Test doubles that are part of the public package: a worker on strings, sinks, a clock, a load.
 
 `Puppets` stands in for processes: each worker runs the real `Worker` code, one frame at a time,
 only when the test says so, and dies when the test says so. No thread, no process, no waiting.
+`simulate` drives a batcher through a load on executors that only take time, on a clock of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from penstock.errors import PenstockError
+from penstock.errors import Overloaded, PenstockError
+from penstock.serving.batcher import Batcher
+from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.supervisor import socket_pair
 from penstock.serving.worker import Channel, Worker
 from penstock.types import Request, Response, to_array
@@ -111,3 +117,97 @@ async def settle(rounds: int = 6) -> None:
     """Let the event loop deliver what is due."""
     for _ in range(rounds):
         await asyncio.sleep(0)
+
+
+@dataclass
+class Outcomes:
+    """How long each request of a simulated load waited for its answer, or for its refusal."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    refusals_s: list[float] = field(default_factory=list)
+    batch_rows: list[int] = field(default_factory=list)
+
+    def num_within(self, slo_s: float) -> int:
+        return sum(latency <= slo_s for latency in self.latencies_s)
+
+
+class _Simulation:
+    """Requests of one row, executors that take `duration_of(rows)`, a clock that jumps."""
+
+    def __init__(
+        self,
+        batcher: Batcher | SloBatcher,
+        num_executors: int,
+        duration_of: Callable[[int], float],
+    ) -> None:
+        self._batcher = batcher
+        self._duration_of = duration_of
+        self._num_idle = num_executors
+        self._running: list[tuple[float, int, float, list[Request]]] = []
+        self._num_batches = 0
+        self._sink = RecordingSink()
+        self.outcomes = Outcomes()
+
+    @property
+    def next_end(self) -> float:
+        return self._running[0][0] if self._running else math.inf
+
+    @property
+    def next_wake(self) -> float:
+        batcher = self._batcher
+        wake_at = batcher.wake_at if self._num_idle else batcher.next_expiry
+        return math.inf if wake_at is None else wake_at
+
+    def arrive(self, now: float) -> None:
+        request = Request(self._sink, (), now)
+        request.timings.queued = now
+        try:
+            self._batcher.add(request, "shape", now)
+        except Overloaded:
+            self.outcomes.refusals_s.append(0.0)
+
+    def end_batches(self, now: float) -> None:
+        while self._running and self._running[0][0] <= now:
+            _, _, started, batch = heapq.heappop(self._running)
+            self._num_idle += 1
+            if isinstance(self._batcher, SloBatcher):
+                self._batcher.observe("shape", len(batch), started, now)
+            self.outcomes.latencies_s += [now - request.timings.queued for request in batch]
+
+    def pump(self, now: float) -> None:
+        self._refuse(now)
+        while self._num_idle:
+            batch = self._batcher.next(now)
+            if batch is None:
+                break
+            self._num_idle -= 1
+            self._num_batches += 1
+            self.outcomes.batch_rows.append(len(batch))
+            end = now + self._duration_of(len(batch))
+            heapq.heappush(self._running, (end, self._num_batches, now, batch))
+        self._refuse(now)
+
+    def _refuse(self, now: float) -> None:
+        for request in self._batcher.expire(now):
+            self.outcomes.refusals_s.append(now - request.timings.queued)
+
+
+def simulate(
+    batcher: Batcher | SloBatcher,
+    arrivals: Sequence[float],
+    duration_of: Callable[[int], float],
+    num_executors: int = 1,
+) -> Outcomes:
+    """Run a batcher through arrivals (ascending times) until everything has ended."""
+    simulation = _Simulation(batcher, num_executors, duration_of)
+    index = 0
+    while True:
+        arrival = arrivals[index] if index < len(arrivals) else math.inf
+        now = min(arrival, simulation.next_end, simulation.next_wake)
+        if now == math.inf:
+            return simulation.outcomes
+        if now == arrival:
+            simulation.arrive(now)
+            index += 1
+        simulation.end_batches(now)
+        simulation.pump(now)

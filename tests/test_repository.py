@@ -618,6 +618,24 @@ def test_sizes_beyond_any_machine_are_refused(tmp_path: Path, key: str) -> None:
     assert problem.startswith(f"parameters.penstock.{key}: ")
 
 
+def test_slo_gives_the_batcher_its_latency_and_survives_the_description(tmp_path: Path) -> None:
+    text = NULL + parameter("penstock.slo", "p50 < 5ms, p99 < 20ms at 200/s")
+    config, again = round_trip(add_model(tmp_path, "model", text))
+    assert config.batching.slo_latency_s == 0.020
+    assert again == config
+
+
+def test_slo_without_a_latency_leaves_tritons_rules(tmp_path: Path) -> None:
+    text = NULL + parameter("penstock.slo", "throughput >= 100/s")
+    assert resolve(tmp_path, text).batching.slo_latency_s is None
+
+
+def test_every_problem_of_an_slo_is_reported_by_name(tmp_path: Path) -> None:
+    found = problems(tmp_path, NULL + parameter("penstock.slo", "p98 < 5ms, p99 > 20ms"))
+    assert [problem.partition(": ")[0] for problem in found] == ["parameters.penstock.slo"] * 2
+    assert "'p98' is not a term" in found[0]
+
+
 def test_misspelt_parameter_of_penstock_is_refused(tmp_path: Path) -> None:
     [problem] = problems(tmp_path, NULL + parameter("penstock.spil_bytes", "1048576"))
     assert problem.startswith("parameters.penstock.spil_bytes: ")

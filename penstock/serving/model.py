@@ -27,6 +27,7 @@ from penstock.metrics import ModelMetrics
 from penstock.serving.batcher import Batcher, Sequencer
 from penstock.serving.plan import Geometry, Planner, column_bytes
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
+from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.supervisor import Instance, ProcessLife, StartLife, Supervisor
 from penstock.types import CANCELLED, Request, Response, Tensor
 from penstock.wire import frames
@@ -77,7 +78,10 @@ class Model:
         self._loop = asyncio.get_running_loop()
         self._slab_bytes = _slab_bytes(config)
         self._planner = Planner(config, self._slab_bytes)
-        self._batcher = Batcher(config.batching)
+        self._slo: SloBatcher | None = None
+        if config.batching.slo_latency_s is not None:
+            self._slo = SloBatcher(config.batching, config.num_instances)
+        self._batcher: Batcher | SloBatcher = self._slo or Batcher(config.batching)
         self._sequencer: Sequencer[tuple[Request, Response | PenstockError]] | None = None
         if config.batching.preserve_ordering:
             self._sequencer = Sequencer()
@@ -289,10 +293,16 @@ class Model:
 
     def _abandon(self, flight: InFlight, error: PenstockError) -> None:
         """A batch that was never sent ends with an error."""
+        self._ended(flight)
         self._release_flight(flight)
         for request in flight.requests:
             self.metrics.failed("OTHER")
             self._finish(request, error)
+
+    def _ended(self, flight: InFlight) -> None:
+        """No time can be learnt from this batch."""
+        if self._slo is not None:
+            self._slo.ended(flight.started)
 
     def _shrink(self, flight: InFlight, geometry: Geometry) -> bool:
         """Halve a batch whose description is too long for one frame."""
@@ -396,6 +406,7 @@ class Model:
                 self._deliver(instance, flight, frame)
             elif isinstance(frame, frames.Failed) and frame.batch == flight.id:
                 instance.batch = None
+                self._ended(flight)
                 self._fail_batch(flight, frame.error)
         self._pump_if_waiting()
         self._check_idle()
@@ -403,6 +414,9 @@ class Model:
     def _deliver(self, instance: Instance, flight: InFlight, frame: frames.Done) -> None:
         now = self._clock()
         self._note_duration(flight.num_rows, now - flight.started)
+        if self._slo is not None:
+            geometry = flight.requests[0].fit.plan.geometry
+            self._slo.observe(geometry, flight.num_rows, flight.started, now)
         extents = frame.outputs
         if not extents:
             # The next batch first: the worker computes while we encode. Not when its spill still
@@ -509,6 +523,9 @@ class Model:
             self._needs_parts = True
         for num_rows, duration_s in instance.ready.timings.items():
             self._note_duration(num_rows, duration_s)
+        if self._slo is not None:
+            self._slo.seed(instance.ready.timings)
+        self._count_executors()
         if all(each.is_ready for each in self.instances) and not self._first_ready.done():
             self.state = "READY"
             self._first_ready.set_result(None)
@@ -521,8 +538,10 @@ class Model:
             self.metrics.num_restarts += 1
         if not any(each.is_ready for each in self.instances):
             self._without_instance_since = self._clock()
+        self._count_executors()
         if not isinstance(flight, InFlight):
             return
+        self._ended(flight)
         if len(flight.requests) == 1 and flight.requests[0].num_deaths > 0:
             name = self.config.name
             self._blame(flight, f"the worker of model '{name}' {reason} while running it, twice")
@@ -532,6 +551,11 @@ class Model:
             self._rerun(flight)
         self._pump()
         self._check_idle()
+
+    def _count_executors(self) -> None:
+        if self._slo is not None:
+            num_ready = sum(each.is_ready for each in self.instances)
+            self._slo.num_executors = max(1, num_ready)
 
     def _rerun(self, flight: InFlight) -> None:
         """Each request of the batch again, alone."""

@@ -24,6 +24,7 @@ import numpy as np
 from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.serving.batch_times import ladder
 from penstock.serving.plan import column_bytes, fixed_outputs
 from penstock.serving.slab import Extents, Layout, Segment
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array, to_array
@@ -425,16 +426,6 @@ def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
                 pass
             timings[rung] = time.perf_counter() - began
     return timings
-
-
-def ladder(max_batch_size: int) -> list[int]:
-    """1, 2, 4, ... and the largest batch itself."""
-    rungs = [1]
-    while rungs[-1] * 2 < max_batch_size:
-        rungs.append(rungs[-1] * 2)
-    if max_batch_size > 1:
-        rungs.append(max_batch_size)
-    return rungs
 
 
 def _explain(error: Exception) -> str:

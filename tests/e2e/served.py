@@ -91,12 +91,14 @@ class Served:
         return code
 
 
-def null_model(root: Path, name: str, *, config: str = "", **options: object) -> Path:
+def null_model(
+    root: Path, name: str, *, config: str = "", max_batch: int = 4, **options: object
+) -> Path:
     """Add a `null` model INT32 [1] -> [1] with `null.*` options to a repository."""
     folder = root / name
     (folder / "1").mkdir(parents=True)
     lines = [
-        'backend: "null" max_batch_size: 4 dynamic_batching {}',
+        f'backend: "null" max_batch_size: {max_batch} dynamic_batching {{}}',
         'input { name: "x" data_type: TYPE_INT32 dims: 1 }',
         'output { name: "y" data_type: TYPE_INT32 dims: 1 }',
         config,

@@ -323,6 +323,65 @@ def test_queue_limits_and_timeouts_answer_in_tritons_words():
     run(config, scenario)
 
 
+SLO = replace(FIXED, batching=replace(FIXED.batching, slo_latency_s=0.05))
+
+
+def test_slo_mode_refuses_at_once_what_would_be_late():
+    config = replace(SLO, options={"null.a_ms": "15"})
+
+    async def scenario(model, puppets):
+        requests = [ask(config, canary(i, (1, 4))) for i in range(40)]
+        for request in requests:
+            model.submit(request)
+        refused = [request for request in requests if request.is_done]
+        assert 8 <= len(refused) <= 32
+        assert all(isinstance(request.sink.error, Overloaded) for request in refused)
+        await puppets.step_all()
+        assert all(request.sink.num_final == 1 for request in requests)
+        assert model.metrics.num_failures["REJECTED"] >= len(refused)
+        assert model.num_waiting == model.num_running == model.num_slabs_held == 0
+
+    run(config, scenario)
+
+
+def test_slo_mode_refuses_those_whose_time_is_up():
+    async def scenario(model, puppets):
+        running, waiting = ask(SLO, canary(1, (1, 4))), ask(SLO, canary(2, (1, 4)))
+        model.submit(running)
+        await settle()
+        model.submit(waiting)
+        while not waiting.is_done:
+            await asyncio.sleep(0.002)
+        assert "Request timeout expired" in str(waiting.sink.error)
+        await puppets.step_all()
+        assert running.sink.error is None
+
+    run(SLO, scenario)
+
+
+def test_slo_mode_survives_failing_batches_and_dying_workers():
+    config = replace(SLO, options={"null.fail_on": "2000"}, num_instances=2)
+
+    async def scenario(model, puppets):
+        for number in (1, 2, 3, 4):
+            request = ask(config, canary(number, (1, 4)))
+            model.submit(request)
+            await puppets.step_all()
+            assert isinstance(request.sink.error, BackendFailed) == (number == 2)
+        lost = ask(config, canary(5, (1, 4)))
+        model.submit(lost)
+        await settle()
+        puppets.alive[0].kill()
+        await puppets.step_all()
+        assert lost.sink.error is None
+        after = ask(config, canary(6, (1, 4)))
+        model.submit(after)
+        await puppets.step_all()
+        assert after.sink.error is None
+
+    run(config, scenario)
+
+
 def test_preserve_ordering_holds_answers_back():
     batching = BatchPolicy(1, is_dynamic=True, preserve_ordering=True)
     config = replace(FIXED, max_batch_size=1, batching=batching, num_instances=2)

@@ -1,0 +1,216 @@
+"""T(b): how long a batch of b rows takes, learnt while serving. Pure: time is an argument.
+
+A mean for each rung of the batch ladder, straight lines between them. Rungs that never ran are
+guessed on the slow side. Also says how much longer than predicted the slowest batches take, and
+notices when the whole table has become wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from statistics import median
+
+# Weight of a new observation; the first few weigh more.
+SMOOTHING = 0.1
+# One batch may take anything (a stall, a page fault); the mean believes no more than this factor.
+MAX_SURPRISE = 2.0
+NUM_TRUSTED = 3
+# The share of batches that should not take longer than `inflation` times the mean.
+QUANTILE = 0.99
+QUANTILE_STEP = 0.03
+MAX_INFLATION = 2.0
+# Half of this many batches at least this far off: the table is scaled and learnt anew.
+DRIFT_WINDOW = 20
+DRIFT = 0.10
+STALE_AFTER_S = 30.0
+
+
+def ladder(max_batch_size: int) -> list[int]:
+    """1, 2, 4, ... and the largest batch itself."""
+    rungs = [1]
+    while rungs[-1] * 2 < max_batch_size:
+        rungs.append(rungs[-1] * 2)
+    if max_batch_size > 1:
+        rungs.append(max_batch_size)
+    return rungs
+
+
+class BatchTimes:
+    """Of one geometry. Before the first observation every batch is predicted to take no time."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._sizes = ladder(max_rows)
+        self._means = [0.0] * len(self._sizes)
+        self._num_seen = [0] * len(self._sizes)
+        self._seen_at = [-math.inf] * len(self._sizes)
+        # How the last batches compare with the table as it was before them.
+        self._ratios: list[float] = []
+        self._before: list[float] = []
+        self._window_began = -math.inf
+        # The slowest hundredth of the batches takes this many times the mean, or more.
+        self.inflation = 1.0
+
+    def __repr__(self) -> str:
+        times = zip(self._sizes, self._means, strict=True)
+        return f"<BatchTimes {' '.join(f'{size}:{mean * 1e3:.2f}ms' for size, mean in times)}>"
+
+    @property
+    def is_known(self) -> bool:
+        return any(self._num_seen)
+
+    def copy(self) -> BatchTimes:
+        twin = BatchTimes(self._max_rows)
+        twin._means = list(self._means)
+        twin._num_seen = [min(1, count) for count in self._num_seen]
+        twin.inflation = self.inflation
+        return twin
+
+    def mean_s(self, num_rows: float) -> float:
+        """The predicted time of a batch; more rows than the ladder has go on in a straight line."""
+        return _on_lines(self._sizes, self._means, num_rows)
+
+    def largest_within(self, limit_s: float) -> int:
+        """The largest batch that is predicted to take no longer; at least 1."""
+        sizes, means = self._sizes, self._means
+        if means[-1] <= limit_s:
+            return sizes[-1]
+        for low in range(len(sizes) - 2, -1, -1):
+            if means[low] <= limit_s:
+                per_row = (means[low + 1] - means[low]) / (sizes[low + 1] - sizes[low])
+                return sizes[low] + int((limit_s - means[low]) / per_row)
+        return 1
+
+    def stale_rung(self, max_rows: int, now: float) -> int | None:
+        """The rung up to `max_rows` that has not run for the longest time, if that is long."""
+        rungs = [i for i, size in enumerate(self._sizes) if size <= max_rows]
+        if not rungs:
+            return None
+        oldest = min(rungs, key=self._seen_at.__getitem__)
+        return self._sizes[oldest] if now - self._seen_at[oldest] > STALE_AFTER_S else None
+
+    def seed(self, num_rows: int, duration_s: float) -> None:
+        """A time from warm-up: believed until the first real one."""
+        if num_rows in self._sizes:
+            index = self._sizes.index(num_rows)
+            is_new = self._num_seen[index] == 0
+            mean = self._means[index]
+            self._means[index] = duration_s if is_new else (mean + duration_s) / 2
+            self._num_seen[index] = max(1, self._num_seen[index])
+            self._guess()
+
+    def observe(self, num_rows: int, duration_s: float, now: float) -> bool:
+        """Learn from a batch. True when the table was off for long and has been scaled."""
+        num_rows = min(num_rows, self._max_rows)
+        is_known = self.is_known
+        if is_known:
+            self._note_inflation(duration_s, self.mean_s(num_rows))
+            self._note_ratio(num_rows, duration_s, now)
+        high = bisect_left(self._sizes, num_rows)
+        if self._sizes[high] == num_rows:
+            self._learn_rung(high, duration_s, now)
+        else:
+            self._learn_between(high, num_rows, duration_s, now)
+        return self._has_drifted()
+
+    def _learn_rung(self, index: int, duration_s: float, now: float) -> None:
+        count = self._num_seen[index]
+        self._num_seen[index] = count + 1
+        self._seen_at[index] = now
+        if count == 0:
+            self._means[index] = duration_s
+            self._guess()
+            return
+        mean = self._means[index]
+        believed_s = _believed(duration_s, mean, count)
+        self._means[index] += max(SMOOTHING, 1 / (count + 1)) * (believed_s - mean)
+
+    def _learn_between(self, high: int, num_rows: int, duration_s: float, now: float) -> None:
+        """Move both neighbours, each by its share; one that never ran follows at once."""
+        low = high - 1
+        sizes, means = self._sizes, self._means
+        share = (num_rows - sizes[low]) / (sizes[high] - sizes[low])
+        nearest = high if share >= 0.5 else low
+        is_low_known, is_high_known = self._num_seen[low] > 0, self._num_seen[high] > 0
+        count = self._num_seen[nearest]
+        self._num_seen[nearest] = count + 1
+        self._seen_at[nearest] = now
+        if nearest == high and not is_high_known:
+            rise_s = (duration_s - means[low]) / share
+            means[high] = (
+                max(duration_s, means[low] + rise_s)
+                if is_low_known
+                else duration_s * sizes[high] / num_rows
+            )
+            self._guess()
+            return
+        if nearest == low and not is_low_known:
+            means[low] = duration_s
+            self._guess()
+            return
+        predicted_s = means[low] + share * (means[high] - means[low])
+        error_s = _believed(duration_s, predicted_s, count) - predicted_s
+        weight = max(SMOOTHING, 1 / (count + 1))
+        means[high] += weight * share * error_s
+        means[low] += weight * (1 - share) * error_s
+
+    def _guess(self) -> None:
+        """Rungs that never ran: as slow as the next larger known one, else on a line beyond."""
+        seen = [index for index, count in enumerate(self._num_seen) if count]
+        first, last = seen[0], seen[-1]
+        sizes, means = self._sizes, self._means
+        for index in range(len(sizes)):
+            if self._num_seen[index]:
+                continue
+            if index < last:
+                means[index] = means[next(known for known in seen if known > index)]
+            elif first == last:
+                means[index] = means[last] * sizes[index] / sizes[last]
+            else:
+                per_row = max(0.0, (means[last] - means[first]) / (sizes[last] - sizes[first]))
+                means[index] = means[last] + per_row * (sizes[index] - sizes[last])
+
+    def _note_inflation(self, duration_s: float, predicted_s: float) -> None:
+        """Follow the quantile by small steps: up rarely and much, down often and little."""
+        is_above = duration_s > self.inflation * predicted_s
+        step = QUANTILE_STEP * (QUANTILE if is_above else QUANTILE - 1)
+        self.inflation = min(MAX_INFLATION, max(1.0, self.inflation + step))
+
+    def _note_ratio(self, num_rows: int, duration_s: float, now: float) -> None:
+        if not self._ratios:
+            self._before = list(self._means)
+            self._window_began = now
+        expected_s = _on_lines(self._sizes, self._before, num_rows)
+        self._ratios.append(duration_s / expected_s if expected_s > 0 else 1.0)
+
+    def _has_drifted(self) -> bool:
+        """Rungs that ran have followed by now; the others are moved by the same factor."""
+        if len(self._ratios) < DRIFT_WINDOW:
+            return False
+        factor = median(self._ratios)
+        self._ratios.clear()
+        if abs(factor - 1) <= DRIFT:
+            return False
+        for index, seen_at in enumerate(self._seen_at):
+            if seen_at < self._window_began:
+                self._means[index] *= factor
+        self._num_seen = [min(1, count) for count in self._num_seen]
+        return True
+
+
+def _on_lines(sizes: list[int], means: list[float], num_rows: float) -> float:
+    if num_rows <= sizes[0]:
+        return means[0]
+    if len(sizes) == 1:
+        return means[0] * num_rows
+    high = min(bisect_left(sizes, num_rows), len(sizes) - 1)
+    low = high - 1
+    share = (num_rows - sizes[low]) / (sizes[high] - sizes[low])
+    return means[low] + share * (means[high] - means[low])
+
+
+def _believed(duration_s: float, predicted_s: float, num_seen: int) -> float:
+    if num_seen < NUM_TRUSTED:
+        return duration_s
+    return min(max(duration_s, predicted_s / MAX_SURPRISE), predicted_s * MAX_SURPRISE)

@@ -1,0 +1,204 @@
+"""The requests of one model that wait: a lane for each geometry, and those to be run again alone.
+
+What both batchers share. Keeps order, counts and limits; does not decide what runs, or when. Pure.
+A request is in at most one place: `request.queue` is its lane, or the queue of reruns, or None.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from penstock.config import BatchPolicy, QueuePolicy
+from penstock.errors import Overloaded
+from penstock.types import LEVEL_UNSET, Request
+
+
+class Lane:
+    """The waiting requests of one geometry, by priority level; first come, first served in each.
+
+    Requests that left early (cancelled, expired) stay in their deque until the walk meets them;
+    `num_live` and `rows` (by level) count only those that still wait.
+    """
+
+    __slots__ = ("delayed", "geometry", "levels", "num_live", "rows")
+
+    def __init__(self, geometry: object, num_levels: int) -> None:
+        self.geometry = geometry
+        self.levels: tuple[deque[Request], ...] = tuple(deque() for _ in range(num_levels))
+        self.delayed: tuple[deque[Request], ...] = tuple(deque() for _ in range(num_levels))
+        self.num_live = 0
+        self.rows = [0] * num_levels
+
+    def walk(self) -> Iterator[Request]:
+        """Live requests in the order in which they are served."""
+        for level, late in zip(self.levels, self.delayed, strict=True):
+            for queue in (level, late):
+                for request in queue:
+                    if request.queue is self:
+                        yield request
+
+    def postpone(self, request: Request) -> None:
+        """Behind the others of its level."""
+        self.levels[request.priority].remove(request)
+        self.delayed[request.priority].append(request)
+
+    def drop_dead(self) -> None:
+        """Forget those at the front of each deque that do not wait here any more."""
+        for queue in (*self.levels, *self.delayed):
+            while queue and queue[0].queue is not self:
+                queue.popleft()
+
+    def compact_if_sparse(self) -> None:
+        """Forget all that do not wait here any more when they are the majority."""
+        if sum(map(len, self.levels)) + sum(map(len, self.delayed)) <= 2 * self.num_live + 64:
+            return
+        for queue in (*self.levels, *self.delayed):
+            if queue:
+                alive = [request for request in queue if request.queue is self]
+                queue.clear()
+                queue.extend(alive)
+
+
+class Lanes:
+    """Invariant: a lane that is kept has a live request."""
+
+    def __init__(self, policy: BatchPolicy) -> None:
+        self._num_levels = max(1, policy.num_priorities)
+        self._default_level = policy.default_priority
+        self._max_pending = policy.max_pending
+        first = 1 if policy.num_priorities else 0
+        self._policies = [policy.policy(first + level) for level in range(self._num_levels)]
+        self._counts = [0] * self._num_levels
+        self._lanes: dict[object, Lane] = {}
+        self._alone: deque[Request] = deque()
+        self.num_waiting = 0
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def admit(self, request: Request) -> QueuePolicy:
+        """Set the request's level; returns its policy, or raises Overloaded at a limit."""
+        level = self._level(request) if self._num_levels > 1 else 0
+        policy = self._policies[level]
+        if self.num_waiting >= self._max_pending:
+            raise Overloaded(f"Exceeds maximum queue size: {self._max_pending} waiting")
+        if 0 < policy.max_queue_size <= self._counts[level]:
+            raise Overloaded(f"Exceeds maximum queue size: {policy.max_queue_size} waiting")
+        request.priority = level
+        return policy
+
+    def policy(self, request: Request) -> QueuePolicy:
+        return self._policies[request.priority]
+
+    def get(self, geometry: object) -> Lane | None:
+        return self._lanes.get(geometry)
+
+    def values(self) -> Iterable[Lane]:
+        return self._lanes.values()
+
+    def append(self, request: Request, geometry: object) -> None:
+        """Last of its level."""
+        lane = self._lane(geometry)
+        request.queue = lane
+        level = request.priority
+        lane.levels[level].append(request)
+        lane.rows[level] += request.num_rows
+        lane.num_live += 1
+        self._counts[level] += 1
+        self.num_waiting += 1
+
+    def put_back(self, requests: list[Request], geometry: object) -> None:
+        """First of their levels, in this order."""
+        for request in reversed(requests):
+            lane = self._lane(geometry)
+            request.queue = lane
+            lane.levels[request.priority].appendleft(request)
+            self._count(request, lane, +1)
+
+    def append_alone(self, request: Request) -> None:
+        request.queue = self._alone
+        self._alone.append(request)
+        self.num_waiting += 1
+
+    def take_alone(self) -> Request | None:
+        """The next of those that run before all others, in a batch of their own."""
+        if not self._alone:
+            return None
+        request = self._alone.popleft()
+        request.queue = None
+        self.num_waiting -= 1
+        return request
+
+    def take(self, lane: Lane, batch: list[Request]) -> None:
+        """These leave the lane; they are at its front."""
+        counts, rows = self._counts, lane.rows
+        for request in batch:
+            request.queue = None
+            counts[request.priority] -= 1
+            rows[request.priority] -= request.num_rows
+        lane.num_live -= len(batch)
+        self.num_waiting -= len(batch)
+        if lane.num_live == 0:
+            del self._lanes[lane.geometry]
+        else:
+            lane.drop_dead()
+
+    def remove(self, request: Request) -> bool:
+        """Take out a request wherever it is. False if it does not wait."""
+        home = request.queue
+        if home is None:
+            return False
+        request.queue = None
+        if home is self._alone:
+            self._alone.remove(request)
+            self.num_waiting -= 1
+            return True
+        assert isinstance(home, Lane)
+        self._count(request, home, -1)
+        if home.num_live == 0:
+            del self._lanes[home.geometry]
+        else:
+            home.compact_if_sparse()
+        return True
+
+    def drain(self) -> list[Request]:
+        """Everything that waits, taken out."""
+        everything = list(self._alone)
+        for lane in self._lanes.values():
+            everything.extend(lane.walk())
+        for request in everything:
+            self.remove(request)
+        return everything
+
+    def in_order(self) -> list[Lane]:
+        """Highest priority first, then the longest wait."""
+        lanes = list(self._lanes.values())
+        if len(lanes) > 1:
+            lanes.sort(key=_head_rank)
+        return lanes
+
+    def _lane(self, geometry: object) -> Lane:
+        lane = self._lanes.get(geometry)
+        if lane is None:
+            lane = self._lanes[geometry] = Lane(geometry, self._num_levels)
+        return lane
+
+    def _count(self, request: Request, lane: Lane, step: int) -> None:
+        level = request.priority
+        lane.num_live += step
+        lane.rows[level] += step * request.num_rows
+        self._counts[level] += step
+        self.num_waiting += step
+
+    def _level(self, request: Request) -> int:
+        """Index of the request's level; 0 is the highest. Unknown levels mean the default."""
+        wanted = request.priority
+        if wanted == LEVEL_UNSET or wanted > self._num_levels:
+            wanted = self._default_level
+        return max(1, wanted) - 1
+
+
+def _head_rank(lane: Lane) -> tuple[int, float]:
+    head = next(lane.walk())
+    return head.priority, head.timings.queued

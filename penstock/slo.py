@@ -1,0 +1,332 @@
+"""What was promised: the one SLO grammar of the command line, config.pbtxt, plans and evidence.
+
+    p99 < 20ms, p50 ttft < 100ms, throughput >= 500/s, memory <= 2GiB at 200/s poisson
+
+Pure values with a parser that reports every problem and a `str` that parses to the same again.
+Knows nothing of how things are measured; `judge` compares numbers that others measured.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import ConfigError
+
+STATISTICS = ("p50", "p90", "p95", "p99", "p99.9", "mean")
+METRICS = ("latency", "ttft", "tpot", "itl")
+ARRIVALS = ("poisson", "constant", "gamma")
+# How many of each unit make a second.
+DURATIONS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+SIZES = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+}
+TERMS = "p50, p90, p95, p99, p99.9, mean, throughput, goodput, cost or memory"
+
+Outcome = Literal["kept", "missed", "not measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """`p99 < 20ms`, `p50 ttft < 100ms`."""
+
+    statistic: str
+    limit_s: float
+    metric: str = "latency"
+
+    @property
+    def name(self) -> str:
+        return f"{self.statistic} {self.metric}"
+
+    @property
+    def is_tail(self) -> bool:
+        return self.statistic not in ("p50", "mean")
+
+    def is_kept_by(self, seconds: float) -> bool:
+        return seconds < self.limit_s
+
+    def __str__(self) -> str:
+        name = self.statistic if self.metric == "latency" else self.name
+        return f"{name} < {format_duration(self.limit_s)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """`throughput >= 500/s`."""
+
+    min_per_s: float
+    name = "throughput"
+
+    def is_kept_by(self, per_s: float) -> bool:
+        return per_s >= self.min_per_s
+
+    def __str__(self) -> str:
+        return f"throughput >= {_number_text(self.min_per_s)}/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """`goodput >= 99 %`: the share of requests answered well and in time."""
+
+    min_percent: float
+    name = "goodput"
+
+    def is_kept_by(self, percent: float) -> bool:
+        return percent >= self.min_percent
+
+    def __str__(self) -> str:
+        return f"goodput >= {_number_text(self.min_percent)}%"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """`cost <= 0.5 per million` answers, in the unit of the price that was given."""
+
+    max_per_million: float
+    name = "cost"
+
+    def is_kept_by(self, per_million: float) -> bool:
+        return per_million <= self.max_per_million
+
+    def __str__(self) -> str:
+        return f"cost <= {_number_text(self.max_per_million)} per million"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """`memory <= 2GiB`."""
+
+    max_bytes: int
+    name = "memory"
+
+    def is_kept_by(self, num_bytes: float) -> bool:
+        return num_bytes <= self.max_bytes
+
+    def __str__(self) -> str:
+        return f"memory <= {format_size(self.max_bytes)}"
+
+
+Term = Latency | Throughput | Goodput | Cost | Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The load under which the terms are to hold. `cv` is the spread of gamma arrivals."""
+
+    per_s: float
+    arrivals: str = "poisson"
+    cv: float | None = None
+
+    def __str__(self) -> str:
+        spread = "" if self.cv is None else f" {_number_text(self.cv)}"
+        return f"{_number_text(self.per_s)}/s {self.arrivals}{spread}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Terms that must all be kept, at a rate where one was given."""
+
+    terms: tuple[Term, ...]
+    rate: Rate | None = None
+
+    @property
+    def latency_s(self) -> float | None:
+        """How long one request may take: the tightest tail, or the tightest mean or median."""
+        latencies = [t for t in self.terms if isinstance(t, Latency) and t.metric == "latency"]
+        tails = [term.limit_s for term in latencies if term.is_tail]
+        return min(tails or [term.limit_s for term in latencies], default=None)
+
+    def __str__(self) -> str:
+        text = ", ".join(map(str, self.terms))
+        return text if self.rate is None else f"{text} at {self.rate}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One term and what was measured for it."""
+
+    term: Term
+    measured: float | None
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.measured is None or math.isnan(self.measured):
+            return "not measured"
+        return "kept" if self.term.is_kept_by(self.measured) else "missed"
+
+
+def judge(slo: Slo, measured: Mapping[str, float]) -> tuple[Verdict, ...]:
+    """One verdict per term. `measured` is by `term.name`, in seconds, percent, bytes and 1/s."""
+    return tuple(Verdict(term, measured.get(term.name)) for term in slo.terms)
+
+
+def parse(text: str) -> Slo:
+    """Raises ConfigError with every problem."""
+    problems: list[str] = []
+    terms_text, at, rate_text = _split_rate(text)
+    terms = list(_parse_terms(terms_text, problems))
+    rate = _parse_rate(rate_text, problems) if at else None
+    names = [term.name for term in terms]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        problems.append(f"{name}: given {names.count(name)} times")
+    if problems:
+        raise ConfigError(problems)
+    return Slo(tuple(terms), rate)
+
+
+def _split_rate(text: str) -> tuple[str, bool, str]:
+    head, at, tail = re.sub(r"\bat\b", "@", text, count=1).partition("@")
+    return head, bool(at), tail
+
+
+def _parse_terms(text: str, problems: list[str]) -> Iterator[Term]:
+    for part in text.split(","):
+        words = part.strip()
+        if not words:
+            problems.append(f"a term is missing; expected {TERMS}")
+            continue
+        try:
+            yield _parse_term(words)
+        except ValueError as error:
+            problems.append(f"'{words}': {error}")
+
+
+def _parse_term(text: str) -> Term:
+    match = re.fullmatch(r"([^<>=]*?)\s*([<>=]+)\s*([^<>=]*)", text)
+    subject = (match[1] if match else text).split()
+    head = subject[0] if subject else ""
+    if head in STATISTICS:
+        wanted, form = "<", "p99 [metric] < 20ms"
+    elif head in ("throughput", "goodput"):
+        wanted, form = ">=", "throughput >= 500/s" if head == "throughput" else "goodput >= 99 %"
+    elif head in ("cost", "memory"):
+        wanted, form = "<=", "cost <= 0.5 per million" if head == "cost" else "memory <= 2GiB"
+    else:
+        raise ValueError(f"'{head}' is not a term; expected {TERMS}")
+    if match is None:
+        raise ValueError(f"nothing is compared; expected the form {form}")
+    if match[2] != wanted:
+        raise ValueError(f"'{match[2]}' is not possible here; expected '{wanted}', as in {form}")
+    return _make_term(head, subject[1:], match[3])
+
+
+def _make_term(head: str, metrics: list[str], value: str) -> Term:
+    if head in STATISTICS:
+        metric = " ".join(metrics) or "latency"
+        if metric not in METRICS:
+            raise ValueError(f"'{metric}' is not a metric; expected one of {', '.join(METRICS)}")
+        return Latency(head, parse_duration(value), metric)
+    if metrics:
+        raise ValueError(f"'{' '.join(metrics)}' is too much after '{head}'")
+    if head == "throughput":
+        return Throughput(_parse_per_second(value))
+    if head == "goodput":
+        return Goodput(_parse_percent(value))
+    if head == "cost":
+        return Cost(_parse_with_suffix(value, r"per\s+million", "0.5 per million"))
+    return Memory(parse_size(value))
+
+
+def _parse_rate(text: str, problems: list[str]) -> Rate | None:
+    try:
+        per_s, *rest = text.split(maxsplit=1)
+        words = rest[0].split() if rest else []
+        return _make_rate(_parse_per_second(per_s), words)
+    except ValueError as error:
+        reason = str(error) if text.strip() else "a rate is missing; expected one like 200/s"
+        problems.append(f"at: {reason}")
+        return None
+
+
+def _make_rate(per_s: float, words: list[str]) -> Rate:
+    arrivals = words[0] if words else "poisson"
+    if arrivals not in ARRIVALS:
+        raise ValueError(f"'{arrivals}' is not known; expected one of {', '.join(ARRIVALS)}")
+    if arrivals == "gamma":
+        if len(words) != 2:
+            raise ValueError("gamma needs one number, its coefficient of variation, as in gamma 3")
+        return Rate(per_s, arrivals, _positive(words[1], "a coefficient of variation like 3"))
+    if len(words) > 1:
+        raise ValueError(f"'{' '.join(words[1:])}' is too much after '{arrivals}'")
+    return Rate(per_s, arrivals)
+
+
+def parse_duration(text: str) -> float:
+    """`250us`, `20ms` or `1.5 s` in seconds; ValueError says what was expected."""
+    number, unit = _split_unit(text)
+    if unit not in DURATIONS:
+        raise ValueError(f"'{text}' is not a duration; expected one like 250us, 20ms or 1.5s")
+    return _positive(number, "a duration like 20ms") / DURATIONS[unit]
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest form that parses to exactly this."""
+    for unit, per_s in DURATIONS.items():
+        number = f"{seconds * per_s:.12g}"
+        if seconds * per_s >= 1 and float(number) / per_s == seconds and "e" not in number:
+            return f"{number}{unit}"
+    return f"{_number_text(seconds)}s"
+
+
+def parse_size(text: str) -> int:
+    """`512MiB` or `2 GB` in bytes; ValueError says what was expected."""
+    number, unit = _split_unit(text)
+    units = {name.lower(): size for name, size in SIZES.items()}
+    if unit.lower() not in units:
+        raise ValueError(f"'{text}' is not a size; expected one like 512MiB or 2GB")
+    return max(1, round(_positive(number, "a size like 512MiB") * units[unit.lower()]))
+
+
+def format_size(num_bytes: int) -> str:
+    for unit, size in sorted(SIZES.items(), key=lambda item: -item[1]):
+        if num_bytes % size == 0:
+            return f"{num_bytes // size}{unit}"
+    raise AssertionError("every size is a number of bytes")
+
+
+def _parse_per_second(text: str) -> float:
+    return _parse_with_suffix(text, r"/\s*s", "500/s")
+
+
+def _parse_percent(text: str) -> float:
+    percent = _parse_with_suffix(text, "%", "99 %")
+    if percent > 100:
+        raise ValueError(f"'{text}' is more than 100 %")
+    return percent
+
+
+def _parse_with_suffix(text: str, suffix: str, example: str) -> float:
+    match = re.fullmatch(rf"(\S*?)\s*{suffix}", text.strip())
+    if match is None:
+        raise ValueError(f"'{text.strip()}' does not fit; expected {example}")
+    return _positive(match[1], example)
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    match = re.fullmatch(r"(.*?)\s*([a-zA-Z]*)", text.strip(), re.DOTALL)
+    assert match is not None
+    return match[1], match[2]
+
+
+def _positive(text: str, example: str) -> float:
+    """A finite number above zero, written with ASCII digits."""
+    is_plain = re.fullmatch(r"[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?", text) is not None
+    number = float(text) if is_plain else 0.0
+    if not 0 < number < math.inf:
+        raise ValueError(f"'{text}' is not a number above zero; expected {example}")
+    return number
+
+
+def _number_text(number: float) -> str:
+    return str(int(number)) if number == int(number) and number < 1e15 else repr(number)

@@ -1,0 +1,369 @@
+"""slo mode: refused at arrival or served in time; nothing lost; goodput under any overload."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config import BatchPolicy, QueuePolicy
+from penstock.errors import Overloaded
+from penstock.serving.batch_times import ladder
+from penstock.serving.batcher import Batcher
+from penstock.serving.slo_batcher import SloBatcher
+from penstock.testing import RecordingSink, simulate
+from penstock.types import Request
+
+# T(8) = 8 ms: 1,000 rows a second.
+POLICY = BatchPolicy(max_batch_size=8, is_dynamic=True, slo_latency_s=0.025)
+CAPACITY = 1000.0
+
+
+def duration_s(num_rows: float) -> float:
+    return 0.004 + 0.0005 * num_rows
+
+
+def make_batcher(policy: BatchPolicy = POLICY, num_executors: int = 1) -> SloBatcher:
+    batcher = SloBatcher(policy, num_executors)
+    batcher.seed({rows: duration_s(rows) for rows in ladder(policy.max_batch_size)})
+    return batcher
+
+
+def make(now: float, rows: int = 1, priority: int = 0, timeout_s: float | None = None) -> Request:
+    request = Request(RecordingSink(), (), now)
+    request.timings.queued = now
+    request.num_rows = rows
+    request.priority = priority
+    request.timeout_s = timeout_s
+    return request
+
+
+def fill(batcher: SloBatcher, count: int, now: float = 0.0, shape: str = "a") -> list[Request]:
+    """Add until refused."""
+    added = []
+    for _ in range(count):
+        request = make(now)
+        try:
+            batcher.add(request, shape, now)
+        except Overloaded:
+            break
+        added.append(request)
+    return added
+
+
+class TestAdmission:
+    def test_takes_as_many_as_can_be_answered_in_time(self):
+        # Two batches of 8 end at 16 ms, 2 more rows at 21 ms; more would use up the margin.
+        assert len(fill(make_batcher(), 100)) == 18
+
+    def test_refuses_with_a_reason_and_when_to_come_back(self):
+        batcher = make_batcher()
+        fill(batcher, 100)
+        with pytest.raises(Overloaded, match=r"would be answered in .* ms; 25 ms are allowed") as e:
+            batcher.add(make(0.0), "a", 0.0)
+        assert 0.008 <= e.value.retry_after_s <= 0.025
+
+    def test_counts_the_rest_of_the_batch_that_runs(self):
+        early, late = make_batcher(), make_batcher()
+        for batcher in (early, late):
+            fill(batcher, 8)
+            batcher.next(0.0)
+        assert len(fill(late, 100, now=0.007)) > len(fill(early, 100, now=0.0001))
+
+    def test_more_executors_take_more(self):
+        one, four = make_batcher(), make_batcher(num_executors=4)
+        assert len(fill(four, 500)) > 3 * len(fill(one, 500))
+
+    def test_an_executor_that_is_late_is_not_believed_to_be_free(self):
+        batcher = make_batcher()
+        fill(batcher, 8)
+        batcher.next(0.0)
+        assert fill(batcher, 1, now=0.009)
+        assert batcher.expire(1.0)
+        assert fill(batcher, 1, now=1.0) == []
+        batcher.ended(0.0)
+        assert fill(batcher, 1, now=1.0)
+
+    def test_a_request_with_less_time_is_refused_earlier(self):
+        batcher = make_batcher()
+        fill(batcher, 8)
+        batcher.next(0.0)
+        with pytest.raises(Overloaded, match="10 ms are allowed"):
+            batcher.add(make(0.001, timeout_s=0.010), "a", 0.001)
+        batcher.add(make(0.001, timeout_s=1.0), "a", 0.001)
+
+    def test_long_turns_of_the_event_loop_are_allowed_for(self):
+        quick, slow = make_batcher(), make_batcher()
+        for batcher, turn_s in ((quick, 0.0), (slow, 0.003)):
+            fill(batcher, 1)
+            batcher.expire(turn_s)
+            batcher.next(0.003)
+            batcher.ended(0.003)
+        assert len(fill(slow, 100, now=0.1)) < len(fill(quick, 100, now=0.1))
+
+    def test_work_of_other_shapes_counts(self):
+        batcher = make_batcher()
+        before = len(fill(batcher, 100, shape="a"))
+        assert len(fill(batcher, 100, shape="b")) < before / 2
+
+    def test_an_idle_model_takes_what_it_predicts_to_be_late(self):
+        """Otherwise a wrong table would never be put right."""
+        batcher = SloBatcher(POLICY)
+        batcher.seed(dict.fromkeys(ladder(8), 5.0))
+        request = make(0.0)
+        batcher.add(request, "a", 0.0)
+        with pytest.raises(Overloaded):
+            batcher.add(make(0.0), "a", 0.0)
+        assert batcher.next(0.0) == [request]
+
+    def test_without_any_time_everything_is_taken(self):
+        assert len(fill(SloBatcher(POLICY), 100)) == 100
+
+    def test_the_limits_of_the_queues_hold_too(self):
+        batcher = make_batcher(replace(POLICY, max_pending=2))
+        assert len(fill(batcher, 100)) == 2
+        policy = replace(POLICY, policies=(QueuePolicy(max_queue_size=3),))
+        assert len(fill(make_batcher(policy), 100)) == 3
+
+
+class TestBatches:
+    def test_a_free_executor_takes_what_waits(self):
+        batcher = make_batcher()
+        waiting = fill(batcher, 3)
+        assert batcher.next(0.0) == waiting
+        assert batcher.next(0.0) is None
+
+    def test_the_size_aimed_at_follows_the_slo(self):
+        # T(b)(1 + 1/1) within 13 ms less the margin: b = 4.
+        batcher = make_batcher(replace(POLICY, slo_latency_s=0.013))
+        requests = [make(0.0) for _ in range(8)]
+        batcher.add(requests[0], "a", 0.0)
+        batcher.next(0.0)
+        batcher.put_back(requests, "a")
+        assert len(batcher.next(0.0)) == 4
+
+    def test_under_backlog_heads_that_would_be_late_are_dropped(self):
+        batcher = make_batcher()
+        old = fill(batcher, 4, now=0.0)
+        young = [make(0.020) for _ in range(9)]
+        batcher.put_back(young, "a")
+        for request in old:
+            batcher.remove(request)
+        batcher.put_back(old, "a")
+        assert batcher.next(0.020) == young[:8]
+        assert batcher.next_expiry < 0.020
+        assert batcher.num_waiting == 5
+        assert batcher.expire(0.020) == old
+        assert batcher.num_waiting == 1
+
+    def test_without_backlog_the_batch_shrinks_to_save_the_head(self):
+        batcher = make_batcher()
+        (old,) = fill(batcher, 1, now=0.0)
+        young = fill(batcher, 4, now=0.0195)
+        # T(2) = 5 ms still fits into the 5.5 ms that are left, T(4) does not.
+        batch = batcher.next(0.0195)
+        assert batch[0] is old
+        assert 1 < len(batch) < 5
+        assert set(batch) < {old, *young}
+
+    def test_a_head_that_is_lost_even_alone_is_dropped(self):
+        batcher = make_batcher()
+        (old,) = fill(batcher, 1, now=0.0)
+        (young,) = fill(batcher, 1, now=0.010)
+        assert batcher.next(0.022) == [young]
+        assert batcher.expire(0.022) == [old]
+
+    def test_a_dropped_request_can_still_be_cancelled(self):
+        batcher = make_batcher()
+        (old,) = fill(batcher, 1, now=0.0)
+        assert batcher.next(0.022) is None
+        assert batcher.num_waiting == 1
+        assert batcher.remove(old)
+        assert batcher.num_waiting == 0
+        assert batcher.expire(1.0) == []
+
+    def test_past_the_deadline_requests_expire_without_a_free_executor(self):
+        batcher = make_batcher()
+        (one,) = fill(batcher, 1, now=0.0)
+        short = make(0.0, timeout_s=0.015)
+        batcher.add(short, "a", 0.0)
+        assert batcher.next_expiry == pytest.approx(0.015)
+        assert batcher.expire(0.016) == [short]
+        assert batcher.next_expiry == pytest.approx(0.025)
+        assert batcher.expire(0.026) == [one]
+        assert batcher.next_expiry is None
+
+    def test_levels_are_strict(self):
+        policy = replace(POLICY, num_priorities=2, default_priority=2)
+        batcher = make_batcher(policy)
+        low = [make(0.0, priority=2) for _ in range(8)]
+        high = [make(0.0, priority=1) for _ in range(3)]
+        for request in low + high:
+            batcher.add(request, "a", 0.0)
+        assert batcher.next(0.0) == high + low[:5]
+
+    def test_reruns_go_first_and_alone(self):
+        batcher = make_batcher()
+        waiting = fill(batcher, 2)
+        again = make(0.0)
+        batcher.rerun_alone(again)
+        assert batcher.next(10.0) == [again]
+        assert batcher.next(0.0) == waiting
+
+    def test_drain_empties_everything(self):
+        batcher = make_batcher()
+        waiting = fill(batcher, 2) + fill(batcher, 1, shape="b")
+        again = make(0.0)
+        batcher.rerun_alone(again)
+        assert set(batcher.drain()) == {*waiting, again}
+        assert batcher.num_waiting == 0
+        assert batcher.next(0.0) is None
+
+
+def make_arrivals(rate: float, cv: float, count: int, seed: int = 1) -> list[float]:
+    chance = random.Random(seed)
+    shape = 1 / cv**2
+    now, times = 0.0, []
+    for _ in range(count):
+        now += chance.gammavariate(shape, 1 / (shape * rate))
+        times.append(now)
+    return times
+
+
+def goodput(batcher, arrivals: list[float], times=duration_s, num_executors: int = 1) -> float:
+    outcomes = simulate(batcher, arrivals, times, num_executors)
+    assert len(outcomes.latencies_s) + len(outcomes.refusals_s) == len(arrivals)
+    return outcomes.num_within(0.025) / arrivals[-1]
+
+
+@pytest.mark.parametrize("cv", [1.0, 3.0])
+@pytest.mark.parametrize("load", [2, 10])
+def test_overload_costs_no_goodput(load, cv):
+    arrivals = make_arrivals(load * CAPACITY, cv, 8000 * load // 2)
+    outcomes = simulate(make_batcher(), arrivals, duration_s)
+    assert outcomes.num_within(0.025) / arrivals[-1] >= 0.90 * CAPACITY
+    assert sorted(outcomes.latencies_s)[int(0.99 * len(outcomes.latencies_s))] <= 0.025
+    late_refusals = sum(waited_s > 0.010 for waited_s in outcomes.refusals_s)
+    assert late_refusals <= 0.01 * len(outcomes.refusals_s)
+    assert goodput(Batcher(POLICY), arrivals) < 0.2 * CAPACITY
+
+
+def test_at_moderate_load_nothing_is_refused():
+    outcomes = simulate(make_batcher(), make_arrivals(0.6 * CAPACITY, 1.0, 5000), duration_s)
+    assert len(outcomes.refusals_s) <= 0.002 * 5000
+    assert outcomes.num_within(0.025) == len(outcomes.latencies_s)
+
+
+def test_times_that_vary_are_absorbed_by_the_margin():
+    chance = random.Random(5)
+
+    def jittery(num_rows: int) -> float:
+        return duration_s(num_rows) * (1 + chance.expovariate(10))
+
+    arrivals = make_arrivals(2 * CAPACITY, 1.0, 20_000)
+    outcomes = simulate(make_batcher(), arrivals, jittery)
+    assert outcomes.num_within(0.025) >= 0.99 * len(outcomes.latencies_s)
+    assert outcomes.num_within(0.025) / arrivals[-1] >= 0.9 * CAPACITY / 1.1
+
+
+def test_it_learns_without_a_warm_up():
+    arrivals = make_arrivals(2 * CAPACITY, 1.0, 10_000)
+    assert goodput(SloBatcher(POLICY), arrivals) >= 0.88 * CAPACITY
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.5])
+def test_it_follows_a_model_that_becomes_slower_or_faster(factor):
+    batcher = make_batcher()
+    arrivals = make_arrivals(2 * CAPACITY / factor, 1.0, 10_000)
+    got = goodput(batcher, arrivals, lambda num_rows: factor * duration_s(num_rows))
+    assert got >= 0.85 * CAPACITY / factor
+
+
+def test_several_executors():
+    arrivals = make_arrivals(2 * 4 * CAPACITY, 1.0, 20_000)
+    assert goodput(make_batcher(num_executors=4), arrivals, num_executors=4) >= 0.9 * 4 * CAPACITY
+
+
+def test_it_recovers_from_a_stall():
+    """One batch takes a second; what comes afterwards is served as before."""
+    num_batches = 0
+
+    def stalling(num_rows: int) -> float:
+        nonlocal num_batches
+        num_batches += 1
+        return 1.0 if num_batches == 50 else duration_s(num_rows)
+
+    arrivals = make_arrivals(2 * CAPACITY, 1.0, 10_000)
+    assert goodput(make_batcher(), arrivals, stalling) >= 0.9 * CAPACITY * (1 - 1 / arrivals[-1])
+
+
+policies = st.builds(
+    BatchPolicy,
+    max_batch_size=st.integers(1, 12),
+    is_dynamic=st.booleans(),
+    num_priorities=st.sampled_from([0, 3]),
+    default_priority=st.just(2),
+    max_pending=st.just(20),
+    slo_latency_s=st.sampled_from([0.5, 2.0, 100.0]),
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(policies, st.integers(1, 3), st.integers(0, 2**32))
+def test_law_each_request_leaves_exactly_once(policy, num_executors, seed):
+    chance = random.Random(seed)
+    batcher = SloBatcher(policy, num_executors)
+    if chance.random() < 0.5:
+        batcher.seed({1: 0.3, 4: 0.5})
+    shape_of: dict[Request, str] = {}
+    running: list[tuple[float, list[Request]]] = []
+    left: list[Request] = []
+    now = 0.0
+    for _ in range(chance.randrange(120)):
+        now += chance.choice([0.0, 0.1, 1.0])
+        match chance.randrange(8):
+            case 0 | 1 | 2:
+                rows = chance.randint(1, policy.max_batch_size)
+                request = make(now, rows, chance.randrange(4), chance.choice([None, 0.5]))
+                shape = chance.choice("abc")
+                try:
+                    batcher.add(request, shape, now)
+                except Overloaded:
+                    continue
+                shape_of[request] = shape
+            case 3:
+                waiting = [request for request in shape_of if request not in left]
+                if waiting:
+                    request = chance.choice(waiting)
+                    assert batcher.remove(request)
+                    left.append(request)
+            case 4:
+                left += batcher.expire(now)
+            case 5 | 6:
+                if len(running) >= num_executors or (batch := batcher.next(now)) is None:
+                    continue
+                check(policy, batch, shape_of)
+                kept = chance.randint(1, len(batch))
+                batcher.put_back(batch[kept:], shape_of[batch[0]])
+                left += batch[:kept]
+                running.append((now, batch[:kept]))
+            case 7:
+                if running:
+                    started, batch = running.pop(0)
+                    rows = sum(request.num_rows for request in batch)
+                    batcher.observe(shape_of[batch[0]], rows, started, now)
+    assert batcher.num_waiting == len(shape_of) - len(left)
+    while batcher.num_waiting:
+        left += batcher.expire(now)
+        left += batcher.next(now) or []
+    assert len(left) == len(set(left)) == len(shape_of)
+
+
+def check(policy: BatchPolicy, batch: list[Request], shape_of: dict[Request, str]) -> None:
+    assert batch
+    assert len({shape_of[request] for request in batch}) == 1
+    total = sum(request.num_rows for request in batch)
+    assert len(batch) == 1 or (policy.is_dynamic and total <= policy.max_batch_size)
+    for first, second in zip(batch, batch[1:], strict=False):
+        assert first.priority <= second.priority
