@@ -99,7 +99,7 @@ class Lanes:
 
     def append(self, request: Request, geometry: object) -> None:
         """Last of its level."""
-        lane = self._lane(geometry)
+        lane = self._lanes.get(geometry) or self._lane(geometry)
         request.queue = lane
         level = request.priority
         lane.levels[level].append(request)

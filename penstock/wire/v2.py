@@ -120,12 +120,10 @@ class Form:
         "_timeout_s",
         "outputs",
         "prefers_binary",
-        "wants_classes",
     )
 
     def __init__(self, request: Request) -> None:
         self.prefers_binary = request.prefers_binary
-        self.wants_classes = _wants_classes(request)
         self.outputs = request.outputs
         self._parameters = request.parameters
         self._priority = request.priority
@@ -260,13 +258,15 @@ class Codec:
     ) -> tuple[bytes, list[Buffer]]:
         """The JSON part and the raw tensors behind it (none when every output is JSON). `specs`
         are the model's outputs, for the labels of classes."""
-        form = request.form
-        if form.wants_classes if isinstance(form, Form) else _wants_classes(request):
-            return encode_answer(request, classified(request, response, specs))
-        if form is None or response.form is None:
-            return encode_answer(request, response)
-        template = self._templates.get(response.form)
+        template = None
+        has_form = request.form is not None and response.form is not None
+        if has_form:
+            template = self._templates.get(response.form)
         if template is None:
+            if _wants_classes(request):
+                return encode_answer(request, classified(request, response, specs))
+            if not has_form:
+                return encode_answer(request, response)
             template = Template(request, response)
             if len(self._templates) >= MAX_FORMS:
                 self._templates.clear()
