@@ -70,7 +70,6 @@ class OnnxRunner:
             raise BackendFailed(
                 f"ONNX Runtime cannot load the model: {_first_line(error)}"
             ) from None
-        self._level = config.options.get("graph_level", "all")
         self.inputs = _specs(self._session.get_inputs())
         self.outputs = _specs(self._session.get_outputs())
         self._check_signature()

@@ -47,7 +47,6 @@ class _Call:
         self._is_body_read = False
         self._status = 500
         self._headers = b""
-        self._has_length = False
         self._is_streaming = False
         self.task: asyncio.Task[None] | None = None
 

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Protocol, cast
 
@@ -432,10 +432,6 @@ class Connection(asyncio.Protocol):
             if now - self.since > allowed_s:
                 self._reject(Rejection(408, "the request body took too long"))
 
-    def close_if_idle(self) -> None:
-        if self._running is None and self._at_boundary:
-            self.close()
-
     @property
     def is_running(self) -> bool:
         return self._running is not None
@@ -568,10 +564,6 @@ class HttpServer:
 
 def _status_line(status: int) -> bytes:
     return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-
-
-def headers_bytes(headers: Mapping[str, str]) -> bytes:
-    return b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items())
 
 
 def _refusal(status: int, text: str) -> bytes:
