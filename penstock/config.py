@@ -65,6 +65,25 @@ class MemoryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class PadAxis:
+    """An axis of an input, counted without the batch, that may be filled up with `value`."""
+
+    input: str
+    axis: int
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Requests that differ along these axes are filled up to the next bucket and share a batch.
+    What is longer than the last bucket runs with others of its own shape only."""
+
+    axes: tuple[PadAxis, ...]
+    # Closer buckets compute less padding; fewer of them make fuller batches and a shorter warm-up.
+    buckets: tuple[int, ...] = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One version of one model, everything resolved: what `penstock inspect` prints."""
 
@@ -83,6 +102,10 @@ class ModelConfig:
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     # A batch that takes longer than max(this, 20 x the p99 of its size) is taken for a hang.
     hang_s: float = 30.0
+    padding: Padding | None = None
+    # How far answers may move when rows share a batch or are padded, as a share of the output's
+    # largest value; None goes by the datatype. Raise it for models that compute in less precision.
+    tolerance: float | None = None
     # The artifact's name below the version folder, where it is not the backend's usual one.
     file: str = ""
     # Strings for the backend, as written under `parameters`.

@@ -6,16 +6,20 @@ problem, each with the path of the field, before it gives up.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from penstock import backends, slo
-from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, PadAxis, Padding, QueuePolicy
 from penstock.errors import ConfigError
 from penstock.onnx_file import read_signature
-from penstock.types import TensorSpec, TimeoutAction
+from penstock.types import DATATYPES, TensorSpec, TimeoutAction
 
 FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
 PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
@@ -28,8 +32,13 @@ NUMBERS = {
     "penstock.slab_bytes": 1 << 40,
     "penstock.max_slabs": 4096,
     "penstock.spill_bytes": 1 << 40,
+    "penstock.tolerance": 1.0,
 }
 SLO = "penstock.slo"
+PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
+PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
+MAX_BUCKETS = 64
+WHOLE = ("penstock.slab_bytes", "penstock.max_slabs", "penstock.spill_bytes")
 # Fields that change what a model does and that this version does not carry out.
 UNSUPPORTED = (
     "sequence_batching",
@@ -180,6 +189,8 @@ class _Resolver:
             num_instances=self._instances(),
             memory=_memory(numbers),
             hang_s=numbers.get("penstock.hang_s", 30.0),
+            padding=self._padding(options, inputs),
+            tolerance=numbers.get("penstock.tolerance"),
             file=message.default_model_filename,
             options=options,
         )
@@ -383,20 +394,54 @@ class _Resolver:
                 self._problem(f"parameters.{SLO}", problem)
             return None
 
+    def _padding(self, options: Mapping[str, str], inputs: Sequence[TensorSpec]) -> Padding | None:
+        """`penstock.pad`: which axes of which inputs may be filled up, and with what."""
+        buckets = self._buckets(options)
+        if PAD not in options:
+            if PAD_BUCKETS in options:
+                self._problem(f"parameters.{PAD_BUCKETS}", f"needs parameters.{PAD}")
+            return None
+        specs = {spec.name: spec for spec in inputs}
+        axes: list[PadAxis] = []
+        for item in options[PAD].split(","):
+            match = PAD_AXIS.fullmatch(item)
+            if match is None:
+                problem = f"'{item.strip()}' is not of the form input[axis]=value"
+            else:
+                axis = PadAxis(match["input"], int(match["axis"]), _float(match["value"] or "0"))
+                problem = _pad_problem(axis, specs)
+                axes.append(axis)
+            if problem:
+                self._problem(f"parameters.{PAD}", problem)
+        return Padding(tuple(axes), buckets) if buckets else Padding(tuple(axes))
+
+    def _buckets(self, options: Mapping[str, str]) -> tuple[int, ...]:
+        text = options.get(PAD_BUCKETS)
+        if text is None:
+            return ()
+        sizes = [_number(item.strip(), is_whole=True) for item in text.split(",")]
+        buckets = tuple(int(size) for size in sizes if size is not None and 0 < size < 1 << 31)
+        if len(buckets) < len(sizes) or list(buckets) != sorted(set(buckets)):
+            expected = "expected whole numbers, each larger than the one before, such as 16,32,64"
+            self._problem(f"parameters.{PAD_BUCKETS}", f"'{text}': {expected}")
+        elif len(buckets) > MAX_BUCKETS:
+            self._problem(f"parameters.{PAD_BUCKETS}", f"more than {MAX_BUCKETS} sizes")
+        return buckets
+
     def _numbers(self, options: Mapping[str, str]) -> dict[str, float]:
         """Our own parameters, checked."""
         numbers: dict[str, float] = {}
         for key, text in options.items():
-            if not key.startswith("penstock.") or key == SLO:
+            if not key.startswith("penstock.") or key in (SLO, PAD, PAD_BUCKETS):
                 continue
             limit = NUMBERS.get(key)
             if limit is None:
-                known = ", ".join((*NUMBERS, SLO))
+                known = ", ".join((*NUMBERS, SLO, PAD, PAD_BUCKETS))
                 self._problem(f"parameters.{key}", f"unknown; expected one of {known}")
                 continue
-            value = _number(text, is_whole=not key.endswith("_s"))
+            value = _number(text, is_whole=key in WHOLE)
             if value is None or not 0 < value <= limit:
-                kind = "number" if key.endswith("_s") else "whole number"
+                kind = "whole number" if key in WHOLE else "number"
                 self._problem(f"parameters.{key}", f"'{text}' is not a {kind} up to {limit:g}")
                 continue
             numbers[key] = value
@@ -420,6 +465,36 @@ def _memory(numbers: Mapping[str, float]) -> MemoryPolicy:
         max_slabs=int(numbers.get("penstock.max_slabs", base.max_slabs)),
         spill_bytes=int(numbers.get("penstock.spill_bytes", base.spill_bytes)),
     )
+
+
+def _pad_problem(axis: PadAxis, specs: Mapping[str, TensorSpec]) -> str:
+    spec = specs.get(axis.input)
+    if spec is None:
+        return f"no input '{axis.input}'; there are {', '.join(specs)}"
+    place = f"'{axis.input}[{axis.axis}]'"
+    if spec.datatype == "BYTES":
+        return f"{place}: BYTES cannot be padded"
+    if axis.axis >= len(spec.shape) or spec.shape[axis.axis] != -1:
+        return f"{place}: not one of the axes of size -1 in dims {list(spec.shape)}"
+    dtype = DATATYPES[spec.datatype].numpy
+    is_float = dtype.kind == "f" or spec.datatype == "BF16"
+    if math.isnan(axis.value) or (not is_float and not _holds(dtype, axis.value)):
+        return f"{place}: the value is not one of {spec.datatype}"
+    return ""
+
+
+def _holds(dtype: Any, value: float) -> bool:
+    if dtype.kind == "b":
+        return value in (0, 1)
+    limits = np.iinfo(dtype)
+    return value.is_integer() and limits.min <= value <= limits.max
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _number(text: str, is_whole: bool) -> float | None:

@@ -36,6 +36,7 @@ PURE = [
     "serving/batch_times.py",
     "serving/batcher.py",
     "serving/lanes.py",
+    "serving/padding.py",
     "serving/plan.py",
     "serving/slo_batcher.py",
 ]

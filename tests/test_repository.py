@@ -15,7 +15,14 @@ from onnx import TensorProto, helper
 from tritonclient.grpc import model_config_pb2
 
 from penstock import pbtxt
-from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.config import (
+    BatchPolicy,
+    MemoryPolicy,
+    ModelConfig,
+    PadAxis,
+    Padding,
+    QueuePolicy,
+)
 from penstock.errors import ConfigError
 from penstock.pbtxt import describe
 from penstock.repository import read
@@ -634,6 +641,61 @@ def test_every_problem_of_an_slo_is_reported_by_name(tmp_path: Path) -> None:
     found = problems(tmp_path, NULL + parameter("penstock.slo", "p98 < 5ms, p99 > 20ms"))
     assert [problem.partition(": ")[0] for problem in found] == ["parameters.penstock.slo"] * 2
     assert "'p98' is not a term" in found[0]
+
+
+ENCODER = """backend: "null" max_batch_size: 8 dynamic_batching {}
+input { name: "ids" data_type: TYPE_INT64 dims: [ -1 ] }
+input { name: "x" data_type: TYPE_BF16 dims: [ 3, -1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }
+"""
+
+
+def test_paddable_axes_and_buckets(tmp_path: Path) -> None:
+    text = ENCODER + parameter("penstock.pad", "ids[0], x[1] = 0.5")
+    text += parameter("penstock.pad_buckets", "16, 32,64") + parameter("penstock.tolerance", "0.01")
+    config, again = round_trip(add_model(tmp_path, "model", text))
+    axes = (PadAxis("ids", 0, 0.0), PadAxis("x", 1, 0.5))
+    assert config.padding == Padding(axes, (16, 32, 64))
+    assert config.tolerance == 0.01
+    assert again == config
+
+
+def test_buckets_have_a_default(tmp_path: Path) -> None:
+    padding = resolve(tmp_path, ENCODER + parameter("penstock.pad", "ids[0]=1")).padding
+    assert padding is not None and padding.buckets == Padding(()).buckets
+
+
+@pytest.mark.parametrize(
+    ("pad", "text"),
+    [
+        ("", "'' is not of the form input[axis]=value"),
+        ("ids", "'ids' is not of the form input[axis]=value"),
+        ("ids[0]=", "is not of the form input[axis]=value"),
+        ("ids[-1]", "is not of the form input[axis]=value"),
+        ("idz[0]", "no input 'idz'; there are ids, x"),
+        ("x[0]", "'x[0]': not one of the axes of size -1 in dims [3, -1]"),
+        ("x[2]", "'x[2]': not one of the axes of size -1 in dims [3, -1]"),
+        ("ids[0]=0.5", "'ids[0]': the value is not one of INT64"),
+        ("ids[0]=zero", "'ids[0]': the value is not one of INT64"),
+        ("x[1]=zero", "'x[1]': the value is not one of BF16"),
+    ],
+)
+def test_what_is_wrong_with_padding_is_named(tmp_path: Path, pad: str, text: str) -> None:
+    [problem] = problems(tmp_path, ENCODER + parameter("penstock.pad", pad))
+    assert problem.startswith("parameters.penstock.pad: ")
+    assert text in problem
+
+
+@pytest.mark.parametrize("sizes", ["", "16,", "32,16", "16,16", "0,16", "a", "1.5", "-4"])
+def test_buckets_are_whole_numbers_that_grow(tmp_path: Path, sizes: str) -> None:
+    text = ENCODER + parameter("penstock.pad", "ids[0]") + parameter("penstock.pad_buckets", sizes)
+    [problem] = problems(tmp_path, text)
+    assert problem.startswith(f"parameters.penstock.pad_buckets: '{sizes}': expected whole numbers")
+
+
+def test_buckets_need_an_axis(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, ENCODER + parameter("penstock.pad_buckets", "16"))
+    assert problem == "parameters.penstock.pad_buckets: needs parameters.penstock.pad"
 
 
 def test_misspelt_parameter_of_penstock_is_refused(tmp_path: Path) -> None:

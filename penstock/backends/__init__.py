@@ -93,6 +93,11 @@ class Runner(Protocol):
         """True when `Batch.requests` must be filled in. Such a model is code that may act on what
         it sees, so it runs real requests only and is not warmed up with zeros."""
 
+    @property
+    def keeps_rows_apart(self) -> bool:
+        """True when no row can influence another's answer, by the way it is made; otherwise that is
+        tried out at load."""
+
     def built(self) -> Mapping[str, str]:
         """What was really made of the options, read back from the library."""
 

@@ -25,6 +25,7 @@ OPTIONS = ("a_ms", "c_ms", "load_ms", "stall_ms", "crash_on", "hang_on", "fail_o
 
 class NullRunner:
     needs_requests = False
+    keeps_rows_apart = True
 
     def __init__(self, config: ModelConfig) -> None:
         self.inputs: Sequence[TensorSpec] = ()

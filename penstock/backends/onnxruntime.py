@@ -56,6 +56,7 @@ CPU = "CPUExecutionProvider"
 
 class OnnxRunner:
     needs_requests = False
+    keeps_rows_apart = False
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config

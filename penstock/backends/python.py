@@ -139,6 +139,7 @@ class StackedRunner:
     inputs: Sequence[TensorSpec] = ()
     outputs: Sequence[TensorSpec] = ()
     needs_requests = False
+    keeps_rows_apart = False
 
     def __init__(self, code: Code, infer: Callable[[dict[str, Array]], Any], model: Any) -> None:
         self._code = code
@@ -169,6 +170,7 @@ class TritonRunner:
     inputs: Sequence[TensorSpec] = ()
     outputs: Sequence[TensorSpec] = ()
     needs_requests = True
+    keeps_rows_apart = False
 
     def __init__(self, config: ModelConfig, code: Code, model: Any) -> None:
         self._config = config

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from penstock.config import MIB, ModelConfig
@@ -25,7 +26,8 @@ from penstock.errors import (
 )
 from penstock.metrics import ModelMetrics
 from penstock.serving.batcher import Batcher, Sequencer
-from penstock.serving.plan import Geometry, Planner, column_bytes
+from penstock.serving.padding import Pads
+from penstock.serving.plan import Geometry, Plan, Planner, column_bytes
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.supervisor import Instance, ProcessLife, StartLife, Supervisor
@@ -74,6 +76,8 @@ class Model:
         self.metrics = ModelMetrics(config.name, config.version)
         self.state: State = "LOADING"
         self.reason = ""
+        # What was found out at load that a user should know.
+        self.notes: tuple[str, ...] = ()
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._slab_bytes = _slab_bytes(config)
@@ -221,10 +225,23 @@ class Model:
         request.place = place
         plan, view, row = request.fit.plan, place.slab.seg.view, place.row
         inputs = request.inputs
+        if plan.own_shapes is not None:
+            self._fill_padded(request, plan, place)
+            request.inputs = ()
+            return
         for (offset, row_bytes), index in zip(plan.geometry.input_columns, plan.order, strict=True):
             start = offset + row * row_bytes
             view[start : start + place.count * row_bytes] = inputs[index].data
         request.inputs = ()
+
+    def _fill_padded(self, request: Request, plan: Plan, place: Place) -> None:
+        pads, geometry = self._planner.pads, plan.geometry
+        assert pads is not None and plan.own_shapes is not None
+        for index, (offset, row_bytes) in enumerate(geometry.input_columns):
+            start = offset + place.row * row_bytes
+            target = place.slab.seg.view[start : start + place.count * row_bytes]
+            data = request.inputs[plan.order[index]].data
+            pads.write(index, target, data, plan.own_shapes[index], geometry.row_shapes[index])
 
     def _check_spill(self, request: Request) -> None:
         needed = sum(aligned(len(tensor.data)) for tensor in request.inputs)
@@ -359,6 +376,7 @@ class Model:
                 request.num_rows,
                 outputs=tuple(output.name for output in request.outputs),
                 parameters=dict(request.parameters or {}),
+                length=request.fit.plan.length,
             )
             for request in requests
         )
@@ -527,9 +545,39 @@ class Model:
             self._slo.seed(instance.ready.timings)
         self._count_executors()
         if all(each.is_ready for each in self.instances) and not self._first_ready.done():
+            self._apply_proofs([each.ready for each in self.instances if each.ready is not None])
             self.state = "READY"
             self._first_ready.set_result(None)
         self._pump()
+
+    def _apply_proofs(self, ready: Sequence[frames.Ready]) -> None:
+        """Batch and pad only what every instance has found harmless. Nothing waits yet."""
+        policy = self.config.batching
+        notes = {note: None for each in ready for note in each.notes}
+        unbatched = next((each.unbatched for each in ready if each.unbatched), "")
+        if unbatched:
+            notes[f"served one request at a time: {unbatched}"] = None
+            policy = replace(policy, is_dynamic=False)
+            if self._slo is not None:
+                self._slo = SloBatcher(policy, self.config.num_instances)
+                self._count_executors()
+            self._batcher = self._slo or Batcher(policy)
+        unpadded = next((each.unpadded for each in ready if each.unpadded), "")
+        if unpadded:
+            notes[f"not padded: {unpadded}"] = None
+        elif self.config.padding is not None:
+            self._planner.pads = Pads(self.config)
+            self._seed_buckets(ready)
+        self.notes = tuple(notes)
+        for note in self.notes:
+            log.warning("%s/%s: %s", self.config.name, self.config.version, note)
+
+    def _seed_buckets(self, ready: Sequence[frames.Ready]) -> None:
+        if self._slo is None:
+            return
+        for each in ready:
+            for bucket, timings in each.bucket_timings.items():
+                self._slo.seed(timings, self._planner.bucket_geometry(bucket))
 
     def instance_died(self, instance: Instance, reason: str) -> None:
         """The requests of its batch run again, each alone; who was alone already is to blame."""

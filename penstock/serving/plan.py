@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from penstock.config import ModelConfig
 from penstock.errors import InvalidRequest
+from penstock.serving.padding import Pads, Shapes
 from penstock.serving.slab import Layout
 from penstock.types import DATATYPES, Buffer, Request, Tensor, TensorSpec, num_elements
 
@@ -47,6 +48,9 @@ class Plan:
     num_rows: int
     order: tuple[int, ...]
     sizes: tuple[int | None, ...]
+    # The shapes of a row before it is padded to those of the geometry, and the length that differs.
+    own_shapes: Shapes | None = None
+    length: int = 0
 
 
 class Fit:
@@ -89,6 +93,8 @@ class Planner:
         self._fits: dict[object, Fit] = {}
         self._selections: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._all_outputs = tuple(range(len(config.outputs)))
+        # Set once padding has been proven harmless.
+        self.pads: Pads | None = None
 
     def fit(self, request: Request) -> Fit:
         """How to run the request; InvalidRequest if it does not fit the model."""
@@ -176,11 +182,36 @@ class Planner:
             itemsize = DATATYPES[spec.datatype].itemsize
             sizes.append(None if itemsize is None else num_elements(tensor.shape) * itemsize)
         self._check_rows(num_rows)
-        geometry = self._geometry(
-            tuple(index for index, _ in by_input), tuple(row_shapes), num_rows
-        )
+        present = tuple(index for index, _ in by_input)
         order = tuple(tensor_index for _, tensor_index in by_input)
+        own_shapes = tuple(row_shapes)
+        padded = self._padded(present, own_shapes, num_rows)
+        if padded is not None:
+            geometry, length = padded
+            return Plan(geometry, num_rows, order, tuple(sizes), own_shapes, length)
+        geometry = self._geometry(present, own_shapes, num_rows)
         return Plan(geometry, num_rows, order, tuple(sizes))
+
+    def bucket_geometry(self, length: int) -> Geometry | None:
+        """Of rows padded to this bucket; None where other axes are free too."""
+        assert self.pads is not None
+        shapes = self.pads.shapes(tuple(spec.shape for spec in self._config.inputs), length)
+        if any(size < 0 for shape in shapes for size in shape):
+            return None
+        return self._geometry(tuple(range(len(shapes))), shapes, 1)
+
+    def _padded(
+        self, present: tuple[int, ...], own_shapes: Shapes, num_rows: int
+    ) -> tuple[Geometry, int] | None:
+        """The geometry of the bucket and the own length; None if this is not to be padded."""
+        if self.pads is None or len(present) < len(self._config.inputs):
+            return None
+        length = self.pads.length(own_shapes)
+        bucket = self.pads.bucket(length) if length is not None else None
+        if length is None or bucket is None:
+            return None
+        geometry = self._geometry(present, self.pads.shapes(own_shapes, bucket), num_rows)
+        return (geometry, length) if geometry.layout is not None else None
 
     def _match(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Pairs (input of the model, tensor of the request), in the model's order."""

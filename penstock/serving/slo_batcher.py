@@ -113,10 +113,13 @@ class SloBatcher:
             first = min(first, self._short_deadlines[0][0])
         return None if first == math.inf else first
 
-    def seed(self, timings: Mapping[int, float]) -> None:
-        """Times from warm-up, in seconds by rows."""
+    def seed(self, timings: Mapping[int, float], geometry: object = None) -> None:
+        """Times from warm-up, in seconds by rows; of one geometry, or of any."""
+        pace = self._pace(geometry) if geometry is not None else None
         for num_rows, duration_s in timings.items():
-            self._prior.seed(num_rows, duration_s)
+            (self._prior if pace is None else pace.times).seed(num_rows, duration_s)
+        if pace is not None:
+            self._aim(pace)
 
     def observe(self, geometry: object, num_rows: int, started: float, now: float) -> None:
         """A batch of this geometry is done."""

@@ -25,13 +25,16 @@ from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving.batch_times import ladder
+from penstock.serving.padding import Pads, cropped
 from penstock.serving.plan import column_bytes, fixed_outputs
+from penstock.serving.proof import Proof, prove
 from penstock.serving.slab import Extents, Layout, Segment
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire import frames
 
 PR_SET_PDEATHSIG = 1
 MAX_VIEWS = 256
+LONG_WARM_UP_S = 0.25
 # Of one error's text; it travels in a frame.
 MAX_ERROR_CHARS = 4096
 Values = Sequence[tuple[TensorSpec, Array]]
@@ -146,6 +149,7 @@ class Worker:
         self._config: ModelConfig | None = None
         self._runner: Runner | None = None
         self._memory: Memory | None = None
+        self._proof = Proof()
 
     def serve(self) -> None:
         """Until the core closes the socket or says Stop."""
@@ -189,7 +193,10 @@ class Worker:
             self._config = config = frame.model
             self._memory = Memory(config, frame.spill_bytes, fds)
             self._runner = runner = backend(config.backend)(config)
+            self._proof = proof = prove(config, runner)
             timings = warm_up(config, runner)
+            is_padded = config.padding is not None and not proof.unpadded
+            bucket_timings = warm_up_buckets(config, runner) if is_padded else {}
         except Exception as error:  # Whatever a backend raises is the answer to Load.
             problems = error.problems if isinstance(error, ConfigError) else (_explain(error),)
             self._channel.send(frames.LoadFailed(problems))
@@ -201,6 +208,10 @@ class Worker:
                 dict(runner.built()),
                 timings,
                 runner.needs_requests,
+                proof.unbatched,
+                proof.unpadded,
+                proof.notes,
+                bucket_timings,
             )
         )
         return True
@@ -297,9 +308,17 @@ class Worker:
         row = 0
         for part in frame.requests:
             end = row + part.num_rows
-            parts.append([(spec, array_[row:end]) for spec, array_ in values])
+            parts.append(
+                [(spec, self._own(spec, part, array_[row:end])) for spec, array_ in values]
+            )
             row = end
         return parts
+
+    def _own(self, spec: TensorSpec, part: frames.RequestPart, values: Array) -> Array:
+        """Without what padding added."""
+        if not part.length:
+            return values
+        return cropped(spec.name, values, self._proof.crops, part.length)
 
     def _store_each(
         self, frame: frames.Dispatch, answer: PerRequest, errors: dict[int, str]
@@ -410,14 +429,32 @@ def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
     variable shapes have no shape to warm up with; those that see requests see only real ones."""
     if runner.needs_requests or not all(spec.is_fixed for spec in config.inputs):
         return {}
+    return _warm_up_rungs(config, runner, [spec.shape for spec in config.inputs])
+
+
+def warm_up_buckets(config: ModelConfig, runner: Runner) -> dict[int, dict[int, float]]:
+    """The same for every bucket of a padded model, unless other axes are free too."""
+    pads = Pads(config)
+    timings: dict[int, dict[int, float]] = {}
+    for bucket in pads.buckets:
+        shapes = pads.shapes(tuple(spec.shape for spec in config.inputs), bucket)
+        if any(size < 0 for shape in shapes for size in shape):
+            return {}
+        timings[bucket] = _warm_up_rungs(config, runner, shapes)
+    return timings
+
+
+def _warm_up_rungs(
+    config: ModelConfig, runner: Runner, row_shapes: Sequence[tuple[int, ...]]
+) -> dict[int, float]:
     timings: dict[int, float] = {}
     for rung in ladder(config.max_batch_size):
         inputs = {
             spec.name: np.zeros(
-                (rung, *spec.shape) if config.max_batch_size else spec.shape,
+                (rung, *shape) if config.max_batch_size else shape,
                 dtype=DATATYPES[spec.datatype].numpy,
             )
-            for spec in config.inputs
+            for spec, shape in zip(config.inputs, row_shapes, strict=True)
         }
         batch = Batch(inputs, rung, [frames.RequestPart("", rung)])
         for _ in range(2):
@@ -425,6 +462,8 @@ def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
             for _ in runner.start(batch).wait():
                 pass
             timings[rung] = time.perf_counter() - began
+            if timings[rung] > LONG_WARM_UP_S:
+                break  # So long that what comes first only hardly counts.
     return timings
 
 

@@ -57,6 +57,8 @@ class RequestPart(Frame, tag="p"):
     inputs: tuple[Extent, ...] = ()
     outputs: tuple[str, ...] = ()
     parameters: dict[str, Parameter] = {}
+    # How long the padded axes are without padding; 0: nothing is padded.
+    length: int = 0
 
 
 class Load(Frame, tag="load"):
@@ -104,14 +106,19 @@ class Stop(Frame, tag="stop"):
 
 
 class Ready(Frame, tag="rdy"):
-    """Loaded and warmed up. `built` is what the backend really made of the options; `timings` maps
-    each rung of the batch ladder to its warm duration in seconds."""
+    """Loaded, tried out and warmed up. `built` is what the backend really made of the options;
+    `timings` maps each rung of the batch ladder to its warm duration in seconds, `bucket_timings`
+    the same for each bucket of padded models. `unbatched` and `unpadded` say why not."""
 
     version: int
     load_s: float
     built: dict[str, str]
     timings: dict[int, float]
     needs_requests: bool = False
+    unbatched: str = ""
+    unpadded: str = ""
+    notes: tuple[str, ...] = ()
+    bucket_timings: dict[int, dict[int, float]] = {}
 
 
 class LoadFailed(Frame, tag="bad"):

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.config import (
+    BatchPolicy,
+    MemoryPolicy,
+    ModelConfig,
+    PadAxis,
+    Padding,
+    QueuePolicy,
+)
 from penstock.errors import (
     BackendFailed,
     Cancelled,
@@ -42,6 +49,7 @@ VARIABLE = replace(
     outputs=(TensorSpec("y", "INT64", (-1,)),),
     memory=MemoryPolicy(slab_bytes=1024, max_slabs=2, spill_bytes=1 << 16),
 )
+PADDED = replace(VARIABLE, padding=Padding((PadAxis("x", 0, -7),), (2, 16, 64)))
 TEXT = replace(
     FIXED,
     inputs=(TensorSpec("x", "BYTES", (-1,)),),
@@ -118,7 +126,7 @@ def test_the_answer_has_the_outputs_asked_for_in_that_order():
     run(MIXED, scenario)
 
 
-@pytest.mark.parametrize("config", [FIXED, VARIABLE, TEXT, UNBATCHED, MIXED])
+@pytest.mark.parametrize("config", [FIXED, VARIABLE, PADDED, TEXT, UNBATCHED, MIXED])
 def test_every_kind_of_model_answers_with_the_right_bytes(config):
     async def scenario(model, puppets):
         sent = []
@@ -138,6 +146,62 @@ def test_every_kind_of_model_answers_with_the_right_bytes(config):
             for got, value in zip(answer.values(), values, strict=True):
                 assert got.tolist() == value.tolist()
         assert model.num_slabs_held == model.num_extents_held == 0
+
+    run(config, scenario)
+
+
+def test_lengths_of_one_bucket_share_a_batch_and_answers_keep_their_own():
+    async def scenario(model, puppets):
+        lengths = [3, 16, 5, 9, 40, 2]
+        requests = [ask(PADDED, canary(n, (1, n))) for n in lengths]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        for n, request in zip(lengths, requests, strict=True):
+            np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(n, (1, n)))
+        # 3, 16, 5 and 9 in the bucket of 16; 40 in that of 64; 2 in its own.
+        assert model.metrics.batch_sizes == {4: 1, 1: 2}
+        assert model.notes == ()
+
+    run(PADDED, scenario)
+
+
+def test_what_fits_no_bucket_runs_with_others_of_its_shape():
+    async def scenario(model, puppets):
+        requests = [ask(PADDED, canary(i, (1, n))) for i, n in enumerate([65, 65, 66])]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        for i, (n, request) in enumerate(zip([65, 65, 66], requests, strict=True)):
+            np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, n)))
+        assert model.metrics.batch_sizes == {2: 1, 1: 1}
+
+    run(PADDED, scenario)
+
+
+@pytest.mark.parametrize("slo_s", [None, 1.0])
+def test_a_model_whose_rows_influence_each_other_runs_one_request_at_a_time(tmp_path, slo_s):
+    path = tmp_path / "model.py"
+    path.write_text("def infer(inputs):\n    return {'y': inputs['x'].cumsum(axis=0)}\n")
+    config = replace(
+        FIXED,
+        backend="python",
+        artifact=str(path),
+        padding=Padding((PadAxis("x", 0),)),
+        batching=BatchPolicy(8, is_dynamic=True, slo_latency_s=slo_s),
+    )
+
+    async def scenario(model, puppets):
+        requests = [ask(config, canary(i, (1, 4))) for i in range(5)]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        for i, request in enumerate(requests):
+            np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
+        assert model.metrics.batch_sizes == {1: 5}
+        served, padded = model.notes
+        assert "one request at a time: answers depend on what else is in the batch" in served
+        assert padded == "not padded: padding could not be checked: the model is not batched"
 
     run(config, scenario)
 
@@ -548,6 +612,7 @@ class Chaos:
         FIXED,
         replace(FIXED, num_instances=2),
         replace(VARIABLE, num_instances=2),
+        replace(PADDED, num_instances=2),
         TEXT,
         UNBATCHED,
         replace(MIXED, num_instances=2),
@@ -556,7 +621,7 @@ class Chaos:
             batching=BatchPolicy(8, is_dynamic=True, preserve_ordering=True, max_pending=9),
         ),
     ],
-    ids=["fixed", "two", "variable", "text", "unbatched", "mixed", "ordered"],
+    ids=["fixed", "two", "variable", "padded", "text", "unbatched", "mixed", "ordered"],
 )
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32))

@@ -1,0 +1,81 @@
+"""Sequences of different lengths in one batch: which bucket, how filled up, how cut back. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from penstock.config import ModelConfig
+from penstock.types import DATATYPES, Array, Buffer
+
+Shapes = tuple[tuple[int, ...], ...]
+# An axis of an output, counted without the batch, that is as long as the padded axes.
+Crop = tuple[str, int]
+
+
+class Pads:
+    """The padding of one model, by the position of its inputs."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        assert config.padding is not None
+        self.buckets = config.padding.buckets
+        names = [spec.name for spec in config.inputs]
+        self.axes = tuple((names.index(each.input), each.axis) for each in config.padding.axes)
+        self._dtypes = [DATATYPES[spec.datatype].numpy for spec in config.inputs]
+        # What each input is filled up with.
+        self.values = {
+            names.index(each.input): element(
+                config.inputs[names.index(each.input)].datatype, each.value
+            )
+            for each in config.padding.axes
+        }
+
+    def length(self, row_shapes: Shapes) -> int | None:
+        """The one length of all padded axes; None if they differ."""
+        lengths = {row_shapes[index][axis] for index, axis in self.axes}
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def bucket(self, length: int) -> int | None:
+        """The smallest that holds it; None if none does, or if there is nothing to hold."""
+        index = bisect_left(self.buckets, length)
+        return self.buckets[index] if length > 0 and index < len(self.buckets) else None
+
+    def shapes(self, row_shapes: Shapes, length: int) -> Shapes:
+        """These shapes with every padded axis of this length."""
+        sized = [list(shape) for shape in row_shapes]
+        for index, axis in self.axes:
+            sized[index][axis] = length
+        return tuple(map(tuple, sized))
+
+    def write(
+        self, index: int, target: Buffer, data: Buffer, shape: Sequence[int], full: Sequence[int]
+    ) -> None:
+        """`data`, rows of `shape`, into `target`, as many rows of the shape `full`."""
+        dtype = self._dtypes[index]
+        rows = np.frombuffer(target, dtype).reshape(-1, *full)
+        if index in self.values:
+            rows[...] = self.values[index]
+        rows[:, *map(slice, shape)] = np.frombuffer(data, dtype).reshape(-1, *shape)
+
+    def filled(self, index: int, values: Array, full: Sequence[int]) -> Array:
+        """A copy of `values`, batch first, filled up to rows of the shape `full`."""
+        if index not in self.values:
+            return values
+        rows = np.full((len(values), *full), self.values[index], self._dtypes[index])
+        rows[tuple(map(slice, values.shape))] = values
+        return rows
+
+
+def element(datatype: str, value: float) -> Array:
+    """One element; of BF16 the bits."""
+    if datatype == "BF16":
+        return np.array(np.float32(value).view(np.uint32) >> 16, np.uint16)
+    return np.array(value, DATATYPES[datatype].numpy)
+
+
+def cropped(name: str, values: Array, crops: Collection[Crop], length: int) -> Array:
+    """An output as long as it would be without padding; batch first."""
+    axes = range(values.ndim - 1)
+    return values[:, *(slice(length if (name, axis) in crops else None) for axis in axes)]

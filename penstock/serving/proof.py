@@ -1,0 +1,291 @@
+"""Tried out at load, on made-up inputs: may rows of this model share a batch, and may they be
+padded?
+
+Company: a row's answer must not change when the rows around it do. Same shapes, same position, so
+even rounding is the same. Padding: rows of several lengths, filled up to a bucket, must give what
+each gives alone and unpadded, up to a tolerance. What cannot be run on made-up inputs is not
+proven: it is batched as configured, with a note, and not padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.backends import Batch, Outputs, PerRequest, Runner
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed
+from penstock.serving.padding import Crop, Pads, Shapes, cropped
+from penstock.types import DATATYPES, Array, TensorSpec
+from penstock.wire.frames import RequestPart
+
+SEED = 20
+# Of axes that may have any size: the first with which the model runs.
+SIZES = (16, 64, 224)
+# Made-up integers are below this. They may be indices, flags or masks: the first that gives finite
+# numbers.
+INTEGERS = (2, 100)
+NUM_ROWS = 3
+# Of the largest value. Rounding differs between shapes, so padding needs room.
+PADDING_TOLERANCE = {"FP64": 1e-6, "FP32": 1e-3, "FP16": 1e-2, "BF16": 5e-2}
+COMPANY_TOLERANCE = {"FP64": 1e-9, "FP32": 1e-5, "FP16": 1e-3, "BF16": 1e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """`unbatched` and `unpadded` say why not, in words; empty: it may."""
+
+    unbatched: str = ""
+    unpadded: str = ""
+    crops: frozenset[Crop] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+class Difference(Exception):
+    """What was to be equal is not."""
+
+
+class Unproven(Exception):
+    """The model cannot be tried out."""
+
+
+def prove(config: ModelConfig, runner: Runner) -> Proof:
+    """Never raises for what the model does with made-up inputs."""
+    if config.max_batch_size == 0 or not config.batching.is_dynamic:
+        reason = "the model is not batched dynamically" if config.padding else ""
+        return Proof(unpadded=reason)
+    trial = Trial(config, runner)
+    unbatched, notes = "", list[str]()
+    if config.max_batch_size > 1 and not runner.keeps_rows_apart:
+        try:
+            trial.check_company()
+        except Difference as difference:
+            unbatched = f"answers depend on what else is in the batch: {difference}"
+        except Unproven as reason:
+            notes.append(f"not checked whether rows of a batch influence each other: {reason}")
+    unpadded, crops = "", frozenset[Crop]()
+    if config.padding is not None:
+        try:
+            crops = _padding(config, trial, unbatched)
+        except Difference as difference:
+            unpadded = f"padding changes answers: {difference}"
+        except Unproven as reason:
+            unpadded = f"padding could not be checked: {reason}"
+    return Proof(unbatched, unpadded, crops, tuple(notes))
+
+
+def _padding(config: ModelConfig, trial: Trial, unbatched: str) -> frozenset[Crop]:
+    if unbatched:
+        raise Unproven("the model is not batched")
+    return trial.check_padding(Pads(config))
+
+
+class Trial:
+    """One model, run on made-up rows."""
+
+    def __init__(self, config: ModelConfig, runner: Runner) -> None:
+        self._config = config
+        self._runner = runner
+        self._random = np.random.default_rng(SEED)
+        # Why it cannot be tried out at all.
+        self._cannot = ""
+        if runner.needs_requests:
+            self._cannot = "it is code that sees only real requests"
+        elif any(spec.datatype == "BYTES" for spec in config.inputs):
+            self._cannot = "it takes BYTES"
+
+    def check_company(self) -> None:
+        """Difference, if other rows before or behind a row change its answer."""
+        num_rows = min(NUM_ROWS, self._config.max_batch_size)
+        shapes, limit = self._runnable(num_rows)
+        row = self._rows(shapes, 1, limit)
+        for position in (0, num_rows - 1):
+            answers = []
+            for _ in range(2):
+                others = self._rows(shapes, num_rows, limit)
+                for mine, theirs in zip(row, others, strict=True):
+                    theirs[position] = mine[0]
+                answers.append(self._run(others))
+            one, other = (_row(answer, position) for answer in answers)
+            self._compare(one, other, COMPANY_TOLERANCE)
+        self._compare(other, self._run(row), PADDING_TOLERANCE)
+
+    def check_padding(self, pads: Pads) -> frozenset[Crop]:
+        """How to cut the outputs back; Difference, if padding changes answers. The rows that need
+        most filling show most, so those are tried: one element, and one more than a bucket."""
+        if self._cannot:
+            raise Unproven(self._cannot)
+        crops: set[Crop] = set()
+        for lengths, bucket in _cases(pads.buckets, self._config.max_batch_size):
+            apart = [self._padded_rows(pads, length) for length in lengths]
+            full = pads.shapes(self._free_shapes(bucket), bucket)
+            together = self._run(
+                [
+                    np.concatenate([pads.filled(index, rows[index], shape) for rows in apart])
+                    for index, shape in enumerate(full)
+                ]
+            )
+            for position, (length, rows) in enumerate(zip(lengths, apart, strict=True)):
+                mine = _row(together, position)
+                alone = self._run(rows)
+                crops |= _crops(alone, mine, (length, bucket))
+                cut = {name: cropped(name, v, crops, length) for name, v in mine.items()}
+                try:
+                    self._compare(cut, alone, PADDING_TOLERANCE)
+                except Difference as difference:
+                    text = f"{difference}, with {length} filled up to {bucket}"
+                    raise Difference(text) from None
+        return frozenset(crops)
+
+    def _padded_rows(self, pads: Pads, length: int) -> list[Array]:
+        """One row of this length. Integers are not what is filled up with: a mask that marks what
+        is there as filling would say nothing about the filling."""
+        rows = self._rows(pads.shapes(self._free_shapes(length), length), 1, INTEGERS[0])
+        for index, value in pads.values.items():
+            if value.dtype.kind in "iub" and self._config.inputs[index].datatype != "BF16":
+                rows[index][...] = 1 if value == 0 else 0
+        return rows
+
+    def _free_shapes(self, size: int) -> Shapes:
+        return tuple(
+            tuple(size if n < 0 else n for n in spec.shape) for spec in self._config.inputs
+        )
+
+    def _runnable(self, num_rows: int) -> tuple[Shapes, int]:
+        """Shapes and a limit of integers with which the model gives finite numbers."""
+        if self._cannot:
+            raise Unproven(self._cannot)
+        specs = self._config.inputs
+        is_free = any(-1 in spec.shape for spec in specs)
+        has_integers = any(DATATYPES[spec.datatype].numpy.kind in "iu" for spec in specs)
+        reasons: list[str] = []
+        for size in SIZES if is_free else SIZES[:1]:
+            shapes = self._free_shapes(size)
+            for limit in INTEGERS if has_integers else INTEGERS[:1]:
+                try:
+                    outputs = self._run(self._rows(shapes, num_rows, limit))
+                except Unproven as error:
+                    reasons.append(str(error))
+                    continue
+                if all(_is_finite(spec, outputs) for spec in self._config.outputs):
+                    return shapes, limit
+                reasons.append("its outputs on made-up inputs are not finite")
+        raise Unproven(reasons[0])
+
+    def _rows(self, shapes: Shapes, num_rows: int, limit: int) -> list[Array]:
+        return [
+            self._values(spec, (num_rows, *shape), limit)
+            for spec, shape in zip(self._config.inputs, shapes, strict=True)
+        ]
+
+    def _values(self, spec: TensorSpec, shape: tuple[int, ...], limit: int) -> Array:
+        dtype = DATATYPES[spec.datatype].numpy
+        if spec.datatype == "BF16":
+            floats = self._random.standard_normal(shape, np.float32)
+            return (floats.view(np.uint32) >> 16).astype(np.uint16)
+        if dtype.kind == "f":
+            return self._random.standard_normal(shape).astype(dtype)
+        values: Array = self._random.integers(0, 2 if dtype.kind == "b" else limit, shape)
+        return values.astype(dtype)
+
+    def _run(self, rows: Sequence[Array]) -> dict[str, Array]:
+        """Outputs as they are; Unproven, if it fails or gives something else than configured."""
+        names = [spec.name for spec in self._config.inputs]
+        num_rows = len(rows[0]) if rows else 0
+        for values in rows:
+            values.flags.writeable = False
+        part = RequestPart("", num_rows)
+        try:
+            inputs = dict(zip(names, rows, strict=True))
+            (answer,) = self._runner.start(Batch(inputs, num_rows, [part])).wait()
+            return _rows_of(self._config, answer, num_rows)
+        except Exception as error:  # Whatever a model does with inputs that it was not made for.
+            raise Unproven(f"it fails on made-up inputs: {_first_line(error)}") from None
+
+    def _compare(self, left: Outputs, right: Outputs, limits: Mapping[str, float]) -> None:
+        for spec in self._config.outputs:
+            tolerance = limits.get(spec.datatype, 0.0)
+            if tolerance and self._config.tolerance is not None:
+                tolerance = self._config.tolerance
+            share = _difference(spec, left[spec.name], right[spec.name])
+            if share > tolerance:
+                raise Difference(
+                    f"output '{spec.name}' moved by {share:.2g} of its largest value"
+                    + (f", more than {tolerance:g}" if tolerance else "")
+                )
+
+
+def _cases(buckets: Sequence[int], max_rows: int) -> Iterator[tuple[list[int], int]]:
+    """Lengths that share a batch, and the bucket they share."""
+    below = 0
+    chosen = sorted({buckets[0], buckets[len(buckets) // 2], buckets[-1]})
+    for full in buckets:
+        if full in chosen:
+            sizes = sorted({below + 1, (below + 1 + full) // 2, full})
+            yield sizes[: max(1, min(NUM_ROWS, max_rows))], full
+        below = full
+
+
+def _crops(alone: Outputs, padded: Outputs, lengths: tuple[int, int]) -> set[Crop]:
+    """The axes of the outputs that are as long as the padded ones."""
+    crops: set[Crop] = set()
+    for name, values in alone.items():
+        before, after = values.shape[1:], padded[name].shape[1:]
+        if len(before) != len(after):
+            raise Difference(f"output '{name}' has another number of axes")
+        for axis, pair in enumerate(zip(before, after, strict=True)):
+            if pair[0] != pair[1] and pair != lengths:
+                raise Difference(
+                    f"output '{name}' is {pair[1]} long instead of {pair[0]} and cannot be cut back"
+                )
+            if pair[0] != pair[1]:
+                crops.add((name, axis))
+    return crops
+
+
+def _rows_of(config: ModelConfig, answer: Outputs | PerRequest, num_rows: int) -> dict[str, Array]:
+    """Copies, so that the next run may use the same memory."""
+    if isinstance(answer, PerRequest):
+        raise BackendFailed("it answers request by request")
+    outputs: dict[str, Array] = {}
+    for spec in config.outputs:
+        values = np.array(answer[spec.name])
+        if values.ndim == 0 or len(values) != num_rows:
+            raise BackendFailed(f"output '{spec.name}' has no row for each row of the input")
+        outputs[spec.name] = values
+    return outputs
+
+
+def _row(outputs: Outputs, position: int) -> dict[str, Array]:
+    return {name: values[position : position + 1] for name, values in outputs.items()}
+
+
+def _floats(spec: TensorSpec, values: Array) -> Array:
+    if spec.datatype == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return values.astype(np.float64)
+
+
+def _is_finite(spec: TensorSpec, outputs: Outputs) -> bool:
+    if spec.datatype not in PADDING_TOLERANCE:
+        return True
+    return bool(np.isfinite(_floats(spec, outputs[spec.name])).all())
+
+
+def _difference(spec: TensorSpec, left: Array, right: Array) -> float:
+    """The largest, as a share of the largest value; not finite counts as everything."""
+    if left.shape != right.shape:
+        return float("inf")
+    if not left.size or spec.datatype == "BYTES":
+        return 0.0 if np.array_equal(left, right) else 1.0
+    one, other = _floats(spec, left), _floats(spec, right)
+    gap = float(np.abs(one - other).max())
+    if not np.isfinite(gap):
+        return float("inf")
+    return 0.0 if gap == 0 else gap / max(float(np.abs(one).max()), float(np.abs(other).max()))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
