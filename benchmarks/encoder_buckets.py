@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -180,7 +181,7 @@ def config(device: str, dtype: str, is_padded: bool) -> ModelConfig:
         device=device,
         padding=Padding(axes, BUCKETS) if is_padded else None,
         tolerance=0.02 if dtype != "fp32" else None,
-        options={"penstock.dtype": dtype},
+        options={"penstock.dtype": dtype, "intra_op_thread_count": str(os.cpu_count())},
     )
 
 
@@ -190,8 +191,9 @@ def make_folder() -> None:
     folder.mkdir(exist_ok=True)
     source = Path(__file__).with_name("encoder") / "module.py"
     (folder / "module.py").write_text(source.read_text())
-    if not (folder / "model.safetensors").exists():
-        (folder / "model.safetensors").symlink_to("../model.safetensors")
+    weights = folder / "model.safetensors"
+    weights.unlink(missing_ok=True)
+    weights.hardlink_to(FOLDER / "model.safetensors")
 
 
 class Load:
@@ -216,6 +218,8 @@ class Load:
 
     def _send(self) -> None:
         index = self._next
+        if index == len(self._sentences):
+            return
         self._next += 1
         ids = self._sentences[index]
         length = max(len(ids), self._pad_to)
@@ -236,9 +240,8 @@ class Load:
             return
         self.latencies_s.append(time.monotonic() - request.timings.received)
         self.embeddings[index] = to_array(answer.outputs[0]).copy()[0]
-        if self._next < len(self._sentences):
-            asyncio.get_running_loop().call_soon(self._send)
-        elif len(self.latencies_s) == len(self._sentences):
+        asyncio.get_running_loop().call_soon(self._send)
+        if len(self.latencies_s) == len(self._sentences):
             self._done.set_result(None)
 
 
