@@ -130,6 +130,19 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
+def deaths_in_a_row(before: int, well_s: float) -> int:
+    """With the one just now of a process that had been well for so long."""
+    return 1 if well_s >= HEALTHY_S else before + 1
+
+
+def backoff_s(num_deaths: int) -> float:
+    """How long to wait after so many deaths in a row: after the first not at all."""
+    if num_deaths <= 1:
+        return 0.0
+    # Beyond 2^32 the limit holds long since, and a float must not overflow.
+    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_deaths - 2, 32))
+
+
 class Life(Protocol):
     """A worker as the supervisor sees it, whatever it runs in."""
 
@@ -348,17 +361,14 @@ class Supervisor:
         self._restart(instance, was_ready, reason)
 
     def _restart(self, instance: Instance, was_ready: bool, reason: str) -> None:
-        if was_ready and self._loop.time() - instance.ready_at >= HEALTHY_S:
-            instance.num_deaths = 0
-        instance.num_deaths += 1
+        well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
+        instance.num_deaths = deaths_in_a_row(instance.num_deaths, well_s)
         if instance.ready is None and instance.num_deaths >= MAX_LOAD_DEATHS:
             text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
             self._listener.load_failed((instance.load_error or text,))
             return
         self.last_reason = instance.load_error or f"its worker {reason}"
-        delay_s = 0.0
-        if instance.num_deaths > 1:
-            delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (instance.num_deaths - 2))
+        delay_s = backoff_s(instance.num_deaths)
         log.warning(
             "%s/%s instance %d: worker %s; restart in %.1f s",
             self._config.name,

@@ -43,6 +43,8 @@ CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+# Asks for an empty answer at the end where a model may send none or several.
+WANTS_EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
 def parse(message_type: Any, data: bytes) -> Any:
@@ -68,14 +70,13 @@ def decode_infer(message: Any, sink: ReplySink, received: float) -> Request:
         RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs
     ]
     check_outputs(outputs)
-    for output in outputs:
-        if "classification" in output.parameters:
-            raise Unsupported(
-                f"output '{output.name}': parameter 'classification' is not supported over gRPC"
-            )
     request = Request(sink, inputs, received, id=message.id, outputs=outputs)
     if message.parameters:
-        apply_parameters(request, _parameters(message.parameters))
+        parameters = _parameters(message.parameters)
+        # Every request has one answer here, and it is the final one.
+        if not isinstance(parameters.pop(WANTS_EMPTY_FINAL, False), bool):
+            raise InvalidRequest(f"parameter '{WANTS_EMPTY_FINAL}' must be true or false")
+        apply_parameters(request, parameters)
     return request
 
 
