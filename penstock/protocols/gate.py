@@ -26,6 +26,8 @@ from penstock.errors import ConfigError, NotAllowed
 Scope = Literal["open", "infer", "metrics", "admin"]
 SCOPES = ("infer", "metrics", "admin")
 MIN_SECRET = 16
+# They travel to a front in one frame.
+MAX_KEYS = 4096
 LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
 _HEALTH = re.compile(r"/v2/health/(live|ready)")
 _ADMIN = re.compile(r"/v2/(repository|trace|logging|(system|cuda)sharedmemory)(/.*)?")
@@ -146,6 +148,8 @@ def read_keys(path: Path) -> Keys:
     entries = content.get("key")
     if not isinstance(entries, list) or not entries:
         raise ConfigError([f"{path}: holds no [[key]]"])
+    if len(entries) > MAX_KEYS:
+        raise ConfigError([f"{path}: {len(entries)} keys; at most {MAX_KEYS} can be held"])
     problems: list[str] = []
     scopes: dict[bytes, frozenset[str]] = {}
     for index, entry in enumerate(entries):

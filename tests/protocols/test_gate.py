@@ -8,9 +8,11 @@ from starlette.routing import Route
 from tritonclient.grpc import service_pb2
 
 from penstock.errors import ConfigError, NotAllowed
-from penstock.protocols.gate import RPC_SCOPES, Gate, read_keys, scope_of
+from penstock.protocols.gate import MAX_KEYS, RPC_SCOPES, Gate, read_keys, scope_of
 from penstock.protocols.v2_routes import V2Routes
 from penstock.serving.catalog import Catalog
+from penstock.serving.supervisor import socket_pair
+from penstock.wire import frames
 
 SECRET = "0123456789abcdef"
 FILE = f"""
@@ -223,6 +225,25 @@ def test_a_wrong_key_file_is_explained(tmp_path, text, complaints):
     for problem, complaint in zip(caught.value.problems, complaints, strict=True):
         assert complaint in problem
         assert SECRET not in problem
+
+
+def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
+    entries = [
+        f'[[key]]\nsecret = "{SECRET}{number}"\nscopes = ["infer", "metrics", "admin"]\n'
+        for number in range(MAX_KEYS + 1)
+    ]
+    path = tmp_path / "keys.toml"
+    path.write_text("".join(entries[:-1]))
+    keys = {digest: tuple(scopes) for digest, scopes in read_keys(path).scopes.items()}
+    frame = frames.Open(frames.VERSION, "localhost", 0, 0, 0, keys=keys)
+    ours, theirs = socket_pair()
+    with ours, theirs:
+        ours.send(frames.encode(frame))
+        data = theirs.recv(frames.MAX_FRAME_BYTES)
+    assert frames.decode_to_front(data) == frame
+    path.write_text("".join(entries))
+    with pytest.raises(ConfigError, match="4097 keys; at most 4096"):
+        read_keys(path)
 
 
 def test_a_missing_key_file_is_explained(tmp_path):
