@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from penstock.errors import InvalidRequest, Unsupported
+from penstock.errors import InvalidRequest, TooLarge, Unsupported
 from penstock.types import (
     DATATYPES,
     Array,
@@ -43,6 +43,9 @@ CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+# Typed elements of one request. They are converted one by one on the event loop, 40 to 270 ns each
+# (2 cores, 2026-11-15), so their number is everybody's latency.
+MAX_TYPED = 4 << 20
 # Asks for an empty answer at the end where a model may send none or several.
 WANTS_EMPTY_FINAL = "triton_enable_empty_final_response"
 
@@ -151,13 +154,17 @@ def _raw(message: Any) -> list[Tensor]:
 
 
 def _typed(message: Any) -> list[Tensor]:
-    return [
-        Tensor(item.name, item.datatype, tuple(item.shape), _pack(item)) for item in message.inputs
-    ]
+    tensors: list[Tensor] = []
+    left = MAX_TYPED
+    for item in message.inputs:
+        data = _pack(item, left)
+        left -= num_elements(item.shape)
+        tensors.append(Tensor(item.name, item.datatype, tuple(item.shape), data))
+    return tensors
 
 
-def _pack(item: Any) -> bytes:
-    """The typed contents of one input as they lie in memory."""
+def _pack(item: Any, left: int) -> bytes:
+    """The typed contents of one input, of at most `left` elements, as they lie in memory."""
     datatype = DATATYPES.get(item.datatype)
     if datatype is None:
         raise InvalidRequest(
@@ -183,6 +190,11 @@ def _pack(item: Any) -> bytes:
         raise InvalidRequest(
             f"input '{item.name}': shape {list(item.shape)} needs {expected} elements, "
             f"{field} has {len(values)}"
+        )
+    if expected > left:
+        raise TooLarge(
+            f"input '{item.name}': {expected} more typed elements in a request that may have "
+            f"{MAX_TYPED}; send large tensors in raw_input_contents"
         )
     array: Array
     if item.datatype == "BYTES":

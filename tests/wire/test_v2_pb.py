@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tritonclient.grpc import service_pb2
 
-from penstock.errors import InvalidRequest, PenstockError, Unsupported
+from penstock.errors import InvalidRequest, PenstockError, TooLarge, Unsupported
 from penstock.testing import RecordingSink
 from penstock.types import (
     DATATYPES,
@@ -23,7 +23,14 @@ from penstock.types import (
     to_array,
 )
 from penstock.wire.v2 import Codec
-from penstock.wire.v2_pb import CONTENTS, decode_infer, encode_answer, parse, set_parameter
+from penstock.wire.v2_pb import (
+    CONTENTS,
+    MAX_TYPED,
+    decode_infer,
+    encode_answer,
+    parse,
+    set_parameter,
+)
 
 INPUT = service_pb2.ModelInferRequest.InferInputTensor
 OUTPUT = service_pb2.ModelInferRequest.InferRequestedOutputTensor
@@ -214,6 +221,19 @@ def test_known_parameters_are_checked(name: str, value: Any, kind: type[Penstock
     wire = message(tensor(), raw=(RAW,))
     set_parameter(wire.parameters[name], value)
     assert f"parameter '{name}'" in refusal(wire, kind)
+
+
+def test_typed_elements_are_limited_and_raw_ones_are_not() -> None:
+    def elements(name: str, count: int) -> Any:
+        return tensor(name, "BOOL", [count], bool_contents=bytes(count))
+
+    half = MAX_TYPED // 2
+    assert len(decode(message(elements("x", half), elements("y", half))).inputs) == 2
+    text = refusal(message(elements("x", half), elements("y", half + 1)), TooLarge)
+    assert text.startswith(f"input 'y': {half + 1} more typed elements")
+    assert "raw_input_contents" in text
+    raw = message(tensor("x", "BOOL", [MAX_TYPED + 1]), raw=(bytes(MAX_TYPED + 1),))
+    assert len(decode(raw).inputs[0].data) == MAX_TYPED + 1
 
 
 def test_a_parameter_without_a_value_is_refused() -> None:
