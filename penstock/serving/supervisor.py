@@ -143,6 +143,50 @@ def backoff_s(num_deaths: int) -> float:
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_deaths - 2, 32))
 
 
+class Sender:
+    """Datagrams leave in order; those that the socket has no room for wait. What is sent to the
+    dead is dropped: their death is about to be noticed by reading."""
+
+    __slots__ = ("_loop", "_sock", "_unsent")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+
+    def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Now, or when there is room again; descriptors must stay open until then."""
+        if self._unsent:
+            self._unsent.append((data, fds))
+        elif not self._try(data, fds):
+            self._unsent.append((data, fds))
+            self._loop.add_writer(self._sock.fileno(), self._flush)
+
+    def close(self) -> None:
+        """Drop what waits; before the socket is closed."""
+        self._unsent.clear()
+        self._loop.remove_writer(self._sock.fileno())
+
+    def _flush(self) -> None:
+        while self._unsent:
+            if not self._try(*self._unsent[0]):
+                return
+            self._unsent.popleft()
+        self._loop.remove_writer(self._sock.fileno())
+
+    def _try(self, data: bytes, fds: tuple[int, ...]) -> bool:
+        try:
+            if fds:
+                socket.send_fds(self._sock, [data], fds)
+            else:
+                self._sock.send(data)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        return True
+
+
 class Life(Protocol):
     """A worker as the supervisor sees it, whatever it runs in."""
 
@@ -182,7 +226,7 @@ class Instance:
         self.num_restarts = 0
         # What the present worker said when it could not load.
         self.load_error = ""
-        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self.sender: Sender | None = None
 
     @property
     def pid(self) -> int:
@@ -258,35 +302,15 @@ class Supervisor:
         self.send_bytes(instance, frames.encode(frame), fds)
 
     def send_bytes(self, instance: Instance, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        if instance.life is None:
-            return
-        if instance._unsent:
-            instance._unsent.append((data, fds))
-            return
-        try:
-            if fds:
-                socket.send_fds(instance.life.sock, [data], list(fds))
-            else:
-                instance.life.sock.send(data)
-        except BlockingIOError:
-            instance._unsent.append((data, fds))
-            self._loop.add_writer(instance.life.sock.fileno(), self._flush, instance)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-
-    def _flush(self, instance: Instance) -> None:
-        if instance.life is None:
-            return
-        self._loop.remove_writer(instance.life.sock.fileno())
-        waiting, instance._unsent = instance._unsent, deque()
-        for data, fds in waiting:
-            self.send_bytes(instance, data, fds)
+        if instance.sender is not None:
+            instance.sender.send(data, fds)
 
     def _start(self, instance: Instance) -> None:
         instance.load_error = ""
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
         life = self._start_life(self._loop, lambda reason: self._died(instance, reason))
         instance.life = life
+        instance.sender = Sender(self._loop, life.sock)
         self._loop.add_reader(life.sock.fileno(), self._receive, instance)
         load = frames.Load(frames.VERSION, self._config, self._config.memory.spill_bytes)
         self.send(instance, load, (self._input_spill.fd, spill.fd))
@@ -339,15 +363,14 @@ class Supervisor:
                 self._listener.instance_answered(instance, frame)
 
     def _died(self, instance: Instance, reason: str) -> None:
-        life = instance.life
-        assert life is not None
+        life, sender = instance.life, instance.sender
+        assert life is not None and sender is not None
         # Answers sent before the death count.
         self._receive(instance)
         self._loop.remove_reader(life.sock.fileno())
-        self._loop.remove_writer(life.sock.fileno())
+        sender.close()
         life.sock.close()
-        instance._unsent.clear()
-        instance.life = None
+        instance.life = instance.sender = None
         was_ready, instance.is_ready = instance.is_ready, False
         # Its answers are read: the spill goes only after the model has seen the death.
         self._listener.instance_died(instance, reason)
