@@ -43,8 +43,8 @@ CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-# Typed elements of one request. They are converted one by one on the event loop, 40 to 270 ns each
-# (2 cores, 2026-11-15), so their number is everybody's latency.
+# Typed elements of one request: they are converted one by one on the event loop, so their number is
+# everybody's latency.
 MAX_TYPED = 4 << 20
 # Asks for an empty answer at the end where a model may send none or several.
 WANTS_EMPTY_FINAL = "triton_enable_empty_final_response"
