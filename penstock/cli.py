@@ -67,6 +67,14 @@ def main() -> None:
     help="Largest gRPC request. Raise it for large tensors.",
 )
 @click.option(
+    "--grpc-compression",
+    default="none",
+    show_default=True,
+    type=click.Choice(["none", "deflate", "gzip"]),
+    help="Compress gRPC answers (requests may be compressed anyway). For slow networks only: it "
+    "costs CPU time on both sides.",
+)
+@click.option(
     "--drain-s",
     default=30.0,
     show_default=True,
@@ -116,6 +124,7 @@ def serve(
     grpc_port: int,
     grpc: bool,
     grpc_max_message_bytes: int,
+    grpc_compression: str,
     drain_s: float,
     insecure: bool,
     api_keys: str,
@@ -133,7 +142,9 @@ def serve(
     config = ServerConfig(
         host=host,
         http_port=http_port,
-        grpc=GrpcConfig(grpc_port, grpc_max_message_bytes) if grpc else None,
+        grpc=GrpcConfig(grpc_port, grpc_max_message_bytes, compression=grpc_compression)
+        if grpc
+        else None,
         drain_s=drain_s,
         is_explicit=model_control_mode == "explicit",
         load=load_model,

@@ -146,6 +146,11 @@ class GrpcConfig:
     # Shared memory for tensors on their way to the core, and as much for the way back; at least
     # twice the largest message is taken. Pages that are never used cost nothing.
     segment_bytes: int = 256 * MIB
+    # How answers are compressed: none, deflate or gzip. For networks slower than a core is.
+    compression: str = "none"
+    # A front that has not answered for so long is taken for a hang. Raise it where messages are so
+    # large that decoding one takes seconds.
+    hang_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

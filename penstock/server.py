@@ -34,13 +34,14 @@ class Server:
         self._stop = asyncio.Event()
         self.catalog = Catalog()
         self.routes = V2Routes(self.catalog, path, config.is_explicit)
-        self.v2 = V2Http(self.catalog, config.limits, make_gate(config), self.routes)
+        gate = make_gate(config)
+        self.v2 = V2Http(self.catalog, config.limits, gate, self.routes)
         self.http = HttpServer(self.v2.handle, config.limits)
         self.http_port = config.http_port
         self.grpc: Front | None = None
         if config.grpc is not None:
-            desk = Desk(self.catalog, lambda: not self.routes.is_loading)
-            self.grpc = Front(desk, config.host, config.grpc)
+            desk = Desk(self.catalog, self.routes.control, lambda: not self.routes.is_loading)
+            self.grpc = Front(desk, config.host, config.grpc, gate.keys)
 
     async def start(self, found: Found) -> None:
         """Listen, then load; a stop asked for meanwhile ends the loading."""
@@ -111,8 +112,6 @@ class Server:
 
 def check_host(config: ServerConfig, is_insecure: bool) -> None:
     """Only this machine, unless there are keys or the operator says otherwise."""
-    if config.api_keys and config.grpc is not None:
-        raise ConfigError(["--api-keys: the gRPC front does not ask for keys yet; add --no-grpc"])
     if is_insecure or config.api_keys or is_loopback(config.host):
         return
     raise ConfigError(

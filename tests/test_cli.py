@@ -320,12 +320,6 @@ def test_printed_address_is_a_url_with_ipv6_too(tmp_path: Path) -> None:
         assert server.get("/v2/health/ready")[0] == 200
 
 
-def test_grpc_does_not_go_with_keys_that_it_would_not_ask_for(examples: Path) -> None:
-    ended = run_penstock("serve", examples, "--http-port", "0", "--api-keys", "keys.toml")
-    assert ended.code == 1
-    assert ended.errors == ["--api-keys: the gRPC front does not ask for keys yet; add --no-grpc"]
-
-
 @pytest.mark.parametrize(
     "flags", [["--no-grpc", "--http-port"], ["--http-port", "0", "--grpc-port"]]
 )

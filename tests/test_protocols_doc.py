@@ -7,11 +7,13 @@ from pathlib import Path
 from starlette.routing import Route
 
 from penstock import pbtxt
-from penstock.protocols.gate import scope_of
+from penstock.protocols.gate import RPC_SCOPES, scope_of
+from penstock.protocols.v2_grpc import MISSING
 from penstock.protocols.v2_routes import V2Routes
 from penstock.serving.catalog import Catalog
 
 TEXT = (Path(__file__).parents[1] / "docs" / "protocols.md").read_text()
+RPC_ROWS = re.findall(r"^\| (`[^|]+`) \| (open|infer|admin) \| (.+) \|$", TEXT, re.M)
 ROWS = re.findall(r"^\| (GET|POST) \| `(/[^`]+)` \| (\w+) \| (.+) \|$", TEXT, re.M)
 
 
@@ -36,6 +38,22 @@ def test_every_route_is_in_the_table_and_every_row_is_a_route():
 def test_scopes_are_those_of_the_gate():
     for _, path, scope, _ in ROWS:
         assert scope_of(path) == scope
+
+
+def test_every_rpc_is_in_the_table_with_its_scope():
+    documented = {
+        name: scope
+        for names, scope, _ in RPC_ROWS
+        for name in re.findall(r"`([^`]+)`", names)
+        if "." not in name
+    }
+    assert documented == {path.rpartition("/")[2]: scope for path, scope in RPC_SCOPES.items()}
+
+
+def test_rpcs_that_are_missing_are_those_that_refuse():
+    for names, _, state in RPC_ROWS:
+        is_missing = any(names.startswith(f"`{start}") for start in MISSING)
+        assert (state == "no") == is_missing
 
 
 def test_refused_fields_are_named():

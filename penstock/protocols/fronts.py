@@ -2,7 +2,8 @@
 
 A front decodes and encodes a protocol in a process of its own; its requests come as frames and go
 to the models of the catalog like any others. What a front dies of does not touch the core: its
-requests are cancelled and another front takes its place. Lives on the core's event loop.
+requests are cancelled and another front takes its place; one that does not answer pings any more is
+killed. Lives on the core's event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import functools
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -21,32 +22,35 @@ from penstock.config import GrpcConfig
 from penstock.errors import (
     BackendFailed,
     ConfigError,
-    NotFound,
     NotReady,
     PenstockError,
 )
+from penstock.protocols.gate import Keys
 from penstock.protocols.line import Line, Outbox, unpack
 from penstock.protocols.v2_routes import EXTENSIONS
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
 from penstock.serving.model import Model
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import (
-    FIRST_BACKOFF_S,
-    HEALTHY_S,
-    MAX_BACKOFF_S,
     MAX_LOAD_DEATHS,
     Life,
     ProcessLife,
     StartLife,
+    backoff_s,
+    deaths_in_a_row,
 )
 from penstock.types import Request, RequestedOutput, Response, Tensor
 from penstock.wire import frames
-from penstock.wire.v2 import encode_metadata
+from penstock.wire.v2 import classified, encode_metadata
 
 log = logging.getLogger("penstock.fronts")
 
 GRPC_FRONT = functools.partial(ProcessLife, module="penstock.protocols.v2_grpc")
 STOP_TIMEOUT_S = 5.0
+PING_S = 1.0
+# How long a front may take until it listens.
+START_S = 60.0
 # Of an error; what quotes the client's own names may be of any length.
 MAX_TEXT = 2000
 
@@ -54,38 +58,58 @@ MAX_TEXT = 2000
 class Desk:
     """What fronts may ask of the core besides inference. Raises what it refuses with."""
 
-    def __init__(self, catalog: Catalog, is_serving: Callable[[], bool]) -> None:
+    def __init__(self, catalog: Catalog, control: Control, is_serving: Callable[[], bool]) -> None:
         self.catalog = catalog
+        self._control = control
         self._is_serving = is_serving
         self.is_draining = False
+        self._answers: Mapping[frames.AskKind, Callable[[frames.Ask], Awaitable[bytes]]] = {
+            "server_ready": self._server_ready,
+            "server_metadata": self._server_metadata,
+            "model_ready": self._model_ready,
+            "model_metadata": self._model_metadata,
+            "model_config": self._model_config,
+            "model_statistics": self._model_statistics,
+            "repository_index": self._index,
+            "model_load": self._load,
+            "model_unload": self._unload,
+        }
 
-    def answer(self, ask: frames.Ask) -> bytes:
-        match ask.kind:
-            case "server_ready":
-                is_ready = self._is_serving() and self.catalog.is_ready
-                return _json({"ready": is_ready and not self.is_draining})
-            case "server_metadata":
-                version = penstock.__version__
-                return _json({"name": "penstock", "version": version, "extensions": EXTENSIONS})
-            case "model_ready":
-                return _json({"ready": self._is_model_ready(ask)})
-            case "model_metadata":
-                return self._metadata(ask)
-            case "model_config":
-                config = self.catalog.find(ask.model_name, ask.model_version).config
-                return bytes(pbtxt.to_message(config).SerializeToString())
-            case "model_statistics":
-                models = self.catalog.find_all(ask.model_name, ask.model_version)
-                return _json({"model_stats": [model.metrics.statistics() for model in models]})
+    async def answer(self, ask: frames.Ask) -> bytes:
+        return await self._answers[ask.kind](ask)
 
-    def _is_model_ready(self, ask: frames.Ask) -> bool:
-        try:
-            model = self.catalog.find(ask.model_name, ask.model_version)
-        except NotFound:
-            return False
-        return model.is_ready and not self.is_draining
+    async def _server_ready(self, ask: frames.Ask) -> bytes:
+        is_ready = self._is_serving() and self.catalog.is_ready
+        return _json({"ready": is_ready and not self.is_draining})
 
-    def _metadata(self, ask: frames.Ask) -> bytes:
+    async def _server_metadata(self, ask: frames.Ask) -> bytes:
+        version = penstock.__version__
+        return _json({"name": "penstock", "version": version, "extensions": EXTENSIONS})
+
+    async def _model_ready(self, ask: frames.Ask) -> bytes:
+        model = self.catalog.find(ask.model_name, ask.model_version)
+        return _json({"ready": model.is_ready and not self.is_draining})
+
+    async def _model_config(self, ask: frames.Ask) -> bytes:
+        config = self.catalog.find(ask.model_name, ask.model_version).config
+        return bytes(pbtxt.to_message(config).SerializeToString())
+
+    async def _model_statistics(self, ask: frames.Ask) -> bytes:
+        models = self.catalog.find_all(ask.model_name, ask.model_version)
+        return _json({"model_stats": [model.metrics.statistics() for model in models]})
+
+    async def _index(self, ask: frames.Ask) -> bytes:
+        return _json({"models": await self._control.index(ask.parameters.get("ready", False))})
+
+    async def _load(self, ask: frames.Ask) -> bytes:
+        await self._control.load(ask.model_name, ask.parameters)
+        return b""
+
+    async def _unload(self, ask: frames.Ask) -> bytes:
+        await self._control.unload(ask.model_name)
+        return b""
+
+    async def _model_metadata(self, ask: frames.Ask) -> bytes:
         config = self.catalog.find(ask.model_name, ask.model_version).config
         return encode_metadata(
             config.name,
@@ -100,18 +124,19 @@ class Desk:
 class Call:
     """A request of a front, and the sink that answers it."""
 
-    __slots__ = ("_number", "_session", "model", "request")
+    __slots__ = ("_number", "_session", "_wants_classes", "model", "request")
 
     def __init__(self, session: Session, frame: frames.Infer, model: Model) -> None:
         self._session = session
         self._number = frame.call
+        self._wants_classes = bool(frame.classes)
         self.model = model
         self.request = request = Request(
             self,
             session.unpack(frame.parcel),
             frame.received,
             id=frame.id,
-            outputs=[RequestedOutput(name) for name in frame.outputs],
+            outputs=[_requested(name, frame.classes) for name in frame.outputs],
         )
         request.form = (frame.outputs, *map(_form, frame.parcel.pieces))
         request.parameters = frame.parameters or None
@@ -119,6 +144,11 @@ class Call:
         request.timeout_s = frame.timeout_s
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        if self._wants_classes and isinstance(answer, Response):
+            try:
+                answer = classified(request, answer, self.model.config.outputs)
+            except PenstockError as error:
+                answer = error
         if isinstance(answer, PenstockError):
             self._session.refuse(self._number, answer)
         else:
@@ -137,6 +167,7 @@ class Session:
         self._answers = Segment(segment_bytes)
         self._outbox = Outbox(self._answers)
         self._calls: dict[int, Call] = {}
+        self._questions: dict[int, asyncio.Task[None]] = {}
         self._is_open = True
         self.life = life
         self._line: Line[frames.FromFront] = Line(
@@ -145,12 +176,19 @@ class Session:
 
     @property
     def num_running(self) -> int:
-        """Requests without an answer, and answers that wait for memory."""
-        return len(self._calls) + self._outbox.num_waiting
+        """Requests and questions without an answer, and answers that wait for memory."""
+        return len(self._calls) + len(self._questions) + self._outbox.num_waiting
 
     def open(self, frame: frames.Open) -> None:
         fds = [self._requests.fd, self._answers.fd]
         socket.send_fds(self.life.sock, [frames.encode(frame)], fds)
+
+    def ping(self) -> None:
+        self._line.send(frames.Ping())
+
+    def read(self) -> None:
+        """What the front has said by now."""
+        self._line.read()
 
     def stop(self) -> None:
         self._line.send(frames.Stop())
@@ -163,6 +201,8 @@ class Session:
         for call in list(self._calls.values()):
             call.model.cancel(call.request)
         self._calls.clear()
+        for question in self._questions.values():
+            question.cancel()
         self.life.sock.close()
         self._requests.close()
         self._answers.close()
@@ -212,12 +252,10 @@ class Session:
             case frames.Release():
                 for offset in frame.offsets:
                     self._outbox.release(offset)
-            case frames.InferCancel():
-                call = self._calls.get(frame.call)
-                if call is not None:
-                    call.model.cancel(call.request)
+            case frames.Cancel():
+                self._cancel(frame.call)
             case frames.Ask():
-                self._line.send(self._answer(frame))
+                self._ask(frame)
             case _:
                 self._told(frame)
 
@@ -234,29 +272,68 @@ class Session:
             log.exception("a request of a front could not be submitted")
             self.refuse(frame.call, BackendFailed("internal error"))
 
-    def _answer(self, ask: frames.Ask) -> frames.Answer:
+    def _cancel(self, number: int) -> None:
+        if call := self._calls.get(number):
+            call.model.cancel(call.request)
+        elif question := self._questions.get(number):
+            question.cancel()
+
+    def _ask(self, ask: frames.Ask) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(ask))
+        self._questions[ask.call] = task
+        task.add_done_callback(lambda _: self._questions.pop(ask.call))
+
+    async def _answer(self, ask: frames.Ask) -> None:
         try:
-            return frames.Answer(ask.call, self._desk.answer(ask))
+            answer = frames.Answer(ask.call, await self._desk.answer(ask))
         except PenstockError as error:
-            return frames.Answer(ask.call, b"", type(error).__name__, str(error)[:MAX_TEXT])
+            answer = frames.Answer(ask.call, b"", type(error).__name__, str(error)[:MAX_TEXT])
         except Exception:  # The protocol edge.
             log.exception("a question of a front could not be answered")
-            return frames.Answer(ask.call, b"", "BackendFailed", "internal error")
+            answer = frames.Answer(ask.call, b"", "BackendFailed", "internal error")
+        self._line.send(answer)
+
+
+class Silence:
+    """How long a process has not answered. Only time in which we asked counts, tick by tick: if we
+    were stopped ourselves, it may have been as well. Pure."""
+
+    def __init__(self, limit_s: float, now: float) -> None:
+        self._limit_s = limit_s
+        self._ticked = now
+        self._silent_s = 0.0
+
+    def heard(self) -> None:
+        self._silent_s = 0.0
+
+    def is_over(self, now: float) -> bool:
+        """Called about every PING_S; True when the process is to be given up."""
+        self._silent_s += min(now - self._ticked, 2 * PING_S)
+        self._ticked = now
+        return self._silent_s > self._limit_s
 
 
 class Front:
     """Keeps one gRPC front running. `port` is where it listens, also after a restart."""
 
     def __init__(
-        self, desk: Desk, host: str, config: GrpcConfig, start_life: StartLife = GRPC_FRONT
+        self,
+        desk: Desk,
+        host: str,
+        config: GrpcConfig,
+        keys: Keys | None = None,
+        start_life: StartLife = GRPC_FRONT,
     ) -> None:
         self._desk = desk
         self._host = host
         self._config = config
+        self._keys = keys
         self._start_life = start_life
         self._loop = asyncio.get_running_loop()
         self._session: Session | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+        self._silence = Silence(START_S, self._loop.time())
         self._first_listening: asyncio.Future[None] = self._loop.create_future()
         self._dead = asyncio.Event()
         self._is_stopping = False
@@ -278,13 +355,27 @@ class Front:
         self._timer = None
         self._listening_at = None
         self._problems = ()
+        self._silence = Silence(START_S, self._loop.time())
         life = self._start_life(self._loop, self._died)
         max_bytes = self._config.max_message_bytes
         segment_bytes = max(self._config.segment_bytes, 2 * max_bytes)
         self._session = Session(self._desk, life, segment_bytes, self._told)
+        keys = None
+        if self._keys is not None:
+            keys = {digest: tuple(scopes) for digest, scopes in self._keys.scopes.items()}
         self._session.open(
-            frames.Open(frames.VERSION, self._host, self.port, segment_bytes, max_bytes)
+            frames.Open(
+                frames.VERSION,
+                self._host,
+                self.port,
+                segment_bytes,
+                max_bytes,
+                self._config.compression,
+                keys,
+            )
         )
+        if self._ticker is None:
+            self._ticker = self._loop.call_later(PING_S, self._tick)
 
     async def listening(self) -> None:
         """ConfigError if it cannot."""
@@ -298,8 +389,9 @@ class Front:
         """The front says goodbye to its clients and goes; after a while it is made to."""
         self._is_stopping = True
         self._first_listening.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._ticker):
+            if timer is not None:
+                timer.cancel()
         session = self._session
         if session is None:
             return
@@ -313,7 +405,10 @@ class Front:
 
     def _told(self, frame: frames.FromFront) -> None:
         match frame:
+            case frames.Pong():
+                self._silence.heard()
             case frames.Listening():
+                self._silence = Silence(self._config.hang_s, self._loop.time())
                 self.port = frame.port
                 self._listening_at = self._loop.time()
                 if not self._first_listening.done():
@@ -321,6 +416,19 @@ class Front:
                 log.info("gRPC front listens on port %d (pid %d)", frame.port, self.pid)
             case frames.LoadFailed():
                 self._problems = frame.problems
+
+    def _tick(self) -> None:
+        """Ask whether the front is there; SIGKILL turns a hang into a death."""
+        self._ticker = self._loop.call_later(PING_S, self._tick)
+        session = self._session
+        if session is None:
+            return
+        session.read()  # The answer may have come while we were busy.
+        if self._silence.is_over(self._loop.time()):
+            log.error("the gRPC front hangs; killing pid %d", self.pid)
+            session.life.kill()
+        else:
+            session.ping()
 
     def _died(self, reason: str) -> None:
         assert self._session is not None
@@ -330,21 +438,24 @@ class Front:
             self._dead.set()
             return
         since = self._listening_at
-        if since is not None and self._loop.time() - since >= HEALTHY_S:
-            self._num_deaths = 0
-        self._num_deaths += 1
+        well_s = self._loop.time() - since if since is not None else 0.0
+        self._num_deaths = deaths_in_a_row(self._num_deaths, well_s)
         if not self._first_listening.done() and (
             self._problems or self._num_deaths >= MAX_LOAD_DEATHS
         ):
             problems = self._problems or (f"the gRPC front {reason} while starting",)
             self._first_listening.set_exception(ConfigError(problems))
             return
-        delay_s = 0.0
-        if self._num_deaths > 1:
-            delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self._num_deaths - 2))
+        delay_s = backoff_s(self._num_deaths)
         why = "; ".join(self._problems) or reason
         log.warning("the gRPC front %s; restart in %.1f s", why, delay_s)
         self._timer = self._loop.call_later(delay_s, self.start)
+
+
+def _requested(name: str, classes: Mapping[str, int]) -> RequestedOutput:
+    if name in classes:
+        return RequestedOutput(name, {"classification": classes[name]})
+    return RequestedOutput(name)
 
 
 def _form(piece: frames.Piece) -> object:

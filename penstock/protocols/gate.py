@@ -1,8 +1,9 @@
-"""Who may do what: one gate in front of every route, before anything else looks at a request.
+"""Who may do what: one gate in front of every route and RPC, before anything else looks at a
+request.
 
 Keys come from a TOML file and carry scopes; health is open to all. Without keys everything is
-allowed that the server was started for. A request through the loopback address must also name it as
-its Host, so that a page in a browser cannot reach the server by another name.
+allowed that the server was started for. An HTTP request through the loopback address must also name
+it as its Host, so that a page in a browser cannot reach the server by another name.
 
     [[key]]
     name = "team-a"
@@ -15,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -25,9 +26,47 @@ from penstock.errors import ConfigError, NotAllowed
 Scope = Literal["open", "infer", "metrics", "admin"]
 SCOPES = ("infer", "metrics", "admin")
 MIN_SECRET = 16
+# They travel to a front in one frame.
+MAX_KEYS = 4096
 LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
 _HEALTH = re.compile(r"/v2/health/(live|ready)")
 _ADMIN = re.compile(r"/v2/(repository|trace|logging|(system|cuda)sharedmemory)(/.*)?")
+# What each RPC needs: the same as the route of HTTP that does its work.
+_RPCS: Mapping[str, Mapping[Scope, tuple[str, ...]]] = {
+    "inference.GRPCInferenceService": {
+        "open": ("ServerLive", "ServerReady"),
+        "infer": (
+            "ServerMetadata",
+            "ModelReady",
+            "ModelMetadata",
+            "ModelConfig",
+            "ModelStatistics",
+            "ModelInfer",
+            "ModelStreamInfer",
+        ),
+        "admin": (
+            "RepositoryIndex",
+            "RepositoryModelLoad",
+            "RepositoryModelUnload",
+            "SystemSharedMemoryStatus",
+            "SystemSharedMemoryRegister",
+            "SystemSharedMemoryUnregister",
+            "CudaSharedMemoryStatus",
+            "CudaSharedMemoryRegister",
+            "CudaSharedMemoryUnregister",
+            "TraceSetting",
+            "LogSettings",
+        ),
+    },
+    # Asked about a model it needs what ModelReady does (`v2_grpc`).
+    "grpc.health.v1.Health": {"open": ("Check", "Watch")},
+}
+RPC_SCOPES: Mapping[str, Scope] = {
+    f"/{service}/{name}": scope
+    for service, scopes in _RPCS.items()
+    for scope, names in scopes.items()
+    for name in names
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +83,33 @@ class Gate:
     """`keys` None: nobody needs one. `hosts` None: any Host will do."""
 
     def __init__(self, keys: Keys | None = None, hosts: frozenset[str] | None = None) -> None:
-        self._keys = keys
+        self.keys = keys
         self._hosts = hosts
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         """NotAllowed, saying what was missing."""
         self._check_host(headers)
-        scope = scope_of(path)
-        if self._keys is None or scope == "open":
+        self._check_key(scope_of(path), headers)
+
+    def check_rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """The same for a gRPC call; what is not known is inference here too."""
+        if self.keys is None:
+            return
+        headers = {
+            name.encode(): value if isinstance(value, bytes) else value.encode()
+            for name, value in metadata
+        }
+        self._check_key(RPC_SCOPES.get(method, "infer"), headers)
+
+    def _check_key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        if self.keys is None or scope == "open":
             return
         secret = _secret(headers)
         if secret is None:
             raise NotAllowed(
                 "this needs an API key: Authorization: Bearer <key>, or X-API-Key", needs_key=True
             )
-        scopes = self._keys.of(secret)
+        scopes = self.keys.of(secret)
         if not scopes:
             raise NotAllowed("the API key is not known", needs_key=True)
         if scope not in scopes:
@@ -97,6 +148,8 @@ def read_keys(path: Path) -> Keys:
     entries = content.get("key")
     if not isinstance(entries, list) or not entries:
         raise ConfigError([f"{path}: holds no [[key]]"])
+    if len(entries) > MAX_KEYS:
+        raise ConfigError([f"{path}: {len(entries)} keys; at most {MAX_KEYS} can be held"])
     problems: list[str] = []
     scopes: dict[bytes, frozenset[str]] = {}
     for index, entry in enumerate(entries):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from penstock.errors import TooLarge
 from penstock.serving.slab import Extents, Segment
+from penstock.serving.supervisor import Sender
 from penstock.types import Tensor
 from penstock.wire import frames
 
@@ -50,7 +50,7 @@ class Line(Generic[Received]):
         self._view = memoryview(self._buffer)
         self._due: list[bytes] = []
         self._due_bytes = 0
-        self._unsent: deque[bytes] = deque()
+        self._sender = Sender(self._loop, sock)
         self._is_open = True
         self._loop.add_reader(sock.fileno(), self.read)
 
@@ -90,8 +90,7 @@ class Line(Generic[Received]):
             self._send_due()
             self._is_open = False
             self._loop.remove_reader(self._sock.fileno())
-            self._loop.remove_writer(self._sock.fileno())
-            self._unsent.clear()
+            self._sender.close()
 
     def _send_due(self) -> None:
         if not self._due:
@@ -99,30 +98,8 @@ class Line(Generic[Received]):
         data = frames.join(self._due)
         self._due.clear()
         self._due_bytes = 0
-        if not self._is_open:
-            return
-        if self._unsent:
-            self._unsent.append(data)
-        elif not self._try_to_send(data):
-            self._unsent.append(data)
-            self._loop.add_writer(self._sock.fileno(), self._flush)
-
-    def _flush(self) -> None:
-        while self._unsent:
-            if not self._try_to_send(self._unsent[0]):
-                return
-            self._unsent.popleft()
-        self._loop.remove_writer(self._sock.fileno())
-
-    def _try_to_send(self, data: bytes) -> bool:
-        """False when the socket is full. The loss of the other end is noticed by reading."""
-        try:
-            self._sock.send(data)
-        except BlockingIOError:
-            return False
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-        return True
+        if self._is_open:
+            self._sender.send(data)
 
 
 class Outbox:

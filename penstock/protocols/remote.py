@@ -9,42 +9,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from penstock.errors import (
-    BackendFailed,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotAllowed,
-    NotFound,
-    NotReady,
-    Overloaded,
-    PenstockError,
-    TooLarge,
-    Unsupported,
-)
+from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
 from penstock.protocols.line import Line, Outbox, unpack
 from penstock.serving.slab import Segment
-from penstock.types import CANCELLED, Request, Response
+from penstock.types import CANCELLED, Parameter, Request, Response
 from penstock.wire import frames
 
 # Requests that may wait for memory while the segment is full of others.
 MAX_WAITING = 1024
-KINDS: dict[str, type[PenstockError]] = {
-    kind.__name__: kind
-    for kind in (
-        BackendFailed,
-        Cancelled,
-        DeadlineExceeded,
-        InvalidRequest,
-        NotAllowed,
-        NotFound,
-        NotReady,
-        Overloaded,
-        TooLarge,
-        Unsupported,
-    )
-}
+
+
+def _kinds(base: type[PenstockError]) -> dict[str, type[PenstockError]]:
+    """Every kind of error below this one, by name."""
+    kinds = {}
+    for kind in base.__subclasses__():
+        kinds[kind.__name__] = kind
+        kinds |= _kinds(kind)
+    return kinds
+
+
+# What the core may answer with. The operator's own mistakes are none of a client's business.
+KINDS = _kinds(PenstockError)
+del KINDS[ConfigError.__name__]
 
 
 class RemoteModel:
@@ -98,14 +87,24 @@ class Remote:
     def close(self) -> None:
         self._line.close()
 
-    async def ask(self, kind: frames.AskKind, name: str = "", version: str = "") -> bytes:
-        """The core's answer; raises what it refuses with."""
+    async def ask(
+        self,
+        kind: frames.AskKind,
+        name: str = "",
+        version: str = "",
+        parameters: Mapping[str, Parameter] = MappingProxyType({}),
+    ) -> bytes:
+        """The core's answer; raises what it refuses with. Whoever is cancelled here takes the
+        question back."""
         call = next(self._numbers)
         question: asyncio.Future[bytes] = self._loop.create_future()
         self._questions[call] = question
         try:
-            self._line.send(frames.Ask(call, kind, name, version))
+            self._line.send(frames.Ask(call, kind, name, version, dict(parameters)))
             return await question
+        except asyncio.CancelledError:
+            self._line.send(frames.Cancel(call))
+            raise
         finally:
             del self._questions[call]
 
@@ -128,7 +127,7 @@ class Remote:
         if request.is_done:
             return
         if request.turn in self._calls:
-            self._line.send(frames.InferCancel(request.turn))
+            self._line.send(frames.Cancel(request.turn))
         else:
             self._outbox.withdraw(request.turn)
         request.respond(CANCELLED)
@@ -146,6 +145,7 @@ class Remote:
             dict(request.parameters or {}),
             request.priority,
             request.timeout_s,
+            _classes(request),
         )
         request.inputs = ()
         try:
@@ -163,6 +163,8 @@ class Remote:
                 self._reply(frame)
             case frames.Answer():
                 self._answer(frame)
+            case frames.Ping():
+                self._line.send(frames.Pong())
             case frames.Stop():
                 self.stopped.set()
             case frames.Open():
@@ -194,6 +196,14 @@ class Remote:
             question.set_exception(_error(frame.error_kind, frame.error))
         else:
             question.set_result(frame.body)
+
+
+def _classes(request: Request) -> dict[str, int]:
+    return {
+        output.name: int(output.parameters["classification"])
+        for output in request.outputs
+        if "classification" in output.parameters
+    }
 
 
 def _error(kind: str, text: str) -> PenstockError:

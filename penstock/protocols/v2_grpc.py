@@ -2,20 +2,22 @@
 
 Started by `protocols.fronts` as `python -m penstock.protocols.v2_grpc FD PARENT`. Translates and
 nothing more: messages to requests (`wire.v2_pb`), requests to the core (`protocols.remote`), errors
-to statuses by one table. Leaves when the core says so or has gone.
+to statuses by one table. Every call passes the gate. Leaves when the core says so or has gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -37,6 +39,7 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
+from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.remote import Remote
 from penstock.serving.slab import Segment
 from penstock.serving.worker import die_with_parent
@@ -61,7 +64,6 @@ STATUS: dict[type[PenstockError], grpc.StatusCode] = {
 }
 # Calls of the service that are refused, by how their names begin.
 MISSING = {
-    "Repository": "the model repository API is",
     "SystemSharedMemory": "system shared memory regions are",
     "CudaSharedMemory": "CUDA shared memory regions are",
     "TraceSetting": "trace settings are",
@@ -69,11 +71,17 @@ MISSING = {
 }
 SERVICE = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+MODEL_READY = f"/{SERVICE.full_name}/ModelReady"
+COMPRESSIONS = {
+    "none": grpc.Compression.NoCompression,
+    "deflate": grpc.Compression.Deflate,
+    "gzip": grpc.Compression.Gzip,
+}
 # A status travels in headers, whose length clients limit.
 MAX_DETAILS = 2000
 # Requests of one stream that may be under way; then it is not read further.
 MAX_STREAM_CALLS = 1024
-WANTS_FINAL = "triton_enable_empty_final_response"
+IS_FINAL = "triton_final_response"
 WATCH_S = 0.5
 # How long clients may take to read their last answers.
 STOP_GRACE_S = 2.0
@@ -98,16 +106,32 @@ class Waiter:
             self.message.set_result(encode_answer(request, answer))
 
 
+class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """All methods of the port, by path, behind the gate; so nothing is answered without it."""
+
+    def __init__(self, gate: Gate, methods: Mapping[str, grpc.RpcMethodHandler]) -> None:
+        self._gate = gate
+        self._methods = methods
+
+    def service(self, call: Any) -> grpc.RpcMethodHandler | None:
+        try:
+            self._gate.check_rpc(call.method, call.invocation_metadata)
+        except NotAllowed as error:
+            return _refusing(error)
+        return self._methods.get(call.method)
+
+
 class Service:
     """GRPCInferenceService and grpc.health.v1.Health. Messages come and go as bytes where they are
     requests, so that what cannot be parsed is answered like any other mistake."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: Remote, gate: Gate) -> None:
         self._remote = remote
+        self._gate = gate
         self._is_stopping = asyncio.Event()
         self._readers: set[asyncio.Task[None]] = set()
 
-    def handlers(self) -> list[grpc.GenericRpcHandler]:
+    def handler(self) -> Gated:
         answers: dict[str, Answer] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
@@ -117,25 +141,28 @@ class Service:
             "ModelConfig": self._model_config,
             "ModelStatistics": self._model_statistics,
             "ModelInfer": self._infer,
+            "RepositoryIndex": self._repository_index,
+            "RepositoryModelLoad": self._repository_load,
+            "RepositoryModelUnload": self._repository_unload,
         }
         methods = {
-            method.name: _unary(method, answers.get(method.name) or _missing(method.name))
+            f"/{SERVICE.full_name}/{method.name}": _unary(
+                method, answers.get(method.name) or _missing(method.name)
+            )
             for method in SERVICE.methods
         }
-        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+        methods[f"/{SERVICE.full_name}/ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._stream,
             response_serializer=service_pb2.ModelStreamInferResponse.SerializeToString,
         )
-        health = {
-            "Check": _unary(HEALTH.methods_by_name["Check"], self._check),
-            "Watch": grpc.unary_stream_rpc_method_handler(
-                self._watch, response_serializer=health_pb2.HealthCheckResponse.SerializeToString
-            ),
-        }
-        return [
-            grpc.method_handlers_generic_handler(SERVICE.full_name, methods),
-            grpc.method_handlers_generic_handler(HEALTH.full_name, health),
-        ]
+        to_bytes = health_pb2.HealthCheckResponse.SerializeToString
+        methods[f"/{HEALTH.full_name}/Check"] = grpc.unary_unary_rpc_method_handler(
+            self._check, response_serializer=to_bytes
+        )
+        methods[f"/{HEALTH.full_name}/Watch"] = grpc.unary_stream_rpc_method_handler(
+            self._watch, response_serializer=to_bytes
+        )
+        return Gated(self._gate, methods)
 
     def stop(self) -> None:
         """End what would never end by itself: streams read no further, watches are over."""
@@ -164,6 +191,7 @@ class Service:
                 reader = group.create_task(stream.read(group))
                 self._readers.add(reader)
                 reader.add_done_callback(self._readers.discard)
+                group.create_task(stream.write())
         except* PenstockError as errors:
             failure = errors.exceptions[0]
         else:
@@ -184,7 +212,10 @@ class Service:
         return json_format.Parse(body, service_pb2.ServerMetadataResponse())
 
     async def _model_ready(self, message: Any) -> Any:
-        body = await self._remote.ask("model_ready", message.name, message.version)
+        try:
+            body = await self._remote.ask("model_ready", message.name, message.version)
+        except NotFound:
+            return service_pb2.ModelReadyResponse(ready=False)
         return json_format.Parse(body, service_pb2.ModelReadyResponse())
 
     async def _model_metadata(self, message: Any) -> Any:
@@ -201,78 +232,107 @@ class Service:
         answer = service_pb2.ModelStatisticsResponse()
         return json_format.Parse(body, answer, ignore_unknown_fields=True)
 
+    # The repository.
+
+    async def _repository_index(self, message: Any) -> Any:
+        _check_repository(message)
+        body = await self._remote.ask("repository_index", parameters={"ready": message.ready})
+        return json_format.Parse(body, service_pb2.RepositoryIndexResponse())
+
+    async def _repository_load(self, message: Any) -> Any:
+        _check_repository(message)
+        # Their values may be whole files, and are of no use.
+        given = dict.fromkeys(message.parameters, True)
+        await self._remote.ask("model_load", message.model_name, parameters=given)
+        return service_pb2.RepositoryModelLoadResponse()
+
+    async def _repository_unload(self, message: Any) -> Any:
+        _check_repository(message)
+        await self._remote.ask("model_unload", message.model_name)
+        return service_pb2.RepositoryModelUnloadResponse()
+
     # Health.
 
-    async def _check(self, message: Any) -> Any:
-        status = await self._status(message.service)
-        if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-            raise NotFound(f"unknown service '{message.service}'")
+    async def _check(self, data: bytes, context: Any) -> Any:
+        try:
+            message = parse(health_pb2.HealthCheckRequest, data)
+            status = await self._status(message.service, context)
+            if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+                raise NotFound(f"unknown service '{message.service}'")
+        except PenstockError as error:
+            await _abort(context, error)
         return health_pb2.HealthCheckResponse(status=status)
 
     async def _watch(self, data: bytes, context: Any) -> None:
         """The status now, and again whenever it changes."""
         try:
             message = parse(health_pb2.HealthCheckRequest, data)
+            last = None
+            while not self._is_stopping.is_set():
+                status = await self._status(message.service, context)
+                if status != last:
+                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                    last = status
+                await self._pause()
         except PenstockError as error:
             await _abort(context, error)
-        last = None
-        while not self._is_stopping.is_set():
-            status = await self._status(message.service)
-            if status != last:
-                await context.write(health_pb2.HealthCheckResponse(status=status))
-                last = status
-            try:
-                async with asyncio.timeout(WATCH_S):
-                    await self._is_stopping.wait()
-            except TimeoutError:
-                continue
 
-    async def _status(self, service: str) -> Any:
-        if service not in ("", SERVICE.full_name):
+    async def _pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WATCH_S):
+                await self._is_stopping.wait()
+
+    async def _status(self, service: str, context: Any) -> Any:
+        """Of the server, or of the model of that name; who asks about a model needs the key for
+        it."""
+        try:
+            if service in ("", SERVICE.full_name):
+                body = await self._remote.ask("server_ready")
+            else:
+                self._gate.check_rpc(MODEL_READY, context.invocation_metadata())
+                body = await self._remote.ask("model_ready", service)
+        except NotFound:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        if (await self._server_ready(None)).ready:
+        if json.loads(body)["ready"]:
             return health_pb2.HealthCheckResponse.SERVING
         return health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Stream:
-    """One ModelStreamInfer: requests run side by side, answers leave as they come."""
+    """One ModelStreamInfer: requests run side by side, answers leave in the order of the requests,
+    as Triton has it."""
 
     def __init__(self, infer: Answer, messages: AsyncIterator[bytes], context: Any) -> None:
         self._infer = infer
         self._messages = messages
         self._context = context
-        self._is_writing = asyncio.Lock()
         self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
+        # In the order of the requests; None is the end.
+        self._answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
         metadata = dict(context.invocation_metadata() or ())
         # An error ends the stream, as Triton has it.
         self._ends_by_error = metadata.get("triton_grpc_error") == "true"
 
     async def read(self, group: asyncio.TaskGroup) -> None:
-        async for data in self._messages:
-            await self._slots.acquire()
-            group.create_task(self._answer(data))
-
-    async def _answer(self, data: bytes) -> None:
         try:
-            answer = await self._ask(data)
-            async with self._is_writing:
-                await self._context.write(answer)
+            async for data in self._messages:
+                await self._slots.acquire()
+                self._answers.put_nowait(group.create_task(self._answer(data)))
         finally:
+            self._answers.put_nowait(None)
+
+    async def write(self) -> None:
+        while (task := await self._answers.get()) is not None:
+            await self._context.write(await task)
             self._slots.release()
 
-    async def _ask(self, data: bytes) -> Any:
+    async def _answer(self, data: bytes) -> Any:
         answer = service_pb2.ModelStreamInferResponse()
+        response = answer.infer_response
         try:
             message = parse(service_pb2.ModelInferRequest, data)
-            answer.infer_response.id = message.id
-            wants_final = False
-            if WANTS_FINAL in message.parameters:
-                wants_final = message.parameters[WANTS_FINAL].bool_param
-                del message.parameters[WANTS_FINAL]
-            answer.infer_response.CopyFrom(await self._infer(message))
-            if wants_final:
-                set_parameter(answer.infer_response.parameters["triton_final_response"], True)
+            response.id = message.id
+            response.CopyFrom(await self._infer(message))
         except PenstockError as error:
             if self._ends_by_error:
                 raise
@@ -280,10 +340,13 @@ class Stream:
         except Exception:  # The protocol edge.
             log.exception("while answering a request of a stream")
             answer.error_message = "internal error"
+        set_parameter(response.parameters[IS_FINAL], True)
         return answer
 
 
 def status_of(error: PenstockError) -> grpc.StatusCode:
+    if isinstance(error, NotAllowed) and error.needs_key:
+        return grpc.StatusCode.UNAUTHENTICATED
     return STATUS.get(type(error), grpc.StatusCode.INTERNAL)
 
 
@@ -291,6 +354,15 @@ async def _abort(context: Any, error: BaseException) -> NoReturn:
     assert isinstance(error, PenstockError)
     await context.abort(status_of(error), str(error)[:MAX_DETAILS])
     raise AssertionError("abort raises")
+
+
+def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
+    """A handler for calls of every form that reads nothing."""
+
+    async def refuse(messages: Any, context: Any) -> None:
+        await _abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _unary(method: Any, answer: Answer) -> grpc.RpcMethodHandler:
@@ -320,20 +392,26 @@ def _missing(name: str) -> Answer:
     return refuse
 
 
+def _check_repository(message: Any) -> None:
+    if message.repository_name:
+        raise Unsupported("'repository_name' is not supported: this server has one repository")
+
+
 async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) -> None:
     """Listen, answer until the core says Stop, let what is accepted finish, say goodbye."""
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
     remote = Remote(sock, requests, answers)
-    service = Service(remote)
+    service = Service(remote, _gate(settings))
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.max_send_message_length", -1),
             # Without this, two servers would share a port and neither would know.
             ("grpc.so_reuseport", 0),
-        ]
+        ],
+        compression=COMPRESSIONS[settings.compression],
     )
-    server.add_generic_rpc_handlers(service.handlers())
+    server.add_generic_rpc_handlers([service.handler()])
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
     reason = _why_not(settings.host, settings.port)
@@ -354,6 +432,12 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     service.stop()
     await server.stop(STOP_GRACE_S)
     remote.close()
+
+
+def _gate(settings: frames.Open) -> Gate:
+    if settings.keys is None:
+        return Gate()
+    return Gate(Keys({digest: frozenset(scopes) for digest, scopes in settings.keys.items()}))
 
 
 def _why_not(host: str, port: int) -> str:

@@ -6,7 +6,6 @@ Reads the catalog; the only thing it changes is which models are loaded, and onl
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -17,12 +16,12 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 import penstock
-from penstock import repository
-from penstock.errors import InvalidRequest, NotAllowed, PenstockError, Unsupported
+from penstock.errors import InvalidRequest, PenstockError
 from penstock.metrics import expose
 from penstock.pbtxt import to_json
 from penstock.protocols.v2_http import status_of
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
 from penstock.serving.model import Model
 from penstock.wire.v2 import encode_error, encode_metadata
 
@@ -42,8 +41,7 @@ class V2Routes:
 
     def __init__(self, catalog: Catalog, path: str, is_explicit: bool) -> None:
         self._catalog = catalog
-        self._path = path
-        self._is_explicit = is_explicit
+        self.control = Control(catalog, path, is_explicit)
         self.is_loading = True
         self.is_draining = False
 
@@ -125,44 +123,17 @@ class V2Routes:
 
     async def index(self, request: HttpRequest) -> HttpResponse:
         only_ready = (await _body(request)).get("ready", False)
-        if not isinstance(only_ready, bool):
-            raise InvalidRequest("'ready' must be true or false")
-        names = await asyncio.to_thread(repository.names, self._path)
-        rows = []
-        for entry in self._catalog.index(names):
-            if only_ready and entry.state != "READY":
-                continue
-            row = {"name": entry.name}
-            for key in ("version", "state", "reason"):
-                if getattr(entry, key):
-                    row[key] = getattr(entry, key)
-            rows.append(row)
-        return _json(rows)
+        return _json(await self.control.index(only_ready))
 
     async def load(self, request: HttpRequest) -> HttpResponse:
-        name = request.path_params["name"]
-        self._check_control()
-        if (await _body(request)).get("parameters"):
-            raise Unsupported("load takes no parameters here: the repository is what is loaded")
-        found = await asyncio.to_thread(repository.read_one, self._path, name)
-        await self._catalog.load(found)
-        failure = self._catalog.failure(name)
-        if failure is not None:
-            raise InvalidRequest(f"failed to load '{name}': {'; '.join(failure.problems)}")
+        body = await _body(request)
+        await self.control.load(request.path_params["name"], body.get("parameters") or ())
         return HttpResponse(b"")
 
     async def unload(self, request: HttpRequest) -> HttpResponse:
-        self._check_control()
         await _body(request)
-        await self._catalog.unload(request.path_params["name"])
+        await self.control.unload(request.path_params["name"])
         return HttpResponse(b"")
-
-    def _check_control(self) -> None:
-        if not self._is_explicit:
-            raise NotAllowed(
-                "explicit model load / unload is not allowed: "
-                "start the server with --model-control-mode explicit"
-            )
 
     def _why_not_ready(self) -> str:
         failed = [failure.name for failure in self._catalog.failures]

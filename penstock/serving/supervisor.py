@@ -130,6 +130,63 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
+def deaths_in_a_row(before: int, well_s: float) -> int:
+    """With the one just now of a process that had been well for so long."""
+    return 1 if well_s >= HEALTHY_S else before + 1
+
+
+def backoff_s(num_deaths: int) -> float:
+    """How long to wait after so many deaths in a row: after the first not at all."""
+    if num_deaths <= 1:
+        return 0.0
+    # Beyond 2^32 the limit holds long since, and a float must not overflow.
+    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_deaths - 2, 32))
+
+
+class Sender:
+    """Datagrams leave in order; those that the socket has no room for wait. What is sent to the
+    dead is dropped: their death is about to be noticed by reading."""
+
+    __slots__ = ("_loop", "_sock", "_unsent")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+
+    def send(self, data: bytes, fds: tuple[int, ...] = ()) -> None:
+        """Now, or when there is room again; descriptors must stay open until then."""
+        if self._unsent:
+            self._unsent.append((data, fds))
+        elif not self._try(data, fds):
+            self._unsent.append((data, fds))
+            self._loop.add_writer(self._sock.fileno(), self._flush)
+
+    def close(self) -> None:
+        """Drop what waits; before the socket is closed."""
+        self._unsent.clear()
+        self._loop.remove_writer(self._sock.fileno())
+
+    def _flush(self) -> None:
+        while self._unsent:
+            if not self._try(*self._unsent[0]):
+                return
+            self._unsent.popleft()
+        self._loop.remove_writer(self._sock.fileno())
+
+    def _try(self, data: bytes, fds: tuple[int, ...]) -> bool:
+        try:
+            if fds:
+                socket.send_fds(self._sock, [data], fds)
+            else:
+                self._sock.send(data)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        return True
+
+
 class Life(Protocol):
     """A worker as the supervisor sees it, whatever it runs in."""
 
@@ -169,7 +226,7 @@ class Instance:
         self.num_restarts = 0
         # What the present worker said when it could not load.
         self.load_error = ""
-        self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self.sender: Sender | None = None
 
     @property
     def pid(self) -> int:
@@ -245,35 +302,15 @@ class Supervisor:
         self.send_bytes(instance, frames.encode(frame), fds)
 
     def send_bytes(self, instance: Instance, data: bytes, fds: tuple[int, ...] = ()) -> None:
-        if instance.life is None:
-            return
-        if instance._unsent:
-            instance._unsent.append((data, fds))
-            return
-        try:
-            if fds:
-                socket.send_fds(instance.life.sock, [data], list(fds))
-            else:
-                instance.life.sock.send(data)
-        except BlockingIOError:
-            instance._unsent.append((data, fds))
-            self._loop.add_writer(instance.life.sock.fileno(), self._flush, instance)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
-
-    def _flush(self, instance: Instance) -> None:
-        if instance.life is None:
-            return
-        self._loop.remove_writer(instance.life.sock.fileno())
-        waiting, instance._unsent = instance._unsent, deque()
-        for data, fds in waiting:
-            self.send_bytes(instance, data, fds)
+        if instance.sender is not None:
+            instance.sender.send(data, fds)
 
     def _start(self, instance: Instance) -> None:
         instance.load_error = ""
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
         life = self._start_life(self._loop, lambda reason: self._died(instance, reason))
         instance.life = life
+        instance.sender = Sender(self._loop, life.sock)
         self._loop.add_reader(life.sock.fileno(), self._receive, instance)
         load = frames.Load(frames.VERSION, self._config, self._config.memory.spill_bytes)
         self.send(instance, load, (self._input_spill.fd, spill.fd))
@@ -326,15 +363,14 @@ class Supervisor:
                 self._listener.instance_answered(instance, frame)
 
     def _died(self, instance: Instance, reason: str) -> None:
-        life = instance.life
-        assert life is not None
+        life, sender = instance.life, instance.sender
+        assert life is not None and sender is not None
         # Answers sent before the death count.
         self._receive(instance)
         self._loop.remove_reader(life.sock.fileno())
-        self._loop.remove_writer(life.sock.fileno())
+        sender.close()
         life.sock.close()
-        instance._unsent.clear()
-        instance.life = None
+        instance.life = instance.sender = None
         was_ready, instance.is_ready = instance.is_ready, False
         # Its answers are read: the spill goes only after the model has seen the death.
         self._listener.instance_died(instance, reason)
@@ -348,17 +384,14 @@ class Supervisor:
         self._restart(instance, was_ready, reason)
 
     def _restart(self, instance: Instance, was_ready: bool, reason: str) -> None:
-        if was_ready and self._loop.time() - instance.ready_at >= HEALTHY_S:
-            instance.num_deaths = 0
-        instance.num_deaths += 1
+        well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
+        instance.num_deaths = deaths_in_a_row(instance.num_deaths, well_s)
         if instance.ready is None and instance.num_deaths >= MAX_LOAD_DEATHS:
             text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
             self._listener.load_failed((instance.load_error or text,))
             return
         self.last_reason = instance.load_error or f"its worker {reason}"
-        delay_s = 0.0
-        if instance.num_deaths > 1:
-            delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (instance.num_deaths - 2))
+        delay_s = backoff_s(instance.num_deaths)
         log.warning(
             "%s/%s instance %d: worker %s; restart in %.1f s",
             self._config.name,

@@ -8,8 +8,8 @@ A front has a frame per request, so there a datagram is an array of the frames t
 
     core → worker   Load, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
     worker → core   Ready, LoadFailed, Done, Failed, StreamResponse, Upcall
-    core → front    Open, InferReply, Answer, Stop
-    front → core    Listening, LoadFailed, Infer, InferCancel, Release, Ask
+    core → front    Open, InferReply, Answer, Ping, Stop
+    front → core    Listening, LoadFailed, Infer, Cancel, Release, Ask, Pong
 """
 
 from __future__ import annotations
@@ -198,6 +198,10 @@ class Open(Frame, tag="open"):
     port: int
     segment_bytes: int
     max_message_bytes: int
+    # How answers are compressed: none, deflate or gzip.
+    compression: str = "none"
+    # Scopes by the digest of the API key, as `protocols.gate` has them; None: nobody needs one.
+    keys: dict[bytes, tuple[str, ...]] | None = None
 
 
 class Listening(Frame, tag="lis"):
@@ -221,10 +225,13 @@ class Infer(Frame, tag="inf"):
     parameters: dict[str, Parameter] = {}
     priority: int = 0
     timeout_s: float | None = None
+    # Of the outputs that are asked for as their best classes: how many.
+    classes: dict[str, int] = {}
 
 
-class InferCancel(Frame, tag="infc"):
-    """Nobody waits any more. The answer comes all the same, and may be an error."""
+class Cancel(Frame, tag="infc"):
+    """Nobody waits for this request or question any more. Of a request the answer comes all the
+    same, and may be an error."""
 
     call: int
 
@@ -250,16 +257,21 @@ AskKind = Literal[
     "model_metadata",
     "model_config",
     "model_statistics",
+    "repository_index",
+    "model_load",
+    "model_unload",
 ]
 
 
 class Ask(Frame, tag="ask"):
-    """A question that only the core can answer."""
+    """A question that only the core can answer, or a change that only it can make."""
 
     call: int
     kind: AskKind
     model_name: str = ""
     model_version: str = ""
+    # `ready` for the index; of a load only which ones were given.
+    parameters: dict[str, Parameter] = {}
 
 
 class Answer(Frame, tag="ans"):
@@ -271,10 +283,18 @@ class Answer(Frame, tag="ans"):
     error: str = ""
 
 
+class Ping(Frame, tag="ping"):
+    """Are you still there?"""
+
+
+class Pong(Frame, tag="pong"):
+    """Yes."""
+
+
 ToWorker = Load | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
 FromWorker = Ready | LoadFailed | Done | Failed | StreamResponse | Upcall
-FromFront = Listening | LoadFailed | Infer | InferCancel | Release | Ask
-ToFront = Open | InferReply | Answer | Stop
+FromFront = Listening | LoadFailed | Infer | Cancel | Release | Ask | Pong
+ToFront = Open | InferReply | Answer | Ping | Stop
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

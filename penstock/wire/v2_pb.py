@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from penstock.errors import InvalidRequest, Unsupported
+from penstock.errors import InvalidRequest, TooLarge, Unsupported
 from penstock.types import (
     DATATYPES,
     Array,
@@ -43,6 +43,11 @@ CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+# Typed elements of one request: they are converted one by one on the event loop, so their number is
+# everybody's latency.
+MAX_TYPED = 4 << 20
+# Asks for an empty answer at the end where a model may send none or several.
+WANTS_EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
 def parse(message_type: Any, data: bytes) -> Any:
@@ -68,14 +73,13 @@ def decode_infer(message: Any, sink: ReplySink, received: float) -> Request:
         RequestedOutput(output.name, _parameters(output.parameters)) for output in message.outputs
     ]
     check_outputs(outputs)
-    for output in outputs:
-        if "classification" in output.parameters:
-            raise Unsupported(
-                f"output '{output.name}': parameter 'classification' is not supported over gRPC"
-            )
     request = Request(sink, inputs, received, id=message.id, outputs=outputs)
     if message.parameters:
-        apply_parameters(request, _parameters(message.parameters))
+        parameters = _parameters(message.parameters)
+        # Every request has one answer here, and it is the final one.
+        if not isinstance(parameters.pop(WANTS_EMPTY_FINAL, False), bool):
+            raise InvalidRequest(f"parameter '{WANTS_EMPTY_FINAL}' must be true or false")
+        apply_parameters(request, parameters)
     return request
 
 
@@ -150,13 +154,17 @@ def _raw(message: Any) -> list[Tensor]:
 
 
 def _typed(message: Any) -> list[Tensor]:
-    return [
-        Tensor(item.name, item.datatype, tuple(item.shape), _pack(item)) for item in message.inputs
-    ]
+    tensors: list[Tensor] = []
+    left = MAX_TYPED
+    for item in message.inputs:
+        data = _pack(item, left)
+        left -= num_elements(item.shape)
+        tensors.append(Tensor(item.name, item.datatype, tuple(item.shape), data))
+    return tensors
 
 
-def _pack(item: Any) -> bytes:
-    """The typed contents of one input as they lie in memory."""
+def _pack(item: Any, left: int) -> bytes:
+    """The typed contents of one input, of at most `left` elements, as they lie in memory."""
     datatype = DATATYPES.get(item.datatype)
     if datatype is None:
         raise InvalidRequest(
@@ -182,6 +190,11 @@ def _pack(item: Any) -> bytes:
         raise InvalidRequest(
             f"input '{item.name}': shape {list(item.shape)} needs {expected} elements, "
             f"{field} has {len(values)}"
+        )
+    if expected > left:
+        raise TooLarge(
+            f"input '{item.name}': {expected} more typed elements in a request that may have "
+            f"{MAX_TYPED}; send large tensors in raw_input_contents"
         )
     array: Array
     if item.datatype == "BYTES":

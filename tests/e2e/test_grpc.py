@@ -1,12 +1,15 @@
 """A real server over gRPC, and the clients that people have for it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
 import signal
+import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,15 +20,27 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
+import tritonclient.http as httpclient
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from served import EXAMPLES, Served, null_model
 from tritonclient.utils import InferenceServerException
+
+from penstock.protocols.gate import SCOPES
 
 IDENTITY = """
 backend: "null" max_batch_size: 8 dynamic_batching {}
 input { name: "x" data_type: TYPE_%s dims: -1 }
 output { name: "y" data_type: TYPE_%s dims: -1 }
 """
+ALONE = """
+backend: "null" max_batch_size: 1
+input { name: "x" data_type: TYPE_INT32 dims: 1 }
+output { name: "y" data_type: TYPE_INT32 dims: 1 }
+dynamic_batching { priority_levels: 2 default_priority_level: 2
+  default_queue_policy { allow_timeout_override: true default_timeout_microseconds: 60000000 } }
+parameters { key: "null.a_ms" value { string_value: "400" } }
+"""
+INPUT = grpcclient.service_pb2.ModelInferRequest.InferInputTensor
 
 
 def add_identity(root: Path, name: str, datatype: str) -> None:
@@ -40,6 +55,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_identity(root, "floats", "FP32")
     add_identity(root, "strings", "STRING")
     null_model(root, "slow", a_ms=300)
+    (root / "alone" / "1").mkdir(parents=True)
+    (root / "alone" / "config.pbtxt").write_text(ALONE)
     null_model(root, "faulty", fail_on=13)
     return root
 
@@ -95,8 +112,8 @@ def test_tritonclient_sees_a_ready_server_and_its_models(client):
     assert client.get_model_config("floats").config.max_batch_size == 8
     (statistics,) = client.get_inference_statistics("floats").model_stats
     assert (statistics.name, statistics.version) == ("floats", "1")
-    with pytest.raises(InferenceServerException, match="not supported"):
-        client.get_model_repository_index()
+    index = client.get_model_repository_index().models
+    assert ("floats", "1", "READY") in [(each.name, each.version, each.state) for each in index]
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (1, 1), (3, 16), (2, 10_000), (8, 100_000)])
@@ -138,6 +155,18 @@ def test_the_example_models():
         values = floats(16, 3)
         answer = client.infer("identity", [tensor(values, "FP32", "INPUT0")])
         np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), values)
+        for module, address in ((grpcclient, served.grpc_address), (httpclient, served.address)):
+            with module.InferenceServerClient(address) as asking:
+                given = module.InferInput("image", image.shape, "FP32")
+                given.set_data_from_numpy(image)
+                asked = [module.InferRequestedOutput("logits", class_count=3)]
+                answer = asking.infer("digits", [given], outputs=asked)
+                classes = answer.as_numpy("logits").tolist()
+            if module is grpcclient:
+                expected = classes
+        assert classes == expected
+        assert (len(classes), len(classes[0])) == (2, 3)
+        assert all(len(each.split(b":")) == 3 for each in classes[0]), "value, index and label"
     assert served.terminate() == 0
 
 
@@ -209,6 +238,54 @@ def test_a_deadline(server, client):
         time.sleep(0.01)
 
 
+def num_executions(client: grpcclient.InferenceServerClient, model: str) -> int:
+    return client.get_inference_statistics(model).model_stats[0].execution_count
+
+
+def test_a_request_whose_deadline_passes_in_the_queue_is_never_computed(client):
+    answers: queue.Queue = queue.Queue()
+    before = num_executions(client, "alone")
+    client.async_infer("alone", number(1), into(answers))
+    time.sleep(0.1)
+    status, _ = refusal(client, "alone", number(2), client_timeout=0.1)
+    assert status == "StatusCode.DEADLINE_EXCEEDED"
+    assert answers.get(timeout=10)[1] is None
+    assert client.infer("alone", number(3)).as_numpy("y").tolist() == [[3]]
+    assert num_executions(client, "alone") - before == 2
+
+
+def test_priority_and_timeout_are_those_of_http(server, client):
+    answers: queue.Queue = queue.Queue()
+    for value, priority in ((1, 2), (2, 2), (3, 1)):
+        client.async_infer("alone", number(value), into(answers), priority=priority)
+        time.sleep(0.05)
+    order = [answers.get(timeout=10)[0].as_numpy("y")[0, 0] for _ in range(3)]
+    assert order == [1, 3, 2], "the urgent one overtakes what waits"
+
+    client.async_infer("alone", number(), into(answers))
+    time.sleep(0.1)
+    status, text = refusal(client, "alone", number(), timeout=50_000)
+    assert (status, "Request timeout expired" in text) == ("StatusCode.UNAVAILABLE", True)
+    item = {"name": "x", "datatype": "INT32", "shape": [1, 1], "data": [1]}
+    body = {"inputs": [item], "parameters": {"timeout": 50_000}}
+    assert answers.get(timeout=10)[1] is None
+    client.async_infer("alone", number(), into(answers))
+    time.sleep(0.1)
+    code, answer = post(server, "/v2/models/alone/infer", body)
+    assert (code, answer["error"]) == (503, text)
+    answers.get(timeout=10)
+
+
+def post(server: Served, path: str, body: dict) -> tuple[int, dict]:
+    request = urllib.request.Request(f"http://{server.address}{path}", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.loads(answer.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
 def canceled(server: Served) -> bytes:
     lines = server.get("/metrics")[1].splitlines()
     (line,) = [x for x in lines if b"slow" in x and b"CANCELED" in x]
@@ -223,17 +300,308 @@ def test_a_stream(client):
             "floats", [tensor(floats(16, value), "FP32")], request_id=str(value)
         )
     client.async_stream_infer("none", [tensor(floats(16), "FP32")])
-    seen = set()
-    for _ in range(51):
+    for value in range(50):
         result, error = answers.get(timeout=30)
-        if error is not None:
-            assert "Request for unknown model: 'none' is not found" in str(error)
-            continue
-        value = int(result.get_response().id)
+        assert error is None
+        response = result.get_response()
+        assert response.id == str(value), "in the order of the requests"
+        assert response.parameters["triton_final_response"].bool_param
         np.testing.assert_array_equal(result.as_numpy("y"), floats(16, value))
-        seen.add(value)
-    assert seen == set(range(50))
+    _, error = answers.get(timeout=30)
+    assert "Request for unknown model: 'none' is not found" in str(error)
     client.stop_stream()
+
+
+def test_a_stream_that_is_stopped_gets_what_it_asked_for(client):
+    answers: queue.Queue = queue.Queue()
+    client.start_stream(into(answers))
+    client.async_stream_infer("slow", number(5))
+    client.stop_stream()
+    result, error = answers.get(timeout=10)
+    assert error is None
+    assert result.as_numpy("y").tolist() == [[5]]
+
+
+def test_a_stream_that_is_cancelled(client):
+    answers: queue.Queue = queue.Queue()
+    client.start_stream(into(answers))
+    client.async_stream_infer("slow", number(5))
+    time.sleep(0.1)
+    client.stop_stream(cancel_requests=True)
+    assert "Locally cancelled" in str(answers.get(timeout=10)[1])
+    assert client.infer("slow", number(6)).as_numpy("y").tolist() == [[6]]
+
+
+def test_requests_and_answers_may_be_compressed(tmp_path):
+    add_identity(tmp_path, "floats", "FP32")
+    values = floats(100_000, 2)
+    for flags, is_small in (((), False), (("--grpc-compression", "gzip"), True)):
+        served = Served(tmp_path, *flags, grpc=True)
+        with (
+            Relay(served.grpc_address) as relay,
+            grpcclient.InferenceServerClient(relay.address) as client,
+        ):
+            for algorithm in ("gzip", "deflate", None):
+                answer = client.infer(
+                    "floats", [tensor(values, "FP32")], compression_algorithm=algorithm
+                )
+                np.testing.assert_array_equal(answer.as_numpy("y"), values)
+            assert relay.num_bytes["to server"] < 2 * values.nbytes
+            assert (relay.num_bytes["to client"] < values.nbytes) is is_small
+        assert served.terminate() == 0
+
+
+class Relay:
+    """Passes one connection on, in both directions, and counts the bytes."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve)
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.num_bytes = {"to server": 0, "to client": 0}
+
+    def __enter__(self) -> "Relay":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.join(timeout=10)
+        assert not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        with self._listener:
+            client, _ = self._listener.accept()
+        with client, socket.create_connection(self._target) as server:
+            back = threading.Thread(target=self._pass, args=(server, client, "to client"))
+            back.start()
+            self._pass(client, server, "to server")
+            back.join()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, name: str) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.num_bytes[name] += len(data)
+                sink.sendall(data)
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def item(
+    name: str = "x", datatype: str = "FP32", shape: tuple[int, ...] = (1, 2), **contents: list
+) -> INPUT:
+    made = INPUT(name=name, datatype=datatype, shape=shape)
+    if contents:
+        made.contents.MergeFrom(grpcclient.service_pb2.InferTensorContents(**contents))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "raw", "words"),
+    [
+        ("floats", [item()], [bytes(7)], "input 'x'"),
+        ("floats", [item()], [bytes(12)], "input 'x'"),
+        ("floats", [item()], [b""], "input 'x'"),
+        ("floats", [item(), item()], [bytes(8)] * 2, "'x'"),
+        ("floats", [item(), item("z")], [bytes(8)] * 2, "'z'"),
+        ("floats", [item(), item("z")], [bytes(8)], "'z'"),
+        ("floats", [item(fp32_contents=[1, 2])], [bytes(8)], "input 'x'"),
+        ("floats", [item(fp32_contents=[1, 2, 3])], [], "input 'x'"),
+        ("floats", [item(shape=(-1, 2))], [bytes(8)], "input 'x'"),
+        ("floats", [item(shape=(1, -2))], [bytes(8)], "input 'x'"),
+        ("floats", [item(shape=(2**4, 2**60 + 2))], [bytes(8)], "input 'x'"),
+        ("floats", [item(shape=(2**62, 2))], [bytes(8)], "input 'x'"),
+        ("floats", [item(shape=(9, 2))], [bytes(72)], "batch-size must be <= 8"),
+        ("floats", [item(shape=())], [bytes(4)], "input 'x'"),
+        ("floats", [item(datatype="FP16")], [bytes(4)], "input 'x'"),
+        ("floats", [item(datatype="FP16", fp32_contents=[1, 2])], [], "input 'x'"),
+        ("floats", [item(datatype="FP8")], [bytes(2)], "input 'x'"),
+        ("floats", [item(int_contents=[1, 2])], [], "input 'x'"),
+        ("floats", [], [], "no inputs"),
+        ("strings", [item(datatype="BYTES")], [b"\1\0\0\0a"], "input 'x'"),
+        ("strings", [item(datatype="BYTES")], [b"\xff\xff\xff\xffab"], "input 'x'"),
+        ("strings", [item(datatype="BYTES")], [b"\1\0\0\0a\1\0"], "input 'x'"),
+        ("strings", [item(datatype="BYTES")], [b"\0\0\0\0" * 3], "input 'x'"),
+        ("strings", [item(datatype="BYTES", bytes_contents=[b"a"])], [], "input 'x'"),
+    ],
+)
+def test_malformed_requests_are_told_which_input_is_wrong(server, model, inputs, raw, words):
+    request = grpcclient.service_pb2.ModelInferRequest(
+        model_name=model, inputs=inputs, raw_input_contents=raw
+    )
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        stub = grpcclient.service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(request)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert words in caught.value.details()
+        good = grpcclient.service_pb2.ModelInferRequest(
+            model_name="floats", inputs=[item()], raw_input_contents=[bytes(8)]
+        )
+        assert list(stub.ModelInfer(good).raw_output_contents) == [bytes(8)]
+
+
+# The repository
+
+
+@pytest.fixture
+def explicit(tmp_path: Path) -> Iterator[Served]:
+    for name in ("first", "second"):
+        null_model(tmp_path, name)
+    null_model(tmp_path, "broken", config="nonsense: 1")
+    flags = ("--model-control-mode", "explicit", "--load-model", "first")
+    served = Served(tmp_path, *flags, grpc=True)
+    yield served
+    assert served.terminate() == 0
+
+
+def states(client: grpcclient.InferenceServerClient) -> dict[str, str]:
+    return {each.name: each.state for each in client.get_model_repository_index().models}
+
+
+def test_models_are_loaded_and_unloaded(explicit):
+    with grpcclient.InferenceServerClient(explicit.grpc_address) as client:
+        assert states(client) == {"broken": "", "first": "READY", "second": ""}
+        client.load_model("second")
+        assert client.is_model_ready("second")
+        assert client.infer("second", number(4)).as_numpy("y").tolist() == [[4]]
+        client.unload_model("first")
+        assert refusal(client, "first", number())[0] == "StatusCode.NOT_FOUND"
+        assert not client.is_model_ready("first")
+        client.load_model("first")
+        client.load_model("first")
+        assert client.infer("first", number(5)).as_numpy("y").tolist() == [[5]]
+        assert states(client) == {"broken": "", "first": "READY", "second": "READY"}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "code"),
+    [
+        ("nobody", {}, "NOT_FOUND"),
+        ("../first", {}, "NOT_FOUND"),
+        ("", {}, "NOT_FOUND"),
+        ("broken", {}, "INVALID_ARGUMENT"),
+        ("second", {"config": "{}"}, "UNIMPLEMENTED"),
+        ("second", {"files": {"file:1/model.onnx": b"x"}, "config": "{}"}, "UNIMPLEMENTED"),
+    ],
+)
+def test_loads_are_refused_with_the_words_of_http(explicit, name, parameters, code):
+    with grpcclient.InferenceServerClient(explicit.grpc_address) as client:
+        with pytest.raises(InferenceServerException) as caught:
+            client.load_model(name, **parameters)
+        assert caught.value.status() == f"StatusCode.{code}"
+        assert client.is_server_live()
+        assert client.infer("first", number(3)).as_numpy("y").tolist() == [[3]]
+    if name and "/" not in name:
+        with (
+            httpclient.InferenceServerClient(explicit.address) as over_http,
+            pytest.raises(InferenceServerException) as other,
+        ):
+            over_http.load_model(name, **parameters)
+        assert other.value.message() == caught.value.message()
+
+
+def test_the_control_api_is_off_by_default(server, client):
+    with httpclient.InferenceServerClient(server.address) as over_http:
+        for change, same in (
+            (client.load_model, over_http.load_model),
+            (client.unload_model, over_http.unload_model),
+        ):
+            with pytest.raises(InferenceServerException, match="load / unload is not") as caught:
+                change("floats")
+            with pytest.raises(InferenceServerException) as other:
+                same("floats")
+            assert caught.value.status() == "StatusCode.PERMISSION_DENIED"
+            assert caught.value.message() == other.value.message()
+    assert client.is_model_ready("floats")
+
+
+def test_what_the_server_does_not_have_it_says(client):
+    for call in (
+        client.get_trace_settings,
+        client.get_log_settings,
+        client.get_system_shared_memory_status,
+        client.unregister_system_shared_memory,
+        client.get_cuda_shared_memory_status,
+        client.unregister_cuda_shared_memory,
+        lambda: client.register_system_shared_memory("r", "/r", 64),
+        lambda: client.register_cuda_shared_memory("r", b"", 0, 64),
+        lambda: client.update_trace_settings(settings={"trace_level": ["OFF"]}),
+        lambda: client.update_log_settings({"log_info": True}),
+    ):
+        with pytest.raises(InferenceServerException, match="not supported by this") as caught:
+            call()
+        assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
+
+
+def test_the_asyncio_client_controls_too(explicit):
+    async def scenario() -> None:
+        async with aioclient.InferenceServerClient(explicit.grpc_address) as client:
+            assert await client.is_server_live() and await client.is_server_ready()
+            assert (await client.get_server_metadata()).name == "penstock"
+            assert (await client.get_model_metadata("first")).name == "first"
+            assert (await client.get_model_config("first")).config.name == "first"
+            await client.load_model("second")
+            assert await client.is_model_ready("second")
+            await client.unload_model("second")
+            assert not await client.is_model_ready("second")
+            index = (await client.get_model_repository_index()).models
+            assert {each.name for each in index} == {"broken", "first", "second"}
+            statistics = (await client.get_inference_statistics()).model_stats
+            assert [each.name for each in statistics] == ["first"]
+
+    asyncio.run(scenario())
+
+
+def test_keys_open_what_their_scopes_say(tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        "".join(
+            f'[[key]]\nsecret = "the {scope} secret key"\nscopes = ["{scope}"]\n'
+            for scope in ("infer", "admin", "metrics")
+        )
+    )
+    flags = ("--api-keys", str(keys), "--model-control-mode", "explicit", "--load-model", "m")
+    served = Served(null_model(tmp_path / "models", "m"), *flags, grpc=True)
+    # A front that comes later asks for the same keys, whatever became of the file.
+    keys.unlink()
+    (front,) = served.fronts()
+    os.kill(front.pid, signal.SIGKILL)
+    headers = {scope: {"authorization": f"Bearer the {scope} secret key"} for scope in SCOPES}
+    with grpcclient.InferenceServerClient(served.grpc_address) as client:
+        wait_until_live(client)
+        assert client.is_server_ready()
+        answer = client.infer("m", number(7), headers=headers["infer"])
+        assert answer.as_numpy("y").tolist() == [[7]]
+        status, text = refusal(client, "m", number())
+        assert status == "StatusCode.UNAUTHENTICATED"
+        assert "Authorization: Bearer" in text
+        wrong = {"x-api-key": "the other secret key"}
+        assert refusal(client, "m", number(), headers=wrong)[0] == "StatusCode.UNAUTHENTICATED"
+        status, text = refusal(client, "m", number(), headers=headers["metrics"])
+        assert status == "StatusCode.PERMISSION_DENIED"
+        assert "This protocol is restricted" in text
+        with pytest.raises(InferenceServerException, match="no scope 'admin'"):
+            client.unload_model("m", headers=headers["infer"])
+        client.unload_model("m", headers=headers["admin"])
+        assert not client.is_model_ready("m", headers=headers["infer"])
+    with grpc.insecure_channel(served.grpc_address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert stub.Check(health_pb2.HealthCheckRequest()).status == 1
+    assert served.terminate() == 0
+
+
+def wait_until_live(client: grpcclient.InferenceServerClient) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            assert client.is_server_live()
+            return
+        except InferenceServerException:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_the_asyncio_client(server):
@@ -274,6 +642,26 @@ def test_the_standard_health_probe(server):
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
         watch = stub.Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+
+
+def test_the_health_of_a_model_is_watched(explicit):
+    request = health_pb2.HealthCheckRequest(service="second")
+    with (
+        grpcclient.InferenceServerClient(explicit.grpc_address) as client,
+        grpc.insecure_channel(explicit.grpc_address) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(request, timeout=60)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        client.load_model("second")
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        assert stub.Check(request).status == health_pb2.HealthCheckResponse.SERVING
+        client.unload_model("second")
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Check(request)
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
         watch.cancel()
 
 
@@ -322,6 +710,37 @@ def test_a_killed_front_is_replaced_and_http_does_not_notice(server):
     assert {worker.pid for worker in server.workers()} == workers
     (another,) = server.fronts()
     assert another.pid != front.pid
+
+
+@pytest.mark.verify
+def test_a_front_that_stands_still_is_replaced(tmp_path):
+    # Much more work than fits into the time until the front is given up.
+    root = null_model(tmp_path, "slow", a_ms=1000, max_batch=1)
+    served = Served(null_model(root, "quick"), grpc=True)
+    (front,) = served.fronts()
+    answers: queue.Queue = queue.Queue()
+    with grpcclient.InferenceServerClient(served.grpc_address) as client:
+        for _ in range(30):
+            client.async_infer("slow", number(), into(answers))
+        while not served.get("/v2/models/slow/stats")[1].count(b'"execution_count":1'):
+            time.sleep(0.05)
+        os.kill(front.pid, signal.SIGSTOP)
+        while front.is_running():
+            assert served.infer("quick", "x", "INT32", [7])[0] == 200, "HTTP does not notice"
+            time.sleep(0.1)
+        errors = [answers.get(timeout=10)[1] for _ in range(30)]
+        assert errors.count(None) <= 1
+        (before,) = json.loads(served.get("/v2/models/slow/stats")[1])["model_stats"]
+        assert before["execution_count"] < 28
+    with grpcclient.InferenceServerClient(served.grpc_address) as client:
+        wait_until_live(client)
+        (another,) = served.fronts()
+        assert another.pid != front.pid
+        assert client.infer("quick", number(3)).as_numpy("y").tolist() == [[3]]
+        # What nobody waits for any more is not computed; one may have been running.
+        time.sleep(3)
+        assert num_executions(client, "slow") - before["execution_count"] <= 1
+    assert served.terminate() == 0
 
 
 def test_a_message_beyond_the_limit(tmp_path):

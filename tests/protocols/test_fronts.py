@@ -4,7 +4,8 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -20,15 +21,19 @@ from penstock.errors import (
     NotFound,
     NotReady,
     TooLarge,
+    Unsupported,
 )
-from penstock.protocols.fronts import Desk, Front
+from penstock.protocols import fronts
+from penstock.protocols.fronts import PING_S, Desk, Front, Silence
+from penstock.protocols.gate import Keys
 from penstock.protocols.remote import Remote
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
+from penstock.serving.control import Control
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import ThreadLife, socket_pair
-from penstock.testing import RecordingSink
-from penstock.types import Request, TensorSpec, from_array
+from penstock.testing import FakeClock, RecordingSink
+from penstock.types import Request, RequestedOutput, TensorSpec, from_array
 from penstock.wire import frames
 
 SMALL = GrpcConfig(port=0, max_message_bytes=64 * 1024, segment_bytes=256 * 1024)
@@ -55,6 +60,10 @@ class FrontLife:
         self._segments = [Segment(self.opened.segment_bytes, fd) for fd in fds]
         self.remote = Remote(self._theirs, *self._segments)
         return self.remote
+
+    def stall(self) -> None:
+        """It lives and does nothing any more."""
+        self._loop.remove_reader(self._theirs.fileno())
 
     def kill(self, reason: str = "was killed by SIGKILL") -> None:
         if self._is_alive:
@@ -116,7 +125,11 @@ def model(name: str, **options: str) -> ModelConfig:
 
 @asynccontextmanager
 async def serving(
-    *configs: ModelConfig, config: GrpcConfig = SMALL, is_serving: bool = True
+    *configs: ModelConfig,
+    config: GrpcConfig = SMALL,
+    is_serving: bool = True,
+    keys: Keys | None = None,
+    repository: Path | str = ".",
 ) -> AsyncIterator[Served]:
     catalog = Catalog(ThreadLife)
     await catalog.load(Found(list(configs) or [model("echo")]))
@@ -126,7 +139,9 @@ async def serving(
         lives.append(FrontLife(loop, on_death))
         return lives[-1]
 
-    front = Front(Desk(catalog, lambda: is_serving), "127.0.0.1", config, start)
+    control = Control(catalog, str(repository), is_explicit=True)
+    desk = Desk(catalog, control, lambda: is_serving)
+    front = Front(desk, "127.0.0.1", config, keys, start)
     front.start()
     lives[-1].connect().send(frames.Listening(frames.VERSION, 7))
     await front.listening()
@@ -232,6 +247,96 @@ async def test_deaths_that_repeat_are_answered_with_patience(until):
         assert loop.time() - began > 0.25
 
 
+@pytest.fixture
+def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fronts, "PING_S", 0.01)
+
+
+async def test_a_front_that_answers_is_left_alone(quick_pings, until):
+    config = replace(SMALL, hang_s=0.1)
+    async with serving(config=config) as served:
+        await asyncio.sleep(0.3)
+        assert len(served.lives) == 1
+        np.testing.assert_array_equal(await served.infer(row(4)), row(4))
+
+
+async def test_a_front_that_hangs_is_killed_and_replaced_and_its_requests_cancelled(
+    quick_pings, until
+):
+    config = replace(SMALL, hang_s=0.1)
+    async with serving(model("slow", a_ms="100"), config=config) as served:
+        served.submit(row(10_000), "slow")
+        served.submit(row(10_001), "slow")
+        await until(lambda: served.front.num_running == 2)
+        served.lives[-1].stall()
+        await until(lambda: len(served.lives) == 2)
+        (slow,) = served.catalog
+        assert slow.num_waiting == 0
+        served.lives[-1].connect().send(frames.Listening(frames.VERSION, 7))
+        np.testing.assert_array_equal(await served.infer(row(4), "slow"), row(4))
+        await until(lambda: slow.num_running == 0)
+
+
+async def test_a_front_that_never_listens_is_given_up(quick_pings, monkeypatch, until):
+    monkeypatch.setattr(fronts, "START_S", 0.05)
+    async with serving() as served:
+        served.lives[-1].kill()
+        await until(lambda: len(served.lives) == 3)
+
+
+@pytest.mark.parametrize("limit_s", [3.0, 10.0])
+def test_silence_is_over_when_the_limit_has_passed(limit_s):
+    clock = FakeClock()
+    silence = Silence(limit_s, clock())
+    for _ in range(int(limit_s / PING_S)):
+        clock.advance(PING_S)
+        assert not silence.is_over(clock())
+    clock.advance(PING_S)
+    assert silence.is_over(clock())
+
+
+def test_an_answer_begins_the_silence_anew():
+    clock = FakeClock()
+    silence = Silence(3.0, clock())
+    for _ in range(100):
+        clock.advance(2.0)
+        assert not silence.is_over(clock())
+        silence.heard()
+    clock.advance(2.0)
+    assert not silence.is_over(clock())
+    clock.advance(2.0)
+    assert silence.is_over(clock())
+
+
+def test_time_in_which_the_core_stood_still_itself_is_not_held_against_the_front():
+    clock = FakeClock()
+    silence = Silence(3.0, clock())
+    clock.advance(3600)
+    assert not silence.is_over(clock())
+    silence.heard()
+    clock.advance(3600)
+    assert not silence.is_over(clock())
+    clock.advance(PING_S)
+    assert not silence.is_over(clock())
+    clock.advance(PING_S)
+    assert silence.is_over(clock())
+
+
+async def test_a_front_gets_the_keys_of_the_core_again_after_a_restart(until):
+    keys = Keys({b"digest": frozenset(("infer", "admin"))})
+    config = replace(SMALL, compression="gzip")
+    async with serving(keys=keys, config=config) as served:
+        first = served.lives[-1].opened
+        assert {digest: set(scopes) for digest, scopes in first.keys.items()} == keys.scopes
+        assert first.compression == "gzip"
+        served.lives[-1].kill()
+        await until(lambda: len(served.lives) == 2)
+        served.lives[-1].connect()
+        assert served.lives[-1].opened.keys == first.keys
+    async with serving() as served:
+        assert served.lives[-1].opened.keys is None
+
+
 async def test_a_front_that_cannot_listen_is_a_config_error(until):
     lives: list[FrontLife] = []
 
@@ -240,7 +345,9 @@ async def test_a_front_that_cannot_listen_is_a_config_error(until):
         return lives[-1]
 
     for problems, words in [(("port in use",), "port in use"), ((), "exited with status 1")]:
-        front = Front(Desk(Catalog(ThreadLife), lambda: True), "127.0.0.1", SMALL, start)
+        catalog = Catalog(ThreadLife)
+        desk = Desk(catalog, Control(catalog, ".", is_explicit=False), lambda: True)
+        front = Front(desk, "127.0.0.1", SMALL, start_life=start)
         lives.clear()
         front.start()
         listening = asyncio.ensure_future(front.listening())
@@ -281,15 +388,13 @@ async def test_the_core_answers_questions():
         assert msgspec.json.decode(await ask("server_ready")) == {"ready": True}
         assert msgspec.json.decode(await ask("server_metadata"))["name"] == "penstock"
         assert msgspec.json.decode(await ask("model_ready", "echo")) == {"ready": True}
-        assert msgspec.json.decode(await ask("model_ready", "echo", "9")) == {"ready": False}
-        assert msgspec.json.decode(await ask("model_ready", "none")) == {"ready": False}
         metadata = msgspec.json.decode(await ask("model_metadata", "echo"))
         assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, -1]}]
         config = model_config_pb2.ModelConfig.FromString(await ask("model_config", "echo", "1"))
         assert (config.name, config.max_batch_size) == ("echo", 8)
         statistics = msgspec.json.decode(await ask("model_statistics"))
         assert [each["name"] for each in statistics["model_stats"]] == ["echo"]
-        for kind in ("model_metadata", "model_config", "model_statistics"):
+        for kind in ("model_ready", "model_metadata", "model_config", "model_statistics"):
             with pytest.raises(NotFound, match="unknown model: 'none' is not found"):
                 await ask(kind, "none")
 
@@ -297,3 +402,78 @@ async def test_the_core_answers_questions():
 async def test_a_server_that_still_loads_is_not_ready():
     async with serving(is_serving=False) as served:
         assert msgspec.json.decode(await served.remote.ask("server_ready")) == {"ready": False}
+
+
+async def test_outputs_may_be_asked_for_as_classes(until):
+    labelled = replace(
+        model("echo"), outputs=(TensorSpec("y", "FP32", (-1,), labels=("a", "b", "c", "d")),)
+    )
+    values = np.array([[1, 4, 2, 3], [8, 7, 6, 5]], dtype=np.float32)
+    async with serving(labelled) as served:
+        asked = [RequestedOutput("y", {"classification": 2})]
+        classes = await served.infer(values, outputs=asked)
+        assert classes.tolist() == [
+            [b"4.000000:1:b", b"3.000000:3:d"],
+            [b"8.000000:0:a", b"7.000000:1:b"],
+        ]
+        plain = await served.infer(values, outputs=[RequestedOutput("y")])
+        np.testing.assert_array_equal(plain, values)
+
+
+async def test_what_cannot_be_classified_is_refused(until):
+    config = replace(
+        model("echo"),
+        inputs=(TensorSpec("x", "BOOL", (-1,)),),
+        outputs=(TensorSpec("y", "BOOL", (-1,)),),
+    )
+    async with serving(config) as served:
+        sink = RecordingSink()
+        request = Request(sink, [from_array("x", "BOOL", np.ones((1, 4), bool))], 1.0)
+        request.outputs = [RequestedOutput("y", {"classification": 2})]
+        served.remote.find("echo").submit(request)
+        await until(lambda: sink.num_final)
+        assert isinstance(sink.error, InvalidRequest)
+        assert str(sink.error) == "output 'y': BOOL cannot be classified"
+
+
+def add_model(root: Path, name: str, text: str = 'backend: "null" max_batch_size: 4') -> None:
+    (root / name / "1").mkdir(parents=True)
+    tensor = '{{ name: "{}" data_type: TYPE_FP32 dims: -1 }}'
+    (root / name / "config.pbtxt").write_text(
+        f"{text}\ninput {tensor.format('x')} output {tensor.format('y')}"
+    )
+
+
+async def test_models_come_and_go_as_a_front_asks(tmp_path):
+    add_model(tmp_path, "other")
+    async with serving(repository=tmp_path) as served:
+        ask = served.remote.ask
+        assert msgspec.json.decode(await ask("repository_index")) == {
+            "models": [{"name": "echo", "version": "1", "state": "READY"}, {"name": "other"}]
+        }
+        assert await ask("model_load", "other") == b""
+        np.testing.assert_array_equal(await served.infer(row(4), "other"), row(4))
+        await ask("model_unload", "echo")
+        assert msgspec.json.decode(await ask("repository_index", parameters={"ready": True})) == {
+            "models": [{"name": "other", "version": "1", "state": "READY"}]
+        }
+        with pytest.raises(Unsupported, match="load takes no parameters"):
+            await ask("model_load", "other", parameters={"config": True})
+        with pytest.raises(NotFound, match="failed to poll from model repository"):
+            await ask("model_load", "nobody")
+
+
+async def test_a_load_that_nobody_waits_for_any_more_is_undone(tmp_path, until):
+    add_model(
+        tmp_path,
+        "late",
+        'backend: "null" max_batch_size: 4 '
+        'parameters { key: "null.load_ms" value { string_value: "300" } }',
+    )
+    async with serving(repository=tmp_path) as served:
+        question = asyncio.ensure_future(served.remote.ask("model_load", "late"))
+        await until(lambda: served.front.num_running == 1)
+        question.cancel()
+        await until(lambda: served.front.num_running == 0)
+        assert [each.config.name for each in served.catalog] == ["echo"]
+        assert served.catalog.is_ready

@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
+from grpc_health.v1 import health_pb2
 from starlette.routing import Route
+from tritonclient.grpc import service_pb2
 
 from penstock.errors import ConfigError, NotAllowed
-from penstock.protocols.gate import Gate, read_keys, scope_of
+from penstock.protocols.gate import MAX_KEYS, RPC_SCOPES, Gate, read_keys, scope_of
 from penstock.protocols.v2_routes import V2Routes
 from penstock.serving.catalog import Catalog
+from penstock.serving.supervisor import socket_pair
+from penstock.wire import frames
 
 SECRET = "0123456789abcdef"
 FILE = f"""
@@ -40,6 +44,32 @@ ROUTES = {
     "/v2/repository/models/{name}/unload": "admin",
     "/metrics": "metrics",
 }
+# What each RPC needs, and the route of HTTP that does the same. A new RPC must be entered here.
+INFERENCE = "/inference.GRPCInferenceService/"
+RPCS = {
+    f"{INFERENCE}ServerLive": "/v2/health/live",
+    f"{INFERENCE}ServerReady": "/v2/health/ready",
+    f"{INFERENCE}ServerMetadata": "/v2",
+    f"{INFERENCE}ModelReady": "/v2/models/m/ready",
+    f"{INFERENCE}ModelMetadata": "/v2/models/m",
+    f"{INFERENCE}ModelConfig": "/v2/models/m/config",
+    f"{INFERENCE}ModelStatistics": "/v2/models/m/stats",
+    f"{INFERENCE}ModelInfer": "/v2/models/m/infer",
+    f"{INFERENCE}ModelStreamInfer": "/v2/models/m/infer",
+    f"{INFERENCE}RepositoryIndex": "/v2/repository/index",
+    f"{INFERENCE}RepositoryModelLoad": "/v2/repository/models/m/load",
+    f"{INFERENCE}RepositoryModelUnload": "/v2/repository/models/m/unload",
+    f"{INFERENCE}SystemSharedMemoryStatus": "/v2/systemsharedmemory/status",
+    f"{INFERENCE}SystemSharedMemoryRegister": "/v2/systemsharedmemory/region/r/register",
+    f"{INFERENCE}SystemSharedMemoryUnregister": "/v2/systemsharedmemory/unregister",
+    f"{INFERENCE}CudaSharedMemoryStatus": "/v2/cudasharedmemory/status",
+    f"{INFERENCE}CudaSharedMemoryRegister": "/v2/cudasharedmemory/region/r/register",
+    f"{INFERENCE}CudaSharedMemoryUnregister": "/v2/cudasharedmemory/unregister",
+    f"{INFERENCE}TraceSetting": "/v2/trace/setting",
+    f"{INFERENCE}LogSettings": "/v2/logging",
+    "/grpc.health.v1.Health/Check": "/v2/health/ready",
+    "/grpc.health.v1.Health/Watch": "/v2/health/ready",
+}
 
 
 @pytest.fixture
@@ -57,6 +87,16 @@ def test_every_route_has_a_scope_that_somebody_thought_of():
     import asyncio
 
     assert {path: scope_of(path) for path in asyncio.run(all_routes())} == ROUTES
+
+
+def test_every_rpc_has_the_scope_of_the_route_that_does_the_same():
+    services = [
+        *service_pb2.DESCRIPTOR.services_by_name.values(),
+        *health_pb2.DESCRIPTOR.services_by_name.values(),
+    ]
+    there = {f"/{each.full_name}/{m.name}" for each in services for m in each.methods}
+    assert RPCS.keys() == there
+    assert {method: scope_of(path) for method, path in RPCS.items()} == RPC_SCOPES
 
 
 @pytest.mark.parametrize(
@@ -123,6 +163,24 @@ def test_a_key_opens_its_scopes_and_no_others(keys, header):
         assert not caught.value.needs_key
 
 
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+def test_an_rpc_is_opened_by_the_same_keys(keys, name):
+    gate = Gate(keys)
+    value = f"Bearer {SECRET}" if name == "authorization" else SECRET
+    metadata = [("user-agent", "test"), (name, value), ("trace-bin", b"\xff")]
+    gate.check_rpc(f"{INFERENCE}ModelInfer", metadata)
+    with pytest.raises(NotAllowed, match="has no scope 'admin'") as caught:
+        gate.check_rpc(f"{INFERENCE}RepositoryModelLoad", metadata)
+    assert not caught.value.needs_key
+    for wrong in ([], [(name, "nobody")], [(name, value + "x")], [(name, "é")]):
+        gate.check_rpc("/grpc.health.v1.Health/Check", wrong)
+        for method in (f"{INFERENCE}ModelInfer", "/unknown.Service/Method", ""):
+            with pytest.raises(NotAllowed) as caught:
+                gate.check_rpc(method, wrong)
+            assert caught.value.needs_key
+    Gate().check_rpc(f"{INFERENCE}RepositoryModelLoad", [])
+
+
 @pytest.mark.parametrize(
     ("host", "is_allowed"),
     [
@@ -167,6 +225,25 @@ def test_a_wrong_key_file_is_explained(tmp_path, text, complaints):
     for problem, complaint in zip(caught.value.problems, complaints, strict=True):
         assert complaint in problem
         assert SECRET not in problem
+
+
+def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
+    entries = [
+        f'[[key]]\nsecret = "{SECRET}{number}"\nscopes = ["infer", "metrics", "admin"]\n'
+        for number in range(MAX_KEYS + 1)
+    ]
+    path = tmp_path / "keys.toml"
+    path.write_text("".join(entries[:-1]))
+    keys = {digest: tuple(scopes) for digest, scopes in read_keys(path).scopes.items()}
+    frame = frames.Open(frames.VERSION, "localhost", 0, 0, 0, keys=keys)
+    ours, theirs = socket_pair()
+    with ours, theirs:
+        ours.send(frames.encode(frame))
+        data = theirs.recv(frames.MAX_FRAME_BYTES)
+    assert frames.decode_to_front(data) == frame
+    path.write_text("".join(entries))
+    with pytest.raises(ConfigError, match="4097 keys; at most 4096"):
+        read_keys(path)
 
 
 def test_a_missing_key_file_is_explained(tmp_path):

@@ -57,10 +57,10 @@ async def test_frames_arrive_in_order_though_the_socket_is_full(pair, until):
 
 async def test_the_loss_of_the_other_end_is_told_once_and_frames_are_dropped(pair, until):
     core, front = pair()
-    front.line.send(frames.InferCancel(1))
+    front.line.send(frames.Cancel(1))
     front.close()
     await until(lambda: core.is_lost)
-    assert core.heard == [frames.InferCancel(1)]
+    assert core.heard == [frames.Cancel(1)]
     core.line.send(frames.Stop())
     core.line.read()
     core.close()

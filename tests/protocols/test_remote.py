@@ -84,7 +84,7 @@ async def test_memory_of_a_cancelled_request_is_kept_until_the_core_has_answered
     assert core.remote.num_extents_held == 1
     await until(lambda: len(core.heard) == 2)
     call = core.heard[0].call
-    assert core.heard[1] == frames.InferCancel(call)
+    assert core.heard[1] == frames.Cancel(call)
     # The answer was on its way already; what it holds is given back unread.
     core.line.send(frames.InferReply(call, frames.Parcel(offset=64), "m", "1"))
     await until(lambda: len(core.heard) == 3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,8 +14,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from penstock import errors
-from penstock.errors import InvalidRequest, NotFound, Overloaded, PenstockError, Unsupported
-from penstock.protocols.v2_grpc import SERVICE, STATUS, Service
+from penstock.errors import (
+    InvalidRequest,
+    NotAllowed,
+    NotFound,
+    Overloaded,
+    PenstockError,
+    Unsupported,
+)
+from penstock.protocols.gate import RPC_SCOPES, Gate, Keys
+from penstock.protocols.v2_grpc import HEALTH, MAX_STREAM_CALLS, SERVICE, STATUS, Service
 from penstock.types import CANCELLED, Request, Response
 from penstock.wire import frames
 
@@ -28,7 +37,23 @@ ANSWERED = {
     "ModelStatistics",
     "ModelInfer",
     "ModelStreamInfer",
+    "RepositoryIndex",
+    "RepositoryModelLoad",
+    "RepositoryModelUnload",
 }
+SECRETS = {scope: f"the secret for {scope}" for scope in ("infer", "admin", "metrics")}
+GATE = Gate(
+    Keys(
+        {
+            hashlib.sha256(secret.encode()).digest(): frozenset((scope,))
+            for scope, secret in SECRETS.items()
+        }
+    )
+)
+METHODS = [
+    *(f"/{SERVICE.full_name}/{name}" for name in SERVICE.methods_by_name),
+    *(f"/{HEALTH.full_name}/{name}" for name in HEALTH.methods_by_name),
+]
 
 
 @pytest.fixture
@@ -44,12 +69,20 @@ class Core:
         self.errors: dict[str, PenstockError] = {}
         self.waiting: list[Request] = []
         self.cancelled: list[Request] = []
+        self.asked: list[tuple[str, str, Mapping[str, Any]]] = []
         self.is_ready = True
 
     def find(self, name: str, version: str = "") -> Model:
         return Model(self, name)
 
-    async def ask(self, kind: frames.AskKind, name: str = "", version: str = "") -> bytes:
+    async def ask(
+        self,
+        kind: frames.AskKind,
+        name: str = "",
+        version: str = "",
+        parameters: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        self.asked.append((kind, name, parameters or {}))
         if name in self.errors:
             raise self.errors[name]
         match kind:
@@ -66,6 +99,13 @@ class Core:
                 return b"\x0a\x01m"
             case "model_statistics":
                 raise Unsupported("not yet")
+            case "repository_index":
+                return (
+                    b'{"models":[{"name":"a","version":"1","state":"READY"},'
+                    b'{"name":"b","state":"UNAVAILABLE","reason":"why"},{"name":"c"}]}'
+                )
+            case "model_load" | "model_unload":
+                return b""
 
 
 class Model:
@@ -100,10 +140,10 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(core: Core) -> AsyncIterator[Client]:
-    service = Service(core)  # type: ignore[arg-type]
+async def serving(core: Core, gate: Gate | None = None) -> AsyncIterator[Client]:
+    service = Service(core, gate or Gate())  # type: ignore[arg-type]
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 1 << 16)])
-    server.add_generic_rpc_handlers(service.handlers())
+    server.add_generic_rpc_handlers([service.handler()])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -223,23 +263,223 @@ async def test_a_deadline_that_passes_cancels(until: Callable[..., Any]):
         assert core.cancelled == core.waiting
 
 
+async def test_an_unknown_model_is_not_ready():
+    core = Core()
+    core.errors["none"] = NotFound("unknown")
+    async with serving(core) as client:
+        assert not (await client.v2.ModelReady(service_pb2.ModelReadyRequest(name="none"))).ready
+
+
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_requests_may_be_compressed_and_the_limit_holds_for_what_they_become(algorithm):
+    async with serving(Core()) as client:
+        answer = await client.v2.ModelInfer(message(data=bytes(1 << 15)), compression=algorithm)
+        assert list(answer.raw_output_contents) == [bytes(1 << 15)]
+        bomb = client.v2.ModelInfer(message(data=bytes(1 << 24)), compression=algorithm)
+        code, _ = await client.refusal(bomb)
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await client.v2.ModelInfer(message())).model_name == "m"
+
+
+# The repository
+
+
+async def test_the_repository_is_asked_and_changed():
+    core = Core()
+    async with serving(core) as client:
+        index = await client.v2.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True))
+        assert [(x.name, x.version, x.state, x.reason) for x in index.models] == [
+            ("a", "1", "READY", ""),
+            ("b", "", "UNAVAILABLE", "why"),
+            ("c", "", "", ""),
+        ]
+        load = service_pb2.RepositoryModelLoadRequest(model_name="a")
+        await client.v2.RepositoryModelLoad(load)
+        load.parameters["config"].string_param = "{}"
+        load.parameters["file:1/model.onnx"].bytes_param = bytes(10_000)
+        await client.v2.RepositoryModelLoad(load)
+        unload = service_pb2.RepositoryModelUnloadRequest(model_name="a")
+        unload.parameters["unload_dependents"].bool_param = True
+        await client.v2.RepositoryModelUnload(unload)
+        assert core.asked == [
+            ("repository_index", "", {"ready": True}),
+            ("model_load", "a", {}),
+            ("model_load", "a", {"config": True, "file:1/model.onnx": True}),
+            ("model_unload", "a", {}),
+        ]
+
+
+async def test_there_is_only_one_repository():
+    async with serving(Core()) as client:
+        for call in (
+            client.v2.RepositoryIndex(service_pb2.RepositoryIndexRequest(repository_name="r")),
+            client.v2.RepositoryModelLoad(
+                service_pb2.RepositoryModelLoadRequest(repository_name="r")
+            ),
+            client.v2.RepositoryModelUnload(
+                service_pb2.RepositoryModelUnloadRequest(repository_name="r")
+            ),
+        ):
+            code, text = await client.refusal(call)
+            assert code == grpc.StatusCode.UNIMPLEMENTED
+            assert "'repository_name' is not supported" in text
+
+
+# Keys
+
+
+async def code_of(client: Client, method: str, secret: str | None) -> grpc.StatusCode:
+    """How the call ends; a stream that answers, or waits for more, is well."""
+    metadata = [("authorization", f"Bearer {secret}")] if secret else None
+    name = method.rpartition("/")[2]
+    try:
+        if name == "ModelStreamInfer":
+            stream = client.channel.stream_stream(method)(metadata=metadata)
+            await stream.done_writing()
+            await stream.read()
+        elif name == "Watch":
+            watch = client.channel.unary_stream(method)(b"", metadata=metadata)
+            await watch.read()
+            watch.cancel()
+        else:
+            await client.channel.unary_unary(method)(b"", metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_every_method_asks_for_its_key(method: str):
+    scope = RPC_SCOPES[method]
+    refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+    async with serving(Core(), GATE) as client:
+        for secret in (None, "nobody's secret"):
+            code = await code_of(client, method, secret)
+            if scope == "open":
+                assert code == grpc.StatusCode.OK
+            else:
+                assert code == grpc.StatusCode.UNAUTHENTICATED
+        for held, secret in SECRETS.items():
+            code = await code_of(client, method, secret)
+            if held == scope or scope == "open":
+                assert code not in refusals
+            else:
+                assert code == grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_method_that_is_not_there_asks_for_a_key_too():
+    async with serving(Core(), GATE) as client:
+        for method in ("/inference.GRPCInferenceService/Other", "/other.Service/Method"):
+            assert await code_of(client, method, None) == grpc.StatusCode.UNAUTHENTICATED
+            code = await code_of(client, method, SECRETS["infer"])
+            assert code == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_what_is_refused_is_refused_with_the_words_of_http():
+    with pytest.raises(NotAllowed) as missing:
+        GATE.check("/v2/models/m/infer", {})
+    with pytest.raises(NotAllowed) as unknown:
+        GATE.check("/v2/models/m/infer", {b"x-api-key": b"nobody's"})
+    with pytest.raises(NotAllowed) as restricted:
+        GATE.check("/v2/models/m/infer", {b"x-api-key": SECRETS["admin"].encode()})
+    async with serving(Core(), GATE) as client:
+        for metadata, expected in (
+            ([], missing),
+            ([("x-api-key", "nobody's")], unknown),
+            ([("x-api-key", SECRETS["admin"])], restricted),
+        ):
+            call = client.v2.ModelInfer(message(), metadata=metadata)
+            assert (await client.refusal(call))[1] == str(expected.value)
+        answer = await client.v2.ModelInfer(message(), metadata=[("x-api-key", SECRETS["infer"])])
+        assert answer.model_name == "m"
+
+
 # Streams
 
 
-async def test_a_stream_answers_in_order_of_completion(until: Callable[..., Any]):
+async def test_a_stream_answers_in_order_of_the_requests(until: Callable[..., Any]):
     core = Core()
     async with serving(core) as client:
         stream = client.v2.ModelStreamInfer()
         await stream.write(message("wait", id="slow"))
         await stream.write(message(id="quick"))
-        first = await stream.read()
-        assert (first.infer_response.id, first.error_message) == ("quick", "")
-        (request,) = core.waiting
-        request.respond(Response("wait", "1", request.inputs))
-        assert (await stream.read()).infer_response.id == "slow"
+        await stream.write(message("wait", id="last"))
+        await until(lambda: len(core.waiting) == 2)
+        for request in reversed(core.waiting):
+            request.respond(Response("wait", "1", request.inputs))
+        answers = [await stream.read() for _ in range(3)]
+        assert [each.infer_response.id for each in answers] == ["slow", "quick", "last"]
         await stream.done_writing()
         assert await stream.read() is grpc.aio.EOF
         assert await stream.code() == grpc.StatusCode.OK
+
+
+async def test_a_client_that_has_said_all_still_gets_its_answers(until: Callable[..., Any]):
+    core = Core()
+    async with serving(core) as client:
+        stream = client.v2.ModelStreamInfer()
+        for number in range(3):
+            await stream.write(message("wait", id=str(number)))
+        await stream.done_writing()
+        await until(lambda: len(core.waiting) == 3)
+        for request in core.waiting:
+            request.respond(Response("wait", "1", request.inputs))
+        assert [each.infer_response.id async for each in stream] == ["0", "1", "2"]
+        assert await stream.code() == grpc.StatusCode.OK
+
+
+async def test_a_stream_of_more_than_may_be_under_way_is_answered(until: Callable[..., Any]):
+    core = Core()
+    async with serving(core) as client:
+        stream = client.v2.ModelStreamInfer()
+
+        async def send() -> None:
+            for number in range(MAX_STREAM_CALLS + 10):
+                await stream.write(message("wait", id=str(number)))
+            await stream.done_writing()
+
+        sending = asyncio.ensure_future(send())
+        total = MAX_STREAM_CALLS + 10
+        await until(lambda: len(core.waiting) == MAX_STREAM_CALLS)
+        await asyncio.sleep(0.05)
+        assert len(core.waiting) == MAX_STREAM_CALLS
+        core.waiting[0].respond(Response("wait", "1", core.waiting[0].inputs))
+        await until(lambda: len(core.waiting) == MAX_STREAM_CALLS + 1)
+        while len(core.waiting) < total or not core.waiting[-1].is_done:
+            for request in core.waiting:
+                request.respond(Response("wait", "1", request.inputs))
+            await asyncio.sleep(0.01)
+        assert [int(each.infer_response.id) async for each in stream] == list(range(total))
+        await sending
+
+
+async def test_a_message_of_a_stream_that_is_too_long_ends_this_stream_alone(
+    until: Callable[..., Any],
+):
+    core = Core()
+    async with serving(core) as client:
+        stream, other = client.v2.ModelStreamInfer(), client.v2.ModelStreamInfer()
+        await other.write(message(id="before"))
+        assert (await other.read()).infer_response.id == "before"
+        await stream.write(message("wait"))
+        await until(lambda: core.waiting)
+        await stream.write(message(data=bytes(1 << 17)))
+        code, _ = await client.refusal(stream.read())
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await until(lambda: core.cancelled == core.waiting)
+        await other.write(message(id="after"))
+        assert (await other.read()).infer_response.id == "after"
+        await other.done_writing()
+
+
+async def test_a_stream_whose_deadline_passes_cancels_what_runs(until: Callable[..., Any]):
+    core = Core()
+    async with serving(core) as client:
+        stream = client.v2.ModelStreamInfer(timeout=0.2)
+        await stream.write(message("wait"))
+        code, _ = await client.refusal(stream.read())
+        assert code == grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: core.waiting and core.cancelled == core.waiting)
 
 
 async def test_errors_of_a_stream_come_as_messages():
@@ -271,16 +511,23 @@ async def test_errors_of_a_stream_end_it_where_the_client_wants_that(until: Call
         assert core.cancelled == core.waiting
 
 
-async def test_the_final_response_is_marked_where_the_client_wants_that():
-    async with serving(Core()) as client:
+@pytest.mark.parametrize("asks", [None, False, True])
+async def test_every_answer_of_a_stream_is_marked_as_the_final_one(asks: bool | None):
+    core = Core()
+    core.errors["bad"] = NotFound("why")
+    async with serving(core) as client:
         stream = client.v2.ModelStreamInfer()
-        wire = message()
-        wire.parameters["triton_enable_empty_final_response"].bool_param = True
-        await stream.write(wire)
-        answer = (await stream.read()).infer_response
-        assert {name: value.bool_param for name, value in answer.parameters.items()} == {
-            "triton_final_response": True
-        }
+        for model in ("m", "bad"):
+            wire = message(model)
+            if asks is not None:
+                wire.parameters["triton_enable_empty_final_response"].bool_param = asks
+            await stream.write(wire)
+            answer = await stream.read()
+            assert bool(answer.error_message) == (model == "bad")
+            marks = answer.infer_response.parameters
+            assert {name: value.bool_param for name, value in marks.items()} == {
+                "triton_final_response": True
+            }
         await stream.done_writing()
 
 
@@ -321,8 +568,40 @@ async def test_health_follows_readiness(service: str):
         assert (await client.health.Check(request)).status == 2
 
 
+async def test_health_of_a_model_follows_its_readiness():
+    core = Core()
+    async with serving(core) as client:
+        request = health_pb2.HealthCheckRequest(service="m")
+        assert (await client.health.Check(request)).status == 1
+        watch = client.health.Watch(request)
+        assert (await watch.read()).status == 1
+        core.is_ready = False
+        assert (await client.health.Check(request)).status == 2
+        assert (await watch.read()).status == 2
+        core.errors["m"] = NotFound("unloaded")
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        del core.errors["m"]
+        assert (await watch.read()).status == 2
+        watch.cancel()
+        assert {each[:2] for each in core.asked} == {("model_ready", "m")}
+
+
+async def test_health_of_a_model_needs_the_key_for_it():
+    async with serving(Core(), GATE) as client:
+        request = health_pb2.HealthCheckRequest(service="m")
+        code, _ = await client.refusal(client.health.Check(request))
+        assert code == grpc.StatusCode.UNAUTHENTICATED
+        code, _ = await client.refusal(client.health.Watch(request).read())
+        assert code == grpc.StatusCode.UNAUTHENTICATED
+        metadata = [("x-api-key", SECRETS["infer"])]
+        assert (await client.health.Check(request, metadata=metadata)).status == 1
+        assert (await client.health.Check(health_pb2.HealthCheckRequest())).status == 1
+
+
 async def test_health_of_an_unknown_service_is_not_found():
-    async with serving(Core()) as client:
+    core = Core()
+    core.errors["other"] = NotFound("unknown")
+    async with serving(core) as client:
         request = health_pb2.HealthCheckRequest(service="other")
         code, _ = await client.refusal(client.health.Check(request))
         assert code == grpc.StatusCode.NOT_FOUND

@@ -16,6 +16,7 @@ import pytest
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.serving.model import Model
+from penstock.serving.supervisor import backoff_s, deaths_in_a_row
 from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 
@@ -163,3 +164,16 @@ def test_workers_die_with_the_core(end, tmp_path: Path):
     while psutil.pid_exists(worker) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(worker)
+
+
+def test_deaths_in_a_row_cost_more_and_more_patience():
+    delays = [backoff_s(num_deaths) for num_deaths in range(1, 11)]
+    assert delays == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert backoff_s(100_000) == 10.0, "after days of crashes still a number"
+
+
+def test_a_process_that_was_well_for_a_while_begins_anew():
+    num_deaths = 0
+    for well_s, expected in [(0.0, 1), (1.0, 2), (9.9, 3), (10.0, 1), (0.0, 2), (3600.0, 1)]:
+        num_deaths = deaths_in_a_row(num_deaths, well_s)
+        assert num_deaths == expected

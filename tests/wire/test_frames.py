@@ -74,17 +74,21 @@ FROM_FRONT = [
     frames.Listening(frames.VERSION, 8001),
     frames.LoadFailed(("cannot listen",)),
     frames.Infer(1, "m", "2", 0.5, INLINE),
-    frames.Infer(1, "m", "2", 0.5, AT_OFFSET, "id", ("y",), {"b": True}, 3, 1.5),
-    frames.InferCancel(1),
+    frames.Infer(1, "m", "2", 0.5, AT_OFFSET, "id", ("y",), {"b": True}, 3, 1.5, {"y": 5}),
+    frames.Cancel(1),
     frames.Release((0, 64)),
     frames.Ask(1, "model_ready", "m", "2"),
+    frames.Ask(1, "repository_index", parameters={"ready": True}),
+    frames.Pong(),
 ]
 TO_FRONT = [
     frames.Open(frames.VERSION, "::1", 0, 4096, 64),
+    frames.Open(frames.VERSION, "::1", 0, 4096, 64, "gzip", {b"\xff\0": ("infer", "admin")}),
     frames.InferReply(1, INLINE, "m", "2", {"s": "é"}),
     frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", error="full", is_final=False),
     frames.Answer(1, b"{}"),
     frames.Answer(1, b"", "NotFound", "no such model"),
+    frames.Ping(),
     frames.Stop(),
 ]
 
@@ -221,7 +225,7 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
         (frames.decode_to_front, frames.Open(1, "h", 8001, 4096, 64), OPEN),
         (frames.decode_from_front, frames.Listening(1, 8001), "93a36c697301cd1f41"),
         (frames.decode_from_front, frames.Infer(5, "m", "1", 0.5, INLINE, "id"), INFER),
-        (frames.decode_from_front, frames.InferCancel(5), "92a4696e666305"),
+        (frames.decode_from_front, frames.Cancel(5), "92a4696e666305"),
         (
             frames.decode_to_front,
             frames.InferReply(5, frames.Parcel(offset=64), "m", "1"),

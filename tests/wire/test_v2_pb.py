@@ -1,6 +1,6 @@
 """Protobuf messages to requests and answers to messages: what is kept, what is refused, how."""
 
-import contextlib
+import json
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,27 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tritonclient.grpc import service_pb2
 
-from penstock.errors import InvalidRequest, PenstockError, Unsupported
+from penstock.errors import InvalidRequest, PenstockError, TooLarge, Unsupported
 from penstock.testing import RecordingSink
-from penstock.types import DATATYPES, Request, Response, Tensor, from_array, split_bytes, to_array
-from penstock.wire.v2_pb import CONTENTS, decode_infer, encode_answer, parse, set_parameter
+from penstock.types import (
+    DATATYPES,
+    Request,
+    Response,
+    Tensor,
+    from_array,
+    num_elements,
+    split_bytes,
+    to_array,
+)
+from penstock.wire.v2 import Codec
+from penstock.wire.v2_pb import (
+    CONTENTS,
+    MAX_TYPED,
+    decode_infer,
+    encode_answer,
+    parse,
+    set_parameter,
+)
 
 INPUT = service_pb2.ModelInferRequest.InferInputTensor
 OUTPUT = service_pb2.ModelInferRequest.InferRequestedOutputTensor
@@ -153,7 +170,25 @@ def test_fields_that_we_do_not_know_are_ignored() -> None:
         (message(tensor("x", shape=[-1]), raw=(RAW,)), "input 'x': shape [-1] has a negative"),
         (message(tensor("x", shape=[-1], fp32_contents=[1])), "input 'x': shape [-1] has a neg"),
         (message(tensor("x", shape=[2**62, 2]), raw=(RAW,)), "input 'x': shape"),
+        (message(tensor("x", shape=[2**63 - 1]), raw=(RAW,)), "input 'x': shape"),
+        (message(tensor("x", shape=[2**32, 2**32]), raw=(RAW,)), "input 'x': shape"),
+        (message(tensor("x", shape=[2**4, 2**60 + 2], fp32_contents=[1])), "input 'x': shape"),
+        (message(tensor("x", shape=[-(2**63), 2]), raw=(RAW,)), "has a negative dimension"),
+        (message(tensor("x", shape=[0, -1]), raw=(RAW,)), "has a negative dimension"),
         (message(tensor("x", shape=[1] * 33), raw=(RAW,)), "33 dimensions"),
+        (message(tensor("x", "BYTES", [2], bytes_contents=[b"a"])), "needs 2 elements, bytes_con"),
+        (message(tensor("x", "BOOL", [1], int_contents=[1])), "input 'x': BOOL elements belong in"),
+        (message(tensor("x", "UINT8", [1], uint_contents=[256])), "a value does not fit UINT8"),
+        (message(tensor("x", "INT16", [1], int_contents=[-32769])), "a value does not fit INT16"),
+        (message(tensor("x", "", [1], int_contents=[1])), "input 'x': unknown datatype ''"),
+        (
+            message(tensor("x", "INT64", [1], int64_contents=[1], int_contents=[1])),
+            "input 'x': INT64 elements belong in int64_contents, not in int_contents",
+        ),
+        (
+            message(tensor("x"), tensor("y", fp32_contents=[1, 2]), raw=(RAW, RAW)),
+            "input 'y': contents field must",
+        ),
         (message(tensor("x", "FP16", fp32_contents=[1, 2])), "FP16 has no typed contents"),
         (message(tensor("x", "BF16", fp32_contents=[1, 2])), "BF16 has no typed contents"),
         (message(tensor("x", "FP4", fp32_contents=[1, 2])), "unknown datatype 'FP4'"),
@@ -177,6 +212,7 @@ def test_malformed_requests_are_told_what_is_wrong(wire: Any, words: str) -> Non
         ("priority", True, InvalidRequest),
         ("timeout", "soon", InvalidRequest),
         ("binary_data_output", 1, InvalidRequest),
+        ("triton_enable_empty_final_response", "true", InvalidRequest),
         ("sequence_id", 7, Unsupported),
         ("sequence_start", True, Unsupported),
     ],
@@ -187,21 +223,53 @@ def test_known_parameters_are_checked(name: str, value: Any, kind: type[Penstock
     assert f"parameter '{name}'" in refusal(wire, kind)
 
 
+def test_typed_elements_are_limited_and_raw_ones_are_not() -> None:
+    def elements(name: str, count: int) -> Any:
+        return tensor(name, "BOOL", [count], bool_contents=bytes(count))
+
+    half = MAX_TYPED // 2
+    assert len(decode(message(elements("x", half), elements("y", half))).inputs) == 2
+    text = refusal(message(elements("x", half), elements("y", half + 1)), TooLarge)
+    assert text.startswith(f"input 'y': {half + 1} more typed elements")
+    assert "raw_input_contents" in text
+    raw = message(tensor("x", "BOOL", [MAX_TYPED + 1]), raw=(bytes(MAX_TYPED + 1),))
+    assert len(decode(raw).inputs[0].data) == MAX_TYPED + 1
+
+
 def test_a_parameter_without_a_value_is_refused() -> None:
     wire = message(tensor(), raw=(RAW,))
     wire.parameters["empty"].SetInParent()
     assert refusal(wire) == "parameter 'empty' has no value"
 
 
-def test_shared_memory_and_classification_are_unsupported() -> None:
+def test_shared_memory_is_unsupported() -> None:
     item = tensor()
     set_parameter(item.parameters["shared_memory_region"], "r")
     assert "input 'x': shared memory" in refusal(message(item), Unsupported)
     output = OUTPUT(name="y")
-    set_parameter(output.parameters["classification"], 3)
-    assert "'classification' is not supported" in refusal(
+    set_parameter(output.parameters["shared_memory_region"], "r")
+    assert "output 'y': shared memory" in refusal(
         message(tensor(), raw=(RAW,), outputs=[output]), Unsupported
     )
+
+
+def test_outputs_may_be_asked_for_as_classes() -> None:
+    output = OUTPUT(name="y")
+    set_parameter(output.parameters["classification"], 3)
+    (asked,) = decode(message(tensor(), raw=(RAW,), outputs=[output])).outputs
+    assert asked.parameters == {"classification": 3}
+    for wrong in (0, -1, "3", True, 1.5):
+        set_parameter(output.parameters["classification"], wrong)
+        assert "output 'y': parameter 'classification' must be a number of classes" in refusal(
+            message(tensor(), raw=(RAW,), outputs=[output])
+        )
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_wish_for_an_empty_final_answer_is_not_the_models_business(value: bool) -> None:
+    wire = message(tensor(), raw=(RAW,))
+    set_parameter(wire.parameters["triton_enable_empty_final_response"], value)
+    assert decode(wire).parameters is None
 
 
 @pytest.mark.parametrize(
@@ -218,11 +286,177 @@ def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
         parse(service_pb2.ModelInferRequest, data)
 
 
+def survives(data: bytes) -> None:
+    """Either a request whose tensors are what they say, or a refusal that can be shown."""
+    try:
+        wire = parse(service_pb2.ModelInferRequest, data)
+        request = decode_infer(wire, RecordingSink(), 1.0)
+    except PenstockError as error:
+        assert str(error)
+        return
+    assert len(request.inputs) == len(wire.inputs) > 0
+    for item, received in zip(wire.inputs, request.inputs, strict=True):
+        assert (received.name, received.shape) == (item.name, tuple(item.shape))
+        assert min(received.shape, default=0) >= 0
+        if wire.raw_input_contents or received.datatype == "BYTES":
+            continue
+        itemsize = DATATYPES[received.datatype].itemsize
+        assert len(received.data) == num_elements(received.shape) * itemsize
+
+
 @settings(max_examples=300)
 @given(st.binary(max_size=60))
 def test_random_bytes_do_no_harm(data: bytes) -> None:
-    with contextlib.suppress(PenstockError):
-        decode_infer(parse(service_pb2.ModelInferRequest, data), RecordingSink(), 1.0)
+    survives(data)
+
+
+names = st.text(max_size=8)
+values = (
+    st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+)
+shapes = st.lists(st.integers(-2, 4) | st.integers(-(2**63), 2**63 - 1), max_size=4)
+contents = st.one_of(
+    *(
+        st.builds(lambda name, items: {name: items}, st.just(name), st.lists(kind, max_size=6))
+        for name, kind in {
+            "bool_contents": st.booleans(),
+            "int_contents": st.integers(-(2**31), 2**31 - 1),
+            "int64_contents": st.integers(-(2**63), 2**63 - 1),
+            "uint_contents": st.integers(0, 2**32 - 1),
+            "uint64_contents": st.integers(0, 2**64 - 1),
+            "fp32_contents": st.floats(width=32),
+            "fp64_contents": st.floats(),
+            "bytes_contents": st.binary(max_size=6),
+        }.items()
+    )
+)
+
+
+@st.composite
+def wires(draw: st.DrawFn) -> Any:
+    """Messages with every field set to something, sensible or not."""
+    wire = message(id=draw(names), model_version=draw(names))
+    for _ in range(draw(st.integers(0, 3))):
+        datatype = draw(st.sampled_from(sorted(DATATYPES)) | names)
+        item = tensor(draw(names), datatype, draw(shapes), **(draw(contents | st.just({}))))
+        for name, value in draw(st.dictionaries(names, values, max_size=2)).items():
+            set_parameter(item.parameters[name], value)
+        wire.inputs.append(item)
+    for name in draw(st.lists(names, max_size=2)):
+        output = wire.outputs.add(name=name)
+        if draw(st.booleans()):
+            set_parameter(output.parameters["classification"], draw(values))
+    known = st.sampled_from(("priority", "timeout", "sequence_id", "binary_data_output"))
+    for name, value in draw(st.dictionaries(names | known, values, max_size=3)).items():
+        set_parameter(wire.parameters[name], value)
+    wire.raw_input_contents.extend(draw(st.lists(st.binary(max_size=20), max_size=3)))
+    return wire
+
+
+@settings(max_examples=300)
+@given(wires())
+def test_messages_of_any_content_do_no_harm(wire: Any) -> None:
+    survives(wire.SerializeToString())
+
+
+@settings(max_examples=300)
+@given(wires(), st.data())
+def test_messages_that_are_cut_or_changed_do_no_harm(wire: Any, data: st.DataObject) -> None:
+    mutant = bytearray(wire.SerializeToString())
+    for _ in range(data.draw(st.integers(1, 4))):
+        if not mutant:
+            return
+        position = data.draw(st.integers(0, len(mutant) - 1))
+        match data.draw(st.sampled_from(("cut", "change", "insert", "remove"))):
+            case "cut":
+                del mutant[position:]
+            case "change":
+                mutant[position] = data.draw(st.integers(0, 255))
+            case "insert":
+                mutant[position:position] = data.draw(st.binary(max_size=4))
+            case "remove":
+                del mutant[position : position + 4]
+    survives(bytes(mutant))
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> tuple[str, Any]:
+    datatype = draw(st.sampled_from(sorted(DATATYPES)))
+    shape = draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4))
+    if datatype != "BYTES":
+        return datatype, draw(hnp.arrays(DATATYPES[datatype].numpy, shape))
+    array = np.empty(shape, dtype=np.object_)
+    array[...] = b""
+    for index in np.ndindex(shape):
+        array[index] = draw(st.binary(max_size=5))
+    return datatype, array
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(arrays(), min_size=1, max_size=3),
+    st.lists(st.sampled_from("abc"), unique=True, max_size=3),
+    st.none() | st.integers(1, 9),
+    st.dictionaries(st.sampled_from(("own", "other")), values, max_size=2),
+    st.integers(0, 5),
+    st.integers(0, 10**6),
+)
+def test_both_protocols_say_the_same(
+    tensors: list[tuple[str, Any]],
+    outputs: list[str],
+    num_classes: int | None,
+    own: dict[str, Any],
+    priority: int,
+    timeout: int,
+) -> None:
+    sent = [from_array(f"x{i}", datatype, array) for i, (datatype, array) in enumerate(tensors)]
+    parameters = {**own, "priority": priority, "timeout": timeout}
+    asked = {} if num_classes is None else {"classification": num_classes}
+
+    wire = message(
+        *(tensor(t.name, t.datatype, t.shape) for t in sent),
+        raw=tuple(bytes(t.data) for t in sent),
+        id="é",
+    )
+    for name, value in parameters.items():
+        set_parameter(wire.parameters[name], value)
+    for name in outputs:
+        output = wire.outputs.add(name=name)
+        for key, value in asked.items():
+            set_parameter(output.parameters[key], value)
+    head = json.dumps(
+        {
+            "id": "é",
+            "inputs": [
+                {
+                    "name": t.name,
+                    "datatype": t.datatype,
+                    "shape": list(t.shape),
+                    "parameters": {"binary_data_size": len(t.data)},
+                }
+                for t in sent
+            ],
+            "outputs": [{"name": name, "parameters": asked} for name in outputs],
+            "parameters": parameters,
+        }
+    ).encode()
+    body = head + b"".join(bytes(t.data) for t in sent)
+    over_http = Codec().decode_infer(body, len(head), RecordingSink(), 1.0)
+    assert facts(decode(wire)) == facts(over_http)
+
+
+def facts(request: Request) -> tuple[Any, ...]:
+    return (
+        request.id,
+        [(t.name, t.datatype, tuple(t.shape), bytes(t.data)) for t in request.inputs],
+        [(output.name, output.parameters) for output in request.outputs],
+        request.parameters,
+        request.priority,
+        request.timeout_s,
+    )
 
 
 def test_an_answer_copies_what_it_is_given() -> None:

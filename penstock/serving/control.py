@@ -1,0 +1,60 @@
+"""Which models are loaded, as operators change it over the API; every protocol calls this.
+
+Reads the repository off the loop. Changes are allowed in explicit mode only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from penstock import repository
+from penstock.errors import InvalidRequest, NotAllowed, Unsupported
+from penstock.serving.catalog import Catalog, IndexEntry
+
+
+class Control:
+    """`path` is the repository; `is_explicit` allows loading and unloading."""
+
+    def __init__(self, catalog: Catalog, path: str, is_explicit: bool) -> None:
+        self._catalog = catalog
+        self._path = path
+        self._is_explicit = is_explicit
+
+    async def index(self, only_ready: object = False) -> list[dict[str, str]]:
+        """One row per version, without the fields that are empty."""
+        if not isinstance(only_ready, bool):
+            raise InvalidRequest("'ready' must be true or false")
+        names = await asyncio.to_thread(repository.names, self._path)
+        entries = self._catalog.index(names)
+        return [_row(entry) for entry in entries if entry.state == "READY" or not only_ready]
+
+    async def load(self, name: str, parameters: Collection[str] = ()) -> None:
+        """Load or replace a model; whoever is cancelled here changes nothing."""
+        self._check_explicit()
+        if parameters:
+            raise Unsupported("load takes no parameters here: the repository is what is loaded")
+        found = await asyncio.to_thread(repository.read_one, self._path, name)
+        await self._catalog.load(found)
+        failure = self._catalog.failure(name)
+        if failure is not None:
+            raise InvalidRequest(f"failed to load '{name}': {'; '.join(failure.problems)}")
+
+    async def unload(self, name: str) -> None:
+        self._check_explicit()
+        await self._catalog.unload(name)
+
+    def _check_explicit(self) -> None:
+        if not self._is_explicit:
+            raise NotAllowed(
+                "explicit model load / unload is not allowed: "
+                "start the server with --model-control-mode explicit"
+            )
+
+
+def _row(entry: IndexEntry) -> dict[str, str]:
+    row = {"name": entry.name}
+    for key in ("version", "state", "reason"):
+        if value := getattr(entry, key):
+            row[key] = value
+    return row
