@@ -19,7 +19,9 @@ from penstock.types import Array, Parameter, TensorSpec
 MODULES: Mapping[str, str] = {
     "null": "penstock.backends.null",
     "onnxruntime": "penstock.backends.onnxruntime",
+    "openvino": "penstock.backends.openvino",
     "python": "penstock.backends.python",
+    "pytorch": "penstock.backends.pytorch",
 }
 
 Outputs = Mapping[str, Array]
