@@ -75,6 +75,7 @@ class OpenVinoRunner:
         self._actual = {name: _property(self._compiled, name) for name in properties}
         self._check_properties(properties)
         self._request = self._compiled.create_infer_request()
+        self._has_state = bool(self._request.query_state())
         input_names = [spec.name for spec in self.inputs]
         output_names = [spec.name for spec in self.outputs]
         self._feeds = [(spec, input_names.index(spec.name)) for spec in config.inputs]
@@ -88,11 +89,10 @@ class OpenVinoRunner:
         return built | {name.lower(): text for name, text in self._actual.items()}
 
     def start(self, batch: Batch) -> Execution:
-        feeds = {
-            index: _feed(spec, batch.inputs[spec.name])
-            for spec, index in self._feeds
-            if spec.name in batch.inputs
-        }
+        feeds = {index: _feed(spec, batch.inputs[spec.name]) for spec, index in self._feeds}
+        if self._has_state:
+            # What one batch left behind is no other's business.
+            self._request.reset_state()
         try:
             self._request.infer(feeds, share_outputs=True)
         except RuntimeError as error:
@@ -139,6 +139,11 @@ def _properties(config: ModelConfig) -> dict[str, str]:
             for spec in specs
             if spec.datatype == "BYTES"
         ]
+    problems += [
+        f"input '{spec.name}': OpenVINO needs all inputs; it cannot be optional"
+        for spec in config.inputs
+        if spec.is_optional
+    ]
     settings = {
         key.lower() if key.lower() in PROPERTIES else key: text
         for key, text in config.options.items()

@@ -318,6 +318,7 @@ def _load_pt2(config: ModelConfig) -> Loaded:
         raise ConfigError([f"{label}: {problem}" for problem in error.problems]) from None
     signature = _named(program, config.outputs)
     check_signature(config, signature.inputs, signature.outputs)
+    _check_limits(config, program.signature.max_batch)
     _check_sample_inputs(path, program.sample_inputs, label)
     try:
         exported = torch.export.load(path)
@@ -343,6 +344,21 @@ def _named(program: pt2_file.Program, configured: Sequence[TensorSpec]) -> Signa
         for wanted, found in zip(configured, signature.outputs, strict=False)
     ]
     return Signature(signature.inputs, tuple(outputs))
+
+
+def _check_limits(config: ModelConfig, max_batch: int | None) -> None:
+    problems = [
+        f"input '{spec.name}': a .pt2 needs all its inputs; it cannot be optional"
+        for spec in config.inputs
+        if spec.is_optional
+    ]
+    if max_batch and config.max_batch_size > max_batch:
+        problems.append(
+            f"max_batch_size: {config.max_batch_size}, but the model was exported for at most "
+            f"{max_batch} rows"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_sample_inputs(path: Path, member: str, label: str) -> None:

@@ -207,6 +207,30 @@ def test_numbers_that_openvino_would_change_are_refused(
     assert_same(run(runner, {"x0": empty}, 0)["y0"], empty, datatype)
 
 
+def test_optional_inputs_are_refused(identity: Path) -> None:
+    """The library would compute with what the batch before has sent."""
+    [x0], outputs = echo_specs("FP32", (3,))
+    [problem] = problems_of(ov_config(identity, [replace(x0, is_optional=True)], outputs))
+    assert problem == "input 'x0': OpenVINO needs all inputs; it cannot be optional"
+
+
+def test_state_does_not_outlive_its_batch(tmp_path: Path) -> None:
+    """y is x and all that came before it."""
+    opset = pytest.importorskip("openvino.opset6")
+    x = opset.parameter([1, 3], np.float32, name="x")
+    zeros = opset.constant(np.zeros((1, 3), np.float32))
+    total = opset.add(opset.read_value(zeros, "total"), x)
+    total.set_friendly_name("total")
+    kept, y = opset.assign(total, "total"), opset.result(total)
+    model = ov.Model([y], [kept], [x], "running_total")
+    model.outputs[0].get_tensor().set_names({"y"})
+    ov.save_model(model, tmp_path / "model.xml", compress_to_fp16=False)
+    inputs, outputs = [TensorSpec("x", "FP32", (1, 3))], [TensorSpec("y", "FP32", (1, 3))]
+    runner = backend("openvino")(ov_config(tmp_path / "model.xml", inputs, outputs, 0))
+    for _ in range(2):
+        assert run(runner, {"x": np.ones((1, 3), np.float32)}, 1)["y"].tolist() == [[1, 1, 1]]
+
+
 def test_bytes_are_refused_with_the_backends_that_have_them(
     tmp_path: Path, write_identity: WriteOnnx
 ) -> None:

@@ -839,6 +839,16 @@ def test_fixed_batch_dimension_is_refused_when_batches_are_wanted(tmp_path: Path
     assert all("max_batch_size must be 0" in problem for problem in problems)
 
 
+def test_limits_of_the_program_are_told_at_load(tmp_path: Path) -> None:
+    artifact = export_two_inputs(tmp_path / "model.pt2", max_rows=4)
+    inputs = [IMAGE, replace(MASK, is_optional=True)]
+    assert problems_of(torch_config(artifact, inputs, [LOGITS], max_batch_size=5)) == (
+        "input 'mask': a .pt2 needs all its inputs; it cannot be optional",
+        "max_batch_size: 5, but the model was exported for at most 4 rows",
+    )
+    backend("pytorch")(torch_config(artifact, [IMAGE, MASK], [LOGITS], max_batch_size=4)).close()
+
+
 def test_options_that_change_the_program_are_refused(tmp_path: Path) -> None:
     artifact = export_echo(tmp_path / "model.pt2", "FP32", (3,), has_batch=True)
     options = {"penstock.dtype": "bf16", "penstock.factory": "build"}
@@ -912,3 +922,35 @@ def test_program_that_torch_cannot_load_is_refused_in_one_line(tmp_path: Path) -
         backend("pytorch")(torch_config(artifact, [IMAGE, MASK], [LOGITS, KEPT]))
     assert str(caught.value).startswith("1/model.pt2: torch cannot load it: ")
     assert len(str(caught.value).splitlines()) == 1
+
+
+BERT = """
+from transformers import BertConfig, BertForMaskedLM
+
+def factory():
+    return BertForMaskedLM(BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=32,
+    ))
+"""
+
+
+def test_hugging_face_model_with_the_weights_that_it_saves_itself(tmp_path: Path) -> None:
+    """Its output layer is tied to its embedding, so the file has that weight once."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    artifact = write_module(tmp_path, BERT)
+    scope: dict[str, Callable[[], torch.nn.Module]] = {}
+    exec(BERT, scope)
+    model = scope["factory"]().eval()
+    assert isinstance(model, transformers.PreTrainedModel)
+    model.save_pretrained(tmp_path)
+    inputs = [TensorSpec(name, "INT64", (-1,)) for name in ("input_ids", "attention_mask")]
+    outputs = [TensorSpec("logits", "FP32", (-1, 50))]
+    runner = backend("pytorch")(torch_config(artifact, inputs, outputs))
+    ids = np.random.default_rng(0).integers(0, 50, (2, 7))
+    arrays = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    got = run(runner, arrays, 2)["logits"]
+    with torch.inference_mode():
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        assert_same(got, model(**tensors).logits.numpy(), "FP32")
