@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Without a GPU this version's CPU build will do; a newer torch brings gigabytes of CUDA along.
+TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
 .PHONY: demo test lint check verify bench-serving clean
 
@@ -28,7 +30,8 @@ bench-serving: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,torch,openvino]"
 	touch $(READY)
 
 clean:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import ConfigError
-from penstock.types import DATATYPES, TensorSpec
+from penstock.types import DATATYPES, Signature, TensorSpec
 
 if TYPE_CHECKING:
     from onnx import ValueInfoProto
@@ -19,19 +18,6 @@ NAMES = {
     "BFLOAT16": "BF16",
     "STRING": "BYTES",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """Shapes include the batch dimension, which is there when the first dimension of every tensor
-    is symbolic."""
-
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-
-    @property
-    def has_batch(self) -> bool:
-        return all(spec.shape[:1] == (-1,) for spec in (*self.inputs, *self.outputs))
 
 
 def read_signature(path: Path) -> Signature:

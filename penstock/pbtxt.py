@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from penstock import backends, slo
+from penstock import backends, onnx_file, openvino_file, pt2_file, slo
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, PadAxis, Padding, QueuePolicy
 from penstock.errors import ConfigError
-from penstock.onnx_file import read_signature
-from penstock.types import DATATYPES, TensorSpec, TimeoutAction
+from penstock.types import DATATYPES, Signature, TensorSpec, TimeoutAction
 
-FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
+# What each backend loads; where there are several, the first that exists.
+FILES = {
+    "onnxruntime": ("model.onnx",),
+    "python": ("model.py",),
+    # TorchScript last: it is refused, with what to do instead.
+    "pytorch": ("model.pt2", "module.py", "model.pt"),
+    "openvino": ("model.xml", "model.onnx"),
+}
+EXAMPLE = (
+    'for example: max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 3 } '
+    'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
+)
 PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 DEFAULT_MAX_BATCH = 64
 MAX_INSTANCES = 64
@@ -39,6 +49,8 @@ PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
 PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
 MAX_BUCKETS = 64
 WHOLE = ("penstock.slab_bytes", "penstock.max_slabs", "penstock.spill_bytes")
+# Ours as well, and the backend's business.
+BACKEND_OPTIONS = {"pytorch": ("penstock.factory", "penstock.compile", "penstock.dtype")}
 # Fields that change what a model does and that this version does not carry out.
 UNSUPPORTED = (
     "sequence_batching",
@@ -175,7 +187,7 @@ class _Resolver:
         artifact = self._artifact(backend)
         inputs, outputs, max_batch = self._tensors(backend, artifact)
         options = {key: value.string_value for key, value in message.parameters.items()}
-        numbers = self._numbers(options)
+        numbers = self._numbers(options, BACKEND_OPTIONS.get(backend, ()))
         batching = replace(self._batching(max_batch), slo_latency_s=self._slo_latency_s(options))
         config = ModelConfig(
             name=self._name,
@@ -208,19 +220,23 @@ class _Resolver:
             if backend not in backends.MODULES:
                 known = ", ".join(sorted(backends.MODULES))
                 self._problem("backend", f"'{backend}' is not known; expected one of {known}")
+        elif message.platform == "pytorch_libtorch":
+            self._problem("platform", f"'{message.platform}' is TorchScript: {pt2_file.PICKLE}")
         elif message.platform:
             self._problem("platform", f"'{message.platform}' is not one of {', '.join(PLATFORMS)}")
         else:
-            for name, file in FILES.items():
-                if (self._folder / file).exists():
+            for name, names in FILES.items():
+                if any((self._folder / file).exists() for file in names):
                     return name
-            files = " nor ".join(f"{self._folder.name}/{file}" for file in FILES.values())
+            files = " nor ".join(f"{self._folder.name}/{names[0]}" for names in FILES.values())
             self._problem("backend", f"not given, and neither {files} exists")
         return backend
 
     def _artifact(self, backend: str) -> Path:
-        file = self._message.default_model_filename or FILES.get(backend, "")
         base = self._folder.resolve()
+        usual = FILES.get(backend, ("",))
+        there = [name for name in usual if (base / name).exists()]
+        file = self._message.default_model_filename or (there or usual)[0]
         path = (base / file).resolve()
         if not path.is_relative_to(base):
             self._problem("default_model_filename", f"'{file}' leaves the version folder")
@@ -228,6 +244,8 @@ class _Resolver:
             self._problem(f"{self._folder.name}/{file}", "no such file")
         elif backend in FILES and not path.is_file():
             self._problem(f"{self._folder.name}/{file}", "not a file")
+        elif backend == "pytorch" and path.suffix in (".pt", ".pth", ".bin"):
+            self._problem(f"{self._folder.name}/{file}", f"is TorchScript or {pt2_file.PICKLE}")
         return path
 
     def _tensors(
@@ -240,16 +258,20 @@ class _Resolver:
         if max_batch < 0:
             self._problem("max_batch_size", f"{max_batch} is negative")
         if (not inputs or not outputs) and not self._problems:
-            if backend == "onnxruntime":
-                inputs, outputs, max_batch = self._complete(artifact, inputs, outputs)
+            if (read := _signature_reader(backend, artifact)) is not None:
+                inputs, outputs, max_batch = self._complete(read, artifact, inputs, outputs)
             else:
-                self._problem("input, output", f"must be given for backend '{backend}'")
+                self._problem("input, output", f"must be given for backend '{backend}', {EXAMPLE}")
         self._check_names("input", inputs)
         self._check_names("output", outputs)
         return inputs, outputs, max_batch
 
     def _complete(
-        self, artifact: Path, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+        self,
+        read_signature: Callable[[Path], Signature],
+        artifact: Path,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
     ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], int]:
         """What was not written, as the file declares it."""
         try:
@@ -260,7 +282,7 @@ class _Resolver:
             return (), (), 0
         max_batch = self._message.max_batch_size
         if not max_batch and not inputs and not outputs and signature.has_batch:
-            max_batch = DEFAULT_MAX_BATCH
+            max_batch = min(DEFAULT_MAX_BATCH, signature.max_batch or DEFAULT_MAX_BATCH)
         skip = 1 if max_batch else 0
         return (
             inputs or tuple(_without(spec, skip) for spec in signature.inputs),
@@ -428,15 +450,15 @@ class _Resolver:
             self._problem(f"parameters.{PAD_BUCKETS}", f"more than {MAX_BUCKETS} sizes")
         return buckets
 
-    def _numbers(self, options: Mapping[str, str]) -> dict[str, float]:
+    def _numbers(self, options: Mapping[str, str], texts: Sequence[str]) -> dict[str, float]:
         """Our own parameters, checked."""
         numbers: dict[str, float] = {}
         for key, text in options.items():
-            if not key.startswith("penstock.") or key in (SLO, PAD, PAD_BUCKETS):
+            if not key.startswith("penstock.") or key in (SLO, PAD, PAD_BUCKETS, *texts):
                 continue
             limit = NUMBERS.get(key)
             if limit is None:
-                known = ", ".join((*NUMBERS, SLO, PAD, PAD_BUCKETS))
+                known = ", ".join((*NUMBERS, SLO, PAD, PAD_BUCKETS, *texts))
                 self._problem(f"parameters.{key}", f"unknown; expected one of {known}")
                 continue
             value = _number(text, is_whole=key in WHOLE)
@@ -514,6 +536,18 @@ def _queue_policy(message: Any) -> QueuePolicy:
         allow_timeout_override=message.allow_timeout_override,
         max_queue_size=message.max_queue_size,
     )
+
+
+def _signature_reader(backend: str, artifact: Path) -> Callable[[Path], Signature] | None:
+    """What tells a file's tensors without its library; None: nothing does."""
+    match backend, artifact.suffix:
+        case ("onnxruntime", _) | ("openvino", ".onnx"):
+            return onnx_file.read_signature
+        case "openvino", _:
+            return openvino_file.read_signature
+        case "pytorch", suffix if suffix != ".py":
+            return pt2_file.read_signature
+    return None
 
 
 def _without(spec: TensorSpec, skip: int) -> TensorSpec:

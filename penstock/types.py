@@ -92,6 +92,22 @@ class TensorSpec:
         return num_elements(shape) * itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a model's file says about its tensors. Shapes include the batch dimension, which is
+    there when the first dimension of every tensor is variable."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    # The most rows that the file allows, where it says so; 0: the first dimensions are no batch.
+    max_batch: int | None = None
+
+    @property
+    def has_batch(self) -> bool:
+        tensors = (*self.inputs, *self.outputs)
+        return self.max_batch != 0 and all(spec.shape[:1] == (-1,) for spec in tensors)
+
+
 class Tensor:
     """A named buffer with a shape. `data` may be a view that is only valid during a call."""
 

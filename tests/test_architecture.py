@@ -19,7 +19,7 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 ORDER = [
     {"errors", "types", "slo", "config"},
     {"wire"},
-    {"repository", "pbtxt", "onnx_file", "metrics", "backends"},
+    {"repository", "pbtxt", "onnx_file", "openvino_file", "pt2_file", "metrics", "backends"},
     {"serving"},
     {"llm"},
     {"benchmark"},
@@ -61,6 +61,8 @@ WITHOUT_OWN_TEST = {
     "__init__.py": "tests/test_public_api.py",
     "__main__.py": "tests/test_cli.py starts it",
     "backends/__init__.py": "tests/suites/backend.py is its contract",
+    "backends/checks.py": "the tests of the backends that use it",
+    "backends/torch_weights.py": "tests/backends/test_pytorch.py loads weights through it",
     "config.py": "values only; tests/test_repository.py resolves them",
     "errors.py": "names only",
     "onnx_file.py": "tests/test_repository.py reads files through it",

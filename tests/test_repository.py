@@ -403,7 +403,7 @@ def test_every_datatype_is_mapped(tmp_path: Path, datatype: str) -> None:
 
 def test_a_file_names_the_backend_where_the_configuration_does_not(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "model", NULL.replace('backend: "null"', ""))
-    with pytest.raises(ConfigError, match=r"neither 1/model.onnx nor 1/model.py exists"):
+    with pytest.raises(ConfigError, match=r"neither 1/model.onnx nor 1/model.py nor .* exists"):
         raise ConfigError(read(folder).problems["model"])
     (folder / "1" / "model.py").touch()
     [config] = read(folder).configs
@@ -414,7 +414,8 @@ def test_a_file_names_the_backend_where_the_configuration_does_not(tmp_path: Pat
 def test_a_python_model_must_say_its_tensors(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "model", 'backend: "python"')
     (folder / "1" / "model.py").touch()
-    assert read(folder).problems["model"] == ["input, output: must be given for backend 'python'"]
+    [problem] = read(folder).problems["model"]
+    assert problem.startswith("input, output: must be given for backend 'python', for example: ")
 
 
 def test_platform_names_the_backend_too(tmp_path: Path, write_identity: WriteOnnx) -> None:

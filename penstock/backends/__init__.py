@@ -19,8 +19,12 @@ from penstock.types import Array, Parameter, TensorSpec
 MODULES: Mapping[str, str] = {
     "null": "penstock.backends.null",
     "onnxruntime": "penstock.backends.onnxruntime",
+    "openvino": "penstock.backends.openvino",
     "python": "penstock.backends.python",
+    "pytorch": "penstock.backends.pytorch",
 }
+# What `pip install "penstock[...]"` adds for them.
+EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
 
 Outputs = Mapping[str, Array]
 
@@ -119,7 +123,8 @@ def backend(name: str) -> LoadRunner:
     try:
         load: LoadRunner = importlib.import_module(module_name).load
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            [f"backend: '{name}' needs the package '{error.name}', which is not installed"]
-        ) from error
+        problem = f"backend: '{name}' needs the package '{error.name}', which is not installed"
+        if name in EXTRAS:
+            problem += f'; pip install "penstock[{EXTRAS[name]}]" brings it'
+        raise ConfigError([problem]) from error
     return load

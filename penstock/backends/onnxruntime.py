@@ -19,6 +19,7 @@ import numpy as np
 import onnxruntime as ort
 
 from penstock.backends import Batch, Execution, Finished
+from penstock.backends.checks import check_signature, first_line, num_threads, share_of_cores
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec, num_elements
@@ -33,7 +34,6 @@ EXECUTION_MODES = {
     "0": ort.ExecutionMode.ORT_SEQUENTIAL,
     "1": ort.ExecutionMode.ORT_PARALLEL,
 }
-MAX_THREADS = 1024
 ELEMENT_TYPES = {
     "tensor(bool)": "BOOL",
     "tensor(uint8)": "UINT8",
@@ -69,11 +69,11 @@ class OnnxRunner:
             self._session = ort.InferenceSession(config.artifact, options, providers=providers)
         except Exception as error:  # The library raises its own types, some of them bare.
             raise BackendFailed(
-                f"ONNX Runtime cannot load the model: {_first_line(error)}"
+                f"ONNX Runtime cannot load the model: {first_line(error)}"
             ) from None
         self.inputs = _specs(self._session.get_inputs())
         self.outputs = _specs(self._session.get_outputs())
-        self._check_signature()
+        check_signature(config, self.inputs, self.outputs)
         self._check_providers([name for name, _ in providers])
         self._output_names = [spec.name for spec in config.outputs]
         self._special = {
@@ -123,26 +123,6 @@ class OnnxRunner:
             outputs[spec.name] = _bits(value) if spec.datatype == "BF16" else value.numpy()
         return outputs
 
-    def _check_signature(self) -> None:
-        """The configured tensors must be the file's; a mismatch would fail every request."""
-        problems: list[str] = []
-        for kind, wanted, actual in (
-            ("input", self._config.inputs, self.inputs),
-            ("output", self._config.outputs, self.outputs),
-        ):
-            by_name = {spec.name: spec for spec in actual}
-            for spec in wanted:
-                problems += _mismatch(kind, spec, by_name, self._config.max_batch_size > 0)
-            if kind == "input":
-                configured = {spec.name for spec in wanted}
-                problems += [
-                    f"input: the model needs '{name}', which is not configured"
-                    for name in by_name
-                    if name not in configured
-                ]
-        if problems:
-            raise ConfigError(problems)
-
     def _check_providers(self, asked: Sequence[str]) -> None:
         """ONNX Runtime falls back to the CPU without an error; we do not."""
         got = self._session.get_providers()
@@ -160,12 +140,10 @@ def load(config: ModelConfig) -> OnnxRunner:
 def _session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOptions:
     options = ort.SessionOptions()
     settings = config.options
-    cores = len(os.sched_getaffinity(0))
-    default_threads = max(1, cores // config.num_instances)
-    options.intra_op_num_threads = _threads(
-        settings, "intra_op_thread_count", default_threads, problems
+    options.intra_op_num_threads = num_threads(
+        settings, "intra_op_thread_count", share_of_cores(config), problems
     )
-    options.inter_op_num_threads = _threads(settings, "inter_op_thread_count", 1, problems)
+    options.inter_op_num_threads = num_threads(settings, "inter_op_thread_count", 1, problems)
     mode = settings.get("execution_mode", "0")
     if mode not in EXECUTION_MODES:
         problems.append(f"parameters.execution_mode: '{mode}' is not 0 or 1")
@@ -205,14 +183,6 @@ def _providers(config: ModelConfig, problems: list[str]) -> list[tuple[str, dict
     return providers
 
 
-def _threads(settings: Mapping[str, str], key: str, default: int, problems: list[str]) -> int:
-    text = settings.get(key, str(default))
-    if not (text.isascii() and text.isdigit() and int(text) <= MAX_THREADS):
-        problems.append(f"parameters.{key}: '{text}' is not a number of threads")
-        return default
-    return int(text) or default
-
-
 def _specs(nodes: Sequence[ort.NodeArg]) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(
@@ -222,40 +192,6 @@ def _specs(nodes: Sequence[ort.NodeArg]) -> tuple[TensorSpec, ...]:
         )
         for node in nodes
     )
-
-
-def _mismatch(
-    kind: str, spec: TensorSpec, actual: Mapping[str, TensorSpec], has_batch: bool
-) -> list[str]:
-    found = actual.get(spec.name)
-    where = f"{kind} '{spec.name}'"
-    if found is None:
-        return [f"{where}: the model has only {', '.join(sorted(actual))}"]
-    problems: list[str] = []
-    if found.datatype != spec.datatype:
-        problems.append(f"{where}: configured as {spec.datatype}, the model has {found.datatype}")
-    shape = (-1, *spec.shape) if has_batch else spec.shape
-    # An output without a declared shape may have any rank.
-    if kind == "output" and not found.shape:
-        return problems
-    if has_batch and found.shape and found.shape[0] != -1:
-        problems.append(
-            f"{where}: the model's first dimension is fixed at {found.shape[0]}, "
-            "so max_batch_size must be 0"
-        )
-    elif not _fits(kind, shape, found.shape):
-        problems.append(f"{where}: configured as {list(shape)}, the model has {list(found.shape)}")
-    return problems
-
-
-def _fits(kind: str, configured: Sequence[int], actual: Sequence[int]) -> bool:
-    """An input may be configured narrower than the model has it, never wider."""
-    if len(configured) != len(actual):
-        return False
-    pairs = list(zip(configured, actual, strict=True))
-    if kind == "input":
-        return all(theirs in (-1, ours) for ours, theirs in pairs)
-    return all(-1 in (ours, theirs) or ours == theirs for ours, theirs in pairs)
 
 
 def _bits(value: ort.OrtValue) -> Array:
@@ -275,10 +211,6 @@ def _text(array: Array) -> Array:
     return np.array([item.decode() for item in array.ravel()], dtype=np.object_).reshape(
         array.shape
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 assert set(ELEMENT_TYPES.values()) == set(DATATYPES)

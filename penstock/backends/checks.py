@@ -1,0 +1,87 @@
+"""What several backends check alike: configured tensors against those of the file, numbers of
+threads, and errors of their libraries in one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.types import TensorSpec
+
+MAX_THREADS = 1024
+
+
+def check_signature(
+    config: ModelConfig, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> None:
+    """The configured tensors must be the file's; a mismatch would fail every request."""
+    problems: list[str] = []
+    has_batch = config.max_batch_size > 0
+    for kind, wanted, actual in (
+        ("input", config.inputs, inputs),
+        ("output", config.outputs, outputs),
+    ):
+        by_name = {spec.name: spec for spec in actual}
+        for spec in wanted:
+            problems += _mismatch(kind, spec, by_name, has_batch)
+    configured = {spec.name for spec in config.inputs}
+    problems += [
+        f"input: the model needs '{spec.name}', which is not configured"
+        for spec in inputs
+        if spec.name not in configured
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def num_threads(settings: Mapping[str, str], key: str, default: int, problems: list[str]) -> int:
+    text = settings.get(key, str(default))
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_THREADS):
+        problems.append(f"parameters.{key}: '{text}' is not a number of threads")
+        return default
+    return int(text) or default
+
+
+def share_of_cores(config: ModelConfig) -> int:
+    """Threads for one instance when all of them compute at once."""
+    return max(1, len(os.sched_getaffinity(0)) // config.num_instances)
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _mismatch(
+    kind: str, spec: TensorSpec, actual: Mapping[str, TensorSpec], has_batch: bool
+) -> list[str]:
+    found = actual.get(spec.name)
+    where = f"{kind} '{spec.name}'"
+    if found is None:
+        return [f"{where}: the model has only {', '.join(sorted(actual))}"]
+    problems: list[str] = []
+    if found.datatype != spec.datatype:
+        problems.append(f"{where}: configured as {spec.datatype}, the model has {found.datatype}")
+    shape = (-1, *spec.shape) if has_batch else spec.shape
+    # An output without a declared shape may have any rank.
+    if kind == "output" and not found.shape:
+        return problems
+    if has_batch and found.shape and found.shape[0] != -1:
+        problems.append(
+            f"{where}: the model's first dimension is fixed at {found.shape[0]}, "
+            "so max_batch_size must be 0"
+        )
+    elif not _fits(kind, shape, found.shape):
+        problems.append(f"{where}: configured as {list(shape)}, the model has {list(found.shape)}")
+    return problems
+
+
+def _fits(kind: str, configured: Sequence[int], actual: Sequence[int]) -> bool:
+    """An input may be configured narrower than the model has it, never wider."""
+    if len(configured) != len(actual):
+        return False
+    pairs = list(zip(configured, actual, strict=True))
+    if kind == "input":
+        return all(theirs in (-1, ours) for ours, theirs in pairs)
+    return all(-1 in (ours, theirs) or ours == theirs for ours, theirs in pairs)

@@ -1,0 +1,241 @@
+"""OpenVINO on CPUs: `model.xml` with `model.bin` beside it, or `model.onnx`.
+
+Options (config.pbtxt `parameters`, Triton's names in either case): `inference_num_threads`,
+`num_streams`, `performance_hint` (LATENCY, THROUGHPUT); ours: `inference_precision` (f32, bf16,
+f16), and any `ov.<PROPERTY>` of the device. What the compiled model really uses is read back and
+compared. The library computes integers of 64 bits, and UINT32, as INT32: numbers that do not fit
+are refused. FP64 is computed as FP32.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.backends import Batch, Execution, Finished
+from penstock.backends.checks import check_signature, num_threads, share_of_cores
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
+from penstock.types import DATATYPES, Array, TensorSpec
+
+# Before the import, which reports home unless this package seems to be missing.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+import openvino as ov  # noqa: E402
+
+# By the option that sets them.
+PROPERTIES = {
+    "inference_num_threads": "INFERENCE_NUM_THREADS",
+    "num_streams": "NUM_STREAMS",
+    "performance_hint": "PERFORMANCE_HINT",
+    "inference_precision": "INFERENCE_PRECISION_HINT",
+}
+HINTS = ("LATENCY", "THROUGHPUT")
+PRECISIONS = ("f32", "bf16", "f16")
+ELEMENT_TYPES = {
+    "boolean": "BOOL",
+    "u8": "UINT8",
+    "u16": "UINT16",
+    "u32": "UINT32",
+    "u64": "UINT64",
+    "i8": "INT8",
+    "i16": "INT16",
+    "i32": "INT32",
+    "i64": "INT64",
+    "f16": "FP16",
+    "f32": "FP32",
+    "f64": "FP64",
+    "bf16": "BF16",
+    "string": "BYTES",
+}
+# Computed as INT32.
+NARROWED = ("INT64", "UINT32", "UINT64")
+INT32 = np.iinfo(np.int32)
+DEVICE = "CPU"
+
+
+class OpenVinoRunner:
+    needs_requests = False
+    keeps_rows_apart = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        properties = _properties(config)
+        label = f"{config.version}/{config.file or Path(config.artifact).name}"
+        model = _read(Path(config.artifact), label)
+        self.inputs = _specs(model.inputs, config.inputs)
+        self.outputs = _specs(model.outputs, config.outputs)
+        check_signature(config, self.inputs, self.outputs)
+        try:
+            self._compiled = ov.Core().compile_model(model, DEVICE, properties)
+        except Exception as error:  # The library raises RuntimeError and others for everything.
+            raise BackendFailed(f"{label}: OpenVINO cannot compile it: {_reason(error)}") from None
+        self._actual = {name: _property(self._compiled, name) for name in properties}
+        self._check_properties(properties)
+        self._request = self._compiled.create_infer_request()
+        self._has_state = bool(self._request.query_state())
+        input_names = [spec.name for spec in self.inputs]
+        output_names = [spec.name for spec in self.outputs]
+        self._feeds = [(spec, input_names.index(spec.name)) for spec in config.inputs]
+        self._answers = [(spec, output_names.index(spec.name)) for spec in config.outputs]
+
+    def built(self) -> Mapping[str, str]:
+        built = {
+            "openvino": ov.__version__,
+            "devices": ",".join(self._compiled.get_property("EXECUTION_DEVICES")),
+        }
+        return built | {name.lower(): text for name, text in self._actual.items()}
+
+    def start(self, batch: Batch) -> Execution:
+        feeds = {index: _feed(spec, batch.inputs[spec.name]) for spec, index in self._feeds}
+        if self._has_state:
+            # What one batch left behind is no other's business.
+            self._request.reset_state()
+        try:
+            self._request.infer(feeds, share_outputs=True)
+        except RuntimeError as error:
+            raise BackendFailed(f"OpenVINO: {_reason(error)}") from None
+        # Copies: the next batch is written to the same memory.
+        arrays = {
+            spec.name: np.array(self._request.get_output_tensor(index).data)
+            for spec, index in self._answers
+        }
+        for spec, _ in self._answers:
+            if spec.datatype == "BF16":
+                arrays[spec.name] = arrays[spec.name].view(np.uint16)
+        return Finished(arrays)
+
+    def close(self) -> None:
+        del self._request, self._compiled
+
+    def _check_properties(self, properties: Mapping[str, str]) -> None:
+        """OpenVINO takes fewer threads or another precision without an error; we do not. The number
+        of threads that we work out ourselves is only its limit."""
+        given = {key.lower() for key in self._config.options} | {"inference_precision"}
+        problems = [
+            f"parameters.{key}: asked for {properties[name]}, got {self._actual[name]}"
+            for key, name in PROPERTIES.items()
+            if key in given and self._actual[name] != properties[name]
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+
+def load(config: ModelConfig) -> OpenVinoRunner:
+    return OpenVinoRunner(config)
+
+
+def _properties(config: ModelConfig) -> dict[str, str]:
+    """ConfigError with all that is wrong."""
+    problems: list[str] = []
+    if config.device != "cpu":
+        problems.append(f"device: '{config.device}' is not supported; expected 'cpu'")
+    for kind, specs in (("input", config.inputs), ("output", config.outputs)):
+        # Its Python interface frees memory of texts twice and takes the process down.
+        problems += [
+            f"{kind} '{spec.name}': BYTES is not supported; use backend 'onnxruntime' or 'python'"
+            for spec in specs
+            if spec.datatype == "BYTES"
+        ]
+    problems += [
+        f"input '{spec.name}': OpenVINO needs all inputs; it cannot be optional"
+        for spec in config.inputs
+        if spec.is_optional
+    ]
+    settings = {
+        key.lower() if key.lower() in PROPERTIES else key: text
+        for key, text in config.options.items()
+    }
+    hint = settings.get("performance_hint", "LATENCY").upper()
+    precision = settings.get("inference_precision", "f32").lower()
+    for key, text, known in (
+        ("performance_hint", hint, HINTS),
+        ("inference_precision", precision, PRECISIONS),
+    ):
+        if text not in known:
+            problems.append(f"parameters.{key}: '{text}' is not one of {', '.join(known)}")
+    threads = num_threads(settings, "inference_num_threads", share_of_cores(config), problems)
+    properties = {
+        "PERFORMANCE_HINT": hint,
+        # Left alone, it takes bf16 where the processor has it.
+        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_NUM_THREADS": str(threads),
+        # Every instance and model would be bound to the same first cores.
+        "ENABLE_CPU_PINNING": "NO",
+    }
+    if "num_streams" in settings:
+        properties["NUM_STREAMS"] = str(num_threads(settings, "num_streams", 1, problems))
+    for key, text in settings.items():
+        if key.startswith("ov."):
+            properties[key.removeprefix("ov.")] = text
+    if problems:
+        raise ConfigError(problems)
+    return properties
+
+
+def _read(path: Path, label: str) -> Any:
+    if path.suffix not in (".xml", ".onnx"):
+        raise ConfigError([f"{label}: expected model.xml with model.bin, or model.onnx"])
+    weights = path.with_suffix(".bin")
+    if path.suffix == ".xml" and not weights.resolve().is_relative_to(path.parent.resolve()):
+        raise ConfigError([f"{label}: its weights {weights.name} leave the version folder"])
+    try:
+        return ov.Core().read_model(path)
+    except Exception as error:  # The library raises RuntimeError and others for everything.
+        raise BackendFailed(f"{label}: OpenVINO cannot read it: {_reason(error)}") from None
+
+
+def _specs(ports: Sequence[Any], configured: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """A tensor may have several names; the configured one counts."""
+    wanted = {spec.name for spec in configured}
+    specs = []
+    for port in ports:
+        names = sorted(port.get_names()) or [port.get_node().get_friendly_name()]
+        name = next((name for name in names if name in wanted), names[0])
+        element_type = port.get_element_type().get_type_name()
+        specs.append(TensorSpec(name, ELEMENT_TYPES.get(element_type, element_type), _shape(port)))
+    return tuple(specs)
+
+
+def _shape(port: Any) -> tuple[int, ...]:
+    shape = port.get_partial_shape()
+    if shape.rank.is_dynamic:
+        return ()
+    return tuple(-1 if size.is_dynamic else size.get_length() for size in shape)
+
+
+def _feed(spec: TensorSpec, array: Array) -> Any:
+    """The library copies arrays; a BF16 tensor is made of a copy, as its bits."""
+    if spec.datatype == "BF16":
+        return ov.Tensor(array.copy(), ov.Shape(array.shape), ov.Type.bf16)
+    if spec.datatype in NARROWED and array.size:
+        for number in (int(array.min()), int(array.max())):
+            if not INT32.min <= number <= INT32.max:
+                raise BackendFailed(
+                    f"input '{spec.name}': {number} does not fit INT32, and OpenVINO computes "
+                    f"{spec.datatype} as INT32"
+                )
+    return array
+
+
+def _reason(error: Exception) -> str:
+    """The last line: those before say where in the library it was."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _property(compiled: Any, name: str) -> str:
+    try:
+        value = compiled.get_property(name)
+    except RuntimeError:
+        return "not told"
+    if isinstance(value, ov.Type):
+        return str(value.get_type_name())
+    is_plain = type(value).__module__ == "builtins"
+    return str(value) if is_plain else str(value).rpartition(".")[2]
+
+
+assert set(ELEMENT_TYPES.values()) == set(DATATYPES)

@@ -1,0 +1,414 @@
+"""PyTorch models: `module.py` with `model.safetensors` beside it, or `model.pt2`.
+
+`module.py` has a function `factory` that returns the nn.Module; its weights are loaded strictly.
+`model.pt2` is what `torch.export.save` writes. No pickles: TorchScript and torch.save's files are
+refused, whatever they are called.
+
+Options (config.pbtxt `parameters`): `intra_op_thread_count`, `inter_op_thread_count` (one for all
+models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off unless given;
+needs fixed shapes), and for `module.py` also `penstock.factory` (its name, or `module.py:name`) and
+`penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to it, float outputs back to
+the configured datatype). What was built is read back.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock import pt2_file
+from penstock.backends import Batch, Execution, Finished
+from penstock.backends.checks import check_signature, first_line, num_threads, share_of_cores
+from penstock.backends.python import Code
+from penstock.backends.torch_weights import load_weights
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
+from penstock.types import DATATYPES, Array, Signature, TensorSpec
+
+COMPILE_MODES = ("", "default", "reduce-overhead", "max-autotune")
+DTYPES = {"": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TORCH_TYPES = {
+    "BOOL": torch.bool,
+    "UINT8": torch.uint8,
+    "UINT16": torch.uint16,
+    "UINT32": torch.uint32,
+    "UINT64": torch.uint64,
+    "INT8": torch.int8,
+    "INT16": torch.int16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "FP16": torch.float16,
+    "FP32": torch.float32,
+    "FP64": torch.float64,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    num_threads: int
+    num_interop_threads: int
+    compile_mode: str
+    # None: as the module has them.
+    dtype: torch.dtype | None
+    factory: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A module and how it is called: these inputs by position, those by name."""
+
+    module: Any
+    positional: Sequence[str]
+    keywords: Sequence[str]
+    signature: Signature = Signature((), ())
+    code: Code | None = None
+
+
+class TorchRunner:
+    needs_requests = False
+    keeps_rows_apart = False
+
+    def __init__(self, config: ModelConfig, options: Options, loaded: Loaded) -> None:
+        self.inputs: Sequence[TensorSpec] = loaded.signature.inputs
+        self.outputs: Sequence[TensorSpec] = loaded.signature.outputs
+        self._config = config
+        self._options = options
+        self._loaded = loaded
+        self._run = loaded.module
+        self._device = torch.device(config.device)
+        self._datatypes = {spec.name: spec.datatype for spec in config.inputs}
+        if options.compile_mode:
+            self._compile()
+
+    def built(self) -> Mapping[str, str]:
+        weights = [*self._loaded.module.parameters(), *self._loaded.module.buffers()]
+        built = {
+            "torch": str(torch.__version__),
+            "form": "pt2" if self._loaded.code is None else "module.py",
+            "device": _join({weight.device for weight in weights} or {self._device}),
+            "dtype": _join({weight.dtype for weight in weights if weight.is_floating_point()}),
+            "intra_op_thread_count": str(torch.get_num_threads()),
+            "inter_op_thread_count": str(torch.get_num_interop_threads()),
+            "compile": self._options.compile_mode or "off",
+        }
+        if self._options.compile_mode:
+            built["compiled_graphs"] = str(_num_graphs() - self._num_graphs_before)
+        return built
+
+    def start(self, batch: Batch) -> Execution:
+        with torch.inference_mode():
+            tensors = {name: self._tensor(name, array) for name, array in batch.inputs.items()}
+            answer = self._run(
+                *(tensors.get(name) for name in self._loaded.positional),
+                **{name: tensors[name] for name in self._loaded.keywords if name in tensors},
+            )
+            values = _by_name(answer, [spec.name for spec in self._config.outputs])
+            return Finished(
+                {spec.name: self._array(spec, values[spec.name]) for spec in self._config.outputs}
+            )
+
+    def close(self) -> None:
+        if self._loaded.code is not None:
+            self._loaded.code.close()
+        del self._run, self._loaded
+
+    def _tensor(self, name: str, array: Array) -> torch.Tensor:
+        """A copy: a module may write to its inputs, and a batch may have to run again. It costs one
+        pass over the memory, which a model makes many times."""
+        tensor = torch.from_numpy(array.copy())
+        if self._datatypes[name] == "BF16":
+            tensor = tensor.view(torch.bfloat16)
+        is_cast = self._options.dtype is not None and tensor.is_floating_point()
+        return tensor.to(self._device, self._options.dtype if is_cast else None)
+
+    def _array(self, spec: TensorSpec, value: Any) -> Array:
+        where = f"output '{spec.name}'"
+        if not isinstance(value, torch.Tensor):
+            raise BackendFailed(f"{where}: expected a tensor, got {type(value).__name__}")
+        wanted = TORCH_TYPES[spec.datatype]
+        if value.dtype != wanted:
+            is_float = value.is_floating_point() and wanted.is_floating_point
+            if self._options.dtype is None or not is_float:
+                raise BackendFailed(f"{where}: {value.dtype}, expected {wanted} ({spec.datatype})")
+            value = value.to(wanted)
+        if spec.datatype == "BF16":
+            value = value.view(torch.uint16)
+        array: Array = value.numpy(force=True)
+        return array
+
+    def _compile(self) -> None:
+        """torch compiles on the first call, so the first call is made here. A batch dimension is
+        left open; sizes 1 and more than 1 are compiled apart."""
+        options, config = self._options, self._config
+        try:
+            self._run = torch.compile(
+                self._loaded.module, mode=options.compile_mode, dynamic=config.max_batch_size > 0
+            )
+            rows = min(2, config.max_batch_size)
+            shapes = {s.name: (rows, *s.shape) if rows else s.shape for s in config.inputs}
+            zeros = {
+                spec.name: np.zeros(shapes[spec.name], DATATYPES[spec.datatype].numpy)
+                for spec in config.inputs
+            }
+            self._num_graphs_before = _num_graphs()
+            self.start(Batch(zeros, max(1, rows)))
+        except Exception as error:  # The compiler raises many types, and so may the model.
+            raise ConfigError(
+                [f"parameters.penstock.compile: fails on a batch of zeros: {first_line(error)}"]
+            ) from error
+        if _num_graphs() == self._num_graphs_before:
+            raise ConfigError(["parameters.penstock.compile: torch compiled nothing of the model"])
+
+
+def load(config: ModelConfig) -> TorchRunner:
+    options = _options(config)
+    _check_device(config)
+    _set_threads(options)
+    if config.artifact.endswith(".py"):
+        return _load_module(config, options)
+    return TorchRunner(config, options, _load_pt2(config))
+
+
+def _options(config: ModelConfig) -> Options:
+    """ConfigError with all that is wrong."""
+    settings = config.options
+    problems = [
+        f"{kind} '{spec.name}': torch has no BYTES; use backend 'python'"
+        for kind, specs in (("input", config.inputs), ("output", config.outputs))
+        for spec in specs
+        if spec.datatype == "BYTES"
+    ]
+    mode, dtype = settings.get("penstock.compile", ""), settings.get("penstock.dtype", "")
+    for key, text, known in (("compile", mode, COMPILE_MODES), ("dtype", dtype, tuple(DTYPES))):
+        if text not in known:
+            expected = ", ".join(known[1:])
+            problems.append(f"parameters.penstock.{key}: '{text}' is not one of {expected}")
+    if mode and not all(spec.is_fixed for spec in config.inputs):
+        problems.append(
+            "parameters.penstock.compile: needs inputs of fixed shapes, "
+            "or requests would wait for the compiler"
+        )
+    factory = settings.get("penstock.factory", "")
+    if not config.artifact.endswith(".py"):
+        problems += [
+            f"parameters.{key}: only for module.py; a .pt2 keeps what was exported"
+            for key, text in (("penstock.factory", factory), ("penstock.dtype", dtype))
+            if text
+        ]
+    options = Options(
+        num_threads(settings, "intra_op_thread_count", share_of_cores(config), problems),
+        num_threads(settings, "inter_op_thread_count", torch.get_num_interop_threads(), problems),
+        mode,
+        DTYPES.get(dtype),
+        _factory_name(factory, Path(config.artifact).name, problems),
+    )
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def _factory_name(text: str, file: str, problems: list[str]) -> str:
+    given, _, name = text.rpartition(":")
+    if given and given != file:
+        problems.append(
+            f"parameters.penstock.factory: '{text}' is not in {file}; "
+            "default_model_filename says which file is loaded"
+        )
+    return name or "factory"
+
+
+def _check_device(config: ModelConfig) -> None:
+    try:
+        torch.empty(0, device=config.device)
+    except Exception as error:  # torch raises RuntimeError, AssertionError and others.
+        problem = f"device: '{config.device}' cannot be used: {first_line(error)}"
+        raise ConfigError([problem]) from None
+
+
+def _set_threads(options: Options) -> None:
+    torch.set_num_threads(options.num_threads)
+    if options.num_interop_threads == torch.get_num_interop_threads():
+        return
+    try:
+        torch.set_num_interop_threads(options.num_interop_threads)
+    except RuntimeError:
+        raise ConfigError(
+            [
+                f"parameters.inter_op_thread_count: asked for {options.num_interop_threads}, but "
+                f"this process has {torch.get_num_interop_threads()}, and torch sets it only once"
+            ]
+        ) from None
+
+
+def _load_module(config: ModelConfig, options: Options) -> TorchRunner:
+    code = Code(config)
+    try:
+        module = _make(code, config, options)
+        load_weights(module, Path(config.artifact).parent, config.version)
+        module = module.to(config.device, options.dtype).eval()
+        _check_dtype(module, options)
+        positional, keywords = _call_order(code, module, config)
+        return TorchRunner(config, options, Loaded(module, positional, keywords, code=code))
+    except BaseException:
+        code.close()
+        raise
+
+
+def _make(code: Code, config: ModelConfig, options: Options) -> Any:
+    """What the factory returns. It gets the `parameters` if it has a parameter `options`."""
+    file, name = code.load(), options.factory
+    factory = getattr(file, name, None)
+    if not callable(factory):
+        raise code.problem(f"no function {name}(); expected one that returns a torch.nn.Module")
+    with code.explained(f"{name}(): "):
+        wants_options = "options" in inspect.signature(factory).parameters
+        module = factory(options=dict(config.options)) if wants_options else factory()
+    if not isinstance(module, torch.nn.Module):
+        got = type(module).__name__
+        raise code.problem(f"{name}(): expected a torch.nn.Module, got {got}")
+    return module
+
+
+def _check_dtype(module: Any, options: Options) -> None:
+    """A module may override what `to` does."""
+    found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
+    if options.dtype is not None and found - {options.dtype}:
+        raise ConfigError(
+            [f"parameters.penstock.dtype: asked for {options.dtype}, the module has {_join(found)}"]
+        )
+
+
+def _call_order(
+    code: Code, module: Any, config: ModelConfig
+) -> tuple[Sequence[str], Sequence[str]]:
+    """By name where every input is a parameter of `forward`, else by position."""
+    names = [spec.name for spec in config.inputs]
+    signature = inspect.signature(module.forward)
+    named = {
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    is_named = named.issuperset(names)
+    try:
+        if is_named:
+            signature.bind(**dict.fromkeys(names))
+        else:
+            signature.bind(*names)
+    except TypeError as error:
+        inputs = ", ".join(f"'{name}'" for name in names)
+        raise code.problem(f"forward{signature}: {error}; configured are {inputs}") from None
+    return ((), names) if is_named else (names, ())
+
+
+def _load_pt2(config: ModelConfig) -> Loaded:
+    path = Path(config.artifact)
+    label = f"{config.version}/{config.file or path.name}"
+    try:
+        program = pt2_file.read_program(path)
+    except ConfigError as error:
+        raise ConfigError([f"{label}: {problem}" for problem in error.problems]) from None
+    signature = _named(program, config.outputs)
+    check_signature(config, signature.inputs, signature.outputs)
+    _check_limits(config, program.signature.max_batch)
+    _check_sample_inputs(path, program.sample_inputs, label)
+    try:
+        exported = torch.export.load(path)
+        if torch.device(config.device).type != "cpu":
+            from torch.export.passes import move_to_device_pass
+
+            exported = move_to_device_pass(exported, config.device)
+        module = exported.module()
+    except Exception as error:  # torch raises many types for a broken file.
+        raise BackendFailed(f"{label}: torch cannot load it: {first_line(error)}") from error
+    names = [spec.name for spec in signature.inputs]
+    positional, keywords = names[: program.num_positional], names[program.num_positional :]
+    return Loaded(module, positional, keywords, signature)
+
+
+def _named(program: pt2_file.Program, configured: Sequence[TensorSpec]) -> Signature:
+    """Outputs without names have the configured ones, in their order."""
+    signature = program.signature
+    if program.has_output_names:
+        return signature
+    outputs = [
+        TensorSpec(wanted.name, found.datatype, found.shape)
+        for wanted, found in zip(configured, signature.outputs, strict=False)
+    ]
+    return Signature(signature.inputs, tuple(outputs))
+
+
+def _check_limits(config: ModelConfig, max_batch: int | None) -> None:
+    problems = [
+        f"input '{spec.name}': a .pt2 needs all its inputs; it cannot be optional"
+        for spec in config.inputs
+        if spec.is_optional
+    ]
+    if max_batch and config.max_batch_size > max_batch:
+        problems.append(
+            f"max_batch_size: {config.max_batch_size}, but the model was exported for at most "
+            f"{max_batch} rows"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_sample_inputs(path: Path, member: str, label: str) -> None:
+    """torch reads them as tensors and, where that fails, as a pickle that may run anything."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            torch.load(io.BytesIO(archive.read(member)), map_location="cpu", weights_only=True)
+    except Exception as error:  # Unpickling raises what it likes.
+        raise ConfigError(
+            [
+                f"{label}: its sample inputs are not plain tensors, and pickles are not read: "
+                f"{first_line(error)}"
+            ]
+        ) from None
+
+
+def _by_name(answer: Any, names: Sequence[str]) -> Mapping[str, object]:
+    """A module's answer: a tensor, a sequence in the order of the configured outputs, a mapping, or
+    an object with attributes."""
+    if isinstance(answer, torch.Tensor):
+        answer = (answer,)
+    if isinstance(answer, Mapping):
+        found = answer
+    elif isinstance(answer, tuple | list):
+        fields = getattr(answer, "_fields", ())
+        is_named = bool(fields) and set(names) <= set(fields)
+        found = dict(zip(fields if is_named else names, answer, strict=False))
+    else:
+        found = {name: getattr(answer, name) for name in names if hasattr(answer, name)}
+    missing = [name for name in names if name not in found]
+    if missing:
+        gave = f"{len(answer)} outputs" if isinstance(answer, tuple | list) else _describe(answer)
+        raise BackendFailed(f"the model gave no output '{missing[0]}'; it gave {gave}")
+    return found
+
+
+def _describe(answer: Any) -> str:
+    return str(sorted(answer)) if isinstance(answer, Mapping) else type(answer).__name__
+
+
+def _num_graphs() -> int:
+    """How many graphs torch has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _join(values: set[Any]) -> str:
+    return ",".join(sorted(str(value).removeprefix("torch.") for value in values)) or "none"
+
+
+assert set(TORCH_TYPES) == set(DATATYPES) - {"BYTES"}

@@ -1,0 +1,123 @@
+"""Weights for a torch module, from the safetensors files beside it: all of them and no others.
+
+Pickles (.pt, .pth, .bin) are not read: whoever wrote one may run any code here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from penstock.errors import ConfigError
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+# Of one kind of problem.
+MAX_NAMES = 5
+CONVERT = (
+    "a pickle, which can run any code and is not read; convert it where you trust it: "
+    f"safetensors.torch.save_file(torch.load(file, weights_only=True), '{WHOLE}')"
+)
+Weights = Mapping[str, torch.Tensor]
+
+
+class _Index(msgspec.Struct):
+    """Which file each weight is in, as Hugging Face writes it."""
+
+    weight_map: dict[str, str]
+
+
+def load_weights(module: Any, folder: Path, version: str) -> None:
+    """ConfigError with everything that does not fit."""
+    expected: Weights = module.state_dict()
+    if (folder / WHOLE).exists():
+        where, weights = f"{version}/{WHOLE}", _read(folder, WHOLE, version)
+    elif (folder / INDEX).exists():
+        where, weights = f"{version}/{INDEX}", _read_shards(folder, version)
+    elif expected:
+        raise _missing(folder, version, list(expected))
+    else:
+        return
+    problems = _misfits(weights, expected)
+    if not problems:
+        result = module.load_state_dict(weights, strict=False)
+        absent = _not_tied(result.missing_keys, weights, expected)
+        if absent:
+            problems.append(f"no weight for {_list(absent)}")
+        if result.unexpected_keys:
+            problems.append(f"{_list(result.unexpected_keys)}: the module has no such weight")
+    if problems:
+        raise ConfigError([f"{where}: {problem}" for problem in problems])
+
+
+def _read(folder: Path, name: str, version: str) -> Weights:
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ConfigError([f"{version}/{name}: leaves the version folder"])
+    try:
+        weights: Weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError([f"{version}/{name}: cannot be read as safetensors: {error}"]) from None
+    return weights
+
+
+def _read_shards(folder: Path, version: str) -> Weights:
+    try:
+        index = msgspec.json.decode((folder / INDEX).read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError([f"{version}/{INDEX}: cannot be read: {error}"]) from None
+    weights: dict[str, torch.Tensor] = {}
+    problems: list[str] = []
+    for file in sorted(set(index.values())):
+        promised = {name for name, where in index.items() if where == file}
+        try:
+            found = _read(folder, file, version)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if absent := sorted(promised - found.keys()):
+            problems.append(f"{version}/{file}: {_list(absent)} should be in it by {INDEX}")
+        weights |= found
+    if problems:
+        raise ConfigError(problems)
+    return weights
+
+
+def _misfits(weights: Weights, expected: Weights) -> list[str]:
+    """Weights that are there and cannot be the module's."""
+    problems: list[str] = []
+    for name in sorted(weights.keys() & expected.keys()):
+        found, wanted = weights[name], expected[name]
+        if found.shape != wanted.shape:
+            problems.append(
+                f"'{name}' has shape {list(found.shape)}, the module wants {list(wanted.shape)}"
+            )
+        elif found.is_floating_point() != wanted.is_floating_point():
+            problems.append(f"'{name}' is {found.dtype}, the module wants {wanted.dtype}")
+    if len(problems) > MAX_NAMES:
+        problems[MAX_NAMES:] = [f"{len(problems) - MAX_NAMES} more of this kind"]
+    return problems
+
+
+def _not_tied(missing: Sequence[str], weights: Weights, expected: Weights) -> list[str]:
+    """A weight that shares its memory with another is stored once."""
+    loaded = {expected[name].data_ptr() for name in weights if name in expected}
+    return [name for name in missing if expected[name].data_ptr() not in loaded]
+
+
+def _missing(folder: Path, version: str, names: Sequence[str]) -> ConfigError:
+    text = f"{version}/{WHOLE}: no such file, and the module has weights: {_list(names)}"
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    return ConfigError([f"{text}; {pickles[0]} is {CONVERT}" if pickles else text])
+
+
+def _list(names: Sequence[str]) -> str:
+    listed = ", ".join(f"'{name}'" for name in names[:MAX_NAMES])
+    return f"{listed} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else listed

@@ -1,0 +1,102 @@
+"""What an OpenVINO IR (`model.xml`) says about its tensors, read without OpenVINO."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NoReturn
+from xml.etree.ElementTree import Element, ParseError, TreeBuilder
+from xml.parsers import expat
+
+from penstock.errors import ConfigError
+from penstock.types import Signature, TensorSpec
+
+# Precisions of ports.
+DATATYPES = {
+    "BOOL": "BOOL",
+    "U8": "UINT8",
+    "U16": "UINT16",
+    "U32": "UINT32",
+    "U64": "UINT64",
+    "I8": "INT8",
+    "I16": "INT16",
+    "I32": "INT32",
+    "I64": "INT64",
+    "FP16": "FP16",
+    "FP32": "FP32",
+    "FP64": "FP64",
+    "BF16": "BF16",
+    "STRING": "BYTES",
+}
+
+
+def read_signature(path: Path) -> Signature:
+    """ConfigError, in one line, for whatever is not an IR with tensors in and out."""
+    try:
+        root = _parse(path.read_bytes())
+    except (OSError, ParseError, expat.ExpatError, AssertionError, ValueError) as error:
+        raise _problem(f"cannot be read as OpenVINO IR: {error}") from None
+    layers = root.findall("layers/layer")
+    # Of the tensors that ports give, by layer and port.
+    names = {
+        (layer.get("id", ""), port.get("id", "")): port.get("names", "")
+        for layer in layers
+        for port in layer.findall("output/port")
+    }
+    sources = {
+        edge.get("to-layer", ""): (edge.get("from-layer", ""), edge.get("from-port", ""))
+        for edge in root.findall("edges/edge")
+    }
+    inputs, outputs = [], []
+    for layer in layers:
+        if layer.get("type") == "Parameter":
+            port = layer.find("output/port")
+            given = "" if port is None else port.get("names", "")
+            inputs.append(_spec(layer, port, given))
+        elif layer.get("type") == "Result":
+            source = sources.get(layer.get("id", ""), ("", ""))
+            given = layer.get("output_names") or names.get(source, "")
+            outputs.append(_spec(layer, layer.find("input/port"), given))
+    if not inputs or not outputs:
+        raise _problem("cannot be read as OpenVINO IR: it has no inputs or no outputs")
+    return Signature(tuple(inputs), tuple(outputs))
+
+
+def _parse(data: bytes) -> Element:
+    builder = TreeBuilder()
+    parser = expat.ParserCreate()
+    parser.StartElementHandler = builder.start
+    parser.EndElementHandler = builder.end
+    parser.CharacterDataHandler = builder.data
+    parser.StartDoctypeDeclHandler = _refuse_doctype
+    parser.Parse(data, True)
+    return builder.close()
+
+
+def _refuse_doctype(*declaration: object) -> NoReturn:
+    """Entities can make a small file large; no model needs them."""
+    raise ValueError("it has a document type declaration")
+
+
+def _spec(layer: Element, port: Element | None, names: str) -> TensorSpec:
+    name = _first(names) or layer.get("name", "")
+    precision = "" if port is None else port.get("precision", "")
+    if port is None or precision not in DATATYPES:
+        raise _problem(f"'{name}': not a tensor of a datatype that the protocol has")
+    data = layer.find("data")
+    if data is not None and data.get("shape") == "...":
+        raise _problem(f"'{name}': any number of dimensions; say in config.pbtxt which it takes")
+    try:
+        shape = tuple(int(dim.text or "") for dim in port.findall("dim"))
+    except ValueError as error:
+        raise _problem(f"'{name}': cannot be read as OpenVINO IR: {error}") from None
+    return TensorSpec(name, DATATYPES[precision], shape)
+
+
+def _first(names: str) -> str:
+    """Of a list in which commas of a name are written with a backslash."""
+    return re.split(r"(?<!\\),", names)[0].replace("\\,", ",")
+
+
+def _problem(text: str) -> ConfigError:
+    return ConfigError([text])

@@ -1,0 +1,312 @@
+"""What a .pt2 file (`torch.export.save`) says about its tensors, read without torch: it is a zip of
+JSON and raw weights.
+
+Whatever torch would unpickle while it loads such a file is refused here, except the sample inputs,
+which every file has and which `backends/pytorch` looks at.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.types import Signature, TensorSpec
+
+SCHEMA = 8
+# torch's numbers of its scalar types.
+SCALARS = {
+    1: "UINT8",
+    2: "INT8",
+    3: "INT16",
+    4: "INT32",
+    5: "INT64",
+    6: "FP16",
+    7: "FP32",
+    8: "FP64",
+    12: "BOOL",
+    13: "BF16",
+    28: "UINT16",
+    34: "UINT32",
+    35: "UINT64",
+}
+SEQUENCES = ("builtins.tuple", "builtins.list", "collections.namedtuple")
+EXPECTED = "expected a file written by torch.export.save"
+PICKLE = (
+    "a pickle, which can run any code and is not read; "
+    'export the model with torch.export.save as model.pt2 and set backend: "pytorch"'
+)
+BROKEN = (OSError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error)
+MAX_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """An exported program as its callers see it."""
+
+    signature: Signature
+    # The first inputs go by position, the others by name.
+    num_positional: int
+    # False when it gives a tensor or a tuple; OUTPUT__0, OUTPUT__1, ... stand for the names then.
+    has_output_names: bool
+    # The member of the zip with the pickle of the sample inputs.
+    sample_inputs: str
+
+
+def read_signature(path: Path) -> Signature:
+    return read_program(path).signature
+
+
+def read_program(path: Path) -> Program:
+    """ConfigError, in one line, for whatever is not an exported program that can be served."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _read(archive)
+    except BROKEN as error:
+        raise _problem(f"cannot be read as .pt2: {error}; {EXPECTED}") from None
+    except msgspec.MsgspecError as error:
+        raise _problem(f"cannot be read as .pt2: {error}") from None
+
+
+class _Expression(msgspec.Struct):
+    expr_str: str
+
+
+class _Size(msgspec.Struct):
+    as_int: int | None = None
+    as_expr: _Expression | None = None
+
+
+class _Meta(msgspec.Struct):
+    dtype: int
+    sizes: list[_Size]
+
+
+class _Name(msgspec.Struct):
+    name: str
+
+
+class _Argument(msgspec.Struct):
+    as_tensor: _Name | None = None
+
+
+class _Value(msgspec.Struct):
+    arg: _Argument
+
+
+class _InputSpec(msgspec.Struct):
+    user_input: _Value | None = None
+    constant_input: _Name | None = None
+
+
+class _OutputSpec(msgspec.Struct):
+    user_output: _Value | None = None
+
+
+class _Tensors(msgspec.Struct):
+    input_specs: list[_InputSpec]
+    output_specs: list[_OutputSpec]
+
+
+class _CallSignature(msgspec.Struct):
+    in_spec: str
+    out_spec: str
+
+
+class _Call(msgspec.Struct):
+    fqn: str
+    signature: _CallSignature | None = None
+
+
+class _Graph(msgspec.Struct):
+    tensor_values: dict[str, _Meta]
+
+
+class _GraphModule(msgspec.Struct):
+    graph: _Graph
+    signature: _Tensors
+    module_call_graph: list[_Call]
+
+
+class _Range(msgspec.Struct):
+    max_val: int | None = None
+
+
+class _Schema(msgspec.Struct):
+    major: int
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: _Schema
+
+
+class _Exported(msgspec.Struct):
+    graph_module: _GraphModule
+    range_constraints: dict[str, _Range]
+
+
+class _Payload(msgspec.Struct):
+    path_name: str
+    use_pickle: bool = False
+
+
+class _Payloads(msgspec.Struct):
+    config: dict[str, _Payload]
+
+
+class _Tree(msgspec.Struct):
+    """How torch flattens arguments and results; a leaf has no type."""
+
+    type: str | None = None
+    context: str | None = None
+    children_spec: list[_Tree] = []
+
+
+def _read(archive: zipfile.ZipFile) -> Program:
+    root = archive.namelist()[0].partition("/")[0] if archive.namelist() else ""
+    prefix = f"{root}/"
+    files = {name.removeprefix(prefix) for name in archive.namelist() if name.startswith(prefix)}
+    _check_kind(files)
+    for kind in ("weights", "constants"):
+        _check_payloads(archive.read(f"{root}/data/{kind}/model_{kind}_config.json"), kind)
+    text = archive.read(f"{root}/models/model.json")
+    schema = msgspec.json.decode(text, type=_Versioned).schema_version.major
+    if schema != SCHEMA:
+        raise _problem(f"its schema has version {schema}, and only version {SCHEMA} is known")
+    exported = msgspec.json.decode(text, type=_Exported)
+    return _program(exported, f"{root}/data/sample_inputs/model.pt")
+
+
+def _check_kind(files: set[str]) -> None:
+    if any(name.startswith("data/aotinductor/") for name in files):
+        raise _problem(f"is an AOTInductor package, which is not supported; {EXPECTED}")
+    if files & {"constants.pkl", "data.pkl"}:
+        what = "TorchScript" if "constants.pkl" in files else "a file of torch.save"
+        raise _problem(f"is {what}: {PICKLE}")
+    if files & {"data/weights/model.pt", "data/constants/model.pt", "serialized_state_dict.pt"}:
+        raise _problem(
+            "its weights are a pickle, as torch wrote them up to 2.8, and are not read; "
+            "write it again with torch.export.save of 2.9 or later"
+        )
+    needed = {
+        "models/model.json",
+        "data/weights/model_weights_config.json",
+        "data/constants/model_constants_config.json",
+        "data/sample_inputs/model.pt",
+    }
+    if missing := sorted(needed - files):
+        raise _problem(f"cannot be read as .pt2: it has no {missing[0]}; {EXPECTED}")
+
+
+def _check_payloads(text: bytes, kind: str) -> None:
+    payloads = msgspec.json.decode(text, type=_Payloads).config
+    pickled = [
+        name
+        for name, payload in payloads.items()
+        if payload.use_pickle or not payload.path_name.startswith(("weight_", "tensor_"))
+    ]
+    if pickled:
+        raise _problem(
+            f"{kind} {', '.join(pickled[:MAX_NAMES])}: stored as pickles, which can run any code "
+            "and are not read; expected plain dense tensors"
+        )
+
+
+def _program(exported: _Exported, sample_inputs: str) -> Program:
+    tensors = exported.graph_module.signature
+    constants = [spec.constant_input.name for spec in tensors.input_specs if spec.constant_input]
+    if constants:
+        raise _problem(f"input '{constants[0]}' is no tensor; export the model without it")
+    inputs = [spec.user_input.arg for spec in tensors.input_specs if spec.user_input]
+    outputs = [spec.user_output.arg for spec in tensors.output_specs if spec.user_output]
+    if not inputs or not outputs:
+        raise _problem("it has no inputs or no outputs")
+    calls = [call.signature for call in exported.graph_module.module_call_graph if not call.fqn]
+    if not calls or calls[0] is None:
+        raise _problem(f"it does not say how it is called; {EXPECTED}")
+    names, num_positional = _input_names(_tree(calls[0].in_spec), inputs)
+    output_names = _output_names(_tree(calls[0].out_spec))
+    values = exported.graph_module.graph.tensor_values
+    given = output_names or [f"OUTPUT__{index}" for index in range(len(outputs))]
+    if len(given) != len(outputs):
+        raise _problem(f"it has {len(outputs)} outputs and names {len(given)}")
+    signature = Signature(
+        tuple(_spec(*pair, values) for pair in zip(names, inputs, strict=True)),
+        tuple(_spec(*pair, values) for pair in zip(given, outputs, strict=True)),
+        _max_batch([_meta(arg, values) for arg in (*inputs, *outputs)], exported.range_constraints),
+    )
+    return Program(signature, num_positional, bool(output_names), sample_inputs)
+
+
+def _tree(text: str) -> _Tree:
+    return msgspec.json.decode(text, type=tuple[int, _Tree])[1]
+
+
+def _input_names(tree: _Tree, inputs: Sequence[_Argument]) -> tuple[list[str], int]:
+    """The names of the inputs, and how many of them go by position."""
+    if len(tree.children_spec) != 2:
+        raise _problem(f"it does not say how it is called; {EXPECTED}")
+    args, kwargs = tree.children_spec
+    leaves = [*args.children_spec, *kwargs.children_spec]
+    if len(leaves) != len(inputs) or any(leaf.type is not None for leaf in leaves):
+        raise _problem("an input is no plain tensor; each must be one of its own")
+    num_positional = len(args.children_spec)
+    by_position = [arg.as_tensor.name if arg.as_tensor else "" for arg in inputs[:num_positional]]
+    return [*by_position, *_keys(kwargs)], num_positional
+
+
+def _output_names(tree: _Tree) -> list[str]:
+    """Empty if the outputs have none."""
+    if any(child.type is not None for child in tree.children_spec):
+        raise _problem("the outputs are nested; expected a tensor, or a tuple or dict of tensors")
+    return [] if tree.type is None or tree.type in SEQUENCES else _keys(tree)
+
+
+def _keys(tree: _Tree) -> list[str]:
+    """Of a dict, or of a class that is flattened like one."""
+    keys = msgspec.json.decode(tree.context or "null", type=list[str] | None)
+    if keys is None or len(keys) != len(tree.children_spec):
+        raise _problem(f"{tree.type} has no names for its tensors; expected a tuple or a dict")
+    return keys
+
+
+def _spec(name: str, arg: _Argument, values: dict[str, _Meta]) -> TensorSpec:
+    if arg.as_tensor is None:
+        raise _problem(f"'{name}' is no tensor")
+    meta = _meta(arg, values)
+    if meta.dtype not in SCALARS:
+        raise _problem(f"'{name}': not a tensor of a datatype that the protocol has")
+    shape = tuple(-1 if size.as_int is None else size.as_int for size in meta.sizes)
+    return TensorSpec(name, SCALARS[meta.dtype], shape)
+
+
+def _meta(arg: _Argument, values: dict[str, _Meta]) -> _Meta:
+    name = arg.as_tensor.name if arg.as_tensor else ""
+    if name not in values:
+        raise _problem(f"'{name}' is not among its tensors")
+    return values[name]
+
+
+def _max_batch(metas: Sequence[_Meta], ranges: dict[str, _Range]) -> int | None:
+    """There is a batch dimension if all tensors start with the same symbol."""
+    firsts = {_first(meta) for meta in metas}
+    symbol = re.match(r"Symbol\('(\w+)'[^()]*\)$", firsts.pop()) if len(firsts) == 1 else None
+    if symbol is None:
+        return 0
+    return ranges.get(symbol[1], _Range()).max_val
+
+
+def _first(meta: _Meta) -> str:
+    """The first dimension as an expression; empty if it is fixed, or there is none."""
+    expression = meta.sizes[0].as_expr if meta.sizes else None
+    return expression.expr_str if expression else ""
+
+
+def _problem(text: str) -> ConfigError:
+    return ConfigError([text])

@@ -1,0 +1,69 @@
+"""docs/backends.md says what the code does."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock import backends, pbtxt
+from penstock.backends import null
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "backends.md").read_text()
+SECTIONS = dict(re.findall(r"^## (\w+)$(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
+
+
+def options(section: str) -> set[str]:
+    """The first column of the tables."""
+    rows = re.findall(r"^\| (`.+?) \|", SECTIONS[section], re.M)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def nodes(section: str) -> list[ast.AST]:
+    path = ROOT / (backends.MODULES[section].replace(".", "/") + ".py")
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def asked_for(section: str) -> set[str]:
+    """Options that the code looks up by a name of its own."""
+    found = set()
+    for node in nodes(section):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in ("settings.get", "config.options.get"):
+            found.add(ast.literal_eval(node.args[0]))
+        elif called == "num_threads":
+            found.add(ast.literal_eval(node.args[1]))
+    return found
+
+
+def test_every_backend_has_a_section_and_a_row():
+    assert set(SECTIONS) == set(backends.MODULES)
+    rows = re.findall(r"^\| `(\w+)` \|", TEXT.partition("## ")[0], re.M)
+    assert set(rows) == set(backends.MODULES)
+
+
+@pytest.mark.parametrize("section", ["onnxruntime", "openvino", "pytorch"])
+def test_options_are_those_that_the_code_reads(section):
+    documented = options(section)
+    named = {name for name in documented if "<" not in name}
+    assert named == asked_for(section)
+    texts = {node.value for node in nodes(section) if isinstance(node, ast.Constant)}
+    assert {name.partition("<")[0] for name in documented - named} <= texts
+
+
+def test_options_of_ours_are_in_the_table_of_their_backend():
+    for section, names in pbtxt.BACKEND_OPTIONS.items():
+        assert set(names) <= options(section)
+
+
+def test_options_of_null_are_all_there():
+    assert options("null") == {f"null.{name}" for name in null.OPTIONS}
+
+
+def test_files_are_those_that_are_looked_for():
+    for section, files in pbtxt.FILES.items():
+        for file in files:
+            assert f"`{file}`" in TEXT, f"{section}: {file}"

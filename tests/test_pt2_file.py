@@ -1,0 +1,194 @@
+"""Signatures of .pt2 files, read without torch; torch only makes the files."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.pt2_file import read_program, read_signature
+
+torch = pytest.importorskip("torch")
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, image, mask=None):
+        self.count += 1
+        logits = self.linear(image)
+        return logits if mask is None else {"logits": logits, "kept": mask}
+
+
+BATCH = torch.export.Dim("batch", min=1, max=48)
+IMAGE, MASK = torch.zeros(2, 3), torch.zeros(2, 5, dtype=torch.int64)
+
+
+def export(path: Path, arguments, keywords=None, dynamic_shapes=None, module=None) -> Path:
+    module = (module or Model()).eval()
+    program = torch.export.export(module, arguments, keywords, dynamic_shapes=dynamic_shapes)
+    torch.export.save(program, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pt2") / "model.pt2"
+    shapes = {"image": {0: BATCH}, "mask": {0: BATCH, 1: torch.export.Dim("length")}}
+    return export(path, (IMAGE,), {"mask": MASK}, shapes)
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_program(path)
+    [problem] = caught.value.problems
+    assert len(problem.splitlines()) == 1
+    return problem
+
+
+def test_names_datatypes_and_shapes_are_those_of_the_program(good: Path) -> None:
+    program = read_program(good)
+    signature = program.signature
+    assert [(s.name, s.datatype, s.shape) for s in signature.inputs] == [
+        ("image", "FP32", (-1, 3)),
+        ("mask", "INT64", (-1, -1)),
+    ]
+    assert [(s.name, s.datatype, s.shape) for s in signature.outputs] == [
+        ("logits", "FP32", (-1, 2)),
+        ("kept", "INT64", (-1, -1)),
+    ]
+    assert program.num_positional == 1
+    assert program.has_output_names
+    assert signature.has_batch
+    assert signature.max_batch == 48
+
+
+def test_outputs_without_names_are_numbered_as_in_triton(tmp_path: Path) -> None:
+    program = read_program(export(tmp_path / "model.pt2", (IMAGE,)))
+    assert [spec.name for spec in program.signature.outputs] == ["OUTPUT__0"]
+    assert not program.has_output_names
+
+
+def test_fixed_first_dimension_is_no_batch(tmp_path: Path) -> None:
+    signature = read_signature(export(tmp_path / "model.pt2", (IMAGE,)))
+    assert signature.inputs[0].shape == (2, 3)
+    assert not signature.has_batch
+
+
+def test_first_dimensions_that_may_differ_are_no_batch(tmp_path: Path) -> None:
+    shapes = {"image": {0: BATCH}, "mask": {0: torch.export.Dim("other")}}
+    signature = read_signature(
+        export(tmp_path / "model.pt2", (IMAGE, torch.zeros(4, 5)), dynamic_shapes=shapes)
+    )
+    assert {spec.shape[0] for spec in signature.inputs} == {-1}
+    assert not signature.has_batch
+
+
+def test_open_batch_dimension_has_no_limit(tmp_path: Path) -> None:
+    shapes = {"image": {0: torch.export.Dim.DYNAMIC}}
+    signature = read_signature(export(tmp_path / "model.pt2", (IMAGE,), dynamic_shapes=shapes))
+    assert signature.has_batch
+    assert signature.max_batch is None
+
+
+class Nested(torch.nn.Module):
+    def forward(self, pair):
+        return pair[0], (pair[1],)
+
+
+class Count(torch.nn.Module):
+    def forward(self, x, times):
+        return x * times
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "text"),
+    [
+        (Nested(), ((IMAGE, IMAGE),), "an input is no plain tensor"),
+        (Count(), (IMAGE, 3), "input 'times' is no tensor"),
+    ],
+)
+def test_what_the_protocol_cannot_send_is_refused(
+    tmp_path: Path, module: torch.nn.Module, arguments: tuple[object, ...], text: str
+) -> None:
+    assert text in refused(export(tmp_path / "model.pt2", arguments, module=module))
+
+
+def test_nested_outputs_are_refused(tmp_path: Path) -> None:
+    class NestedOutput(torch.nn.Module):
+        def forward(self, x):
+            return x, (x + 1,)
+
+    problem = refused(export(tmp_path / "model.pt2", (IMAGE,), module=NestedOutput()))
+    assert problem.startswith("the outputs are nested")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["data.pkl", "constants.pkl", "code/__torch__.py"], "is TorchScript: a pickle"),
+        (["data.pkl", "data/0"], "is a file of torch.save: a pickle"),
+        (["data/aotinductor/model/x.so"], "is an AOTInductor package"),
+        (["models/model.json", "data/weights/model.pt"], "its weights are a pickle"),
+        (["models/model.json"], "cannot be read as .pt2: it has no data/"),
+        ([], "cannot be read as .pt2"),
+    ],
+)
+def test_other_archives_are_told_apart(tmp_path: Path, names: list[str], text: str) -> None:
+    path = tmp_path / "model.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(f"model/{name}", b"{}")
+    assert refused(path).startswith(text)
+
+
+def test_other_version_of_the_schema_is_refused(good: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    with zipfile.ZipFile(good) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            data = old.read(name).replace(
+                b'"schema_version": {"major": 8', b'"schema_version": {"major": 9'
+            )
+            new.writestr(name, data)
+    assert refused(path) == "its schema has version 9, and only version 8 is known"
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_damaged_program_is_read_or_refused(
+    good: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever bytes of the JSON change, there is a signature or our error."""
+    path = tmp_path_factory.mktemp("damaged") / "model.pt2"
+    with zipfile.ZipFile(good) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith(".json"):
+                start = data.draw(st.integers(0, len(content)))
+                size = data.draw(st.integers(0, 40))
+                patch = data.draw(
+                    st.sampled_from([b"", b"null", b"[]", b"{}", b'""', b"-1", b"[" * 2000])
+                )
+                content = content[:start] + patch + content[start + size :]
+            new.writestr(name, content)
+    try:
+        read_program(path)
+    except ConfigError as error:
+        assert error.problems
+
+
+def test_torch_is_not_imported(good: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from penstock.pt2_file import read_signature; "
+        f"read_signature(Path({str(good)!r})); print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script]
+    output = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert output.stdout == "False\n"
