@@ -6,13 +6,17 @@ READY := $(VENV)/.ready
 # Without a GPU this version's CPU build will do; a newer torch brings gigabytes of CUDA along.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
-.PHONY: demo test lint check verify bench-serving clean
+.PHONY: demo test test-gpu lint check verify bench-serving clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: lint $(READY)
 	$(BIN)/python -m pytest -m "not verify"
+
+# On a machine with an NVIDIA GPU; elsewhere everything is skipped.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest tests/gpu -rs
 
 lint: $(READY)
 	$(BIN)/ruff check .
