@@ -27,8 +27,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from penstock.config import BatchPolicy
-from penstock.serving.batch_times import ladder
+from penstock.config import BatchPolicy, ladder
 from penstock.serving.batcher import Batcher
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.testing import simulate

@@ -14,6 +14,16 @@ from penstock.types import TensorSpec, TimeoutAction
 MIB = 1 << 20
 
 
+def ladder(max_batch_size: int) -> list[int]:
+    """The batch sizes that are warmed up: 1, 2, 4, ... and the largest itself."""
+    rungs = [1]
+    while rungs[-1] * 2 < max_batch_size:
+        rungs.append(rungs[-1] * 2)
+    if max_batch_size > 1:
+        rungs.append(max_batch_size)
+    return rungs
+
+
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
     """What happens to requests that wait (Triton's ModelQueuePolicy)."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import io
 import zipfile
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,13 @@ from penstock.backends import Batch, Execution, Finished
 from penstock.backends.checks import check_signature, first_line, num_threads, share_of_cores
 from penstock.backends.python import Code
 from penstock.backends.torch_weights import load_weights
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, Signature, TensorSpec
 
+# Libraries choose and build kernels for each new shape, which takes many times as long as a batch.
+# There every batch is filled up to a size that has been warmed up.
+FILLED_DEVICES = {"cuda"}
 COMPILE_MODES = ("", "default", "reduce-overhead", "max-autotune")
 DTYPES = {"": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TORCH_TYPES = {
@@ -86,8 +90,13 @@ class TorchRunner:
         self._run = loaded.module
         self._device = torch.device(config.device)
         self._datatypes = {spec.name: spec.datatype for spec in config.inputs}
+        self._rungs = ladder(config.max_batch_size) if self._fills_rungs else []
         if options.compile_mode:
             self._compile()
+
+    @property
+    def _fills_rungs(self) -> bool:
+        return self._device.type in FILLED_DEVICES and self._config.max_batch_size > 0
 
     def built(self) -> Mapping[str, str]:
         weights = [*self._loaded.module.parameters(), *self._loaded.module.buffers()]
@@ -106,25 +115,35 @@ class TorchRunner:
 
     def start(self, batch: Batch) -> Execution:
         with torch.inference_mode():
-            tensors = {name: self._tensor(name, array) for name, array in batch.inputs.items()}
+            num_more = self._num_rows(batch) - batch.num_rows
+            tensors = {
+                name: self._tensor(name, _with_more(array, num_more))
+                for name, array in batch.inputs.items()
+            }
             answer = self._run(
                 *(tensors.get(name) for name in self._loaded.positional),
                 **{name: tensors[name] for name in self._loaded.keywords if name in tensors},
             )
             values = _by_name(answer, [spec.name for spec in self._config.outputs])
-            return Finished(
-                {spec.name: self._array(spec, values[spec.name]) for spec in self._config.outputs}
-            )
+            outputs = {
+                spec.name: self._array(spec, values[spec.name]) for spec in self._config.outputs
+            }
+            if num_more:
+                outputs = {name: rows[:-num_more] for name, rows in outputs.items()}
+            return Finished(outputs)
 
     def close(self) -> None:
         if self._loaded.code is not None:
             self._loaded.code.close()
         del self._run, self._loaded
 
+    def _num_rows(self, batch: Batch) -> int:
+        """How many to run: up to the next rung of the ladder, where that is filled up."""
+        index = bisect_left(self._rungs, batch.num_rows)
+        return self._rungs[index] if index < len(self._rungs) else batch.num_rows
+
     def _tensor(self, name: str, array: Array) -> torch.Tensor:
-        """A copy: a module may write to its inputs, and a batch may have to run again. It costs one
-        pass over the memory, which a model makes many times."""
-        tensor = torch.from_numpy(array.copy())
+        tensor = torch.from_numpy(array)
         if self._datatypes[name] == "BF16":
             tensor = tensor.view(torch.bfloat16)
         is_cast = self._options.dtype is not None and tensor.is_floating_point()
@@ -167,6 +186,12 @@ class TorchRunner:
             ) from error
         if _num_graphs() == self._num_graphs_before:
             raise ConfigError(["parameters.penstock.compile: torch compiled nothing of the model"])
+
+
+def _with_more(array: Array, num_more: int) -> Array:
+    """A copy, its last row repeated: a module may write to its inputs, and a batch may have to run
+    again. It costs one pass over the memory, which a model makes many times."""
+    return np.concatenate([array, np.repeat(array[-1:], num_more, 0)]) if num_more else array.copy()
 
 
 def load(config: ModelConfig) -> TorchRunner:

@@ -11,6 +11,8 @@ import math
 from bisect import bisect_left
 from statistics import median
 
+from penstock.config import ladder
+
 # Weight of a new observation; the first few weigh more.
 SMOOTHING = 0.1
 # One batch may take anything (a stall, a page fault); the mean believes no more than this factor.
@@ -24,16 +26,6 @@ MAX_INFLATION = 2.0
 DRIFT_WINDOW = 20
 DRIFT = 0.10
 STALE_AFTER_S = 30.0
-
-
-def ladder(max_batch_size: int) -> list[int]:
-    """1, 2, 4, ... and the largest batch itself."""
-    rungs = [1]
-    while rungs[-1] * 2 < max_batch_size:
-        rungs.append(rungs[-1] * 2)
-    if max_batch_size > 1:
-        rungs.append(max_batch_size)
-    return rungs
 
 
 class BatchTimes:

@@ -22,9 +22,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
-from penstock.serving.batch_times import ladder
 from penstock.serving.padding import Pads, cropped
 from penstock.serving.plan import column_bytes, fixed_outputs
 from penstock.serving.proof import Proof, prove

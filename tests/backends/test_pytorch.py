@@ -25,7 +25,7 @@ from suites.backend import (
 )
 
 from penstock.backends import Batch, backend
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.types import TensorSpec
 
@@ -50,6 +50,26 @@ def torch_config(
     options: Mapping[str, str] | None = None,
 ) -> ModelConfig:
     return model_config("pytorch", artifact, inputs, outputs, max_batch_size, dict(options or {}))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 5])
+def test_a_batch_may_be_filled_up_to_a_rung(tmp_path, monkeypatch, num_rows):
+    """As on GPUs; the module says how many rows it saw."""
+    monkeypatch.setattr("penstock.backends.pytorch.FILLED_DEVICES", {"cpu"})
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import torch\n"
+        "class Echo(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return {'y': x[:, :2] * 2, 'n': torch.full((len(x), 1), float(len(x)))}\n"
+        "factory = Echo\n"
+    )
+    runner = backend("pytorch")(torch_config(path, outputs=(Y, TensorSpec("n", "FP32", (1,)))))
+    rows = np.arange(num_rows * 3, dtype=np.float32).reshape(num_rows, 3)
+    (outputs,) = runner.start(Batch({"x": rows}, num_rows)).wait()
+    np.testing.assert_array_equal(outputs["y"], rows[:, :2] * 2)
+    expected = next(rung for rung in ladder(MAX_BATCH) if rung >= num_rows)
+    assert outputs["n"].tolist() == [[expected]] * num_rows
 
 
 def problems_of(config: ModelConfig) -> tuple[str, ...]:

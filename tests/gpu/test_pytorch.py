@@ -66,6 +66,12 @@ def test_the_answers_are_those_of_the_cpu(config, form, device):
     np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-3, atol=1e-4)
 
 
+def test_a_batch_between_two_rungs_gives_its_own_rows(config):
+    on_cpu, on_gpu = answer(config, ROWS[:11]), answer(replace(config, device="cuda"), ROWS[:11])
+    assert on_gpu.shape == (11, 8)
+    np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp16", 5e-3), ("bf16", 4e-2)])
 def test_less_precision_is_close(config, dtype, tolerance):
     changed = replace(config, device="cuda", options={"penstock.dtype": dtype})

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.serving.batch_times import DRIFT_WINDOW, STALE_AFTER_S, BatchTimes, ladder
+from penstock.config import ladder
+from penstock.serving.batch_times import DRIFT_WINDOW, STALE_AFTER_S, BatchTimes
 
 
 def line(num_rows: float) -> float:

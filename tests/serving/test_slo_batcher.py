@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import BatchPolicy, QueuePolicy
+from penstock.config import BatchPolicy, QueuePolicy, ladder
 from penstock.errors import Overloaded
-from penstock.serving.batch_times import ladder
 from penstock.serving.batcher import Batcher
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.testing import RecordingSink, simulate
