@@ -221,15 +221,14 @@ class Codec:
             request = form.fill(id, tail, sink, received)
             if request is not None:
                 return request
-        wire = _parse(head)
-        request = _decode_parsed(wire, tail, sink, received)
+        wire, request = _read(head, tail, sink, received)
         if wire.id == id and not any(item.data for item in wire.inputs):
             self._remember(rest, request)
         return request
 
     def _decode_json(self, body: Buffer, sink: ReplySink, received: float) -> Request:
         if len(body) > MAX_FORM_BYTES:
-            return _decode_parsed(_parse(body), memoryview(b""), sink, received)
+            return _read(body, memoryview(b""), sink, received)[1]
         body = bytes(body)
         id, rest = _split_id(body)
         start = rest.find(_DATA) + len(_DATA)
@@ -240,8 +239,7 @@ class Codec:
             request = form.fill_json(id, rest[start:end], sink, received)
             if request is not None:
                 return request
-        wire = _parse(body)
-        request = _decode_parsed(wire, memoryview(b""), sink, received)
+        wire, request = _read(body, memoryview(b""), sink, received)
         if wire.id == id and _has_one_list(wire, rest[start:end], around):
             self._remember(around, request)
         return request
@@ -298,7 +296,8 @@ def _classes(tensor: Tensor, count: int, labels: Sequence[str]) -> Tensor:
     if tensor.datatype in ("BYTES", "BF16", "BOOL"):
         raise InvalidRequest(f"output '{tensor.name}': {tensor.datatype} cannot be classified")
     rows = np.frombuffer(tensor.data, dtype=DATATYPES[tensor.datatype].numpy)
-    rows = rows.reshape(tensor.shape[0], -1) if len(tensor.shape) > 1 else rows.reshape(1, -1)
+    full = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
+    rows = rows.reshape(full[0], num_elements(full[1:]))
     count = min(count, rows.shape[1])
     best = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :count]
     texts: list[bytes] = []
@@ -365,6 +364,21 @@ def _has_one_list(wire: _Infer, data: bytes, around: bytes) -> bool:
     size = num_elements(item.shape)
     is_plain = item.datatype in _FORMATS and 0 < size <= MAX_PACKED
     return is_plain and bytes(item.data) == data.strip() and data.count(b"[") == 1
+
+
+def _read(
+    head: Buffer, tail: memoryview, sink: ReplySink, received: float
+) -> tuple[_Infer, Request]:
+    wire = _parse(head)
+    request = _decode_parsed(wire, tail, sink, received)
+    # The decoder does not look into what it skips.
+    text = bytes(head) if isinstance(head, memoryview) else head
+    if not text.isascii():
+        try:
+            text.decode()
+        except UnicodeDecodeError:
+            raise InvalidRequest("failed to parse the request JSON: not UTF-8") from None
+    return wire, request
 
 
 def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: float) -> Request:

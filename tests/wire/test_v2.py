@@ -743,6 +743,14 @@ def test_the_best_classes_come_first_with_their_labels(
     assert tail == []
 
 
+@pytest.mark.parametrize(("shape", "classes"), [((0, 3), [0, 2]), ((2, 0), [2, 0]), ((0,), [0])])
+def test_of_no_values_there_are_no_classes(shape: tuple[int, ...], classes: list[int]) -> None:
+    request = request_for(RequestedOutput("y", {"classification": 2}))
+    response = Response("m", "1", [Tensor("y", "FP32", shape, b"")])
+    (output,) = json.loads(Codec().encode_answer(request, response)[0])["outputs"]
+    assert (output["shape"], output["data"]) == (classes, [])
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -773,10 +781,10 @@ def test_only_utf8_without_a_byte_order_mark_is_json() -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf5\x80"])
-@pytest.mark.parametrize("place", ["name", "id", "key"])
+@pytest.mark.parametrize("place", ["name", "id", "key", "unknown"])
 def test_invalid_utf8_around_the_tensors_is_refused(garbage: bytes, place: str) -> None:
-    body = one_input("BYTES", "[1]", '["a"]')[:-1] + b',"id":"i","parameters":{"k":1}}'
-    old = {"name": b'"x"', "id": b'"i"', "key": b'"k"'}[place]
+    body = one_input("BYTES", "[1]", '["a"]')[:-1] + b',"id":"i","parameters":{"k":1},"more":"m"}'
+    old = {"name": b'"x"', "id": b'"i"', "key": b'"k"', "unknown": b'"m"'}[place]
     refusal(body.replace(old, b'"' + garbage + b'"'))
 
 
