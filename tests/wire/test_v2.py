@@ -1132,3 +1132,70 @@ def test_answers_of_one_form_differ_only_in_id_and_values(is_binary: bool) -> No
         head, tail = codec.encode_answer(request, remembered)
         assert (head, tail) == encode_answer(request, response)
         assert json.loads(head)["id"] == f"r{number}"
+
+
+# One codec sees many clients: whatever it remembers of one, the next is told what a new codec would
+# tell it. The pieces are chosen to look alike where the codec looks.
+
+ids = st.sampled_from(
+    ["", '"id":"a",', '"id":"b",', '"id": "a",', '"id":"",', '"id":7,', '"id":"\\u0061",']
+    + ['"id":"\\"data\\":[1,2]",', '"id":"a","id":"b",', '"id":"ü",', '"data":[1,2],']
+)
+lists = st.sampled_from(
+    ["[1,2]", "[3,4]", "[ 1 , 2 ]", "[1.5,2]", "[1,2", "[1]", "[1,2,3]", "[]", "[[1,2]]", "1"]
+    + ["[true,false]", '["a","b"]', '["]","b"]', "[1e39,2]", "[300,1]", "[-1,0]", "null", "{}"]
+    + ['[1,2],"data":[5,6]', '[1,2],"more":{"data":[5,6]}', '[1,2],"more":[3]', "[1,2]]"]
+)
+tensors = st.builds(
+    lambda datatype, shape, data, key: (
+        f'{{"name":"x","datatype":"{datatype}",{key}{data},"shape":{shape}}}'
+    ),
+    st.sampled_from(["FP32", "INT8", "BOOL", "BYTES", "FP64", "UINT8"]),
+    st.sampled_from(["[2]", "[1,2]", "[2,1]", "[3]", "[0]", "[]"]),
+    lists,
+    st.sampled_from(['"data":', '"data": ', '"data" :', '"parameters":{},"data":']),
+)
+tails = st.sampled_from(
+    ["", ',"parameters":{"binary_data_output":true}', ',"parameters":{"priority":2}']
+    + [',"outputs":[{"name":"y"}]', ',"data":[1,2]', ',"parameters":{"data":1}', ",", " "]
+)
+messages = st.builds(
+    lambda id, inputs, tail: f'{{{id}"inputs":[{",".join(inputs)}]{tail}}}'.encode(),
+    ids,
+    st.lists(tensors, min_size=1, max_size=2),
+    tails,
+)
+
+
+def outcome(codec: Codec, body: bytes, json_bytes: int | None) -> Any:
+    try:
+        return described(codec.decode_infer(body, json_bytes, SINK, 7.0))
+    except PenstockError as error:
+        return type(error), str(error)
+
+
+@settings(max_examples=500)
+@given(st.lists(messages, min_size=2, max_size=6))
+def test_what_a_codec_remembers_changes_no_answer(bodies: list[bytes]) -> None:
+    codec = Codec()
+    for body in bodies:
+        for json_bytes in (None, len(body)):
+            assert outcome(codec, body, json_bytes) == outcome(Codec(), body, json_bytes)
+
+
+@quick
+@given(
+    json_tensors(), st.lists(st.sampled_from(["", "a", "b-2", "ü", '"']), min_size=2, max_size=4)
+)
+def test_a_template_writes_what_is_written_without_one(
+    case: tuple[Tensor, Any], request_ids: list[str]
+) -> None:
+    codec, form, (tensor, _) = Codec(), object(), case
+    for is_binary in (True, False):
+        for id in request_ids:
+            body = json.dumps({"id": id, "inputs": [given_data([1], "INT8", [1])]}).encode()
+            request = codec.decode_infer(body, None, SINK, 7.0)
+            request.prefers_binary = is_binary
+            response = Response("m", "1", [tensor])
+            response.form = (form, is_binary)
+            assert codec.encode_answer(request, response) == encode_answer(request, response)
