@@ -6,6 +6,7 @@ in the order of the inputs. Every complaint names the input it is about.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -74,6 +75,7 @@ class _Answer(msgspec.Struct):
 
 _ID_KEY = b'{"id":'
 _ID = _ID_KEY + b'"'
+_SECOND_ID = re.compile(rb'"id"\s*:')
 _DATA = b'"data":'
 # Stands for data in a template; no JSON text contains it.
 _HOLE = msgspec.Raw(b"\0")
@@ -222,7 +224,7 @@ class Codec:
             if request is not None:
                 return request
         wire, request = _read(head, tail, sink, received)
-        if wire.id == id and not any(item.data for item in wire.inputs):
+        if _is_plain(wire, id, rest) and not any(item.data for item in wire.inputs):
             self._remember(rest, request)
         return request
 
@@ -240,7 +242,7 @@ class Codec:
             if request is not None:
                 return request
         wire, request = _read(body, memoryview(b""), sink, received)
-        if wire.id == id and _has_one_list(wire, rest[start:end], around):
+        if _is_plain(wire, id, around) and _has_one_list(wire, rest[start:end], around):
             self._remember(around, request)
         return request
 
@@ -353,6 +355,12 @@ def _split_id(head: bytes) -> tuple[str, bytes]:
             if id and id.isascii() and id.isprintable() and "\\" not in id:
                 return id, head[end:]
     return "", head
+
+
+def _is_plain(wire: _Infer, id: str, around: bytes) -> bool:
+    """Whether the id that stands in front is the one that counts, whatever it is: no second one
+    follows, and no key is spelled in another way."""
+    return wire.id == id and b"\\" not in around and _SECOND_ID.search(around) is None
 
 
 def _has_one_list(wire: _Infer, data: bytes, around: bytes) -> bool:

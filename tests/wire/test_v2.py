@@ -1135,7 +1135,8 @@ def test_answers_of_one_form_differ_only_in_id_and_values(is_binary: bool) -> No
 
 
 # One codec sees many clients: whatever it remembers of one, the next is told what a new codec would
-# tell it. The pieces are chosen to look alike where the codec looks.
+# tell it. Requests are alike but for their first list and their id, as the codec expects them, and
+# not always as it hopes.
 
 ids = st.sampled_from(
     ["", '"id":"a",', '"id":"b",', '"id": "a",', '"id":"",', '"id":7,', '"id":"\\u0061",']
@@ -1144,26 +1145,22 @@ ids = st.sampled_from(
 lists = st.sampled_from(
     ["[1,2]", "[3,4]", "[ 1 , 2 ]", "[1.5,2]", "[1,2", "[1]", "[1,2,3]", "[]", "[[1,2]]", "1"]
     + ["[true,false]", '["a","b"]', '["]","b"]', "[1e39,2]", "[300,1]", "[-1,0]", "null", "{}"]
-    + ['[1,2],"data":[5,6]', '[1,2],"more":{"data":[5,6]}', '[1,2],"more":[3]', "[1,2]]"]
 )
-tensors = st.builds(
-    lambda datatype, shape, data, key: (
-        f'{{"name":"x","datatype":"{datatype}",{key}{data},"shape":{shape}}}'
-    ),
-    st.sampled_from(["FP32", "INT8", "BOOL", "BYTES", "FP64", "UINT8"]),
-    st.sampled_from(["[2]", "[1,2]", "[2,1]", "[3]", "[0]", "[]"]),
-    lists,
+frames = st.builds(
+    '{{@"inputs":[{{"name":"x",{}#{},"datatype":"{}","shape":{}}}{}]{}}}'.format,
     st.sampled_from(['"data":', '"data": ', '"data" :', '"parameters":{},"data":']),
-)
-tails = st.sampled_from(
-    ["", ',"parameters":{"binary_data_output":true}', ',"parameters":{"priority":2}']
-    + [',"outputs":[{"name":"y"}]', ',"data":[1,2]', ',"parameters":{"data":1}', ",", " "]
-)
-messages = st.builds(
-    lambda id, inputs, tail: f'{{{id}"inputs":[{",".join(inputs)}]{tail}}}'.encode(),
-    ids,
-    st.lists(tensors, min_size=1, max_size=2),
-    tails,
+    st.sampled_from(
+        ["", "", ',"data":[1,2]', ',"data" :[1,2]', ',"more":{"data":[1,2]}', ',"more":[3]', "]"]
+        + [',"\\u0064ata":[1,2]', ',"data"\t:[1,2]']
+    ),
+    st.sampled_from(["FP32", "INT8", "BOOL", "BYTES", "UINT8"]),
+    st.sampled_from(["[2]", "[2]", "[1,2]", "[2,1]", "[3]", "[0]"]),
+    st.sampled_from(["", "", ',{"name":"z","datatype":"INT8","shape":[1],"data":[1]}']),
+    st.sampled_from(
+        ["", ',"parameters":{"binary_data_output":true}', ',"parameters":{"priority":2}']
+        + [',"id":"b"', ',"id" : "b"', ',"\\u0069d":"b"', ',"parameters":{"id":"b"}']
+        + [',"outputs":[{"name":"y"}]', ',"data":[1,2]', ',"parameters":{"data":1}', ","]
+    ),
 )
 
 
@@ -1175,10 +1172,13 @@ def outcome(codec: Codec, body: bytes, json_bytes: int | None) -> Any:
 
 
 @settings(max_examples=500)
-@given(st.lists(messages, min_size=2, max_size=6))
-def test_what_a_codec_remembers_changes_no_answer(bodies: list[bytes]) -> None:
+@given(frames, st.lists(st.tuples(ids, lists), min_size=2, max_size=5))
+def test_what_a_codec_remembers_changes_no_answer(
+    frame: str, changes: list[tuple[str, str]]
+) -> None:
     codec = Codec()
-    for body in bodies:
+    for id, data in [('"id":"b",', "[1,2]"), *changes]:
+        body = frame.replace("@", id).replace("#", data).encode()
         for json_bytes in (None, len(body)):
             assert outcome(codec, body, json_bytes) == outcome(Codec(), body, json_bytes)
 
