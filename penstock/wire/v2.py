@@ -346,7 +346,8 @@ def decode_raw(body: Buffer, config: ModelConfig, sink: ReplySink, received: flo
 
 
 def _split_id(head: bytes) -> tuple[str, bytes]:
-    """A leading id that is plain text, and what follows it; no id and everything otherwise."""
+    """A leading id that is plain text, and what follows it; no id and everything otherwise. What is
+    no object is nothing, lest it be taken for what follows an id."""
     if head.startswith(_ID_KEY):
         start = 7 if head.startswith(b'"', 6) else 8 if head.startswith(b' "', 6) else 0
         if start:
@@ -354,7 +355,7 @@ def _split_id(head: bytes) -> tuple[str, bytes]:
             id = head[start:end].decode("latin-1")
             if id and id.isascii() and id.isprintable() and "\\" not in id:
                 return id, head[end:]
-    return "", head
+    return "", head if head.startswith(b"{") else b""
 
 
 def _is_plain(wire: _Infer, id: str, around: bytes) -> bool:

@@ -21,6 +21,8 @@ from penstock.types import Request
 from penstock.wire import compression, frames, v2, v2_pb
 
 MAX_INFLATED = 1 << 16
+# Between requests; no JSON contains it.
+SEPARATOR = b"\x1e"
 
 
 class Nobody:
@@ -28,17 +30,16 @@ class Nobody:
         raise AssertionError("nothing is answered here")
 
 
-_remembering = v2.Codec()
-
-
 def v2_json(data: bytes) -> None:
-    """A codec that has seen others says what a new one says. The first two bytes are the length of
-    the JSON part, if there is to be one."""
-    if len(data) < 2:
-        return
-    length, body = int.from_bytes(data[:2], "little"), data[2:]
-    json_bytes = None if length == 0xFFFF else min(length, len(body))
-    assert _decoded(_remembering, body, json_bytes) == _decoded(v2.Codec(), body, json_bytes)
+    """Several requests, one behind the other: to each a codec that has seen the others says what a
+    new one says. The first two bytes are the length of the JSON part, if there is to be one."""
+    codec = v2.Codec()
+    for request in data.split(SEPARATOR):
+        length, body = int.from_bytes(request[:2], "little"), request[2:]
+        json_bytes = None if length == 0xFFFF else min(length, len(body))
+        remembered = _decoded(codec, body, json_bytes)
+        fresh = _decoded(v2.Codec(), body, json_bytes)
+        assert remembered == fresh, (remembered, fresh)
 
 
 def _decoded(codec: v2.Codec, body: bytes, json_bytes: int | None) -> object:
@@ -190,11 +191,15 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
     get = b"\x05GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
     post = b"\x30POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
     chunked = b"\x40POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    text = b"\xff\xff" + whole
+    sized = len(head).to_bytes(2, "little") + head + bytes(8)
     return {
         v2_json: [
-            b"\xff\xff" + whole,
+            text,
             b"\xff\xff" + strings + b"]}",
-            len(head).to_bytes(2, "little") + head + bytes(8),
+            sized,
+            SEPARATOR.join((text, text.replace(b"[1,2]", b"[3,4]"), text)),
+            SEPARATOR.join((sized, sized)),
         ],
         v2_protobuf: [request.SerializeToString(), raw.SerializeToString()],
         compressed: [compression.deflate(whole, each) for each in compression.ENCODINGS],

@@ -1103,6 +1103,18 @@ def test_a_second_data_key_is_never_mistaken_for_the_first() -> None:
         assert values_of(codec.decode_infer(body, None, SINK, 0.0).inputs[0]) == [7, 8]
 
 
+def test_what_follows_an_id_is_no_request_by_itself() -> None:
+    codec = Codec()
+    whole, head = json_request("a", "[1,2]"), binary_request("a")
+    codec.decode_infer(whole, None, SINK, 0.0)
+    codec.decode_infer(head + bytes(4), len(head), SINK, 0.0)
+    for cut in range(1, len(b'{"id":"a",')):
+        with pytest.raises(InvalidRequest, match="JSON"):
+            codec.decode_infer(whole[cut:], None, SINK, 0.0)
+        with pytest.raises(InvalidRequest, match="JSON"):
+            codec.decode_infer(head[cut:] + bytes(4), len(head) - cut, SINK, 0.0)
+
+
 def test_tensors_of_another_size_behind_a_remembered_head_are_refused() -> None:
     codec = Codec()
     head = binary_request("a")
