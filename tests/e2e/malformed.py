@@ -279,12 +279,14 @@ def documents() -> Iterator[Http]:
     yield bad("a comment", b"/* */" + GOOD)
     yield bad("not UTF-8 in a name", GOOD.replace(b'"x"', b'"\xff"'))
     yield bad("not UTF-8 where nobody looks", GOOD[:-1] + b',"more":"\xff"}')
-    yield bad("a form", b"inputs=1&outputs=2")
+    kind = "Content-Type: application/x-www-form-urlencoded"
+    yield Http("a form", post(b"inputs=1&outputs=2", kind), 400, ("JSON",))
     yield bad(
         "multipart", b'--a\r\nContent-Disposition: form-data; name="inputs"\r\n\r\n1\r\n--a--'
     )
     message = pb.ModelInferRequest(model_name="ints", id="a").SerializeToString()
-    yield bad("protobuf", message)
+    kind = "Content-Type: application/grpc"
+    yield Http("protobuf", post(message, kind), 400, ("JSON",))
     yield bad("deep arrays", b"[" * DEEP)
     yield bad("deep objects", b'{"a":' * DEEP)
     deep = b"[" * DEEP + b"]" * DEEP
