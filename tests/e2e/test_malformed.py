@@ -3,6 +3,7 @@ and nobody else notices."""
 
 import contextlib
 import json
+import queue
 import re
 import socket
 from collections.abc import Iterator
@@ -138,6 +139,27 @@ def test_grpc(server: Served, bystander: Bystander, case: Rpc) -> None:
         assert caught.value.code().name == case.code, caught.value.details()
         check_words(case.words, caught.value.details())
     bystander.check_grpc()
+    bystander.check_http()
+
+
+def test_grpc_over_one_stream(server: Served, bystander: Bystander) -> None:
+    """Each is told what is wrong, and the stream goes on."""
+    cases = [case for case in malformed.GRPC if case.method == "ModelInfer"]
+    asked: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        answers = stream(iter(asked.get, None), timeout=60)
+        for case in cases:
+            asked.put(case.data)
+            answer = pb.ModelStreamInferResponse.FromString(next(answers))
+            assert not answer.infer_response.outputs, case.name
+            check_words(case.words, answer.error_message)
+        bystander.num_asked += 1
+        asked.put(malformed.raw(model="good").SerializeToString())
+        answer = pb.ModelStreamInferResponse.FromString(next(answers))
+        assert (answer.error_message, len(answer.infer_response.outputs)) == ("", 1)
+        asked.put(None)
+        assert list(answers) == []
     bystander.check_http()
 
 
