@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Without a GPU this version's CPU build will do; a newer torch brings gigabytes of CUDA along.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
-.PHONY: demo test test-gpu lint check verify bench-serving clean
+.PHONY: demo test test-gpu lint check verify fuzz bench-serving clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,17 @@ lint: $(READY)
 # Load, faults and timing: minutes, and sensitive to what else the machine does.
 verify: $(READY)
 	$(BIN)/python -m pytest -m verify -v -s
+
+# Every parser under coverage guidance, this long each; atheris lives in an environment of its own.
+FUZZ := .bench/fuzz
+FUZZ_SECONDS ?= 60
+fuzz: $(FUZZ)/.ready
+	$(FUZZ)/bin/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+
+$(FUZZ)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(FUZZ)
+	$(FUZZ)/bin/python -m pip install --quiet --disable-pip-version-check -e . "atheris>=3.0"
+	touch $(FUZZ)/.ready
 
 # Side by side with Triton, MLServer, LitServe and BentoML; each gets a virtual environment under .bench/.
 bench-serving: $(READY)

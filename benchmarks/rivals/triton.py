@@ -32,16 +32,19 @@ class Triton:
         return VERSION, self._environment.note
 
     def launch(self, variant: str, model: Model) -> Launch:
+        work = environment.work_folder("triton")
+        return self.serve(_repository(work, model, int(variant[0])), work, free_port())
+
+    def serve(self, repository: Path, work: Path, grpc_port: int) -> Launch:
+        """Any repository of Python models; `work` is a folder for Triton's own files."""
         site = self._environment.site_packages
         home = site / "pytriton" / "tritonserver"
-        work = environment.work_folder("triton")
         backends = _backends(home, work)
-        repository = _repository(work, model, int(variant[0]))
         port = free_port()
         command = [str(home / "bin" / "tritonserver")]
         command += [f"--model-repository={repository}", f"--backend-directory={backends}"]
         command += [f"--{kind}-address=127.0.0.1" for kind in ("http", "grpc", "metrics")]
-        command += [f"--http-port={port}", f"--grpc-port={free_port()}"]
+        command += [f"--http-port={port}", f"--grpc-port={grpc_port}"]
         command += [f"--metrics-port={free_port()}"]
         env = {
             # The backend looks for its interpreter's packages from the first python3 on the path.

@@ -26,6 +26,10 @@ log = logging.getLogger("penstock.http")
 
 SWEEP_S = 1.0
 MAX_PIPELINED = 16
+# How much larger a chunked body may be on the wire; a chunk of one byte takes six. And what may be
+# there before that counts, since one read may bring other messages along.
+MAX_CHUNK_OVERHEAD = 8
+MAX_CHUNK_BYTES = 1 << 20
 # Clients send the same head again and again; its parse is remembered. Bounded in size and number.
 MAX_KNOWN_HEADS = 1024
 MAX_KNOWN_HEAD_BYTES = 1024
@@ -188,6 +192,7 @@ class Connection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._header_bytes = 0
         self._head_bytes = 0
+        self._chunk_bytes = 0
         self._owes_continue = False
         self._is_advancing = False
         self._num_unsent = 0
@@ -263,13 +268,22 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._reject(Rejection(400, f"malformed HTTP: {error}"))
             return
-        if not self._at_boundary and not self._has_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > 2 * self._limits.max_header_bytes:
-                self._reject(_too_many_headers(self._limits))
+        if not self._at_boundary:
+            self._check_unfinished(len(data))
         if len(self._waiting) > MAX_PIPELINED and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
+
+    def _check_unfinished(self, num_bytes: int) -> None:
+        """What the parser swallows without a word: lines that do not end."""
+        if not self._has_head:
+            self._head_bytes += num_bytes
+            if self._head_bytes > 2 * self._limits.max_header_bytes:
+                self._reject(_too_many_headers(self._limits))
+        elif self._head is not None and self._head.content_length is None:
+            self._chunk_bytes += num_bytes
+            if self._chunk_bytes > MAX_CHUNK_BYTES + MAX_CHUNK_OVERHEAD * len(self._body):
+                self._reject(Rejection(400, "the chunks have more extensions than content"))
 
     def _remember(self, data: bytes, end: int) -> None:
         """If `data` was exactly one plain message, its head needs no parsing the next time."""
@@ -299,6 +313,7 @@ class Connection(asyncio.Protocol):
         self._headers = {}
         self._header_bytes = 0
         self._head_bytes = 0
+        self._chunk_bytes = 0
         self._num_headers = 0
         self._first_part = b""
 

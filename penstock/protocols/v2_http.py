@@ -7,6 +7,7 @@ by one table.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Mapping
 from math import ceil
@@ -38,6 +39,8 @@ from penstock.wire.v2 import Codec, decode_raw
 
 if TYPE_CHECKING:
     from penstock.protocols.v2_routes import V2Routes
+
+log = logging.getLogger("penstock.http")
 
 STATUS: dict[type[PenstockError], int] = {
     InvalidRequest: 400,
@@ -98,6 +101,10 @@ class InferSink:
             head, tail = self._codec.encode_answer(request, answer, self._model.config.outputs)
         except PenstockError as error:
             reply_error(self._exchange, error)
+            return
+        except Exception:  # The protocol edge: the client is told.
+            log.exception("while encoding an answer of '%s'", answer.model_name)
+            self._exchange.reply_error(500, "internal error")
             return
         headers = _BINARY % len(head) if tail else _JSON
         call = self._call
@@ -188,6 +195,9 @@ class V2Http:
             self._infer(call, exchange)
         except PenstockError as error:
             reply_error(exchange, error)
+        except Exception:  # The protocol edge: the client is told.
+            log.exception("while handling %r", exchange.head.path)
+            exchange.reply_error(500, "internal error")
 
     def _infer(self, call: InferCall, exchange: Exchange) -> None:
         if self._routes.is_draining:

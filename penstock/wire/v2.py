@@ -6,6 +6,7 @@ in the order of the inputs. Every complaint names the input it is about.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -74,6 +75,7 @@ class _Answer(msgspec.Struct):
 
 _ID_KEY = b'{"id":'
 _ID = _ID_KEY + b'"'
+_SECOND_ID = re.compile(rb'"id"\s*:')
 _DATA = b'"data":'
 # Stands for data in a template; no JSON text contains it.
 _HOLE = msgspec.Raw(b"\0")
@@ -221,15 +223,14 @@ class Codec:
             request = form.fill(id, tail, sink, received)
             if request is not None:
                 return request
-        wire = _parse(head)
-        request = _decode_parsed(wire, tail, sink, received)
-        if wire.id == id and not any(item.data for item in wire.inputs):
+        wire, request = _read(head, tail, sink, received)
+        if _is_plain(wire, id, rest) and not any(item.data for item in wire.inputs):
             self._remember(rest, request)
         return request
 
     def _decode_json(self, body: Buffer, sink: ReplySink, received: float) -> Request:
         if len(body) > MAX_FORM_BYTES:
-            return _decode_parsed(_parse(body), memoryview(b""), sink, received)
+            return _read(body, memoryview(b""), sink, received)[1]
         body = bytes(body)
         id, rest = _split_id(body)
         start = rest.find(_DATA) + len(_DATA)
@@ -240,9 +241,8 @@ class Codec:
             request = form.fill_json(id, rest[start:end], sink, received)
             if request is not None:
                 return request
-        wire = _parse(body)
-        request = _decode_parsed(wire, memoryview(b""), sink, received)
-        if wire.id == id and _has_one_list(wire, rest[start:end], around):
+        wire, request = _read(body, memoryview(b""), sink, received)
+        if _is_plain(wire, id, around) and _has_one_list(wire, rest[start:end], around):
             self._remember(around, request)
         return request
 
@@ -298,7 +298,8 @@ def _classes(tensor: Tensor, count: int, labels: Sequence[str]) -> Tensor:
     if tensor.datatype in ("BYTES", "BF16", "BOOL"):
         raise InvalidRequest(f"output '{tensor.name}': {tensor.datatype} cannot be classified")
     rows = np.frombuffer(tensor.data, dtype=DATATYPES[tensor.datatype].numpy)
-    rows = rows.reshape(tensor.shape[0], -1) if len(tensor.shape) > 1 else rows.reshape(1, -1)
+    full = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
+    rows = rows.reshape(full[0], num_elements(full[1:]))
     count = min(count, rows.shape[1])
     best = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :count]
     texts: list[bytes] = []
@@ -345,7 +346,8 @@ def decode_raw(body: Buffer, config: ModelConfig, sink: ReplySink, received: flo
 
 
 def _split_id(head: bytes) -> tuple[str, bytes]:
-    """A leading id that is plain text, and what follows it; no id and everything otherwise."""
+    """A leading id that is plain text, and what follows it; no id and everything otherwise. What is
+    no object is nothing, lest it be taken for what follows an id."""
     if head.startswith(_ID_KEY):
         start = 7 if head.startswith(b'"', 6) else 8 if head.startswith(b' "', 6) else 0
         if start:
@@ -353,7 +355,13 @@ def _split_id(head: bytes) -> tuple[str, bytes]:
             id = head[start:end].decode("latin-1")
             if id and id.isascii() and id.isprintable() and "\\" not in id:
                 return id, head[end:]
-    return "", head
+    return "", head if head.startswith(b"{") else b""
+
+
+def _is_plain(wire: _Infer, id: str, around: bytes) -> bool:
+    """Whether the id that stands in front is the one that counts, whatever it is: no second one
+    follows, and no key is spelled in another way."""
+    return wire.id == id and b"\\" not in around and _SECOND_ID.search(around) is None
 
 
 def _has_one_list(wire: _Infer, data: bytes, around: bytes) -> bool:
@@ -365,6 +373,21 @@ def _has_one_list(wire: _Infer, data: bytes, around: bytes) -> bool:
     size = num_elements(item.shape)
     is_plain = item.datatype in _FORMATS and 0 < size <= MAX_PACKED
     return is_plain and bytes(item.data) == data.strip() and data.count(b"[") == 1
+
+
+def _read(
+    head: Buffer, tail: memoryview, sink: ReplySink, received: float
+) -> tuple[_Infer, Request]:
+    wire = _parse(head)
+    request = _decode_parsed(wire, tail, sink, received)
+    # The decoder does not look into what it skips.
+    text = bytes(head) if isinstance(head, memoryview) else head
+    if not text.isascii():
+        try:
+            text.decode()
+        except UnicodeDecodeError:
+            raise InvalidRequest("failed to parse the request JSON: not UTF-8") from None
+    return wire, request
 
 
 def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: float) -> Request:

@@ -271,6 +271,15 @@ async def test_a_body_of_one_byte_chunks_is_put_together(serve: Any) -> None:
     assert answer.body == b"/a " + b"x" * count
 
 
+@pytest.mark.parametrize("endless", [b"5;", b"0\r\nX: ", b"0\r\n"])
+async def test_lines_between_chunks_that_do_not_end_are_refused(serve: Any, endless: bytes) -> None:
+    echo = Echo()
+    async with serve(echo) as served:
+        answer, rest = await served.last_words(chunked(end=endless + b"a" * 2_000_000))
+    assert (answer.status, rest, echo.seen) == (400, b"", [])
+    assert "chunks" in error_of(answer.body)
+
+
 async def test_trailers_do_not_become_headers(serve: Any) -> None:
     hold = Hold()
     end = b"0\r\nInference-Header-Content-Length: 1\r\nX-Late: yes\r\n\r\n"

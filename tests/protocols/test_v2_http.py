@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import http.client
 import json
 import logging
@@ -1056,3 +1057,24 @@ async def test_our_own_failure_is_a_500_in_json_without_details(serve: Any, mess
     assert answer.status == 500
     assert b"secret" not in answer.body
     assert set(json.loads(answer.body)) == {"error"}
+
+
+async def test_an_answer_that_cannot_be_encoded_is_a_500(serve: Any) -> None:
+    broken = Response("m", "1", [Tensor("y", "BYTES", (1,), b"\xff\xff\xff\xff")])
+    body = gzip.compress(json.dumps(ECHO).encode())
+    packed = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\n"
+    packed += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    for message in (infer_bytes(), packed):
+        async with puppeteer(serve, answer=broken) as (served, _, _), asyncio.timeout(HANGS_S):
+            answer = await served.ask(message)
+        assert (answer.status, json.loads(answer.body)) == (500, {"error": "internal error"})
+
+
+async def test_our_own_failure_behind_compression_is_a_500(serve: Any) -> None:
+    body = gzip.compress(json.dumps(ECHO).encode())
+    message = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\n"
+    message += b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    async with puppeteer(serve, error=RuntimeError("secret")) as (served, _, _):
+        async with asyncio.timeout(HANGS_S):
+            answer = await served.ask(message)
+    assert (answer.status, json.loads(answer.body)) == (500, {"error": "internal error"})

@@ -743,6 +743,14 @@ def test_the_best_classes_come_first_with_their_labels(
     assert tail == []
 
 
+@pytest.mark.parametrize(("shape", "classes"), [((0, 3), [0, 2]), ((2, 0), [2, 0]), ((0,), [0])])
+def test_of_no_values_there_are_no_classes(shape: tuple[int, ...], classes: list[int]) -> None:
+    request = request_for(RequestedOutput("y", {"classification": 2}))
+    response = Response("m", "1", [Tensor("y", "FP32", shape, b"")])
+    (output,) = json.loads(Codec().encode_answer(request, response)[0])["outputs"]
+    assert (output["shape"], output["data"]) == (classes, [])
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -773,10 +781,10 @@ def test_only_utf8_without_a_byte_order_mark_is_json() -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf5\x80"])
-@pytest.mark.parametrize("place", ["name", "id", "key"])
+@pytest.mark.parametrize("place", ["name", "id", "key", "unknown"])
 def test_invalid_utf8_around_the_tensors_is_refused(garbage: bytes, place: str) -> None:
-    body = one_input("BYTES", "[1]", '["a"]')[:-1] + b',"id":"i","parameters":{"k":1}}'
-    old = {"name": b'"x"', "id": b'"i"', "key": b'"k"'}[place]
+    body = one_input("BYTES", "[1]", '["a"]')[:-1] + b',"id":"i","parameters":{"k":1},"more":"m"}'
+    old = {"name": b'"x"', "id": b'"i"', "key": b'"k"', "unknown": b'"m"'}[place]
     refusal(body.replace(old, b'"' + garbage + b'"'))
 
 
@@ -1095,6 +1103,18 @@ def test_a_second_data_key_is_never_mistaken_for_the_first() -> None:
         assert values_of(codec.decode_infer(body, None, SINK, 0.0).inputs[0]) == [7, 8]
 
 
+def test_what_follows_an_id_is_no_request_by_itself() -> None:
+    codec = Codec()
+    whole, head = json_request("a", "[1,2]"), binary_request("a")
+    codec.decode_infer(whole, None, SINK, 0.0)
+    codec.decode_infer(head + bytes(4), len(head), SINK, 0.0)
+    for cut in range(1, len(b'{"id":"a",')):
+        with pytest.raises(InvalidRequest, match="JSON"):
+            codec.decode_infer(whole[cut:], None, SINK, 0.0)
+        with pytest.raises(InvalidRequest, match="JSON"):
+            codec.decode_infer(head[cut:] + bytes(4), len(head) - cut, SINK, 0.0)
+
+
 def test_tensors_of_another_size_behind_a_remembered_head_are_refused() -> None:
     codec = Codec()
     head = binary_request("a")
@@ -1124,3 +1144,70 @@ def test_answers_of_one_form_differ_only_in_id_and_values(is_binary: bool) -> No
         head, tail = codec.encode_answer(request, remembered)
         assert (head, tail) == encode_answer(request, response)
         assert json.loads(head)["id"] == f"r{number}"
+
+
+# One codec sees many clients: whatever it remembers of one, the next is told what a new codec would
+# tell it. Requests are alike but for their first list and their id, as the codec expects them, and
+# not always as it hopes.
+
+ids = st.sampled_from(
+    ["", '"id":"a",', '"id":"b",', '"id": "a",', '"id":"",', '"id":7,', '"id":"\\u0061",']
+    + ['"id":"\\"data\\":[1,2]",', '"id":"a","id":"b",', '"id":"ü",', '"data":[1,2],']
+)
+lists = st.sampled_from(
+    ["[1,2]", "[3,4]", "[ 1 , 2 ]", "[1.5,2]", "[1,2", "[1]", "[1,2,3]", "[]", "[[1,2]]", "1"]
+    + ["[true,false]", '["a","b"]', '["]","b"]', "[1e39,2]", "[300,1]", "[-1,0]", "null", "{}"]
+)
+frames = st.builds(
+    '{{@"inputs":[{{"name":"x",{}#{},"datatype":"{}","shape":{}}}{}]{}}}'.format,
+    st.sampled_from(['"data":', '"data": ', '"data" :', '"parameters":{},"data":']),
+    st.sampled_from(
+        ["", "", ',"data":[1,2]', ',"data" :[1,2]', ',"more":{"data":[1,2]}', ',"more":[3]', "]"]
+        + [',"\\u0064ata":[1,2]', ',"data"\t:[1,2]']
+    ),
+    st.sampled_from(["FP32", "INT8", "BOOL", "BYTES", "UINT8"]),
+    st.sampled_from(["[2]", "[2]", "[1,2]", "[2,1]", "[3]", "[0]"]),
+    st.sampled_from(["", "", ',{"name":"z","datatype":"INT8","shape":[1],"data":[1]}']),
+    st.sampled_from(
+        ["", ',"parameters":{"binary_data_output":true}', ',"parameters":{"priority":2}']
+        + [',"id":"b"', ',"id" : "b"', ',"\\u0069d":"b"', ',"parameters":{"id":"b"}']
+        + [',"outputs":[{"name":"y"}]', ',"data":[1,2]', ',"parameters":{"data":1}', ","]
+    ),
+)
+
+
+def outcome(codec: Codec, body: bytes, json_bytes: int | None) -> Any:
+    try:
+        return described(codec.decode_infer(body, json_bytes, SINK, 7.0))
+    except PenstockError as error:
+        return type(error), str(error)
+
+
+@settings(max_examples=500)
+@given(frames, st.lists(st.tuples(ids, lists), min_size=2, max_size=5))
+def test_what_a_codec_remembers_changes_no_answer(
+    frame: str, changes: list[tuple[str, str]]
+) -> None:
+    codec = Codec()
+    for id, data in [('"id":"b",', "[1,2]"), *changes]:
+        body = frame.replace("@", id).replace("#", data).encode()
+        for json_bytes in (None, len(body)):
+            assert outcome(codec, body, json_bytes) == outcome(Codec(), body, json_bytes)
+
+
+@quick
+@given(
+    json_tensors(), st.lists(st.sampled_from(["", "a", "b-2", "ü", '"']), min_size=2, max_size=4)
+)
+def test_a_template_writes_what_is_written_without_one(
+    case: tuple[Tensor, Any], request_ids: list[str]
+) -> None:
+    codec, form, (tensor, _) = Codec(), object(), case
+    for is_binary in (True, False):
+        for id in request_ids:
+            body = json.dumps({"id": id, "inputs": [given_data([1], "INT8", [1])]}).encode()
+            request = codec.decode_infer(body, None, SINK, 7.0)
+            request.prefers_binary = is_binary
+            response = Response("m", "1", [tensor])
+            response.form = (form, is_binary)
+            assert codec.encode_answer(request, response) == encode_answer(request, response)

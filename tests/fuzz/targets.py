@@ -1,0 +1,219 @@
+"""Every parser of bytes that others wrote, as a function of bytes: whatever comes, only the errors
+that belong there leave, and what is accepted keeps its law. Run by hypothesis in `make test` and
+under coverage guidance by `make fuzz` (`run.py`)."""
+
+import asyncio
+import contextlib
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from tritonclient.grpc import service_pb2
+
+from penstock import pbtxt, slo
+from penstock.config import HttpLimits
+from penstock.errors import ConfigError, PenstockError, TooLarge
+from penstock.protocols.gate import read_keys
+from penstock.protocols.http import Connection, Exchange, HttpServer
+from penstock.types import Request
+from penstock.wire import compression, frames, v2, v2_pb
+
+MAX_INFLATED = 1 << 16
+# Between requests; no JSON contains it.
+SEPARATOR = b"\x1e"
+
+
+class Nobody:
+    def respond(self, request: Request, answer: object, final: bool) -> None:
+        raise AssertionError("nothing is answered here")
+
+
+def v2_json(data: bytes) -> None:
+    """Several requests, one behind the other: to each a codec that has seen the others says what a
+    new one says. The first two bytes are the length of the JSON part, if there is to be one."""
+    codec = v2.Codec()
+    for request in data.split(SEPARATOR):
+        length, body = int.from_bytes(request[:2], "little"), request[2:]
+        json_bytes = None if length == 0xFFFF else min(length, len(body))
+        remembered = _decoded(codec, body, json_bytes)
+        fresh = _decoded(v2.Codec(), body, json_bytes)
+        assert remembered == fresh, (remembered, fresh)
+
+
+def _decoded(codec: v2.Codec, body: bytes, json_bytes: int | None) -> object:
+    try:
+        request = codec.decode_infer(body, json_bytes, Nobody(), 0.0)
+    except PenstockError as error:
+        assert str(error)
+        return type(error), str(error)
+    inputs = [(t.name, t.datatype, t.shape, bytes(t.data)) for t in request.inputs]
+    outputs = [(each.name, each.parameters) for each in request.outputs]
+    rest = (request.priority, request.timeout_s, request.prefers_binary)
+    return request.id, inputs, outputs, request.parameters, rest
+
+
+def v2_protobuf(data: bytes) -> None:
+    with contextlib.suppress(PenstockError):
+        message = v2_pb.parse(service_pb2.ModelInferRequest, data)
+        v2_pb.decode_infer(message, Nobody(), 0.0)
+
+
+def compressed(data: bytes) -> None:
+    for encoding in compression.ENCODINGS:
+        try:
+            body = compression.inflate(data, encoding, MAX_INFLATED)
+        except (PenstockError, TooLarge):
+            continue
+        assert len(body) <= MAX_INFLATED
+        packed = compression.deflate(body, encoding)
+        assert compression.inflate(packed, encoding, MAX_INFLATED) == body
+
+
+def frame(data: bytes) -> None:
+    """What can be read can be written and reads the same again."""
+    for decode in (
+        frames.decode_to_worker,
+        frames.decode_from_worker,
+        frames.decode_to_front,
+        frames.decode_from_front,
+    ):
+        try:
+            read = decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        again = frames.encode(read)
+        assert frames.encode(decode(again)) == again
+
+
+def config_pbtxt(data: bytes) -> None:
+    text = data.decode("utf-8", "replace")
+    with contextlib.suppress(ConfigError):
+        pbtxt.resolve(pbtxt.parse(text), "model", Path("/nowhere"))
+
+
+def slo_text(data: bytes) -> None:
+    try:
+        parsed = slo.parse(data.decode("utf-8", "replace"))
+    except ConfigError as error:
+        assert error.problems
+        return
+    assert slo.parse(str(parsed)) == parsed
+
+
+_folder = tempfile.TemporaryDirectory()
+
+
+def api_keys(data: bytes) -> None:
+    path = Path(_folder.name) / "keys.toml"
+    path.write_bytes(data)
+    with contextlib.suppress(ConfigError):
+        read_keys(path)
+
+
+class Wire:
+    """A transport that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+def echo(exchange: Exchange) -> None:
+    exchange.reply(200, b"", (exchange.head.method, exchange.head.path, exchange.body))
+
+
+async def _make_server() -> HttpServer:
+    return HttpServer(echo, HttpLimits())
+
+
+_server = asyncio.run(_make_server())
+
+
+def http(data: bytes) -> None:
+    """Bytes mean the same whether they come at once or in two pieces, cut where the first byte
+    says; and our answer is never that something went wrong inside. Of two mistakes in one message
+    either may be told."""
+    if not data:
+        return
+    cut, message = data[0], data[1:]
+    at_once, in_two = _answers(message), _answers(message[:cut], message[cut:])
+    assert _without_reasons(at_once) == _without_reasons(in_two)
+    assert not at_once or at_once.startswith(b"HTTP/1.1 ")
+    assert b"HTTP/1.1 500 " not in at_once
+
+
+def _without_reasons(answers: bytes) -> bytes:
+    """An error is always the last answer."""
+    return re.sub(rb'Content-Length: \d+\r\n\r\n{"error":.*', b"", answers, flags=re.S)
+
+
+def _answers(*pieces: bytes) -> bytes:
+    connection, wire = Connection(_server), Wire()
+    connection.connection_made(wire)  # type: ignore[arg-type]
+    for piece in pieces:
+        if piece and not wire.is_closed:
+            connection.data_received(piece)
+    connection.connection_lost(None)
+    return wire.sent
+
+
+_TENSOR = b'{"name":"x","datatype":"INT32","shape":[2],"data":[1,2]}'
+_SIZED = b'{"name":"x","datatype":"INT32","shape":[2],"parameters":{"binary_data_size":8}}'
+_KEY = b'[[key]]\nname = "a"\nsecret = "0123456789abcdef"\nscopes = ["infer"]\n'
+_CONFIG = b"""backend: "null" max_batch_size: 4 dynamic_batching { preferred_batch_size: [2, 4] }
+input { name: "x" data_type: TYPE_INT32 dims: [ -1 ] } output { name: "y" data_type: TYPE_FP32 }
+"""
+
+
+def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
+    """Something to start from, so that luck is not needed to get past the first check."""
+    request = service_pb2.ModelInferRequest(model_name="m", id="1")
+    item = request.inputs.add(name="x", datatype="INT32", shape=[2])
+    item.contents.int_contents.extend([1, 2])
+    request.parameters["priority"].int64_param = 1
+    raw = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=[bytes(8)])
+    raw.inputs.add(name="x", datatype="INT32", shape=[2])
+    head = b'{"inputs":[' + _SIZED + b'],"outputs":[{"name":"y"}]}'
+    whole = b'{"id":"1","inputs":[' + _TENSOR + b'],"parameters":{"priority":1,"timeout":5}}'
+    strings = b'{"inputs":[' + _TENSOR.replace(b"INT32", b"BYTES").replace(b"1,2", b'"a","b"')
+    get = b"\x05GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n"
+    post = b"\x30POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
+    chunked = b"\x40POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    text = b"\xff\xff" + whole
+    sized = len(head).to_bytes(2, "little") + head + bytes(8)
+    return {
+        v2_json: [
+            text,
+            b"\xff\xff" + strings + b"]}",
+            sized,
+            SEPARATOR.join((text, text.replace(b"[1,2]", b"[3,4]"), text)),
+            SEPARATOR.join((sized, sized)),
+        ],
+        v2_protobuf: [request.SerializeToString(), raw.SerializeToString()],
+        compressed: [compression.deflate(whole, each) for each in compression.ENCODINGS],
+        frame: [
+            frames.encode(frames.MapSlab(1, 4096)),
+            frames.encode(frames.LoadFailed(("why",))),
+            frames.encode(frames.Answer(1, b"{}")),
+        ],
+        config_pbtxt: [_CONFIG],
+        slo_text: [b"p99 < 20ms, p50 ttft < 100ms, throughput >= 500/s at 200/s gamma 3"],
+        api_keys: [_KEY, _KEY + _KEY],
+        http: [get, post, get + get[1:], chunked + b"3;a=b\r\nabc\r\n0\r\nT: u\r\n\r\n"],
+    }
+
+
+SEEDS = _seeds()
+TARGETS = {target.__name__: target for target in SEEDS}
