@@ -19,7 +19,7 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 ORDER = [
     {"errors", "types", "slo", "config"},
     {"wire"},
-    {"repository", "pbtxt", "onnx_file", "metrics", "backends"},
+    {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "metrics", "backends"},
     {"serving"},
     {"llm"},
     {"benchmark"},

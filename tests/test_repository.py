@@ -389,9 +389,40 @@ def test_every_datatype_is_mapped(tmp_path: Path, datatype: str) -> None:
     input {{ name: "x" data_type: TYPE_{written} dims: [ -1, 3 ] optional: true }}
     output {{ name: "y" data_type: TYPE_{written} dims: 2 dims: -1 label_filename: "l.txt" }}
     """
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "l.txt").write_text("cat\ndog\n")
     config = resolve(tmp_path, text)
     assert config.inputs == (TensorSpec("x", datatype, (-1, 3), is_optional=True),)
-    assert config.outputs == (TensorSpec("y", datatype, (2, -1), label_file="l.txt"),)
+    assert config.outputs == (
+        TensorSpec("y", datatype, (2, -1), label_file="l.txt", labels=("cat", "dog")),
+    )
+
+
+LABELLED = NULL.replace('name: "y"', 'name: "y" label_filename: "l.txt"')
+
+
+def test_missing_label_file_is_a_problem_that_names_its_path_once(tmp_path: Path) -> None:
+    text = "version_policy { all { } }" + LABELLED
+    [problem] = problems(tmp_path, text, "1", "2")
+    assert problem.startswith("output[0].label_filename: no such file: ")
+    assert str(tmp_path / "model" / "l.txt") in problem
+
+
+def test_labels_of_the_version_come_before_those_of_the_model(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", "version_policy { all { } }" + LABELLED, "1", "2")
+    (folder / "l.txt").write_text("model")
+    (folder / "2" / "l.txt").write_text("version")
+    assert [config.outputs[0].labels for config in read(folder).configs] == [
+        ("model",),
+        ("version",),
+    ]
+
+
+@pytest.mark.parametrize("name", ["../l.txt", "../../l.txt", "/etc/hostname"])
+def test_label_file_cannot_leave_the_models_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "l.txt").write_text("secret")
+    [problem] = problems(tmp_path, LABELLED.replace("l.txt", name))
+    assert problem == f"output[0].label_filename: '{name}' leaves the model's folder"
 
 
 def test_a_file_names_the_backend_where_the_configuration_does_not(tmp_path: Path) -> None:
@@ -449,9 +480,45 @@ def test_gpu_instances_are_refused_while_there_is_no_gpu_backend(
     assert "KIND_GPU" in problem
 
 
-def test_gpus_cannot_be_asked_for_without_saying_so(tmp_path: Path) -> None:
+def test_gpus_ask_for_a_gpu_without_saying_so(tmp_path: Path) -> None:
     [problem] = problems(tmp_path, NULL + "instance_group { gpus: [ 0 ] }")
-    assert problem.startswith("instance_group[0]")
+    assert problem.startswith("instance_group[0].gpus: ") and "KIND_GPU" in problem
+
+
+@pytest.mark.parametrize(
+    ("groups", "device"),
+    [
+        ("", "cpu"),
+        ("instance_group { kind: KIND_CPU }", "cpu"),
+        ("instance_group { kind: KIND_MODEL } instance_group { }", "cpu"),
+        ("instance_group { kind: KIND_GPU }", "cuda"),
+        ("instance_group { kind: KIND_GPU gpus: 2 count: 2 }", "cuda:2"),
+        ("instance_group { gpus: 0 }", "cuda:0"),
+    ],
+)
+def test_instances_run_on_the_device_of_their_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, device: str
+) -> None:
+    monkeypatch.setattr(pbtxt, "GPU_BACKENDS", {"null"})
+    config, again = round_trip(add_model(tmp_path, "model", NULL + groups))
+    assert config.device == device
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("groups", "path"),
+    [
+        ("instance_group { kind: KIND_GPU gpus: [ 0, 1 ] }", "instance_group[0].gpus"),
+        ("instance_group { kind: KIND_GPU gpus: -1 }", "instance_group[0].gpus"),
+        ("instance_group { kind: KIND_CPU gpus: 0 }", "instance_group[0].gpus"),
+        ("instance_group { kind: KIND_CPU } instance_group { gpus: 0 }", "instance_group"),
+    ],
+)
+def test_instances_run_on_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, path: str
+) -> None:
+    monkeypatch.setattr(pbtxt, "GPU_BACKENDS", {"null"})
+    assert path in [problem.split(": ")[0] for problem in problems(tmp_path, NULL + groups)]
 
 
 # Batching
@@ -622,6 +689,13 @@ def test_slo_gives_the_batcher_its_latency_and_survives_the_description(tmp_path
     text = NULL + parameter("penstock.slo", "p50 < 5ms, p99 < 20ms at 200/s")
     config, again = round_trip(add_model(tmp_path, "model", text))
     assert config.batching.slo_latency_s == 0.020
+    assert again == config
+
+
+@pytest.mark.parametrize("text", ["", " ", "off", " off "])
+def test_slo_may_be_switched_off_in_words(tmp_path: Path, text: str) -> None:
+    config, again = round_trip(add_model(tmp_path, "model", NULL + parameter("penstock.slo", text)))
+    assert (config.slo, config.batching.slo_latency_s) == ("off", None)
     assert again == config
 
 
@@ -1058,5 +1132,6 @@ def test_every_configuration_survives_its_description(
 ) -> None:
     with tempfile.TemporaryDirectory() as root:
         folder = add_model(Path(root), "model", text_format.MessageToString(message))
+        (folder / "labels.txt").write_text("cat\ndog")
         config, again = round_trip(folder)
         assert again == config

@@ -18,9 +18,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from penstock import manifest
 from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
@@ -188,6 +190,8 @@ class Worker:
         try:
             self._config = config = frame.model
             self._memory = Memory(config, frame.spill_bytes, fds)
+            if config.manifest:
+                manifest.check_digests(Path(config.manifest).parent)
             self._runner = runner = backend(config.backend)(config)
             timings = warm_up(config, runner)
         except Exception as error:  # Whatever a backend raises is the answer to Load.
