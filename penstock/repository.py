@@ -22,6 +22,7 @@ from penstock import manifest as manifests
 from penstock import pbtxt
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound
+from penstock.slo import Slo
 
 CONFIG = "config.pbtxt"
 MAX_VERSION = 2**63 - 1
@@ -131,12 +132,24 @@ def read_version(folder: Path, version: str, message: Any) -> ModelConfig:
     that is incomplete is looked at."""
     path = folder / version
     manifest = manifests.read(path)
-    if manifest is not None:
-        problems = manifests.check_sizes(manifest, path)
-        if problems:
-            raise ConfigError(problems)
-    config = _resolve(folder, version, message)
-    return config if manifest is None else _with_manifest(config, manifest, path)
+    if manifest is None:
+        return _resolve(folder, version, message)
+    problems = manifests.check_sizes(manifest, path)
+    if problems:
+        raise ConfigError(problems)
+    try:
+        promised = manifests.promised(manifest.evidence)
+    except ConfigError as error:
+        promised = None
+        where = f"{version}/{manifests.NAME}"
+        problems += [f"{where}: {problem}" for problem in error.problems]
+    try:
+        config = _resolve(folder, version, message)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return _with_promise(replace(config, manifest=str(path / manifests.NAME)), promised)
 
 
 def _resolve(folder: Path, version: str, message: Any) -> ModelConfig:
@@ -178,14 +191,8 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
     return lines
 
 
-def _with_manifest(config: ModelConfig, manifest: manifests.Manifest, path: Path) -> ModelConfig:
+def _with_promise(config: ModelConfig, promised: Slo | None) -> ModelConfig:
     """The evidence's SLO holds where the configuration says nothing of one."""
-    try:
-        promised = manifests.promised(manifest.evidence)
-    except ConfigError as error:
-        where = f"{path.name}/{manifests.NAME}"
-        raise ConfigError([f"{where}: {problem}" for problem in error.problems]) from None
-    config = replace(config, manifest=str(path / manifests.NAME))
     if promised is None or config.slo:
         return config
     batching = replace(config.batching, slo_latency_s=promised.latency_s)

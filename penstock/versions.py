@@ -51,7 +51,7 @@ def commit(
     staging.remove_abandoned(folder.parent, folder)
     is_new = not folder.is_dir()
     with staging.stage(folder.parent if is_new else folder) as stage:
-        draft = stage / "1"
+        draft = stage / str(_last_number(folder) + 1)
         base = repository.read_message(folder)
         _add_labels(files, config, folder)
         _write_version(draft, files, pbtxt.write(config, base), evidence)
@@ -267,9 +267,14 @@ def _take_place(stage: Path, folder: Path) -> bool:
     return True
 
 
+def _last_number(folder: Path) -> int:
+    there = repository.version_folders(folder) if folder.is_dir() else []
+    return int(there[-1]) if there else 0
+
+
 def _take_number(draft: Path, folder: Path) -> str:
     """The draft becomes the next version."""
-    number = int(max(repository.version_folders(folder), key=int, default="0"))
+    number = _last_number(folder)
     while number < repository.MAX_VERSION:
         number += 1
         try:

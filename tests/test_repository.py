@@ -1,5 +1,6 @@
 """Triton's repository layout and config.pbtxt, resolved, with every problem told."""
 
+import json
 import os
 import subprocess
 import sys
@@ -209,6 +210,141 @@ def test_version_number_that_no_client_can_ask_for_is_not_served(tmp_path: Path)
     assert [config.version for config in found.configs if config.version == huge] == []
     for config in found.configs:
         describe(config)
+
+
+# A version's own configuration, manifest and evidence
+
+
+def own_config(folder: Path, version: str, text: str) -> None:
+    (folder / version / "config.pbtxt").write_text(text)
+
+
+def add_manifest(folder: Path, version: str, **content: object) -> None:
+    """A manifest over the files that are there."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": "not looked at here"}
+        for path in (folder / version).iterdir()
+    }
+    whole = {"format": 1, "created": "2026-01-01", "files": files} | content
+    (folder / version / "manifest.json").write_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("", {"3": 12}),
+        ("latest { num_versions: 2 }", {"2": 8, "3": 12}),
+        ("all { }", {"1": 4, "2": 8, "3": 12}),
+        ("specific { versions: [ 1, 2 ] }", {"1": 4, "2": 8}),
+    ],
+)
+def test_a_versions_own_config_holds_for_it_and_the_models_for_the_others(
+    tmp_path: Path, policy: str, expected: dict[str, int]
+) -> None:
+    """Which versions there are is said by the model's alone."""
+    text = f"version_policy {{ {policy} }}" if policy else ""
+    folder = add_model(tmp_path, "model", text + NULL, "1", "2", "3")
+    own_config(folder, "1", NULL.replace("8", "4") + "version_policy { all { } }")
+    own_config(folder, "3", NULL.replace("8", "12"))
+    found = read(tmp_path)
+    assert found.problems == {}
+    assert {c.version: c.max_batch_size for c in found.configs} == expected
+
+
+def test_a_version_with_its_own_config_needs_none_of_the_model(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", None)
+    own_config(folder, "1", NULL)
+    [config] = read(tmp_path).configs
+    assert config.max_batch_size == 8
+
+
+def test_problems_of_a_versions_config_have_its_path(tmp_path: Path) -> None:
+    text = "version_policy { all { } }" + NULL
+    folder = add_model(tmp_path, "model", text, "1", "2", "3", "4")
+    own_config(folder, "1", "max_batch_size: -1" + TENSORS + 'backend: "null" name: "x"')
+    own_config(folder, "2", "{{{")
+    own_config(folder, "3", 'backend: "onnxruntime"' + TENSORS)
+    found = read(tmp_path).problems["model"]
+    starts = ("1/config.pbtxt: name: ", "1/config.pbtxt: max_batch_size: ", "2/config.pbtxt: 1:1 ")
+    assert len(found) == 4
+    for problem, start in zip(found, (*starts, "3/model.onnx: "), strict=True):
+        assert problem.startswith(start)
+
+
+def test_names_that_start_with_a_dot_are_nobodys(tmp_path: Path) -> None:
+    add_model(tmp_path, "model", NULL, "1", ".staging-1", ".2")
+    add_model(tmp_path, ".staging-2", "{{{", "1")
+    assert versions_of(tmp_path) == ["1"]
+
+
+def test_a_version_without_manifest_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve(tmp_path, NULL).manifest == ""
+
+
+def test_a_version_with_manifest_is_loaded_if_it_is_whole(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    (folder / "1" / "weights").write_bytes(b"12345")
+    add_manifest(folder, "1")
+    [config] = read(folder).configs
+    assert config.manifest == str(folder / "1" / "manifest.json")
+    assert (config.slo, config.batching.slo_latency_s) == ("", None)
+    (folder / "1" / "weights").write_bytes(b"1234")
+    [problem] = read(folder).problems["model"]
+    assert problem.startswith("1/weights: 4 bytes, manifest.json says 5; version 1 is incomplete")
+
+
+def test_one_version_that_is_not_whole_is_told_apart_from_the_others(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", "version_policy { all { } }" + NULL, "1", "2")
+    add_manifest(folder, "1")
+    add_manifest(folder, "2", files={"gone": {"size": 1, "sha256": ""}})
+    [problem] = read(folder).problems["model"]
+    assert problem.startswith("2/gone: missing")
+    (folder / "config.pbtxt").write_text("version_policy { specific { versions: 1 } }" + NULL)
+    assert versions_of(folder) == ["1"], "what is not asked for disturbs nobody"
+
+
+def test_the_slo_of_the_evidence_switches_slo_mode_on(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    add_manifest(folder, "1", evidence={"slo": "p99 < 20ms at 200/s", "accuracy": 0.9})
+    [config] = read(folder).configs
+    assert config.batching.slo_latency_s == 0.020
+    assert config.slo == "p99 < 20ms at 200/s poisson"
+    assert config.is_slo_from_evidence
+
+
+@pytest.mark.parametrize(
+    ("said", "latency_s"), [("p99 < 5ms", 0.005), ("", None), ("off", None), ("p50 < 1s", 1.0)]
+)
+def test_what_the_configuration_says_of_the_slo_wins(
+    tmp_path: Path, said: str, latency_s: float | None
+) -> None:
+    folder = add_model(tmp_path, "model", NULL + parameter("penstock.slo", said))
+    add_manifest(folder, "1", evidence={"slo": "p99 < 20ms"})
+    [config] = read(folder).configs
+    assert config.batching.slo_latency_s == latency_s
+    assert not config.is_slo_from_evidence
+
+
+def test_a_bad_slo_in_the_evidence_is_a_problem_with_its_path(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    add_manifest(folder, "1", evidence={"slo": "p98 < 5ms, p99 > 20ms"})
+    found = read(folder).problems["model"]
+    assert len(found) == 2
+    assert all(problem.startswith("1/manifest.json: evidence.slo: ") for problem in found)
+
+
+def test_problems_of_configuration_and_evidence_are_told_together(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL + "sequence_batching { }")
+    add_manifest(folder, "1", evidence={"slo": 20})
+    paths = [problem.partition(": ")[0] for problem in read(folder).problems["model"]]
+    assert paths == ["sequence_batching", "1/manifest.json"]
+
+
+def test_manifest_that_cannot_be_read_is_a_problem_of_its_model(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    (folder / "1" / "manifest.json").write_text("{")
+    [problem] = read(folder).problems["model"]
+    assert problem.startswith("1/manifest.json: cannot be read: ")
 
 
 # Problems
