@@ -89,6 +89,7 @@ def copy(source: Path, target: Path) -> FileEntry:
 
 def write(path: Path, data: bytes) -> FileEntry:
     """A file that is not there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "xb") as file:
         file.write(data)
         _sync(file)

@@ -52,9 +52,8 @@ def commit(
     is_new = not folder.is_dir()
     with staging.stage(folder.parent if is_new else folder) as stage:
         draft = stage / str(_last_number(folder) + 1)
-        base = repository.read_message(folder)
-        _add_labels(files, config, folder)
-        _write_version(draft, files, pbtxt.write(config, base), evidence)
+        text = pbtxt.write(config, base=repository.read_message(folder))
+        _write_version(draft, {**_labels(config, folder), **files}, text, evidence)
         _check_reads_back(draft, config)
         _write_model_level(stage, draft, repository.read_message(stage, draft.name))
         if is_new and _take_place(stage, folder):
@@ -152,21 +151,31 @@ def _files_below(folder: Path, problems: list[str]) -> dict[str, Path]:
     return files
 
 
-def _add_labels(files: dict[str, Path], config: ModelConfig, folder: Path) -> None:
-    """A version has its label files with it; those that do not come along are the model's."""
+def _labels(config: ModelConfig, folder: Path) -> dict[str, Path | bytes]:
+    """A version has its label files with it; those that do not come along with its files are
+    written from the configuration, or else are the model's."""
+    files: dict[str, Path | bytes] = {}
     for spec in config.outputs:
         name, labels = spec.label_file, folder / spec.label_file
-        if manifests.is_plain(name) and name not in OWN_FILES and labels.is_file():
-            files.setdefault(name, labels)
+        if not manifests.is_plain(name) or name in OWN_FILES:
+            continue
+        if spec.labels:
+            files[name] = "".join(f"{label}\n" for label in spec.labels).encode()
+        elif labels.is_file():
+            files[name] = labels
+    return files
 
 
 def _write_version(
-    draft: Path, files: Mapping[str, Path], config: str, evidence: dict[str, Any]
+    draft: Path, files: Mapping[str, Path | bytes], config: str, evidence: dict[str, Any]
 ) -> None:
     os.mkdir(draft)
-    entries = {CONFIG: staging.write(draft / CONFIG, config.encode())}
-    for name, path in sorted(files.items()):
-        entries[name] = staging.copy(path, draft / name)
+    entries = {
+        name: staging.write(draft / name, content)
+        if isinstance(content, bytes)
+        else staging.copy(content, draft / name)
+        for name, content in sorted({**files, CONFIG: config.encode()}.items())
+    }
     manifest = manifests.Manifest(manifests.FORMAT, _now(), entries, evidence)
     staging.write(draft / manifests.NAME, manifest.encode())
     for written, _, _ in os.walk(draft, topdown=False):

@@ -88,6 +88,8 @@ class Repository:
         }[self.kind]
         if self.kind == "promote":
             assert there == done
+            policy = repository.read_message(folder).version_policy.specific
+            assert list(policy.versions) in ([1], [2])
             for line in (folder / versions.HISTORY).read_text().splitlines():
                 json.loads(line)
             return served[NAME] == "1"

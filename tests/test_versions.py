@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -192,6 +193,18 @@ def test_labels_that_do_not_come_along_are_the_models(root: Path, source: Path) 
     assert (root / "model" / "1" / "labels.txt").read_text() == "cat\n"
 
 
+def test_labels_are_those_of_the_configuration_where_there_is_no_file(
+    root: Path, source: Path, tmp_path: Path
+) -> None:
+    """Triton's label files lie beside the versions, not in them."""
+    spec = replace(LABELLED.outputs[0], labels=("cat", "", "dog"))
+    versions.commit(root, "model", source, replace(LABELLED, outputs=(spec,)))
+    assert served(root)[0].outputs == (spec,)
+    (source / "labels.txt").write_text("of the files\n")
+    versions.commit(root, "model", source, replace(LABELLED, outputs=(spec,)))
+    assert served(root)[0].outputs[0].labels == ("of the files",)
+
+
 def test_an_empty_folder_becomes_a_model(root: Path, source: Path) -> None:
     (root / "model").mkdir()
     assert versions.commit(root, "model", source, MODEL) == "1"
@@ -364,6 +377,16 @@ def test_promotion_chooses_one_version_and_rollback_is_the_same(two: Path) -> No
     assert not list(two.rglob(".staging-*"))
 
 
+def test_promotion_replaces_the_file_and_never_writes_into_it(two: Path) -> None:
+    """Whoever reads meanwhile has the old one, whole."""
+    path = two / "model" / "config.pbtxt"
+    before = path.read_bytes()
+    with open(path, "rb") as file:
+        versions.promote(two, "model", "1")
+        assert file.read() == before
+    assert path.read_bytes() != before
+
+
 def test_after_a_promotion_commits_wait_for_theirs(two: Path, source: Path) -> None:
     versions.promote(two, "model", "1")
     assert versions.commit(two, "model", source, LABELLED) == "3"
@@ -425,6 +448,17 @@ def test_a_version_that_is_not_there_or_not_whole_is_not_promoted(two: Path) -> 
         versions.promote(two, "other", "1")
     assert (two / "model" / "config.pbtxt").read_bytes() == before
     assert not (two / "model" / versions.HISTORY).exists()
+
+
+def test_the_code_in_the_documentation_runs(tmp_path: Path, examples: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "repository.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", text, re.S)
+    shutil.copytree(examples / "digits", tmp_path / "made" / "digits")
+    (tmp_path / "models").mkdir()
+    code = first + first + second
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    [config] = served(tmp_path / "models")
+    assert (config.version, config.slo, config.outputs[0].labels[0]) == ("2", "p99 < 20ms", "zero")
 
 
 # Others at the same time, and death
