@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
@@ -95,8 +96,7 @@ def check_sizes(manifest: Manifest, folder: Path) -> list[str]:
     """What is missing or has another size, without reading any file."""
     problems = []
     for name, entry in sorted(manifest.files.items()):
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
+        size = _size(folder / name)
         if size != entry.size:
             there = "missing" if size is None else f"{size} bytes, {NAME} says {entry.size}"
             problems.append(
@@ -104,6 +104,15 @@ def check_sizes(manifest: Manifest, folder: Path) -> list[str]:
                 "it is not loaded until it is committed again"
             )
     return problems
+
+
+def _size(path: Path) -> int | None:
+    """None if there is no such file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def check_digests(folder: Path) -> None:

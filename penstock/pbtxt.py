@@ -284,8 +284,9 @@ class _Resolver:
     def _artifact(self, backend: str) -> Path:
         file = self._message.default_model_filename or FILES.get(backend, "")
         base = self._folder.resolve()
-        path = (base / file).resolve()
-        if not path.is_relative_to(base):
+        path = _inside(base, file, base)
+        if path is None:
+            path = base
             self._problem("default_model_filename", f"'{file}' leaves the version folder")
         elif file and not path.exists():
             self._problem(f"{self._folder.name}/{file}", "no such file")
@@ -357,16 +358,17 @@ class _Resolver:
     def _labels(self, path: str, file: str) -> tuple[str, ...]:
         """One label a line, from a file of the version, or else of the model."""
         version = self._folder.resolve()
-        tried = [(base / file).resolve() for base in (version, version.parent)]
-        if not all(labels.is_relative_to(version.parent) for labels in tried):
+        model = version.parent
+        own, shared = (_inside(base, file, model) for base in (version, model))
+        if own is None or shared is None:
             self._problem(path, f"'{file}' leaves the model's folder")
             return ()
-        there = [labels for labels in tried if labels.is_file()]
-        if not there:
-            self._problem(path, f"no such file: {tried[1]}, nor is it in the version's folder")
+        labels = own if own.is_file() else shared
+        if not labels.is_file():
+            self._problem(path, f"no such file: {shared}, nor is it in the version's folder")
             return ()
         try:
-            return tuple(there[0].read_text(encoding="utf-8").splitlines())
+            return tuple(labels.read_text(encoding="utf-8").splitlines())
         except (OSError, UnicodeDecodeError) as error:
             self._problem(path, f"'{file}' cannot be read: {error}")
             return ()
@@ -502,6 +504,16 @@ def _is_set(message: Any, path: str) -> bool:
     if head not in present:
         return False
     return _is_set(getattr(message, head), rest) if rest else True
+
+
+def _inside(base: Path, file: str, limit: Path) -> Path | None:
+    """The path, links followed; None if it leaves `limit` or cannot be one."""
+    try:
+        path = (base / file).resolve()
+        path.exists()
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return path if path.is_relative_to(limit) else None
 
 
 def _device(group: Any) -> str:

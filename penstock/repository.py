@@ -181,8 +181,9 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
     if manifest is None:
         lines.append("manifest: none, the files are taken as they are")
     else:
+        count = len(manifest.files)
         lines.append(
-            f"manifest: {len(manifest.files)} files, {manifest.num_bytes} bytes, committed "
+            f"manifest: {count} file{'s' * (count > 1)}, {manifest.num_bytes} bytes, committed "
             f"{manifest.created}; sizes agree, digests are checked at load"
         )
     if config.slo:

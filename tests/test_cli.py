@@ -223,7 +223,7 @@ def test_inspect_says_which_versions_there_are_and_where_all_comes_from(tmp_path
     assert (ended.code, ended.stderr) == (0, "")
     head = [line for line in ended.stdout.splitlines() if line.startswith("#   ")]
     assert head[:2] == ["#   versions: 1, 2", "#   configuration: 2/config.pbtxt"]
-    assert head[2].startswith("#   manifest: 1 files, ")
+    assert head[2].startswith("#   manifest: 1 file, ")
     assert head[3:] == ["#   slo: p99 < 20ms, from 2/manifest.json: evidence.slo"]
     assert "penstock.slo" in ended.stdout
     (folder / "2" / "config.pbtxt").unlink()

@@ -554,6 +554,22 @@ def test_labels_of_the_version_come_before_those_of_the_model(tmp_path: Path) ->
     ]
 
 
+@pytest.mark.parametrize("field", ["default_model_filename", "label_filename"])
+@pytest.mark.parametrize("name", ["a\\000b", "a" * 300, "loop"])
+def test_file_name_that_cannot_be_one_is_a_problem(tmp_path: Path, field: str, name: str) -> None:
+    folder = add_model(tmp_path, "model", None)
+    for place in (folder, folder / "1"):
+        (place / "loop").symlink_to("loop")
+    text = f'{field}: "{name}"'
+    if field == "label_filename":
+        text = NULL.replace('name: "y"', f'name: "y" {text}')
+    else:
+        text += NULL
+    (folder / "config.pbtxt").write_text(text)
+    [problem] = read(tmp_path).problems["model"]
+    assert field in problem
+
+
 @pytest.mark.parametrize("name", ["../l.txt", "../../l.txt", "/etc/hostname"])
 def test_label_file_cannot_leave_the_models_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "l.txt").write_text("secret")
