@@ -38,6 +38,14 @@ NUMBERS = {
     "penstock.spill_bytes": 1 << 40,
 }
 SLO = "penstock.slo"
+# Ours that are fields of a ModelConfig of their own; all others stay among its options.
+FIELDS = (
+    "penstock.hang_s",
+    "penstock.slab_bytes",
+    "penstock.max_slabs",
+    "penstock.spill_bytes",
+    SLO,
+)
 # Backends that look at `ModelConfig.device`.
 GPU_BACKENDS = frozenset({"pytorch"})
 # Fields that change what a model does and that this version does not carry out.
@@ -175,7 +183,7 @@ def _describe_instances(groups: Any, config: ModelConfig) -> None:
 
 
 def _own_parameters(config: ModelConfig) -> dict[str, str]:
-    """Our own keys, where they say something else than their defaults."""
+    """The keys of FIELDS, where they say something else than their defaults."""
     memory, base = config.memory, MemoryPolicy()
     values: dict[str, str] = {}
     if config.hang_s != DEFAULT_HANG_S:
@@ -254,7 +262,7 @@ class _Resolver:
             memory=_memory(numbers),
             hang_s=numbers.get("penstock.hang_s", DEFAULT_HANG_S),
             file=message.default_model_filename,
-            options={key: options[key] for key in options if key not in (*NUMBERS, SLO)},
+            options={key: options[key] for key in options if key not in FIELDS},
             slo="" if promised is None else promised.strip() or SLO_OFF,
         )
         if self._problems:
