@@ -205,6 +205,8 @@ def inspect(path: str) -> None:
         _fail(error)
     for config in found.configs:
         click.echo(f"# {config.name}, version {config.version}: {os.path.relpath(config.artifact)}")
+        for line in repository.about(found.folders[config.name], config):
+            click.echo(f"#   {line}")
         click.echo(pbtxt.describe(config))
     if found.problems:
         _fail(ConfigError(_flat(found.problems)))

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from penstock.types import TensorSpec, TimeoutAction
 
 MIB = 1 << 20
+DEFAULT_HANG_S = 30.0
+# In place of an SLO: none, whatever the evidence of the version says.
+SLO_OFF = "off"
 
 
 def ladder(max_batch_size: int) -> list[int]:
@@ -55,7 +58,7 @@ class BatchPolicy:
     policies: tuple[QueuePolicy, ...] = (QueuePolicy(),)
     # All queues of the model together; lower it where memory is short.
     max_pending: int = 8192
-    # How long a request may take, from `penstock.slo`; switches from Triton's rules to slo mode.
+    # How long a request may take, from the model's SLO; switches from Triton's rules to slo mode.
     slo_latency_s: float | None = None
 
     def policy(self, level: int) -> QueuePolicy:
@@ -108,10 +111,11 @@ class ModelConfig:
     max_batch_size: int
     batching: BatchPolicy
     num_instances: int = 1
+    # "cpu", "cuda" (the first GPU) or "cuda:N".
     device: str = "cpu"
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     # A batch that takes longer than max(this, 20 x the p99 of its size) is taken for a hang.
-    hang_s: float = 30.0
+    hang_s: float = DEFAULT_HANG_S
     padding: Padding | None = None
     # How far answers may move when rows share a batch or are padded, as a share of the output's
     # largest value; None goes by the datatype. Raise it for models that compute in less precision.
@@ -120,6 +124,12 @@ class ModelConfig:
     file: str = ""
     # Strings for the backend, as written under `parameters`.
     options: Mapping[str, str] = field(default_factory=dict)
+    # What is promised, from `penstock.slo` or else from the evidence of the version; "off" where
+    # `penstock.slo` says so, empty where nobody says anything.
+    slo: str = ""
+    is_slo_from_evidence: bool = False
+    # The version's manifest.json, which a worker checks before it loads; empty: there is none.
+    manifest: str = ""
 
     @property
     def platform(self) -> str:

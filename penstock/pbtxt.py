@@ -1,7 +1,8 @@
 """config.pbtxt to a resolved ModelConfig and back.
 
 The message types are Triton's own, from the `tritonclient` package. Resolving collects every
-problem, each with the path of the field, before it gives up.
+problem, each with the path of the field, before it gives up. What is written reads back to an equal
+ModelConfig; what a ModelConfig does not hold is taken over from the message that is edited.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from typing import Any, cast
 import numpy as np
 
 from penstock import backends, onnx_file, openvino_file, pt2_file, slo
-from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, PadAxis, Padding, QueuePolicy
+from penstock.config import (
+    DEFAULT_HANG_S,
+    SLO_OFF,
+    BatchPolicy,
+    MemoryPolicy,
+    ModelConfig,
+    PadAxis,
+    Padding,
+    QueuePolicy,
+)
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Signature, TensorSpec, TimeoutAction
 
@@ -51,6 +61,19 @@ MAX_BUCKETS = 64
 WHOLE = ("penstock.slab_bytes", "penstock.max_slabs", "penstock.spill_bytes")
 # Ours as well, and the backend's business.
 BACKEND_OPTIONS = {"pytorch": ("penstock.factory", "penstock.compile", "penstock.dtype")}
+# Ours that are fields of a ModelConfig of their own; all others stay among its options.
+FIELDS = (
+    "penstock.hang_s",
+    "penstock.slab_bytes",
+    "penstock.max_slabs",
+    "penstock.spill_bytes",
+    "penstock.tolerance",
+    SLO,
+    PAD,
+    PAD_BUCKETS,
+)
+# Backends that look at `ModelConfig.device`.
+GPU_BACKENDS = frozenset({"pytorch"})
 # Fields that change what a model does and that this version does not carry out.
 UNSUPPORTED = (
     "sequence_batching",
@@ -65,14 +88,14 @@ UNSUPPORTED = (
 )
 
 
-def parse(text: str) -> Any:
+def parse(text: str, where: str = "config.pbtxt") -> Any:
     """The message; ConfigError names line and column."""
     from google.protobuf import text_format
 
     try:
         return text_format.Parse(text, _types().ModelConfig())
     except text_format.ParseError as error:
-        raise ConfigError([f"config.pbtxt: {error}"]) from None
+        raise ConfigError([f"{where}: {error}"]) from None
 
 
 def resolve(message: Any, name: str, folder: Path) -> ModelConfig:
@@ -82,30 +105,43 @@ def resolve(message: Any, name: str, folder: Path) -> ModelConfig:
 
 def describe(config: ModelConfig) -> str:
     """The resolved configuration in the form of config.pbtxt; parsing it gives the same again."""
+    return to_text(to_message(config))
+
+
+def write(config: ModelConfig, base: Any = None) -> str:
+    """The config.pbtxt of a version. It chooses no version and holds no SLO that is said by the
+    evidence beside it. `base` is the message that is being edited: what it says beyond a
+    ModelConfig stays."""
+    message = to_message(config, base)
+    message.ClearField("version_policy")
+    if config.is_slo_from_evidence:
+        del message.parameters[SLO]
+    return to_text(message)
+
+
+def to_text(message: Any) -> str:
     from google.protobuf import text_format
 
-    return str(text_format.MessageToString(to_message(config)))
+    return str(text_format.MessageToString(message))
 
 
-def to_message(config: ModelConfig) -> Any:
+def to_message(config: ModelConfig, base: Any = None) -> Any:
     message = _types().ModelConfig()
+    if base is not None:
+        message.CopyFrom(base)
     message.name = config.name
     message.backend = config.backend
+    if PLATFORMS.get(message.platform) != config.backend:
+        message.ClearField("platform")
     message.max_batch_size = config.max_batch_size
-    message.version_policy.specific.versions.append(int(config.version))
+    message.version_policy.specific.versions[:] = [int(config.version)]
     message.default_model_filename = config.file
-    for target, specs in ((message.input, config.inputs), (message.output, config.outputs)):
-        for spec in specs:
-            item = target.add(name=spec.name, dims=spec.shape)
-            item.data_type = _type_number(spec.datatype)
-            if spec.label_file:
-                item.label_filename = spec.label_file
-            if spec.is_optional:
-                item.optional = True
-    group = message.instance_group.add(count=config.num_instances)
-    group.kind = group.KIND_CPU
+    _describe_tensors(message.input, config.inputs)
+    _describe_tensors(message.output, config.outputs)
+    _describe_instances(message.instance_group, config)
     _describe_batching(message, config.batching)
-    for key, value in sorted(config.options.items()):
+    message.parameters.clear()
+    for key, value in {**config.options, **_own_parameters(config)}.items():
         message.parameters[key].string_value = value
     return message
 
@@ -142,7 +178,61 @@ def _plain(field: Any, value: Any) -> Any:
     return field.enum_type.values_by_number[value].name if field.enum_type is not None else value
 
 
+def _describe_tensors(target: Any, specs: Sequence[TensorSpec]) -> None:
+    known = {item.name: item for item in target}
+    num_old = len(target)
+    for spec in specs:
+        item = target.add()
+        if spec.name in known:
+            item.CopyFrom(known[spec.name])
+        item.name = spec.name
+        item.data_type = _type_number(spec.datatype)
+        item.dims[:] = spec.shape
+        # Only outputs have the one field, only inputs the other.
+        for field, value in (("label_filename", spec.label_file), ("optional", spec.is_optional)):
+            if field in item.DESCRIPTOR.fields_by_name:
+                setattr(item, field, value)
+    del target[:num_old]
+
+
+def _describe_instances(groups: Any, config: ModelConfig) -> None:
+    """Groups that already say it stay as they are; otherwise the first becomes the only one."""
+    says_device = {_device(group) for group in groups} == {config.device}
+    if says_device and sum(max(1, group.count) for group in groups) == config.num_instances:
+        return
+    group = groups[0] if groups else groups.add()
+    del groups[1:]
+    group.count = config.num_instances
+    kind, _, index = config.device.partition(":")
+    group.kind = group.KIND_CPU if kind == "cpu" else group.KIND_GPU
+    group.gpus[:] = [int(index)] if index else []
+
+
+def _own_parameters(config: ModelConfig) -> dict[str, str]:
+    """The keys of FIELDS, where they say something else than their defaults."""
+    memory, base = config.memory, MemoryPolicy()
+    values: dict[str, str] = {}
+    if config.hang_s != DEFAULT_HANG_S:
+        values["penstock.hang_s"] = repr(config.hang_s)
+    if memory.slab_bytes is not None:
+        values["penstock.slab_bytes"] = str(memory.slab_bytes)
+    if memory.max_slabs != base.max_slabs:
+        values["penstock.max_slabs"] = str(memory.max_slabs)
+    if memory.spill_bytes != base.spill_bytes:
+        values["penstock.spill_bytes"] = str(memory.spill_bytes)
+    if config.slo:
+        values[SLO] = config.slo
+    if config.tolerance is not None:
+        values["penstock.tolerance"] = repr(config.tolerance)
+    if config.padding is not None:
+        axes = (f"{each.input}[{each.axis}]={each.value!r}" for each in config.padding.axes)
+        values[PAD] = ", ".join(axes)
+        values[PAD_BUCKETS] = ",".join(map(str, config.padding.buckets))
+    return values
+
+
 def _describe_batching(message: Any, policy: BatchPolicy) -> None:
+    message.ClearField("dynamic_batching")
     if not policy.is_dynamic:
         return
     batching = message.dynamic_batching
@@ -188,7 +278,8 @@ class _Resolver:
         inputs, outputs, max_batch = self._tensors(backend, artifact)
         options = {key: value.string_value for key, value in message.parameters.items()}
         numbers = self._numbers(options, BACKEND_OPTIONS.get(backend, ()))
-        batching = replace(self._batching(max_batch), slo_latency_s=self._slo_latency_s(options))
+        promised = options.get(SLO)
+        batching = replace(self._batching(max_batch), slo_latency_s=self._slo_latency_s(promised))
         config = ModelConfig(
             name=self._name,
             version=self._folder.name,
@@ -199,12 +290,14 @@ class _Resolver:
             max_batch_size=max_batch,
             batching=batching,
             num_instances=self._instances(),
+            device=self._device(backend),
             memory=_memory(numbers),
-            hang_s=numbers.get("penstock.hang_s", 30.0),
+            hang_s=numbers.get("penstock.hang_s", DEFAULT_HANG_S),
             padding=self._padding(options, inputs),
             tolerance=numbers.get("penstock.tolerance"),
             file=message.default_model_filename,
-            options=options,
+            options={key: options[key] for key in options if key not in FIELDS},
+            slo="" if promised is None else promised.strip() or SLO_OFF,
         )
         if self._problems:
             raise ConfigError(self._problems)
@@ -237,8 +330,9 @@ class _Resolver:
         usual = FILES.get(backend, ("",))
         there = [name for name in usual if (base / name).exists()]
         file = self._message.default_model_filename or (there or usual)[0]
-        path = (base / file).resolve()
-        if not path.is_relative_to(base):
+        path = _inside(base, file, base)
+        if path is None:
+            path = base
             self._problem("default_model_filename", f"'{file}' leaves the version folder")
         elif file and not path.exists():
             self._problem(f"{self._folder.name}/{file}", "no such file")
@@ -292,9 +386,14 @@ class _Resolver:
 
     def _spec(self, kind: str, index: int, item: Any) -> TensorSpec:
         path = f"{kind}[{index}]"
-        datatype = _types().DataType.Name(item.data_type).removeprefix("TYPE_")
-        if datatype == "INVALID":
-            self._problem(f"{path}.data_type", f"missing for '{item.name}'")
+        known = _types().DataType
+        datatype = "INVALID"
+        if item.data_type in known.values():
+            datatype = known.Name(item.data_type).removeprefix("TYPE_")
+            if datatype == "INVALID":
+                self._problem(f"{path}.data_type", f"missing for '{item.name}'")
+        else:
+            self._problem(f"{path}.data_type", f"{item.data_type} is no datatype")
         if not item.name:
             self._problem(f"{path}.name", "missing")
         if any(size == 0 or size < -1 for size in item.dims):
@@ -314,13 +413,16 @@ class _Resolver:
         )
 
     def _labels(self, path: str, file: str) -> tuple[str, ...]:
-        """One label a line, from a file in the model's folder; none if it is not there."""
-        base = self._folder.resolve().parent
-        labels = (base / file).resolve()
-        if not labels.is_relative_to(base):
+        """One label a line, from a file of the version, or else of the model."""
+        version = self._folder.resolve()
+        model = version.parent
+        own, shared = (_inside(base, file, model) for base in (version, model))
+        if own is None or shared is None:
             self._problem(path, f"'{file}' leaves the model's folder")
             return ()
+        labels = own if own.is_file() else shared
         if not labels.is_file():
+            self._problem(path, f"no such file: {shared}, nor is it in the version's folder")
             return ()
         try:
             return tuple(labels.read_text(encoding="utf-8").splitlines())
@@ -394,23 +496,39 @@ class _Resolver:
     def _instances(self) -> int:
         total = 0
         for index, group in enumerate(self._message.instance_group):
-            path = f"instance_group[{index}]"
-            if group.kind == group.KIND_GPU:
-                self._problem(f"{path}.kind", "KIND_GPU is not supported")
-            elif group.gpus:
-                self._problem(f"{path}.gpus", "GPUs are not supported")
             if group.count < 0:
-                self._problem(f"{path}.count", f"{group.count} is negative")
+                self._problem(f"instance_group[{index}].count", f"{group.count} is negative")
             total += max(1, group.count)
         if total > MAX_INSTANCES:
             self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
         return max(1, total)
 
-    def _slo_latency_s(self, options: Mapping[str, str]) -> float | None:
-        if SLO not in options:
+    def _device(self, backend: str) -> str:
+        """Where all instances run."""
+        groups = self._message.instance_group
+        for index, group in enumerate(groups):
+            path = f"instance_group[{index}]"
+            if group.gpus and group.kind not in (group.KIND_AUTO, group.KIND_GPU):
+                kind = group.Kind.Name(group.kind)
+                self._problem(f"{path}.gpus", f"{list(group.gpus)} given for {kind}")
+            elif len(group.gpus) > 1 or any(gpu < 0 for gpu in group.gpus):
+                self._problem(f"{path}.gpus", f"{list(group.gpus)}: one GPU at most is supported")
+            elif _device(group) != "cpu" and backend not in GPU_BACKENDS:
+                field = "kind" if group.kind == group.KIND_GPU else "gpus"
+                self._problem(
+                    f"{path}.{field}",
+                    f"asks for KIND_GPU, which is not supported for backend '{backend}'",
+                )
+        devices = sorted({_device(group) for group in groups})
+        if len(devices) > 1:
+            self._problem("instance_group", f"{' and '.join(devices)}; expected one device for all")
+        return devices[0] if devices else "cpu"
+
+    def _slo_latency_s(self, promised: str | None) -> float | None:
+        if promised is None or promised.strip() in ("", SLO_OFF):
             return None
         try:
-            return slo.parse(options[SLO]).latency_s
+            return slo.parse(promised).latency_s
         except ConfigError as error:
             for problem in error.problems:
                 self._problem(f"parameters.{SLO}", problem)
@@ -477,6 +595,22 @@ def _is_set(message: Any, path: str) -> bool:
     if head not in present:
         return False
     return _is_set(getattr(message, head), rest) if rest else True
+
+
+def _inside(base: Path, file: str, limit: Path) -> Path | None:
+    """The path, links followed; None if it leaves `limit` or cannot be one."""
+    try:
+        path = (base / file).resolve()
+        path.exists()
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return path if path.is_relative_to(limit) else None
+
+
+def _device(group: Any) -> str:
+    if group.gpus:
+        return f"cuda:{group.gpus[0]}"
+    return "cuda" if group.kind == group.KIND_GPU else "cpu"
 
 
 def _memory(numbers: Mapping[str, float]) -> MemoryPolicy:

@@ -2,32 +2,39 @@
 
     <repository>/<model>/[config.pbtxt]
     <repository>/<model>/<version>/model.onnx
+    <repository>/<model>/<version>/[config.pbtxt] [manifest.json]
 
-A model without a config.pbtxt gets one worked out from its file. All problems of all models are
-found in one pass; one bad model does not hide the others. Links may not lead out of the repository.
+The model's config.pbtxt chooses versions; what is in a version's own holds for that version alone.
+Without any it is worked out from the file. All problems of all models are found in one pass; one
+bad model does not hide the others. Links may not lead out of the repository, and names that start
+with a dot are nobody's. `versions` is who writes.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from penstock import manifest as manifests
 from penstock import pbtxt
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound
+from penstock.slo import Slo
 
+CONFIG = "config.pbtxt"
 MAX_VERSION = 2**63 - 1
 
 
 @dataclass(slots=True)
 class Found:
-    """What a repository holds: versions that can be loaded, and problems by model."""
+    """What a repository holds: versions that can be loaded; problems and folders by model."""
 
     configs: list[ModelConfig] = field(default_factory=list)
     problems: dict[str, list[str]] = field(default_factory=dict)
+    folders: dict[str, Path] = field(default_factory=dict)
 
 
 def read(path: str | os.PathLike[str]) -> Found:
@@ -53,6 +60,7 @@ def read(path: str | os.PathLike[str]) -> Found:
 def _read_all(folders: Sequence[Path], root: Path) -> Found:
     found = Found()
     for folder in folders:
+        found.folders[folder.name] = folder
         try:
             found.configs += _read_model(folder, root)
         except ConfigError as error:
@@ -88,15 +96,15 @@ def _read_model(folder: Path, root: Path) -> list[ModelConfig]:
     """The versions of one model that its version policy asks for."""
     if not folder.resolve().is_relative_to(root.resolve()):
         raise ConfigError(["folder: a link that leads out of the repository"])
-    message = _message(folder / "config.pbtxt")
+    message = read_message(folder)
     problems: list[str] = []
-    versions = _versions(folder, message, problems)
+    versions = chosen(folder, message, problems)
     configs: list[ModelConfig] = []
     for version in versions:
         try:
             if not (folder / version).resolve().is_relative_to(root.resolve()):
                 raise ConfigError([f"{version}: a link that leads out of the repository"])
-            configs.append(pbtxt.resolve(message, folder.name, folder / version))
+            configs.append(read_version(folder, version, message))
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
@@ -104,21 +112,99 @@ def _read_model(folder: Path, root: Path) -> list[ModelConfig]:
     return configs
 
 
-def _message(path: Path) -> Any:
+def read_message(folder: Path, version: str = "") -> Any:
+    """The config.pbtxt of a model, or of one of its versions; an empty message without one."""
+    where = f"{version}/{CONFIG}" if version else CONFIG
+    path = folder / where
     try:
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"config.pbtxt: cannot be read: {error}"]) from None
-    return pbtxt.parse(text)
+        raise ConfigError([f"{where}: cannot be read: {error}"]) from None
+    return pbtxt.parse(text, where)
+
+
+def has_own_config(folder: Path, version: str) -> bool:
+    return (folder / version / CONFIG).is_file()
+
+
+def read_version(folder: Path, version: str, message: Any) -> ModelConfig:
+    """One version, by its own config.pbtxt or else by `message`, the model's. Nothing of a version
+    that is incomplete is looked at."""
+    path = folder / version
+    manifest = manifests.read(path)
+    if manifest is None:
+        return _resolve(folder, version, message)
+    problems = manifests.check_sizes(manifest, path)
+    if problems:
+        raise ConfigError(problems)
+    try:
+        promised = manifests.promised(manifest.evidence)
+    except ConfigError as error:
+        promised = None
+        where = f"{version}/{manifests.NAME}"
+        problems += [f"{where}: {problem}" for problem in error.problems]
+    try:
+        config = _resolve(folder, version, message)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return _with_promise(replace(config, manifest=str(path / manifests.NAME)), promised)
+
+
+def _resolve(folder: Path, version: str, message: Any) -> ModelConfig:
+    if not has_own_config(folder, version):
+        return pbtxt.resolve(message, folder.name, folder / version)
+    message = read_message(folder, version)
+    try:
+        return pbtxt.resolve(message, folder.name, folder / version)
+    except ConfigError as error:
+        raise ConfigError(
+            [
+                # A problem of a file is told by the file's own path.
+                text if text.startswith(f"{version}/") else f"{version}/{CONFIG}: {text}"
+                for text in error.problems
+            ]
+        ) from None
+
+
+def about(folder: Path, config: ModelConfig) -> list[str]:
+    """What `penstock inspect` says of a version beside its configuration."""
+    version = config.version
+    where = f"{version}/{CONFIG}" if has_own_config(folder, version) else CONFIG
+    has_config = (folder / where).is_file()
+    lines = [
+        f"versions: {', '.join(version_folders(folder))}",
+        f"configuration: {where if has_config else 'worked out from the file'}",
+    ]
+    manifest = manifests.read(folder / version)
+    if manifest is None:
+        lines.append("manifest: none, the files are taken as they are")
+    else:
+        count = len(manifest.files)
+        lines.append(
+            f"manifest: {count} file{'s' * (count > 1)}, {manifest.num_bytes} bytes, committed "
+            f"{manifest.created}; sizes agree, digests are checked at load"
+        )
+    if config.slo:
+        source = f"{version}/{manifests.NAME}: evidence.slo"
+        lines.append(f"slo: {config.slo}, from {source if config.is_slo_from_evidence else where}")
+    return lines
+
+
+def _with_promise(config: ModelConfig, promised: Slo | None) -> ModelConfig:
+    """The evidence's SLO holds where the configuration says nothing of one."""
+    if promised is None or config.slo:
+        return config
+    batching = replace(config.batching, slo_latency_s=promised.latency_s)
+    return replace(config, slo=str(promised), is_slo_from_evidence=True, batching=batching)
 
 
 def _is_model(folder: Path) -> bool:
-    return folder.is_dir() and (
-        (folder / "config.pbtxt").is_file() or bool(_version_folders(folder))
-    )
+    return folder.is_dir() and ((folder / CONFIG).is_file() or bool(version_folders(folder)))
 
 
-def _version_folders(folder: Path) -> list[str]:
+def version_folders(folder: Path) -> list[str]:
     """Names that are version numbers: digits without a leading zero, within 64 bits."""
     return sorted(
         (
@@ -134,9 +220,9 @@ def _version_folders(folder: Path) -> list[str]:
     )
 
 
-def _versions(folder: Path, message: Any, problems: list[str]) -> list[str]:
-    """Those the policy asks for; where it asks for missing ones, those there are."""
-    available = _version_folders(folder)
+def chosen(folder: Path, message: Any, problems: list[str]) -> list[str]:
+    """Versions that the policy asks for; where it asks for missing ones, those there are."""
+    available = version_folders(folder)
     if not available:
         raise ConfigError([f"{folder.name}: no version folder; expected one named by a number"])
     policy = message.version_policy

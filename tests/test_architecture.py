@@ -19,7 +19,8 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 ORDER = [
     {"errors", "types", "slo", "config"},
     {"wire"},
-    {"repository", "pbtxt", "onnx_file", "openvino_file", "pt2_file", "metrics", "backends"},
+    {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
+    | {"pt2_file", "metrics", "backends"},
     {"serving"},
     {"llm"},
     {"benchmark"},
@@ -66,7 +67,6 @@ WITHOUT_OWN_TEST = {
     "config.py": "values only; tests/test_repository.py resolves them",
     "errors.py": "names only",
     "onnx_file.py": "tests/test_repository.py reads files through it",
-    "pbtxt.py": "tests/test_repository.py resolves and describes through it",
     "protocols/__init__.py": "empty",
     "server.py": "tests/e2e/test_server.py and tests/test_cli.py start it",
     "serving/__init__.py": "empty",

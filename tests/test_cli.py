@@ -21,6 +21,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 import penstock
+from penstock import repository, versions
 from penstock.cli import main
 
 pytestmark = pytest.mark.timeout(30)
@@ -186,7 +187,7 @@ def test_inspect_prints_a_config_pbtxt_for_every_model(examples: Path) -> None:
     assert (ended.code, ended.stderr) == (0, "")
     messages = [
         text_format.Parse(text, model_config_pb2.ModelConfig())
-        for text in re.split(r"(?m)^(?=# )", ended.stdout)
+        for text in re.split(r"(?m)^(?=# \w+, version )", ended.stdout)
         if text.strip()
     ]
     names = ["digits", "identity", "simple", "text_length"]
@@ -211,6 +212,24 @@ def test_inspect_shows_the_good_models_and_fails_for_the_bad_one(tmp_path: Path)
     assert 'name: "good"' in ended.stdout
     [problem] = ended.errors
     assert problem.startswith("bad: instance_group[0].kind: ")
+
+
+def test_inspect_says_which_versions_there_are_and_where_all_comes_from(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model")
+    [config] = repository.read(tmp_path).configs
+    evidence = {"slo": "p99 < 20ms"}
+    assert versions.commit(tmp_path, "model", {}, config, evidence) == "2"
+    ended = run_penstock("inspect", tmp_path)
+    assert (ended.code, ended.stderr) == (0, "")
+    head = [line for line in ended.stdout.splitlines() if line.startswith("#   ")]
+    assert head[:2] == ["#   versions: 1, 2", "#   configuration: 2/config.pbtxt"]
+    assert head[2].startswith("#   manifest: 1 file, ")
+    assert head[3:] == ["#   slo: p99 < 20ms, from 2/manifest.json: evidence.slo"]
+    assert "penstock.slo" in ended.stdout
+    (folder / "2" / "config.pbtxt").unlink()
+    ended = run_penstock("inspect", tmp_path)
+    assert ended.code == 1
+    assert ended.errors[0].startswith("model: 2/config.pbtxt: missing; version 2 is incomplete")
 
 
 # Wrong paths and broken repositories

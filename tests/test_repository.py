@@ -1,5 +1,6 @@
 """Triton's repository layout and config.pbtxt, resolved, with every problem told."""
 
+import json
 import os
 import subprocess
 import sys
@@ -218,6 +219,141 @@ def test_version_number_that_no_client_can_ask_for_is_not_served(tmp_path: Path)
         describe(config)
 
 
+# A version's own configuration, manifest and evidence
+
+
+def own_config(folder: Path, version: str, text: str) -> None:
+    (folder / version / "config.pbtxt").write_text(text)
+
+
+def add_manifest(folder: Path, version: str, **content: object) -> None:
+    """A manifest over the files that are there."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": "not looked at here"}
+        for path in (folder / version).iterdir()
+    }
+    whole = {"format": 1, "created": "2026-01-01", "files": files} | content
+    (folder / version / "manifest.json").write_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("", {"3": 12}),
+        ("latest { num_versions: 2 }", {"2": 8, "3": 12}),
+        ("all { }", {"1": 4, "2": 8, "3": 12}),
+        ("specific { versions: [ 1, 2 ] }", {"1": 4, "2": 8}),
+    ],
+)
+def test_a_versions_own_config_holds_for_it_and_the_models_for_the_others(
+    tmp_path: Path, policy: str, expected: dict[str, int]
+) -> None:
+    """Which versions there are is said by the model's alone."""
+    text = f"version_policy {{ {policy} }}" if policy else ""
+    folder = add_model(tmp_path, "model", text + NULL, "1", "2", "3")
+    own_config(folder, "1", NULL.replace("8", "4") + "version_policy { all { } }")
+    own_config(folder, "3", NULL.replace("8", "12"))
+    found = read(tmp_path)
+    assert found.problems == {}
+    assert {c.version: c.max_batch_size for c in found.configs} == expected
+
+
+def test_a_version_with_its_own_config_needs_none_of_the_model(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", None)
+    own_config(folder, "1", NULL)
+    [config] = read(tmp_path).configs
+    assert config.max_batch_size == 8
+
+
+def test_problems_of_a_versions_config_have_its_path(tmp_path: Path) -> None:
+    text = "version_policy { all { } }" + NULL
+    folder = add_model(tmp_path, "model", text, "1", "2", "3", "4")
+    own_config(folder, "1", "max_batch_size: -1" + TENSORS + 'backend: "null" name: "x"')
+    own_config(folder, "2", "{{{")
+    own_config(folder, "3", 'backend: "onnxruntime"' + TENSORS)
+    found = read(tmp_path).problems["model"]
+    starts = ("1/config.pbtxt: name: ", "1/config.pbtxt: max_batch_size: ", "2/config.pbtxt: 1:1 ")
+    assert len(found) == 4
+    for problem, start in zip(found, (*starts, "3/model.onnx: "), strict=True):
+        assert problem.startswith(start)
+
+
+def test_names_that_start_with_a_dot_are_nobodys(tmp_path: Path) -> None:
+    add_model(tmp_path, "model", NULL, "1", ".staging-1", ".2")
+    add_model(tmp_path, ".staging-2", "{{{", "1")
+    assert versions_of(tmp_path) == ["1"]
+
+
+def test_a_version_without_manifest_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert resolve(tmp_path, NULL).manifest == ""
+
+
+def test_a_version_with_manifest_is_loaded_if_it_is_whole(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    (folder / "1" / "weights").write_bytes(b"12345")
+    add_manifest(folder, "1")
+    [config] = read(folder).configs
+    assert config.manifest == str(folder / "1" / "manifest.json")
+    assert (config.slo, config.batching.slo_latency_s) == ("", None)
+    (folder / "1" / "weights").write_bytes(b"1234")
+    [problem] = read(folder).problems["model"]
+    assert problem.startswith("1/weights: 4 bytes, manifest.json says 5; version 1 is incomplete")
+
+
+def test_one_version_that_is_not_whole_is_told_apart_from_the_others(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", "version_policy { all { } }" + NULL, "1", "2")
+    add_manifest(folder, "1")
+    add_manifest(folder, "2", files={"gone": {"size": 1, "sha256": ""}})
+    [problem] = read(folder).problems["model"]
+    assert problem.startswith("2/gone: missing")
+    (folder / "config.pbtxt").write_text("version_policy { specific { versions: 1 } }" + NULL)
+    assert versions_of(folder) == ["1"], "what is not asked for disturbs nobody"
+
+
+def test_the_slo_of_the_evidence_switches_slo_mode_on(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    add_manifest(folder, "1", evidence={"slo": "p99 < 20ms at 200/s", "accuracy": 0.9})
+    [config] = read(folder).configs
+    assert config.batching.slo_latency_s == 0.020
+    assert config.slo == "p99 < 20ms at 200/s poisson"
+    assert config.is_slo_from_evidence
+
+
+@pytest.mark.parametrize(
+    ("said", "latency_s"), [("p99 < 5ms", 0.005), ("", None), ("off", None), ("p50 < 1s", 1.0)]
+)
+def test_what_the_configuration_says_of_the_slo_wins(
+    tmp_path: Path, said: str, latency_s: float | None
+) -> None:
+    folder = add_model(tmp_path, "model", NULL + parameter("penstock.slo", said))
+    add_manifest(folder, "1", evidence={"slo": "p99 < 20ms"})
+    [config] = read(folder).configs
+    assert config.batching.slo_latency_s == latency_s
+    assert not config.is_slo_from_evidence
+
+
+def test_a_bad_slo_in_the_evidence_is_a_problem_with_its_path(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    add_manifest(folder, "1", evidence={"slo": "p98 < 5ms, p99 > 20ms"})
+    found = read(folder).problems["model"]
+    assert len(found) == 2
+    assert all(problem.startswith("1/manifest.json: evidence.slo: ") for problem in found)
+
+
+def test_problems_of_configuration_and_evidence_are_told_together(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL + "sequence_batching { }")
+    add_manifest(folder, "1", evidence={"slo": 20})
+    paths = [problem.partition(": ")[0] for problem in read(folder).problems["model"]]
+    assert paths == ["sequence_batching", "1/manifest.json"]
+
+
+def test_manifest_that_cannot_be_read_is_a_problem_of_its_model(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    (folder / "1" / "manifest.json").write_text("{")
+    [problem] = read(folder).problems["model"]
+    assert problem.startswith("1/manifest.json: cannot be read: ")
+
+
 # Problems
 
 
@@ -267,6 +403,11 @@ def test_name_in_the_file_must_be_the_name_of_the_folder(tmp_path: Path) -> None
     [problem] = problems(tmp_path, 'name: "other"' + NULL)
     assert problem.startswith("name: ")
     assert "'other'" in problem and "'model'" in problem
+
+
+def test_a_number_that_is_no_datatype_is_refused(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, NULL.replace("TYPE_FP32", "20", 1))
+    assert problem == "input[0].data_type: 20 is no datatype"
 
 
 def test_every_problem_of_a_model_is_reported_at_once_with_its_path(tmp_path: Path) -> None:
@@ -396,9 +537,56 @@ def test_every_datatype_is_mapped(tmp_path: Path, datatype: str) -> None:
     input {{ name: "x" data_type: TYPE_{written} dims: [ -1, 3 ] optional: true }}
     output {{ name: "y" data_type: TYPE_{written} dims: 2 dims: -1 label_filename: "l.txt" }}
     """
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "l.txt").write_text("cat\ndog\n")
     config = resolve(tmp_path, text)
     assert config.inputs == (TensorSpec("x", datatype, (-1, 3), is_optional=True),)
-    assert config.outputs == (TensorSpec("y", datatype, (2, -1), label_file="l.txt"),)
+    assert config.outputs == (
+        TensorSpec("y", datatype, (2, -1), label_file="l.txt", labels=("cat", "dog")),
+    )
+
+
+LABELLED = NULL.replace('name: "y"', 'name: "y" label_filename: "l.txt"')
+
+
+def test_missing_label_file_is_a_problem_that_names_its_path_once(tmp_path: Path) -> None:
+    text = "version_policy { all { } }" + LABELLED
+    [problem] = problems(tmp_path, text, "1", "2")
+    assert problem.startswith("output[0].label_filename: no such file: ")
+    assert str(tmp_path / "model" / "l.txt") in problem
+
+
+def test_labels_of_the_version_come_before_those_of_the_model(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", "version_policy { all { } }" + LABELLED, "1", "2")
+    (folder / "l.txt").write_text("model")
+    (folder / "2" / "l.txt").write_text("version")
+    assert [config.outputs[0].labels for config in read(folder).configs] == [
+        ("model",),
+        ("version",),
+    ]
+
+
+@pytest.mark.parametrize("field", ["default_model_filename", "label_filename"])
+@pytest.mark.parametrize("name", ["a\\000b", "a" * 300, "loop"])
+def test_file_name_that_cannot_be_one_is_a_problem(tmp_path: Path, field: str, name: str) -> None:
+    folder = add_model(tmp_path, "model", None)
+    for place in (folder, folder / "1"):
+        (place / "loop").symlink_to("loop")
+    text = f'{field}: "{name}"'
+    if field == "label_filename":
+        text = NULL.replace('name: "y"', f'name: "y" {text}')
+    else:
+        text += NULL
+    (folder / "config.pbtxt").write_text(text)
+    [problem] = read(tmp_path).problems["model"]
+    assert field in problem
+
+
+@pytest.mark.parametrize("name", ["../l.txt", "../../l.txt", "/etc/hostname"])
+def test_label_file_cannot_leave_the_models_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "l.txt").write_text("secret")
+    [problem] = problems(tmp_path, LABELLED.replace("l.txt", name))
+    assert problem == f"output[0].label_filename: '{name}' leaves the model's folder"
 
 
 def test_a_file_names_the_backend_where_the_configuration_does_not(tmp_path: Path) -> None:
@@ -457,9 +645,45 @@ def test_gpu_instances_are_refused_while_there_is_no_gpu_backend(
     assert "KIND_GPU" in problem
 
 
-def test_gpus_cannot_be_asked_for_without_saying_so(tmp_path: Path) -> None:
+def test_gpus_ask_for_a_gpu_without_saying_so(tmp_path: Path) -> None:
     [problem] = problems(tmp_path, NULL + "instance_group { gpus: [ 0 ] }")
-    assert problem.startswith("instance_group[0]")
+    assert problem.startswith("instance_group[0].gpus: ") and "KIND_GPU" in problem
+
+
+@pytest.mark.parametrize(
+    ("groups", "device"),
+    [
+        ("", "cpu"),
+        ("instance_group { kind: KIND_CPU }", "cpu"),
+        ("instance_group { kind: KIND_MODEL } instance_group { }", "cpu"),
+        ("instance_group { kind: KIND_GPU }", "cuda"),
+        ("instance_group { kind: KIND_GPU gpus: 2 count: 2 }", "cuda:2"),
+        ("instance_group { gpus: 0 }", "cuda:0"),
+    ],
+)
+def test_instances_run_on_the_device_of_their_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, device: str
+) -> None:
+    monkeypatch.setattr(pbtxt, "GPU_BACKENDS", {"null"})
+    config, again = round_trip(add_model(tmp_path, "model", NULL + groups))
+    assert config.device == device
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("groups", "path"),
+    [
+        ("instance_group { kind: KIND_GPU gpus: [ 0, 1 ] }", "instance_group[0].gpus"),
+        ("instance_group { kind: KIND_GPU gpus: -1 }", "instance_group[0].gpus"),
+        ("instance_group { kind: KIND_CPU gpus: 0 }", "instance_group[0].gpus"),
+        ("instance_group { kind: KIND_CPU } instance_group { gpus: 0 }", "instance_group"),
+    ],
+)
+def test_instances_run_on_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, path: str
+) -> None:
+    monkeypatch.setattr(pbtxt, "GPU_BACKENDS", {"null"})
+    assert path in [problem.split(": ")[0] for problem in problems(tmp_path, NULL + groups)]
 
 
 # Batching
@@ -630,6 +854,13 @@ def test_slo_gives_the_batcher_its_latency_and_survives_the_description(tmp_path
     text = NULL + parameter("penstock.slo", "p50 < 5ms, p99 < 20ms at 200/s")
     config, again = round_trip(add_model(tmp_path, "model", text))
     assert config.batching.slo_latency_s == 0.020
+    assert again == config
+
+
+@pytest.mark.parametrize("text", ["", " ", "off", " off "])
+def test_slo_may_be_switched_off_in_words(tmp_path: Path, text: str) -> None:
+    config, again = round_trip(add_model(tmp_path, "model", NULL + parameter("penstock.slo", text)))
+    assert (config.slo, config.batching.slo_latency_s) == ("off", None)
     assert again == config
 
 
@@ -1121,5 +1352,6 @@ def test_every_configuration_survives_its_description(
 ) -> None:
     with tempfile.TemporaryDirectory() as root:
         folder = add_model(Path(root), "model", text_format.MessageToString(message))
+        (folder / "labels.txt").write_text("cat\ndog")
         config, again = round_trip(folder)
         assert again == config

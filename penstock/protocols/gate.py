@@ -145,8 +145,14 @@ def read_keys(path: Path) -> Keys:
         raise ConfigError([f"{path}: {error.strerror}"]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: {error}"]) from None
+    except RecursionError:
+        raise ConfigError([f"{path}: nested too deeply"]) from None
     entries = content.get("key")
-    if not isinstance(entries, list) or not entries:
+    if (
+        not isinstance(entries, list)
+        or not entries
+        or not all(isinstance(e, dict) for e in entries)
+    ):
         raise ConfigError([f"{path}: holds no [[key]]"])
     if len(entries) > MAX_KEYS:
         raise ConfigError([f"{path}: {len(entries)} keys; at most {MAX_KEYS} can be held"])
@@ -158,7 +164,7 @@ def read_keys(path: Path) -> Keys:
         if not isinstance(secret, str) or len(secret) < MIN_SECRET or not secret.isascii():
             problems.append(f"{where}.secret: at least {MIN_SECRET} ASCII characters are needed")
             continue
-        if not isinstance(wanted, list) or not wanted or not set(wanted) <= set(SCOPES):
+        if not isinstance(wanted, list) or not wanted or any(w not in SCOPES for w in wanted):
             problems.append(f"{where}.scopes: expected some of {', '.join(SCOPES)}")
             continue
         scopes[_digest(secret.encode())] = frozenset(wanted)

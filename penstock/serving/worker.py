@@ -18,9 +18,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from penstock import manifest
 from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
@@ -191,6 +193,8 @@ class Worker:
         try:
             self._config = config = frame.model
             self._memory = Memory(config, frame.spill_bytes, fds)
+            if config.manifest:
+                manifest.check_digests(Path(config.manifest).parent)
             self._runner = runner = backend(config.backend)(config)
             self._proof = proof = prove(config, runner)
             timings = warm_up(config, runner)

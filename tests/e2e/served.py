@@ -59,6 +59,9 @@ class Served:
     def get(self, path: str) -> tuple[int, bytes]:
         return self._open(f"http://{self.address}{path}", None)
 
+    def post(self, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        return self._open(f"http://{self.address}{path}", body)
+
     def status(self, path: str) -> int:
         return self.get(path)[0]
 

@@ -209,6 +209,10 @@ def test_a_page_cannot_reach_the_server_under_another_name(host, is_allowed):
     [
         ("", ["holds no"]),
         ("key = 3", ["holds no"]),
+        ("key = [1]", ["holds no"]),
+        ("x = " + "[" * 5000, ["nested too deeply"]),
+        (f'[[key]]\nsecret = "{SECRET}"\nscopes = [["infer"]]\n', ["key[0].scopes"]),
+        (f'[[key]]\nsecret = "{SECRET}"\nscopes = [{{a = 1}}]\n', ["key[0].scopes"]),
         ("[[key", ["keys.toml: Expected"]),
         (
             '[[key]]\nsecret = "short"\nscopes = ["infer"]\n'

@@ -43,6 +43,9 @@ FULL_CONFIG = ModelConfig(
     memory=MemoryPolicy(slab_bytes=1 << 20, max_slabs=4, spill_bytes=1 << 22),
     hang_s=12.5,
     options={"null.a_ms": "1", "intra_op": "2"},
+    slo="p99 < 20ms",
+    is_slo_from_evidence=True,
+    manifest="/repository/m/12/manifest.json",
 )
 EXTENT = frames.Extent("x", "FP32", (2, 3), 64, 24)
 PART = frames.RequestPart("id", 2, (EXTENT,), ("y",), {"b": True, "i": -1, "f": 0.5, "s": "é"})

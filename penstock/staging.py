@@ -1,0 +1,121 @@
+"""Files and folders that are written where no reader looks, and get their place when whole.
+
+Everything is on disk (fsync) before it is renamed. A staging folder is locked while its writer
+lives; one that is not is what a kill has left. Knows nothing of models; `versions` calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock.manifest import FileEntry
+
+PREFIX = ".staging-"
+# Where a file system knows no locks, a staging folder of this age is taken for abandoned.
+ABANDONED_S = 86_400.0
+CHUNK_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def stage(parent: Path) -> Iterator[Path]:
+    """A folder that no reader looks at, locked as long as its writer lives."""
+    path, lock = _claim(parent)
+    try:
+        yield path
+    finally:
+        # It is not there any more when it has become the model.
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _claim(parent: Path) -> tuple[Path, int]:
+    while True:
+        path = parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        os.mkdir(path)
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # Another writer removed it before it was locked.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return path, lock
+        os.close(lock)
+
+
+def remove_abandoned(*parents: Path) -> None:
+    for path in (path for parent in parents for path in parent.glob(f"{PREFIX}*")):
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                if _is_abandoned(path, lock):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _is_abandoned(path: Path, lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return time.time() - path.stat().st_mtime > ABANDONED_S
+    return True
+
+
+def copy(source: Path, target: Path) -> FileEntry:
+    """The entry describes the copy, whatever happens to the source meanwhile."""
+    digest = hashlib.sha256()
+    size = 0
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(source, "rb") as original, open(target, "xb") as file:
+        while chunk := original.read(CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+            file.write(chunk)
+        _sync(file)
+    return FileEntry(size, digest.hexdigest())
+
+
+def write(path: Path, data: bytes) -> FileEntry:
+    """A file that is not there yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "xb") as file:
+        file.write(data)
+        _sync(file)
+    return FileEntry(len(data), hashlib.sha256(data).hexdigest())
+
+
+def append(path: Path, line: bytes) -> None:
+    """One more line, also after one that a crash has cut off."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        file.write(line + b"\n")
+        _sync(file)
+    sync_folder(path.parent)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """A name is on disk when its folder is."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,301 @@
+"""Adding versions to a repository, and choosing the one that is served, each in one atomic step.
+
+A version is written to a folder whose name starts with `.staging-`, which no reader looks at, with
+a manifest over every byte of it, brought to disk, and renamed to its number. Whoever is killed on
+the way leaves such a folder and nothing else; the next writer removes it. `repository` reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock import manifest as manifests
+from penstock import pbtxt, repository, staging
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.repository import CONFIG
+
+HISTORY = "history.jsonl"
+# Each version has its own of these, made by the commit.
+OWN_FILES = (CONFIG, manifests.NAME)
+MAX_NAME_BYTES = 255
+# What rename says when the number is somebody else's already.
+TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+
+AnyPath = str | os.PathLike[str]
+
+
+def commit(
+    root: AnyPath,
+    name: str,
+    source: AnyPath | Mapping[str, AnyPath],
+    config: ModelConfig,
+    evidence: Mapping[str, Any] | None = None,
+) -> str:
+    """Add a version with the files of a folder, or with files by the names they shall have; the
+    number it got. Of the model's config.pbtxt, what a ModelConfig does not hold is taken over. A
+    model that is new gets a config.pbtxt of its own, so that Triton loads it too."""
+    folder = _model_folder(root, name)
+    evidence = dict(evidence or {})
+    problems = _problems_of(folder, config, evidence)
+    files = _sources(source, problems)
+    if problems:
+        raise ConfigError(problems)
+    staging.remove_abandoned(folder.parent, folder)
+    is_new = not folder.is_dir()
+    with staging.stage(folder.parent if is_new else folder) as stage:
+        draft = stage / str(_last_number(folder) + 1)
+        text = pbtxt.write(config, base=repository.read_message(folder))
+        _write_version(draft, {**_labels(config, folder), **files}, text, evidence)
+        _check_reads_back(draft, config)
+        _write_model_level(stage, draft, repository.read_message(stage, draft.name))
+        if is_new and _take_place(stage, folder):
+            return draft.name
+        is_first = not repository.version_folders(folder) and not (folder / CONFIG).exists()
+        version = _take_number(draft, folder)
+        if is_first:
+            _publish(stage, folder)
+        return version
+
+
+def promote(root: AnyPath, name: str, version: str) -> None:
+    """Let exactly this version be served from the next load on. The model's config.pbtxt becomes
+    that of the version; the history keeps what was served before."""
+    folder = _model_folder(root, name)
+    if not folder.is_dir():
+        raise ConfigError([f"{name}: no such model in {root}"])
+    available = repository.version_folders(folder)
+    if version not in available:
+        there = ", ".join(available) or "none"
+        raise ConfigError([f"{name}: no version {version}; there are {there}"])
+    old = repository.read_message(folder)
+    if repository.read_version(folder, version, old).manifest:
+        manifests.check_digests(folder / version)
+    served = repository.chosen(folder, old, [])
+    message = _message_of(folder, version, old)
+    message.version_policy.specific.versions[:] = [int(version)]
+    staging.remove_abandoned(folder.parent, folder)
+    with staging.stage(folder) as stage:
+        _keep_configs(stage, folder, old)
+        _write_model_level(stage, folder / version, message)
+        _publish(stage, folder)
+    entry = {"time": _now(), "version": version, "previous": served}
+    staging.append(folder / HISTORY, json.dumps(entry).encode())
+
+
+def _model_folder(root: AnyPath, name: str) -> Path:
+    path = Path(os.path.abspath(root))
+    if not path.is_dir():
+        raise ConfigError([f"{root}: no such folder; expected a model repository"])
+    is_plain = manifests.is_plain(name) and "/" not in name and not name.startswith(".")
+    if not is_plain or len(name.encode()) > MAX_NAME_BYTES:
+        raise ConfigError([f"name: {name!r} cannot be the name of a model's folder"])
+    folder = path / name
+    if not folder.resolve().is_relative_to(path.resolve()):
+        raise ConfigError([f"{name}: a link that leads out of the repository"])
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError([f"{name}: {folder} is not a folder"])
+    return folder
+
+
+def _problems_of(folder: Path, config: ModelConfig, evidence: Mapping[str, Any]) -> list[str]:
+    """What can be said before anything is written."""
+    problems = []
+    if config.name != folder.name:
+        problems.append(f"name: '{config.name}' but the model's folder is '{folder.name}'")
+    try:
+        manifests.promised(evidence)
+    except ConfigError as error:
+        problems += error.problems
+    return problems
+
+
+def _sources(source: AnyPath | Mapping[str, AnyPath], problems: list[str]) -> dict[str, Path]:
+    """Files by their names below the version folder."""
+    if isinstance(source, Mapping):
+        files = {name: Path(path) for name, path in source.items()}
+        problems += [
+            f"{name}: is written by the commit itself" for name in OWN_FILES if name in files
+        ]
+    else:
+        files = _files_below(Path(source), problems)
+    for name, path in files.items():
+        if not manifests.is_plain(name):
+            problems.append(f"'{name}': is not a name below the version folder")
+        elif not path.is_file():
+            problems.append(f"{name}: {path} is not a file")
+    return files
+
+
+def _files_below(folder: Path, problems: list[str]) -> dict[str, Path]:
+    """A folder's files, but for the two that each version has of its own."""
+    if not folder.is_dir():
+        problems.append(f"{folder}: no such folder")
+    files: dict[str, Path] = {}
+    for path, folders, names in os.walk(folder):
+        for name in folders:
+            if os.path.islink(os.path.join(path, name)):
+                problems.append(f"{os.path.join(path, name)}: a link to a folder")
+        for name in names:
+            file = Path(path, name)
+            files[file.relative_to(folder).as_posix()] = file
+    for name in OWN_FILES:
+        files.pop(name, None)
+    return files
+
+
+def _labels(config: ModelConfig, folder: Path) -> dict[str, Path | bytes]:
+    """A version has its label files with it; those that do not come along with its files are
+    written from the configuration, or else are the model's."""
+    files: dict[str, Path | bytes] = {}
+    for spec in config.outputs:
+        name, labels = spec.label_file, folder / spec.label_file
+        if not manifests.is_plain(name) or name in OWN_FILES:
+            continue
+        if spec.labels:
+            files[name] = "".join(f"{label}\n" for label in spec.labels).encode()
+        elif labels.is_file():
+            files[name] = labels
+    return files
+
+
+def _write_version(
+    draft: Path, files: Mapping[str, Path | bytes], config: str, evidence: dict[str, Any]
+) -> None:
+    os.mkdir(draft)
+    entries = {
+        name: staging.write(draft / name, content)
+        if isinstance(content, bytes)
+        else staging.copy(content, draft / name)
+        for name, content in sorted({**files, CONFIG: config.encode()}.items())
+    }
+    manifest = manifests.Manifest(manifests.FORMAT, _now(), entries, evidence)
+    staging.write(draft / manifests.NAME, manifest.encode())
+    for written, _, _ in os.walk(draft, topdown=False):
+        staging.sync_folder(Path(written))
+
+
+def _check_reads_back(draft: Path, config: ModelConfig) -> None:
+    """What a reader will make of the version is what was asked for, or there is no version."""
+    message = repository.read_message(draft.parent, draft.name)
+    found = pbtxt.resolve(message, config.name, draft)
+    # Where it lies and what its label files hold is not the caller's to say.
+    asked = replace(
+        config,
+        version=found.version,
+        artifact=found.artifact,
+        outputs=tuple(replace(spec, labels=()) for spec in config.outputs),
+        manifest="",
+    )
+    if config.is_slo_from_evidence:
+        batching = replace(config.batching, slo_latency_s=None)
+        asked = replace(asked, slo="", is_slo_from_evidence=False, batching=batching)
+    found = replace(found, outputs=tuple(replace(spec, labels=()) for spec in found.outputs))
+    different = [
+        f"{each.name}: {getattr(asked, each.name)} cannot be written to {CONFIG}, "
+        f"which would give {getattr(found, each.name)}"
+        for each in fields(ModelConfig)
+        if getattr(asked, each.name) != getattr(found, each.name)
+    ]
+    if different:
+        raise ConfigError(different)
+
+
+def _write_model_level(stage: Path, version: Path, message: Any) -> None:
+    """What Triton looks for in the model's folder, into the stage: labels and config.pbtxt."""
+    for file in _label_files(message):
+        labels = version / file
+        if labels.is_file():
+            staging.copy(labels, stage / file)
+    staging.write(stage / CONFIG, pbtxt.to_text(message).encode())
+    staging.sync_folder(stage)
+
+
+def _publish(stage: Path, folder: Path) -> None:
+    """From the stage into the model's folder; config.pbtxt, which decides, is the last."""
+    staged = repository.read_message(stage)
+    for file in (*_label_files(staged), CONFIG):
+        if (stage / file).is_file():
+            target = folder / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(stage / file, target)
+            staging.sync_folder(target.parent)
+
+
+def _message_of(folder: Path, version: str, model_level: Any) -> Any:
+    """What holds for a version, as a message of one's own."""
+    is_own = repository.has_own_config(folder, version)
+    message = type(model_level)()
+    message.CopyFrom(repository.read_message(folder, version) if is_own else model_level)
+    message.ClearField("version_policy")
+    return message
+
+
+def _label_files(message: Any) -> list[str]:
+    """Label files that lie in the model's folder itself and not in that of some version."""
+    names = {item.label_filename for item in message.output} - {"", *OWN_FILES}
+    return sorted(name for name in names if not name.partition("/")[0].isdigit())
+
+
+def _keep_configs(stage: Path, folder: Path, old: Any) -> None:
+    """Versions that lived by the model's config.pbtxt and labels get them as their own before they
+    change."""
+    root = folder.parent.resolve()
+    for version in repository.version_folders(folder):
+        path = folder / version
+        if not path.resolve().is_relative_to(root) or (path / manifests.NAME).exists():
+            continue
+        message = _message_of(folder, version, old)
+        for name in _label_files(message):
+            if (folder / name).is_file() and not (path / name).exists():
+                staging.copy(folder / name, stage / "kept")
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(stage / "kept", path / name)
+        if not repository.has_own_config(folder, version):
+            staging.write(stage / "kept", pbtxt.to_text(message).encode())
+            os.replace(stage / "kept", path / CONFIG)
+        staging.sync_folder(path)
+
+
+def _take_place(stage: Path, folder: Path) -> bool:
+    """The stage becomes the model, unless another writer has just made it."""
+    try:
+        os.rename(stage, folder)
+    except OSError as error:
+        if error.errno not in TAKEN:
+            raise
+        return False
+    staging.sync_folder(folder.parent)
+    return True
+
+
+def _last_number(folder: Path) -> int:
+    there = repository.version_folders(folder) if folder.is_dir() else []
+    return int(there[-1]) if there else 0
+
+
+def _take_number(draft: Path, folder: Path) -> str:
+    """The draft becomes the next version."""
+    number = _last_number(folder)
+    while number < repository.MAX_VERSION:
+        number += 1
+        try:
+            os.rename(draft, folder / str(number))
+        except OSError as error:
+            if error.errno not in TAKEN:
+                raise
+            continue
+        staging.sync_folder(folder)
+        return str(number)
+    raise ConfigError([f"{folder.name}: there is no version number left after {number}"])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
