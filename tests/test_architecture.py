@@ -35,8 +35,11 @@ PURE = [
     "wire/*.py",
     "serving/batch_times.py",
     "serving/batcher.py",
+    "serving/history.py",
     "serving/lanes.py",
+    "serving/overload.py",
     "serving/plan.py",
+    "serving/saturation.py",
     "serving/slo_batcher.py",
 ]
 IMPURE_MODULES = {

@@ -190,16 +190,20 @@ class V2Http:
             reply_error(exchange, error)
 
     def _infer(self, call: InferCall, exchange: Exchange) -> None:
-        if self._routes.is_draining:
-            raise NotReady("the server is shutting down")
         model = self._catalog.find(call.model_name, call.model_version)
         sink = InferSink(exchange, self._codec, model, call)
-        if call.json_bytes == 0:
-            request = decode_raw(exchange.body, model.config, sink, exchange.received)
-        else:
-            request = self._codec.decode_infer(
-                exchange.body, call.json_bytes, sink, exchange.received
-            )
+        try:
+            if self._routes.is_draining:
+                raise NotReady("the server is shutting down")
+            if call.json_bytes == 0:
+                request = decode_raw(exchange.body, model.config, sink, exchange.received)
+            else:
+                request = self._codec.decode_infer(
+                    exchange.body, call.json_bytes, sink, exchange.received
+                )
+        except PenstockError as error:
+            model.refused(error, exchange.received)
+            raise
         sink.request = request
         exchange.waiter = sink
         model.submit(request)
