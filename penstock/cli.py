@@ -67,6 +67,20 @@ def main() -> None:
     help="Largest gRPC request. Raise it for large tensors.",
 )
 @click.option(
+    "--metrics-port",
+    default=8002,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port for scrapes and health alone; 0 takes a free one and prints it.",
+)
+@click.option(
+    "--metrics/--no-metrics",
+    default=True,
+    show_default=True,
+    help="Open the metrics port. /metrics is on the HTTP port as well; switch this off where that "
+    "is enough.",
+)
+@click.option(
     "--drain-s",
     default=30.0,
     show_default=True,
@@ -116,6 +130,8 @@ def serve(
     grpc_port: int,
     grpc: bool,
     grpc_max_message_bytes: int,
+    metrics_port: int,
+    metrics: bool,
     drain_s: float,
     insecure: bool,
     api_keys: str,
@@ -134,6 +150,7 @@ def serve(
         host=host,
         http_port=http_port,
         grpc=GrpcConfig(grpc_port, grpc_max_message_bytes) if grpc else None,
+        metrics_port=metrics_port if metrics else None,
         drain_s=drain_s,
         is_explicit=model_control_mode == "explicit",
         load=load_model,
@@ -244,3 +261,6 @@ def _print_table(running: object, host: str) -> None:
     console.print(f"HTTP  {url}", highlight=False, markup=False)
     if running.grpc is not None:
         console.print(f"gRPC  {address}:{running.grpc.port}", highlight=False, markup=False)
+    if running.metrics_port is not None:
+        url = f"http://{address}:{running.metrics_port}/metrics"
+        console.print(f"Metrics  {url}", highlight=False, markup=False)

@@ -133,6 +133,8 @@ class ServerConfig:
     http_port: int = 8000
     # None: no gRPC.
     grpc: GrpcConfig | None = None
+    # A listener for scrapes and health alone; None: only the HTTP port answers them.
+    metrics_port: int | None = None
     # How long accepted requests may take to finish after SIGTERM.
     drain_s: float = 30.0
     # True allows loading and unloading over the API, and loads at start only what `load` names.

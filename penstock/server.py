@@ -18,6 +18,7 @@ from penstock.errors import ConfigError
 from penstock.protocols.fronts import Desk, Front
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, read_keys
 from penstock.protocols.http import HttpServer
+from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.v2_http import V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import Found
@@ -34,17 +35,25 @@ class Server:
         self._stop = asyncio.Event()
         self.catalog = Catalog()
         self.routes = V2Routes(self.catalog, path, config.is_explicit)
-        self.v2 = V2Http(self.catalog, config.limits, make_gate(config), self.routes)
+        gate = make_gate(config)
+        self.v2 = V2Http(self.catalog, config.limits, gate, self.routes)
         self.http = HttpServer(self.v2.handle, config.limits)
         self.http_port = config.http_port
+        self._metrics = MetricsHttp(gate, self.routes)
+        self._metrics_http: HttpServer | None = None
+        self.metrics_port = config.metrics_port
+        if config.metrics_port is not None:
+            self._metrics_http = HttpServer(self._metrics.handle, config.limits)
         self.grpc: Front | None = None
         if config.grpc is not None:
             desk = Desk(self.catalog, lambda: not self.routes.is_loading)
-            self.grpc = Front(desk, config.host, config.grpc)
+            self.routes.grpc = self.grpc = Front(desk, config.host, config.grpc)
 
     async def start(self, found: Found) -> None:
         """Listen, then load; a stop asked for meanwhile ends the loading."""
-        self.http_port = await self._listen()
+        self.http_port = await self._listen(self.http, self._config.http_port, "HTTP")
+        if self._metrics_http is not None and self.metrics_port is not None:
+            self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -86,6 +95,9 @@ class Server:
         await self.v2.close()
         await self.http.close()
         await self.catalog.close()
+        await self._metrics.close()
+        if self._metrics_http is not None:
+            await self._metrics_http.close()
 
     async def _load(self, found: Found) -> None:
         """The models, while the gRPC front starts; if that cannot listen, nothing is loaded."""
@@ -100,13 +112,13 @@ class Server:
             await asyncio.wait([loading])
             raise
 
-    async def _listen(self) -> int:
-        host, port = self._config.host, self._config.http_port
+    async def _listen(self, http: HttpServer, port: int, what: str) -> int:
+        host = self._config.host
         try:
-            return await self.http.start(host, port)
+            return await http.start(host, port)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
-            raise ConfigError([f"cannot listen on {host}:{port}: {reason}"]) from None
+            raise ConfigError([f"cannot listen on {host}:{port} for {what}: {reason}"]) from None
 
 
 def check_host(config: ServerConfig, is_insecure: bool) -> None:

@@ -19,7 +19,7 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 ORDER = [
     {"errors", "types", "slo", "config"},
     {"wire"},
-    {"repository", "pbtxt", "onnx_file", "metrics", "backends"},
+    {"repository", "pbtxt", "onnx_file", "metrics", "usage", "backends"},
     {"serving"},
     {"llm"},
     {"benchmark"},
@@ -37,7 +37,7 @@ PURE = [
     "serving/batcher.py",
     "serving/history.py",
     "serving/lanes.py",
-    "serving/overload.py",
+    "serving/refusals.py",
     "serving/plan.py",
     "serving/saturation.py",
     "serving/slo_batcher.py",

@@ -32,7 +32,7 @@ input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
 """
 # Starting the gRPC front takes a second; tests/e2e/test_grpc.py does.
-FREE_PORT = ["--http-port", "0", "--no-grpc"]
+FREE_PORT = ["--http-port", "0", "--no-grpc", "--metrics-port", "0"]
 SERVE = [sys.executable, "-m", "penstock", "serve", *FREE_PORT]
 
 
@@ -158,7 +158,7 @@ def test_every_command_and_flag_has_a_help_text(name: str) -> None:
 def test_help_of_serve_shows_every_flag_with_its_default() -> None:
     text = run_penstock("serve", "--help").stdout
     flags = {"--host": "127.0.0.1", "--http-port": "8000", "--grpc-port": "8001", "--grpc": "grpc"}
-    flags |= {"--drain-s": "30.0", "--insecure": ""}
+    flags |= {"--drain-s": "30.0", "--insecure": "", "--metrics-port": "8002"}
     for flag, default in flags.items():
         assert flag in text
         assert default in text
@@ -301,7 +301,20 @@ def test_only_this_machine_is_listened_to_by_default(tmp_path: Path) -> None:
             for connection in member.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         ]
-        assert [tuple(address) for address in sockets] == [("127.0.0.1", server.port)]
+        assert {address.ip for address in sockets} == {"127.0.0.1"}
+        assert len(sockets) == 2, "HTTP and metrics"
+        assert server.port in {address.port for address in sockets}
+
+
+def test_no_metrics_opens_one_port(tmp_path: Path) -> None:
+    with serving(add_model(tmp_path, "model"), "--no-metrics") as server:
+        listening = [
+            connection
+            for connection in psutil.Process(server.process.pid).net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert [connection.laddr.port for connection in listening] == [server.port]
+        assert server.get("/metrics")[0] == 200
 
 
 def can_listen_on_ipv6() -> bool:
@@ -327,7 +340,12 @@ def test_grpc_does_not_go_with_keys_that_it_would_not_ask_for(examples: Path) ->
 
 
 @pytest.mark.parametrize(
-    "flags", [["--no-grpc", "--http-port"], ["--http-port", "0", "--grpc-port"]]
+    "flags",
+    [
+        ["--no-grpc", "--no-metrics", "--http-port"],
+        ["--http-port", "0", "--metrics-port", "0", "--grpc-port"],
+        ["--http-port", "0", "--no-grpc", "--metrics-port"],
+    ],
 )
 def test_port_in_use_is_one_line_and_code_1(examples: Path, flags: list[str]) -> None:
     with socket.socket() as taken:

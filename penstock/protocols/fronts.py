@@ -223,9 +223,11 @@ class Session:
 
     def _infer(self, frame: frames.Infer) -> None:
         try:
-            if self._desk.is_draining:
-                raise NotReady("the server is shutting down")
             model = self._desk.catalog.find(frame.model_name, frame.model_version)
+            if self._desk.is_draining:
+                error = NotReady("the server is shutting down")
+                model.refused(error, frame.received)
+                raise error
             self._calls[frame.call] = call = Call(self, frame, model)
             model.submit(call.request)
         except PenstockError as error:
@@ -263,6 +265,7 @@ class Front:
         self._listening_at: float | None = None
         self._problems: tuple[str, ...] = ()
         self._num_deaths = 0
+        self.num_restarts = 0
         self.port = config.port
 
     @property
@@ -318,7 +321,12 @@ class Front:
                 self._listening_at = self._loop.time()
                 if not self._first_listening.done():
                     self._first_listening.set_result(None)
-                log.info("gRPC front listens on port %d (pid %d)", frame.port, self.pid)
+                log.info(
+                    "gRPC front listens on port %d (pid %d)",
+                    frame.port,
+                    self.pid,
+                    extra={"front_pid": self.pid},
+                )
             case frames.LoadFailed():
                 self._problems = frame.problems
 
@@ -343,7 +351,8 @@ class Front:
         if self._num_deaths > 1:
             delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (self._num_deaths - 2))
         why = "; ".join(self._problems) or reason
-        log.warning("the gRPC front %s; restart in %.1f s", why, delay_s)
+        log.warning("the gRPC front %s; restart in %.1f s", why, delay_s, extra={"reason": why})
+        self.num_restarts += 1
         self._timer = self._loop.call_later(delay_s, self.start)
 
 

@@ -26,8 +26,8 @@ from penstock.errors import (
 from penstock.metrics import ModelMetrics, Waits
 from penstock.serving.batcher import Batcher, Sequencer
 from penstock.serving.history import History, Record
-from penstock.serving.overload import Overload
 from penstock.serving.plan import Geometry, Planner, column_bytes
+from penstock.serving.refusals import Refusals
 from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
 from penstock.serving.slo_batcher import SloBatcher
@@ -92,7 +92,7 @@ class Model:
         self.reason = ""
         self._clock = clock
         self._saturation = Saturation(clock())
-        self._overload = Overload()
+        self._refusals = Refusals()
         self._loop = asyncio.get_running_loop()
         self._slab_bytes = _slab_bytes(config)
         self._planner = Planner(config, self._slab_bytes)
@@ -684,7 +684,7 @@ class Model:
         self._saturation.note(True, now)
 
     def _note_overload(self, error: PenstockError, now: float) -> None:
-        if isinstance(error, Overloaded) and self._overload.refused(now):
+        if isinstance(error, Overloaded) and self._refusals.refused(now):
             log.warning(
                 "%s/%s is overloaded and refuses requests (%s)",
                 self.config.name,
@@ -695,7 +695,7 @@ class Model:
 
     def tick(self) -> None:
         """Asked twice a second by the supervisor."""
-        over = self._overload.ended(self._clock())
+        over = self._refusals.ended(self._clock())
         if over is not None:
             log.info(
                 "%s/%s is no longer overloaded; %d requests were refused in %.1f s",

@@ -22,6 +22,7 @@ class Served:
 
     def __init__(self, path: Path, *flags: str, grpc: bool = False) -> None:
         command = [sys.executable, "-m", "penstock", "serve", str(path), "--http-port", "0"]
+        command += ["--metrics-port", "0"]
         command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -38,6 +39,7 @@ class Served:
             raise AssertionError(self.errors.read())
         if grpc:
             self.grpc_address = self.process.stdout.readline().split()[-1]
+        self.metrics_url = self.process.stdout.readline().split()[-1]
 
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

@@ -17,7 +17,7 @@ class Stretch:
     duration_s: float
 
 
-class Overload:
+class Refusals:
     def __init__(self) -> None:
         self._began: float | None = None
         self._last = 0.0
