@@ -145,4 +145,6 @@ class ServerConfig:
     api_keys: str = ""
     # Further names under which clients may address the server, beside the loopback ones.
     allow_hosts: tuple[str, ...] = ()
+    # One line per inference; costs time on every one.
+    logs_requests: bool = False
     limits: HttpLimits = field(default_factory=HttpLimits)

@@ -301,8 +301,7 @@ def _histogram(phase: str, items: Sequence[Pending]) -> list[str]:
     lines = _head(name, f"Seconds in {phase}, answered requests", "histogram")
     for item in items:
         data = item.metrics.phases[phase]
-        lines += _buckets(name, item, BUCKETS, data.counts)
-        lines.append(f"{name}_sum{_of(item)} {data.sum_s:.9f}")
+        lines += _series(name, item, BUCKETS, data.counts, f"{data.sum_s:.9f}")
     return lines
 
 
@@ -313,17 +312,19 @@ def _batch_sizes(items: Sequence[Pending]) -> list[str]:
         counts = [0] * (len(BATCH_BUCKETS) + 1)
         for size, count in item.metrics.batch_sizes.items():
             counts[bisect_left(BATCH_BUCKETS, size)] += count
-        lines += _buckets(name, item, BATCH_BUCKETS, counts)
-        lines.append(f"{name}_sum{_of(item)} {item.metrics.num_inferences}")
+        lines += _series(name, item, BATCH_BUCKETS, counts, str(item.metrics.num_inferences))
     return lines
 
 
-def _buckets(name: str, item: Pending, bounds: Sequence[float], counts: Sequence[int]) -> list[str]:
+def _series(
+    name: str, item: Pending, bounds: Sequence[float], counts: Sequence[int], total_sum: str
+) -> list[str]:
     totals = list(accumulate(counts))
     lines = [
         f"{name}_bucket{_of(item, le=bound)} {total}"
         for bound, total in zip((*map(str, bounds), "+Inf"), totals, strict=True)
     ]
+    lines.append(f"{name}_sum{_of(item)} {total_sum}")
     lines.append(f"{name}_count{_of(item)} {totals[-1]}")
     return lines
 

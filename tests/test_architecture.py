@@ -17,7 +17,7 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 
 # A module imports only from its own line and the lines before it.
 ORDER = [
-    {"errors", "types", "slo", "config"},
+    {"errors", "types", "slo", "config", "logs"},
     {"wire"},
     {"repository", "pbtxt", "onnx_file", "metrics", "usage", "backends"},
     {"serving"},
@@ -27,6 +27,7 @@ ORDER = [
     {"protocols"},
     {"dashboard", "deploy"},
     {"server", "local", "testing"},
+    {"ask", "terminal"},
     {"cli"},
     {"__main__"},
 ]
@@ -35,6 +36,7 @@ PURE = [
     "wire/*.py",
     "serving/batch_times.py",
     "serving/batcher.py",
+    "serving/explain.py",
     "serving/history.py",
     "serving/lanes.py",
     "serving/refusals.py",

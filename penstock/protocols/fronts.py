@@ -25,6 +25,7 @@ from penstock.errors import (
     NotReady,
     PenstockError,
 )
+from penstock.protocols import access_log
 from penstock.protocols.line import Line, Outbox, unpack
 from penstock.protocols.v2_routes import EXTENSIONS
 from penstock.serving.catalog import Catalog
@@ -54,8 +55,11 @@ MAX_TEXT = 2000
 class Desk:
     """What fronts may ask of the core besides inference. Raises what it refuses with."""
 
-    def __init__(self, catalog: Catalog, is_serving: Callable[[], bool]) -> None:
+    def __init__(
+        self, catalog: Catalog, is_serving: Callable[[], bool], logs_requests: bool = False
+    ) -> None:
         self.catalog = catalog
+        self.logs_requests = logs_requests
         self._is_serving = is_serving
         self.is_draining = False
 
@@ -123,6 +127,17 @@ class Call:
             self._session.refuse(self._number, answer)
         else:
             self._session.reply(self._number, answer, final)
+
+
+class LoggedCall(Call):
+    """Also writes a line to the access log."""
+
+    __slots__ = ()
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        super().respond(request, answer, final)
+        error = "" if isinstance(answer, Response) else type(answer).__name__
+        access_log.ended("grpc", error or "OK", self.model.config, request, error)
 
 
 class Session:
@@ -228,10 +243,14 @@ class Session:
                 error = NotReady("the server is shutting down")
                 model.refused(error, frame.received)
                 raise error
-            self._calls[frame.call] = call = Call(self, frame, model)
+            make = LoggedCall if self._desk.logs_requests else Call
+            self._calls[frame.call] = call = make(self, frame, model)
             model.submit(call.request)
         except PenstockError as error:
             self.refuse(frame.call, error)
+            if self._desk.logs_requests:
+                kind = type(error).__name__
+                access_log.refused("grpc", kind, frame.model_name, frame.received, kind)
         except Exception:  # The protocol edge.
             log.exception("a request of a front could not be submitted")
             self.refuse(frame.call, BackendFailed("internal error"))

@@ -27,6 +27,7 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
+from penstock.protocols import access_log
 from penstock.protocols.asgi import AsgiBridge
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange
@@ -113,6 +114,19 @@ class InferSink:
             self._exchange.reply(200, headers, (head,))
 
 
+class LoggedSink(InferSink):
+    """Also writes a line to the access log."""
+
+    __slots__ = ()
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        super().respond(request, answer, final)
+        config = self._model.config
+        status = status_of(answer) if isinstance(answer, PenstockError) else 200
+        error = "" if isinstance(answer, Response) else type(answer).__name__
+        access_log.ended("http", status, config, request, error)
+
+
 class WrongHead(Exception):
     """A message that HTTP itself refuses."""
 
@@ -125,7 +139,16 @@ class WrongHead(Exception):
 class V2Http:
     """The handler of the HTTP server; while its routes are draining it refuses inferences."""
 
-    def __init__(self, catalog: Catalog, limits: HttpLimits, gate: Gate, routes: V2Routes) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        limits: HttpLimits,
+        gate: Gate,
+        routes: V2Routes,
+        logs_requests: bool = False,
+    ) -> None:
+        self._logs_requests = logs_requests
+        self._make_sink = LoggedSink if logs_requests else InferSink
         self._routes = routes
         self._catalog = catalog
         self._limits = limits
@@ -145,8 +168,16 @@ class V2Http:
             self._infer(call, exchange)
         except WrongHead as wrong:
             exchange.reply_error(wrong.status, str(wrong), wrong.headers)
+            self._note_refusal(exchange, call, wrong.status, "WrongHead")
         except PenstockError as error:
             reply_error(exchange, error)
+            self._note_refusal(exchange, call, status_of(error), type(error).__name__)
+
+    def _note_refusal(self, exchange: Exchange, call: object, status: int, error: str) -> None:
+        """For the access log: what never reached a model."""
+        if self._logs_requests:
+            name = call.model_name if isinstance(call, InferCall) else ""
+            access_log.refused("http", status, name, exchange.received, error)
 
     async def close(self) -> None:
         for task in self._inflating:
@@ -188,10 +219,11 @@ class V2Http:
             self._infer(call, exchange)
         except PenstockError as error:
             reply_error(exchange, error)
+            self._note_refusal(exchange, call, status_of(error), type(error).__name__)
 
     def _infer(self, call: InferCall, exchange: Exchange) -> None:
         model = self._catalog.find(call.model_name, call.model_version)
-        sink = InferSink(exchange, self._codec, model, call)
+        sink = self._make_sink(exchange, self._codec, model, call)
         try:
             if self._routes.is_draining:
                 raise NotReady("the server is shutting down")

@@ -79,6 +79,7 @@ class V2Routes:
                 Route(prefix + "/ready", self.model_ready),
                 Route(prefix + "/config", self.config),
                 Route(prefix + "/stats", self.statistics),
+                Route(prefix + "/explain", self.explain),
             ]
         return _application(routes)
 
@@ -134,6 +135,9 @@ class V2Routes:
         name = request.path_params.get("name", "")
         models = self._catalog.find_all(name, request.path_params.get("version", ""))
         return _json({"model_stats": [model.metrics.statistics() for model in models]})
+
+    async def explain(self, request: HttpRequest) -> HttpResponse:
+        return _json(self._find(request).explain())
 
     async def metrics(self, request: HttpRequest) -> HttpResponse:
         # Reading /proc takes a moment for each process: not on the event loop.

@@ -25,6 +25,7 @@ from penstock.errors import (
 )
 from penstock.metrics import ModelMetrics, Waits
 from penstock.serving.batcher import Batcher, Sequencer
+from penstock.serving.explain import Explanation, explain
 from penstock.serving.history import History, Record
 from penstock.serving.plan import Geometry, Planner, column_bytes
 from penstock.serving.refusals import Refusals
@@ -88,6 +89,8 @@ class Model:
         self.config = config
         self.metrics = ModelMetrics(config.name, config.version)
         self.history = History()
+        # How it is served and why, where that is not plain from its configuration.
+        self.notes: tuple[str, ...] = ()
         self.state: State = "LOADING"
         self.reason = ""
         self._clock = clock
@@ -140,6 +143,10 @@ class Model:
         return self._supervisor.instances
 
     @property
+    def batcher(self) -> Batcher | SloBatcher:
+        return self._batcher
+
+    @property
     def num_waiting(self) -> int:
         return self._batcher.num_waiting
 
@@ -168,6 +175,9 @@ class Model:
     def is_ready(self) -> bool:
         """True while some instance can run a batch."""
         return self.state == "READY" and any(i.is_ready for i in self.instances)
+
+    def explain(self) -> Explanation:
+        return explain(self, self._clock())
 
     async def start(self) -> None:
         """Start the workers; returns when all are warm, raises ConfigError if they cannot be."""
