@@ -303,7 +303,8 @@ def _server_timing(request: Request) -> bytes:
     timings = request.timings
     parts = (
         ("decode", timings.queued - timings.received),
-        ("queue", timings.dispatched - timings.queued),
+        ("queue_batch", timings.dispatched - timings.queued - timings.instance_wait_s),
+        ("queue_instance", timings.instance_wait_s),
         ("compute_input", timings.compute_input_s),
         ("compute_infer", timings.compute_infer_s),
         ("compute_output", timings.compute_output_s),

@@ -94,13 +94,21 @@ class Served:
 
 
 def null_model(
-    root: Path, name: str, *, config: str = "", max_batch: int = 4, **options: object
+    root: Path,
+    name: str,
+    *,
+    config: str = "",
+    max_batch: int = 4,
+    batching: str = "",
+    **options: object,
 ) -> Path:
-    """Add a `null` model INT32 [1] -> [1] with `null.*` options to a repository."""
+    """Add a `null` model INT32 [1] -> [1] with `null.*` options to a repository; `batching` is what
+    its dynamic_batching holds."""
     folder = root / name
     (folder / "1").mkdir(parents=True)
     lines = [
-        f'backend: "null" max_batch_size: {max_batch} dynamic_batching {{}}',
+        f'backend: "null" max_batch_size: {max_batch}',
+        f"dynamic_batching {{ {batching} }}",
         'input { name: "x" data_type: TYPE_INT32 dims: 1 }',
         'output { name: "y" data_type: TYPE_INT32 dims: 1 }',
         config,
