@@ -7,12 +7,13 @@ Prometheus text when somebody looks, never before. docs/observability.md lists t
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import penstock
 from penstock.errors import Overloaded, PenstockError
@@ -32,11 +33,15 @@ REFUSED_LATER = ("queue_timeout", "dropped_late", "gave_up")
 DEATHS = ("crash", "hang")
 # Rows of a batch.
 BATCH_BUCKETS = tuple(1 << power for power in range(11))
+# Seconds of waiting for a batch and for an instance.
+Waits = tuple[float, float]
 # Seconds; about 2.5 steps a decade from 50 µs to 30 s.
 BUCKETS = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3,
     0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
+# The lower edge of each bucket, and after the last one.
+EDGES = (-math.inf, *BUCKETS, math.inf)
 
 
 class Histogram:
@@ -88,6 +93,9 @@ class ModelMetrics:
         self.num_refused = dict.fromkeys((*REFUSED_AT_ARRIVAL, *REFUSED_LATER), 0)
         self.num_deaths = dict.fromkeys(DEATHS, 0)
         self.phases = {phase: Histogram() for phase in (*PHASES, *WAITS)}
+        # Those that each request has a span of its own for, and those that are its batch's.
+        self._spans = tuple(self.phases[phase] for phase in ("request", "queue", *WAITS))
+        self._computes = tuple(self.phases[phase] for phase in PHASES[2:])
         self.batches: dict[int, BatchStatistics] = {}
         # Failed requests, and how long they took to fail.
         self.fail_s = 0.0
@@ -98,7 +106,8 @@ class ModelMetrics:
 
     def fold(self, answered: Sequence[Request], num_rows: int, timings: Timings) -> Waits:
         """One batch that was executed; `answered` are those of its requests that got their answer,
-        and only they count in the phases. `timings` is that of any request of the batch."""
+        and only they count in the phases. `timings` is that of any request of the batch. Returns
+        what they waited for on average."""
         self.num_executions += 1
         self.num_inferences += num_rows
         self.last_inference = time.time()
@@ -108,44 +117,49 @@ class ModelMetrics:
         statistics.add(timings)
         count = len(answered)
         if count == 0:
-            return Waits(0.0, 0.0)
+            return 0.0, 0.0
         self.num_success += count
-        phases = self.phases
-        phases["compute_input"].add(timings.compute_input_s, count)
-        phases["compute_infer"].add(timings.compute_infer_s, count)
-        phases["compute_output"].add(timings.compute_output_s, count)
+        for_input, for_infer, for_output = self._computes
+        for_input.add(timings.compute_input_s, count)
+        for_infer.add(timings.compute_infer_s, count)
+        for_output.add(timings.compute_output_s, count)
         return self._fold_spans(answered)
 
     def _fold_spans(self, answered: Sequence[Request]) -> Waits:
-        phases = self.phases
-        total, queue = phases["request"], phases["queue"]
-        for_batch, for_instance = phases["queue_batch"], phases["queue_instance"]
+        """Neighbours mostly fall into the same bucket, so that is tried first."""
+        totals, queues, for_batch, for_instance = self._spans
+        total, queue = totals.counts, queues.counts
+        batch, instance = for_batch.counts, for_instance.counts
         total_s = queue_s = instance_s = 0.0
-        num_instance_free = 0
+        at = index = 0
         for request in answered:
             timings = request.timings
             span = timings.completed - timings.received
-            total.counts[bisect_left(BUCKETS, span)] += 1
+            if not EDGES[at] < span <= EDGES[at + 1]:
+                at = bisect_left(BUCKETS, span)
+            total[at] += 1
             total_s += span
             span = timings.dispatched - timings.queued
-            index = bisect_left(BUCKETS, span)
-            queue.counts[index] += 1
+            if not EDGES[index] < span <= EDGES[index + 1]:
+                index = bisect_left(BUCKETS, span)
+            queue[index] += 1
             queue_s += span
             waited = timings.instance_wait_s
             if waited <= 0.0:
-                num_instance_free += 1
-                for_batch.counts[index] += 1
-            else:
-                for_instance.counts[bisect_left(BUCKETS, waited)] += 1
-                for_batch.counts[bisect_left(BUCKETS, span - waited)] += 1
-                instance_s += waited
-        total.sum_s += total_s
-        queue.sum_s += queue_s
-        for_instance.counts[0] += num_instance_free
-        for_instance.sum_s += instance_s
+                batch[index] += 1
+                instance[0] += 1
+                continue
+            instance_s += waited
+            # One of the two is nearly all of it.
+            instance[index if EDGES[index] < waited else bisect_left(BUCKETS, waited)] += 1
+            span -= waited
+            batch[0 if span <= BUCKETS[0] else bisect_left(BUCKETS, span)] += 1
+        totals.sum_s += total_s
+        queues.sum_s += queue_s
         for_batch.sum_s += queue_s - instance_s
+        for_instance.sum_s += instance_s
         count = len(answered)
-        return Waits((queue_s - instance_s) / count, instance_s / count)
+        return (queue_s - instance_s) / count, instance_s / count
 
     def failed(self, reason: str, count: int = 1) -> None:
         self.num_failures[reason] += count
@@ -198,13 +212,6 @@ class ModelMetrics:
             ],
             "memory_usage": [],
         }
-
-
-class Waits(NamedTuple):
-    """What the requests of a batch waited for in the queue, in seconds; means."""
-
-    batch_s: float
-    instance_s: float
 
 
 class Pending:

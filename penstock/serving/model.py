@@ -73,7 +73,7 @@ class InFlight:
         queue_s = sum(self.started - request.timings.queued for request in self.requests)
         instance_s = sum(request.timings.instance_wait_s for request in self.requests)
         count = len(self.requests)
-        return Waits((queue_s - instance_s) / count, instance_s / count)
+        return (queue_s - instance_s) / count, instance_s / count
 
 
 class Model:
@@ -479,13 +479,14 @@ class Model:
             # holds this answer.
             self._pump_if_waiting()
         answered: list[Request] = []
+        input_s, infer_s, output_s = frame.input_s, frame.infer_s, frame.output_s
         name, version = self.config.name, self.config.version
         for index, request in enumerate(flight.requests):
             timings = request.timings
-            timings.compute_input_s = frame.input_s
-            timings.compute_infer_s = frame.infer_s
-            timings.compute_output_s = frame.output_s
-            if _has_ended(request):
+            timings.compute_input_s = input_s
+            timings.compute_infer_s = infer_s
+            timings.compute_output_s = output_s
+            if request.is_done or timings.completed > 0.0:
                 continue
             timings.completed = now
             if index in frame.errors:
@@ -504,19 +505,19 @@ class Model:
             self._supervisor.send(instance, frames.Release(offsets))
         timings = flight.requests[0].timings
         waits = self.metrics.fold(answered, flight.num_rows, timings)
-        compute_s = frame.input_s + frame.infer_s + frame.output_s
-        self._note_batch(flight, now, waits, compute_s, "answered")
+        self._note_batch(flight, now, waits, input_s + infer_s + output_s, "answered")
 
     def _note_batch(
         self, flight: InFlight, ended: float, waits: Waits, compute_s: float, outcome: str
     ) -> None:
+        batch_wait_s, instance_wait_s = waits
         record = Record(
             ended,
             flight.num_rows,
             len(flight.requests),
             flight.requests[0].fit.plan.geometry.row_shapes,
-            waits.batch_s,
-            waits.instance_s,
+            batch_wait_s,
+            instance_wait_s,
             compute_s,
             ended - flight.started,
             flight.instance,
@@ -688,7 +689,7 @@ class Model:
 
     def _note_idle(self, now: float) -> None:
         for instance in self._supervisor.instances:
-            if instance.is_idle:
+            if instance.batch is None and instance.is_ready:
                 self._saturation.note(False, now)
                 return
         self._saturation.note(True, now)
