@@ -167,7 +167,8 @@ class ModelMetrics:
     def refused(self, error: PenstockError, reason: str = "") -> None:
         """A request that never ran; `reason` where the error's own would not say enough."""
         self.num_failures["REJECTED" if isinstance(error, Overloaded) else "OTHER"] += 1
-        self.num_refused[reason or error.reason] += 1
+        reason = reason or error.reason
+        self.num_refused[reason] = self.num_refused.get(reason, 0) + 1
 
     @property
     def batch_sizes(self) -> dict[int, int]:

@@ -94,7 +94,7 @@ class Server:
 
     def stop(self) -> None:
         """Begin to drain: not ready, new inferences refused, accepted ones finish."""
-        if not self.routes.is_draining:
+        if not self.routes.is_draining and not self.routes.is_loading:
             log.info("draining: what is accepted may take %.0f s", self._config.drain_s)
         self.routes.is_draining = True
         self.http.drain()
@@ -120,7 +120,8 @@ class Server:
         await self._metrics.close()
         if self._metrics_http is not None:
             await self._metrics_http.close()
-        log.info("stopped")
+        if not self.routes.is_loading:
+            log.info("stopped")
 
     async def _tell(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
         names = list(dict.fromkeys(config.name for config in found.configs))

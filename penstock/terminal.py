@@ -109,7 +109,7 @@ def _model_cells(model: Model | None) -> list[str]:
     if model is None:
         return ["", "", "", ""]
     config = model.config
-    mode, _ = mode_of(config)
+    mode, _ = mode_of(config, model.batcher.policy)
     slo_s = config.batching.slo_latency_s
     batching = "no" if mode == "unbatched" else f"up to {config.max_batch_size}"
     if mode == "slo" and slo_s is not None:

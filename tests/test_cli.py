@@ -1,8 +1,10 @@
 """The command line as its users meet it: real processes, exit codes, and one line per problem."""
 
 import http.client
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -470,6 +472,7 @@ def test_banner_shows_what_explicit_mode_has_not_loaded(tmp_path: Path) -> None:
         assert "READY" in rows["awake"] and "null" in rows["awake"]
 
 
+@pytest.mark.skipif(shutil.which("script") is None, reason="`script` makes the terminal")
 def test_banner_fits_a_terminal_of_80_columns(examples: Path) -> None:
     """As a terminal shows it: no word is cut."""
     command = " ".join([*SERVE, str(examples)])
@@ -517,6 +520,28 @@ def test_slow_loading_is_told(tmp_path: Path) -> None:
             process.stdout.close()
         log.seek(0)
         assert "1 of 2 models loaded; loading slow" in log.read()
+
+
+def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:
+    add_model(tmp_path, "model")
+    with tempfile.TemporaryFile("w+") as log:
+        for flags in (["--log-level", "error"], ["--log-format", "JSON", "--log-level", "info"]):
+            process = subprocess.Popen(
+                [*SERVE, str(tmp_path), *flags], stdout=subprocess.PIPE, stderr=log, text=True
+            )
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "/metrics" in line:
+                    break
+            process.terminate()
+            process.wait(timeout=10)
+            process.stdout.close()
+        log.seek(0)
+        lines = [json.loads(line) for line in log]
+    assert {line["level"] for line in lines} == {"INFO"}
+    messages = [line["msg"] for line in lines]
+    assert messages[0] == "model/1 loads 1 instance"
+    assert messages[-2:] == ["draining: what is accepted may take 30 s", "stopped"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class Batcher:
     """Owned by the core's event loop."""
 
     def __init__(self, policy: BatchPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
         preferred = policy.preferred_batch_sizes
         self._preferred = frozenset(preferred)
@@ -135,7 +135,7 @@ class Batcher:
         self._limit = limit
         if self._is_eager:
             return batch
-        delay_s = self._policy.max_queue_delay_s
+        delay_s = self.policy.max_queue_delay_s
         is_late = delay_s > 0 and now - oldest >= delay_s
         if num_preferred and not is_late:
             self._limit = "preferred size"

@@ -107,8 +107,8 @@ class Explanation:
 
 
 def explain(model: Model, now: float) -> Explanation:
-    config, history = model.config, model.history
-    mode, reason = mode_of(config)
+    config, history, policy = model.config, model.history, model.batcher.policy
+    mode, reason = mode_of(config, policy)
     paces = _paces(model)
     instances = [
         InstanceState(each.index, _state(each.is_ready, each.is_idle), each.pid)
@@ -128,7 +128,7 @@ def explain(model: Model, now: float) -> Explanation:
         shapes=_shapes(model),
         batch_sizes=dict(sorted(model.metrics.batch_sizes.items())),
         verdicts=why_small(
-            config.batching,
+            policy,
             list(history.recent),
             len(history.shapes),
             paces[0].target_rows if paces else None,
@@ -139,11 +139,12 @@ def explain(model: Model, now: float) -> Explanation:
     )
 
 
-def mode_of(config: ModelConfig) -> tuple[Mode, str]:
-    """How requests are batched, and what decided that."""
-    policy = config.batching
+def mode_of(config: ModelConfig, policy: BatchPolicy) -> tuple[Mode, str]:
+    """How requests are batched, and what decided that. `policy` is what the batcher goes by."""
     if config.max_batch_size == 0:
         return "unbatched", "max_batch_size is 0: the model has no batch dimension"
+    if config.batching.is_dynamic and not policy.is_dynamic:
+        return "unbatched", "what was found at load; see the note"
     if policy.slo_latency_s is not None:
         text = f"penstock.slo promises an answer within {_ms(policy.slo_latency_s)}"
         if not policy.is_dynamic:
@@ -184,8 +185,8 @@ def why_small(
         return ["max_batch_size is at most 1: every request runs by itself."]
     if not policy.is_dynamic:
         return [
-            "config.pbtxt has no dynamic_batching: every request runs by itself, with "
-            f"{_mean_rows(recent):.1f} rows on average."
+            "dynamic_batching is not set, or not possible: every request runs by itself, with "
+            f"{_rows(_mean_rows(recent))}."
         ]
     mean_rows = _mean_rows(recent)
     per_request = sum(r.num_rows for r in recent) / sum(r.num_requests for r in recent)

@@ -72,6 +72,7 @@ class SloBatcher:
 
     def __init__(self, policy: BatchPolicy, num_executors: int = 1) -> None:
         assert policy.slo_latency_s is not None
+        self.policy = policy
         self._slo_s = policy.slo_latency_s
         self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
         self._lanes = Lanes(policy)

@@ -67,7 +67,7 @@ class TestWhySmall:
 
     def test_batching_is_not_configured(self):
         text = verdict([batch(3)], BatchPolicy(16))
-        assert "no dynamic_batching" in text and "3.0 rows" in text
+        assert "dynamic_batching is not set" in text and "3.0 rows" in text
 
     def test_batches_are_not_small(self):
         text = verdict([batch(12), batch(16)])
@@ -137,8 +137,13 @@ class TestWhySmall:
 )
 def test_mode_and_what_decided_it(policy, max_batch_size, mode, reason):
     config = replace(CONFIG, batching=policy, max_batch_size=max_batch_size)
-    assert mode_of(config)[0] == mode
-    assert reason in mode_of(config)[1]
+    assert mode_of(config, policy)[0] == mode
+    assert reason in mode_of(config, policy)[1]
+
+
+def test_a_batcher_that_goes_by_less_than_was_configured():
+    mode, reason = mode_of(CONFIG, replace(POLICY, is_dynamic=False))
+    assert (mode, reason) == ("unbatched", "what was found at load; see the note")
 
 
 def test_policy_in_words_names_what_is_set():
