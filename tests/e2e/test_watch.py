@@ -350,6 +350,7 @@ def test_explain_shows_what_the_batcher_does(served):
 
 
 def test_explain_of_slo_mode_shows_times(served):
+    assert served.infer("promise", "x", "INT32", [7])[0] == 200
     ended = explain("promise", "--url", f"http://{served.address}")
     assert "mode slo: penstock.slo promises an answer within 500 ms" in ended.stdout
     assert "T(8)" in ended.stdout
