@@ -44,7 +44,7 @@ class Server:
     """`penstock serve` as a user starts it, on a free port."""
 
     def __init__(self, console: Console) -> None:
-        flags = ["--http-port", "0", "--no-grpc"]
+        flags = ["--http-port", "0", "--no-grpc", "--no-metrics"]
         command = [sys.executable, "-m", "penstock", "serve", str(REPOSITORY), *flags]
         console.print(f"[bold]$ penstock serve {REPOSITORY.parent.name}/{REPOSITORY.name}[/bold]")
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

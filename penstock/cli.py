@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 import penstock
+from penstock import logs
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,14 +22,10 @@ if TYPE_CHECKING:
 @click.version_option(penstock.__version__, prog_name="penstock")
 def main() -> None:
     """Model, data and SLO in; a served endpoint that keeps the SLO out."""
-    level = os.environ.get("PENSTOCK_LOG", "INFO").upper()
-    if level not in logging.getLevelNamesMapping():
-        known = "DEBUG, INFO, WARNING, ERROR"
-        raise click.UsageError(f"PENSTOCK_LOG: '{level}' is not one of {known}")
-    logging.basicConfig(
-        level=level,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    try:
+        logs.configure(logs.from_environment())
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 @main.command()
@@ -37,21 +34,22 @@ def main() -> None:
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on. Change it to be reached from other machines; needs --insecure.",
+    help="Address to listen on. Change it to be reached from other machines; that needs "
+    "--api-keys or --insecure.",
 )
 @click.option(
     "--http-port",
     default=8000,
     show_default=True,
     type=click.IntRange(0, 65535),
-    help="HTTP port; 0 takes a free one and prints it.",
+    help="HTTP port. Change it when it is taken; 0 takes a free one and prints it.",
 )
 @click.option(
     "--grpc-port",
     default=8001,
     show_default=True,
     type=click.IntRange(0, 65535),
-    help="gRPC port; 0 takes a free one and prints it.",
+    help="gRPC port. Change it when it is taken; 0 takes a free one and prints it.",
 )
 @click.option(
     "--grpc/--no-grpc",
@@ -64,7 +62,21 @@ def main() -> None:
     default=64 << 20,
     show_default=True,
     type=click.IntRange(1 << 10, 1 << 30),
-    help="Largest gRPC request. Raise it for large tensors.",
+    help="Largest gRPC request. Raise it when tensors are larger; memory is reserved for it.",
+)
+@click.option(
+    "--metrics-port",
+    default=8002,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port for /metrics and health alone. Change it when it is taken; 0 takes a free one and "
+    "prints it.",
+)
+@click.option(
+    "--metrics/--no-metrics",
+    default=True,
+    show_default=True,
+    help="Open the metrics port. Switch it off where /metrics on the HTTP port is enough.",
 )
 @click.option(
     "--grpc-compression",
@@ -79,10 +91,14 @@ def main() -> None:
     default=30.0,
     show_default=True,
     type=click.FloatRange(0),
-    help="How long accepted requests may take after SIGTERM. Raise it for slow models.",
+    help="How long accepted requests may take after SIGTERM. Raise it for slow models, and keep it "
+    "below the time your orchestrator waits before it kills.",
 )
 @click.option(
-    "--insecure", is_flag=True, help="Allow a --host that others can reach, without keys."
+    "--insecure",
+    is_flag=True,
+    help="Allow a --host that others can reach, without keys. Give it only where a proxy or the "
+    "network keeps strangers out.",
 )
 @click.option(
     "--api-keys",
@@ -95,27 +111,50 @@ def main() -> None:
     "--allow-host",
     multiple=True,
     metavar="NAME",
-    help="Accept this Host too while listening on the loopback address, behind a proxy for "
-    "instance. Repeatable.",
+    help="Accept this Host too while listening on the loopback address. Needed behind a proxy that "
+    "passes the client's Host on. Repeatable.",
 )
 @click.option(
     "--model-control-mode",
     type=click.Choice(["none", "explicit"]),
     default="none",
     show_default=True,
-    help="explicit loads only what --load-model names and allows load and unload over the API.",
+    help="none loads everything at start. Choose explicit to load only what --load-model names "
+    "and to load and unload over the API.",
 )
 @click.option(
     "--load-model",
     multiple=True,
     metavar="NAME",
-    help="In explicit mode: load this model at start; '*' is all. Repeatable.",
+    help="In explicit mode: load this model at start; '*' is all. Leave it out to start empty. "
+    "Repeatable.",
 )
 @click.option(
     "--exit-on-error/--no-exit-on-error",
     default=True,
     show_default=True,
-    help="Stop when a model cannot be loaded; --no-exit-on-error serves the others.",
+    help="Stop when a model cannot be loaded. --no-exit-on-error serves the others, and the server "
+    "does not become ready.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(logs.LEVELS, case_sensitive=False),
+    default=None,
+    help="Least important lines to write; INFO unless PENSTOCK_LOG says otherwise. Choose WARNING "
+    "where logs are paid by the line, DEBUG to look for a fault.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(logs.FORMATS, case_sensitive=False),
+    default=None,
+    help="text unless PENSTOCK_LOG_FORMAT says otherwise. Choose json (one object a line) when "
+    "logs are collected.",
+)
+@click.option(
+    "--log-requests",
+    is_flag=True,
+    help="Write a line for every inference: status, model, id, where the time went. Costs some "
+    "throughput; switch it on to look into single requests.",
 )
 def serve(
     path: str,
@@ -125,6 +164,8 @@ def serve(
     grpc: bool,
     grpc_max_message_bytes: int,
     grpc_compression: str,
+    metrics_port: int,
+    metrics: bool,
     drain_s: float,
     insecure: bool,
     api_keys: str,
@@ -132,41 +173,64 @@ def serve(
     model_control_mode: str,
     load_model: tuple[str, ...],
     exit_on_error: bool,
+    log_level: str | None,
+    log_format: str | None,
+    log_requests: bool,
 ) -> None:
     """Serve PATH, a model repository or the folder of one model, over the v2 protocol."""
-    import uvloop
-
-    from penstock import server
     from penstock.config import GrpcConfig, ServerConfig
 
+    _configure_logs(log_level, log_format)
     config = ServerConfig(
         host=host,
         http_port=http_port,
         grpc=GrpcConfig(grpc_port, grpc_max_message_bytes, compression=grpc_compression)
         if grpc
         else None,
+        metrics_port=metrics_port if metrics else None,
         drain_s=drain_s,
         is_explicit=model_control_mode == "explicit",
         load=load_model,
         api_keys=api_keys,
         allow_hosts=allow_host,
+        logs_requests=log_requests,
     )
+    try:
+        _run(path, config, insecure, exit_on_error)
+    except ConfigError as error:
+        _fail(error)
+
+
+def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -> None:
+    """Until somebody stops it."""
+    import uvloop
+
+    from penstock import repository, server, terminal
+
+    loading = terminal.LoadingStatus()
 
     def started(running: server.Server) -> None:
+        loading.end()
         failures = _flat({f.name: list(f.problems) for f in running.catalog.failures})
         if failures and exit_on_error:
             raise ConfigError(failures)
-        _print_problems(failures)
-        _print_table(running, host)
+        terminal.print_start(running, config.host, repository.names(path))
 
     try:
         server.check_host(config, insecure)
         found = _found(path, config)
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
-        uvloop.run(server.serve(path, found, config, started))
-    except ConfigError as error:
-        _fail(error)
+        uvloop.run(server.serve(path, found, config, started, loading))
+    finally:
+        loading.end()
+
+
+def _configure_logs(level: str | None, form: str | None) -> None:
+    settings = logs.from_environment()
+    settings = replace(settings, level=level or settings.level, format=form or settings.format)
+    logs.configure(settings)
+    logs.hand_down(settings)
 
 
 def _found(path: str, config: ServerConfig) -> Found:
@@ -212,6 +276,59 @@ def inspect(path: str) -> None:
         _fail(ConfigError(_flat(found.problems)))
 
 
+@main.command()
+@click.argument("model")
+@click.option(
+    "--url",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="HTTP port of the server. Change it when the server is elsewhere.",
+)
+@click.option(
+    "--version",
+    default="",
+    metavar="V",
+    help="Version of the model. Give it when several are loaded; else the highest is explained.",
+)
+@click.option(
+    "--api-key",
+    default="",
+    envvar="PENSTOCK_API_KEY",
+    metavar="KEY",
+    help="Key with the scope 'metrics'. Needed when the server was started with --api-keys; better "
+    "given as PENSTOCK_API_KEY, because flags are seen by everybody on the machine.",
+)
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Ask every second until Ctrl-C. Use it to see the batcher at work under load.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the answer as JSON, unshortened. Use it in scripts.",
+)
+def explain(model: str, url: str, version: str, api_key: str, watch: bool, as_json: bool) -> None:
+    """Say what the batcher of MODEL does on a running server, and why batches are small."""
+    import msgspec
+
+    from penstock import ask, terminal
+
+    if watch and as_json:
+        raise click.UsageError("--watch and --json do not go together")
+    try:
+        answer = ask.explanation(url, model, version, api_key)
+        if as_json:
+            click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        elif watch:
+            terminal.watch(lambda: ask.explanation(url, model, version, api_key))
+        else:
+            terminal.console().print(terminal.explained(answer))
+    except ConfigError as error:
+        _fail(error)
+
+
 def _flat(problems: dict[str, list[str]]) -> list[str]:
     return [f"{model}: {problem}" for model, items in problems.items() for problem in items]
 
@@ -224,36 +341,3 @@ def _print_problems(problems: list[str]) -> None:
 def _fail(error: ConfigError) -> NoReturn:
     _print_problems(list(error.problems))
     sys.exit(1)
-
-
-def _print_table(running: object, host: str) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from penstock.server import Server
-
-    assert isinstance(running, Server)
-    table = Table(title=f"Penstock {penstock.__version__}")
-    for column in ("model", "version", "state", "backend", "instances", "max batch", "loaded in"):
-        table.add_column(column, overflow="fold")
-    for model in running.catalog:
-        config = model.config
-        table.add_row(
-            escape(config.name),
-            config.version,
-            model.state,
-            config.backend,
-            str(config.num_instances),
-            str(config.max_batch_size),
-            f"{model.metrics.load_s:.2f} s",
-        )
-    console = Console()
-    if not console.is_terminal:
-        console.width = 1000  # A file is as wide as its lines: no name is broken.
-    console.print(table)
-    address = f"[{host}]" if ":" in host else host
-    url = f"http://{address}:{running.http_port}/v2"
-    console.print(f"HTTP  {url}", highlight=False, markup=False)
-    if running.grpc is not None:
-        console.print(f"gRPC  {address}:{running.grpc.port}", highlight=False, markup=False)

@@ -181,6 +181,8 @@ class ServerConfig:
     http_port: int = 8000
     # None: no gRPC.
     grpc: GrpcConfig | None = None
+    # A listener for scrapes and health alone; None: only the HTTP port answers them.
+    metrics_port: int | None = None
     # How long accepted requests may take to finish after SIGTERM.
     drain_s: float = 30.0
     # True allows loading and unloading over the API, and loads at start only what `load` names.
@@ -191,4 +193,6 @@ class ServerConfig:
     api_keys: str = ""
     # Further names under which clients may address the server, beside the loopback ones.
     allow_hosts: tuple[str, ...] = ()
+    # One line per inference; costs time on every one.
+    logs_requests: bool = False
     limits: HttpLimits = field(default_factory=HttpLimits)

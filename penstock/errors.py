@@ -20,15 +20,18 @@ from collections.abc import Sequence
 
 
 class PenstockError(Exception):
-    """Base of all errors whose text may be shown to whoever asked."""
+    """Base of all errors whose text may be shown to whoever asked. `reason` is what a request that
+    is refused with it counts as."""
+
+    reason = "other"
 
 
 class InvalidRequest(PenstockError):
-    pass
+    reason = "invalid"
 
 
 class TooLarge(InvalidRequest):
-    pass
+    reason = "too_large"
 
 
 class NotFound(PenstockError):
@@ -44,15 +47,18 @@ class NotAllowed(PenstockError):
 
 
 class NotReady(PenstockError):
-    pass
+    reason = "not_ready"
 
 
 class Overloaded(PenstockError):
     """`retry_after_s` is when asking again may make sense."""
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+    def __init__(
+        self, message: str, retry_after_s: float = 1.0, reason: str = "queue_full"
+    ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class DeadlineExceeded(PenstockError):
@@ -64,7 +70,7 @@ class Cancelled(PenstockError):
 
 
 class Unsupported(PenstockError):
-    pass
+    reason = "unsupported"
 
 
 class BackendFailed(PenstockError):

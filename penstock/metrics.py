@@ -1,26 +1,47 @@
 """What one model has done, as plain arrays that the hot path adds to once per batch.
 
 Names and meanings are Triton's where Triton has one (nv_inference_*); every phase also has a
-histogram. `expose` turns them into Prometheus text when somebody looks, never before.
+histogram, and the time in the queue is split by what was waited for. `expose` turns them into
+Prometheus text when somebody looks, never before. docs/observability.md lists them all.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+
+import penstock
+from penstock.errors import Overloaded, PenstockError
 
 if TYPE_CHECKING:
     from penstock.types import Request, Timings
 
 PHASES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+# The two parts of `queue`: some instance was idle and the batch was not complete; none was.
+WAITS = ("queue_batch", "queue_instance")
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+# Why requests were refused: at arrival, and after they had waited.
+REFUSED_AT_ARRIVAL = (
+    "queue_full", "predicted_late", "not_ready", "invalid", "too_large", "unsupported", "other",
+)  # fmt: skip
+REFUSED_LATER = ("queue_timeout", "dropped_late", "gave_up")
+DEATHS = ("crash", "hang")
+# Rows of a batch.
+BATCH_BUCKETS = tuple(1 << power for power in range(11))
+# Seconds of waiting for a batch and for an instance.
+Waits = tuple[float, float]
 # Seconds; about 2.5 steps a decade from 50 µs to 30 s.
 BUCKETS = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3,
     0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
+# The lower edge of each bucket, and after the last one.
+EDGES = (-math.inf, *BUCKETS, math.inf)
 
 
 class Histogram:
@@ -69,7 +90,12 @@ class ModelMetrics:
         self.num_inferences = 0
         self.num_executions = 0
         self.num_failures = dict.fromkeys(REASONS, 0)
-        self.phases = {phase: Histogram() for phase in PHASES}
+        self.num_refused = dict.fromkeys((*REFUSED_AT_ARRIVAL, *REFUSED_LATER), 0)
+        self.num_deaths = dict.fromkeys(DEATHS, 0)
+        self.phases = {phase: Histogram() for phase in (*PHASES, *WAITS)}
+        # Those that each request has a span of its own for, and those that are its batch's.
+        self._spans = tuple(self.phases[phase] for phase in ("request", "queue", *WAITS))
+        self._computes = tuple(self.phases[phase] for phase in PHASES[2:])
         self.batches: dict[int, BatchStatistics] = {}
         # Failed requests, and how long they took to fail.
         self.fail_s = 0.0
@@ -78,36 +104,71 @@ class ModelMetrics:
         self.num_restarts = 0
         self.load_s = 0.0
 
-    def fold(self, batch: Sequence[Request], num_rows: int, answered: int) -> None:
-        """One finished batch; `answered` of its requests got their answer."""
-        if not batch:
-            return
+    def fold(self, answered: Sequence[Request], num_rows: int, timings: Timings) -> Waits:
+        """One batch that was executed; `answered` are those of its requests that got their answer,
+        and only they count in the phases. `timings` is that of any request of the batch. Returns
+        what they waited for on average."""
         self.num_executions += 1
-        self.num_success += answered
         self.num_inferences += num_rows
         self.last_inference = time.time()
-        phases = self.phases
-        total, queue = phases["request"], phases["queue"]
-        for request in batch:
-            timings = request.timings
-            span = timings.completed - timings.received
-            total.counts[bisect_left(BUCKETS, span)] += 1
-            total.sum_s += span
-            span = timings.dispatched - timings.queued
-            queue.counts[bisect_left(BUCKETS, span)] += 1
-            queue.sum_s += span
-        timings = batch[0].timings
-        count = len(batch)
         statistics = self.batches.get(num_rows)
         if statistics is None:
             statistics = self.batches[num_rows] = BatchStatistics()
         statistics.add(timings)
-        phases["compute_input"].add(timings.compute_input_s, count)
-        phases["compute_infer"].add(timings.compute_infer_s, count)
-        phases["compute_output"].add(timings.compute_output_s, count)
+        count = len(answered)
+        if count == 0:
+            return 0.0, 0.0
+        self.num_success += count
+        for_input, for_infer, for_output = self._computes
+        for_input.add(timings.compute_input_s, count)
+        for_infer.add(timings.compute_infer_s, count)
+        for_output.add(timings.compute_output_s, count)
+        return self._fold_spans(answered)
+
+    def _fold_spans(self, answered: Sequence[Request]) -> Waits:
+        """Neighbours mostly fall into the same bucket, so that is tried first."""
+        totals, queues, for_batch, for_instance = self._spans
+        total, queue = totals.counts, queues.counts
+        batch, instance = for_batch.counts, for_instance.counts
+        total_s = queue_s = instance_s = 0.0
+        at = index = 0
+        for request in answered:
+            timings = request.timings
+            span = timings.completed - timings.received
+            if not EDGES[at] < span <= EDGES[at + 1]:
+                at = bisect_left(BUCKETS, span)
+            total[at] += 1
+            total_s += span
+            span = timings.dispatched - timings.queued
+            if not EDGES[index] < span <= EDGES[index + 1]:
+                index = bisect_left(BUCKETS, span)
+            queue[index] += 1
+            queue_s += span
+            waited = timings.instance_wait_s
+            if waited <= 0.0:
+                batch[index] += 1
+                instance[0] += 1
+                continue
+            instance_s += waited
+            # One of the two is nearly all of it.
+            instance[index if EDGES[index] < waited else bisect_left(BUCKETS, waited)] += 1
+            span -= waited
+            batch[0 if span <= BUCKETS[0] else bisect_left(BUCKETS, span)] += 1
+        totals.sum_s += total_s
+        queues.sum_s += queue_s
+        for_batch.sum_s += queue_s - instance_s
+        for_instance.sum_s += instance_s
+        count = len(answered)
+        return (queue_s - instance_s) / count, instance_s / count
 
     def failed(self, reason: str, count: int = 1) -> None:
         self.num_failures[reason] += count
+
+    def refused(self, error: PenstockError, reason: str = "") -> None:
+        """A request that never ran; `reason` where the error's own would not say enough."""
+        self.num_failures["REJECTED" if isinstance(error, Overloaded) else "OTHER"] += 1
+        reason = reason or error.reason
+        self.num_refused[reason] = self.num_refused.get(reason, 0) + 1
 
     @property
     def batch_sizes(self) -> dict[int, int]:
@@ -132,6 +193,8 @@ class ModelMetrics:
                 "success": entry(count, phases["request"].sum_s),
                 "fail": entry(sum(self.num_failures.values()), self.fail_s),
                 "queue": entry(count, phases["queue"].sum_s),
+                "queue_batch": entry(count, phases["queue_batch"].sum_s),
+                "queue_instance": entry(count, phases["queue_instance"].sum_s),
                 "compute_input": entry(count, phases["compute_input"].sum_s),
                 "compute_infer": entry(count, phases["compute_infer"].sum_s),
                 "compute_output": entry(count, phases["compute_output"].sum_s),
@@ -163,10 +226,54 @@ class Pending:
         self.num_ready = num_ready
 
 
-def expose(models: Iterable[Pending]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """What one process of the server uses; `role` is core, worker or grpc_front. A worker is named
+    by its model, version and instance."""
+
+    role: str
+    resident_bytes: int
+    cpu_s: float
+    model: str = ""
+    version: str = ""
+    instance: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """The machine, and our part of it. `cpu_utilization` is a share of all cores since the last
+    scrape."""
+
+    cpu_utilization: float
+    memory_total_bytes: int
+    memory_used_bytes: int
+    processes: Sequence[ProcessUse] = ()
+
+
+def expose(
+    models: Iterable[Pending], host: HostUse | None = None, num_front_restarts: int | None = None
+) -> bytes:
     """The text that a Prometheus scrape gets. Written here because Triton's counters do not end in
     `_total`, which client libraries insist on."""
     items = list(models)
+    lines = _counters(items)
+    for phase in PHASES:
+        lines += _duration(phase, items) + _histogram(phase, items)
+    for wait in WAITS:
+        lines += _histogram(wait, items)
+    lines += _batch_sizes(items) + _gauges(items)
+    if num_front_restarts is not None:
+        name = "penstock_front_restarts"
+        lines += _head(name, "Protocol processes started again after a death", "counter")
+        lines.append(f"{name}{_labels(protocol='grpc')} {num_front_restarts}")
+    if host is not None:
+        lines += _host(host)
+    lines += _head("penstock_build_info", "The version that runs; always 1", "gauge")
+    lines.append(f"penstock_build_info{_labels(version=penstock.__version__)} 1")
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _counters(items: Sequence[Pending]) -> list[str]:
     lines: list[str] = []
     for name, text, attribute in (
         ("nv_inference_request_success", "Requests answered", "num_success"),
@@ -175,39 +282,88 @@ def expose(models: Iterable[Pending]) -> bytes:
         ("penstock_worker_restarts", "Workers started again after a death", "num_restarts"),
     ):
         lines += _head(name, text, "counter")
-        lines += [f"{name}{_labels(item)} {getattr(item.metrics, attribute)}" for item in items]
-    lines += _head("nv_inference_request_failure", "Requests failed, by reason", "counter")
+        lines += [f"{name}{_of(item)} {getattr(item.metrics, attribute)}" for item in items]
+    for name, text, label, attribute in (
+        ("nv_inference_request_failure", "Requests failed", "reason", "num_failures"),
+        ("penstock_rejections", "Requests refused before they ran", "reason", "num_refused"),
+        ("penstock_worker_deaths", "Workers that died while serving", "cause", "num_deaths"),
+    ):
+        lines += _head(name, f"{text}, by {label}", "counter")
+        for item in items:
+            for value, count in getattr(item.metrics, attribute).items():
+                lines.append(f"{name}{_of(item, **{label: value})} {count}")
+    return lines
+
+
+def _duration(phase: str, items: Sequence[Pending]) -> list[str]:
+    """Triton's counter of microseconds."""
+    name = f"nv_inference_{phase}_duration_us"
+    lines = _head(name, f"Microseconds in {phase}, all requests", "counter")
     for item in items:
-        for reason, count in item.metrics.num_failures.items():
-            lines.append(f"nv_inference_request_failure{_labels(item, reason=reason)} {count}")
-    for phase in PHASES:
-        lines += _phase(phase, items)
+        lines.append(f"{name}{_of(item)} {round(item.metrics.phases[phase].sum_s * 1e6)}")
+    return lines
+
+
+def _histogram(phase: str, items: Sequence[Pending]) -> list[str]:
+    name = f"penstock_{phase}_seconds"
+    lines = _head(name, f"Seconds in {phase}, answered requests", "histogram")
+    for item in items:
+        data = item.metrics.phases[phase]
+        lines += _series(name, item, BUCKETS, data.counts, f"{data.sum_s:.9f}")
+    return lines
+
+
+def _batch_sizes(items: Sequence[Pending]) -> list[str]:
+    name = "penstock_batch_size"
+    lines = _head(name, "Rows of each executed batch", "histogram")
+    for item in items:
+        counts = [0] * (len(BATCH_BUCKETS) + 1)
+        for size, count in item.metrics.batch_sizes.items():
+            counts[bisect_left(BATCH_BUCKETS, size)] += count
+        lines += _series(name, item, BATCH_BUCKETS, counts, str(item.metrics.num_inferences))
+    return lines
+
+
+def _series(
+    name: str, item: Pending, bounds: Sequence[float], counts: Sequence[int], total_sum: str
+) -> list[str]:
+    totals = list(accumulate(counts))
+    lines = [
+        f"{name}_bucket{_of(item, le=bound)} {total}"
+        for bound, total in zip((*map(str, bounds), "+Inf"), totals, strict=True)
+    ]
+    lines.append(f"{name}_sum{_of(item)} {total_sum}")
+    lines.append(f"{name}_count{_of(item)} {totals[-1]}")
+    return lines
+
+
+def _gauges(items: Sequence[Pending]) -> list[str]:
+    lines: list[str] = []
     for name, text, attribute in (
         ("nv_inference_pending_request_count", "Requests waiting for an instance", "num_pending"),
         ("penstock_ready_instances", "Instances that can run a batch", "num_ready"),
     ):
         lines += _head(name, text, "gauge")
-        lines += [f"{name}{_labels(item)} {getattr(item, attribute)}" for item in items]
+        lines += [f"{name}{_of(item)} {getattr(item, attribute)}" for item in items]
     lines += _head("nv_model_load_duration_secs", "Seconds the model took to load", "gauge")
-    lines += [f"nv_model_load_duration_secs{_labels(i)} {i.metrics.load_s:.6f}" for i in items]
-    return ("\n".join(lines) + "\n").encode()
+    lines += [f"nv_model_load_duration_secs{_of(i)} {i.metrics.load_s:.6f}" for i in items]
+    return lines
 
 
-def _phase(phase: str, items: Sequence[Pending]) -> list[str]:
-    """Triton's counter of microseconds and our histogram of seconds."""
-    counter, histogram = f"nv_inference_{phase}_duration_us", f"penstock_{phase}_seconds"
-    lines = _head(counter, f"Microseconds in {phase}, all requests", "counter")
-    for item in items:
-        lines.append(f"{counter}{_labels(item)} {round(item.metrics.phases[phase].sum_s * 1e6)}")
-    lines += _head(histogram, f"Seconds in {phase}", "histogram")
-    for item in items:
-        data = item.metrics.phases[phase]
-        total = 0
-        for bound, count in zip((*map(str, BUCKETS), "+Inf"), data.counts, strict=True):
-            total += count
-            lines.append(f"{histogram}_bucket{_labels(item, le=bound)} {total}")
-        lines.append(f"{histogram}_sum{_labels(item)} {data.sum_s:.9f}")
-        lines.append(f"{histogram}_count{_labels(item)} {total}")
+def _host(host: HostUse) -> list[str]:
+    lines: list[str] = []
+    for name, text, value in (
+        ("nv_cpu_utilization", "Share of all cores in use (0 to 1)", f"{host.cpu_utilization:.6f}"),
+        ("nv_cpu_memory_total_bytes", "Memory of the machine", str(host.memory_total_bytes)),
+        ("nv_cpu_memory_used_bytes", "Memory in use", str(host.memory_used_bytes)),
+    ):
+        lines += [*_head(name, text, "gauge"), f"{name} {value}"]
+    name = "penstock_process_resident_bytes"
+    lines += _head(name, "Resident memory of each process; shared pages count in each", "gauge")
+    lines += [f"{name}{_process(each)} {each.resident_bytes}" for each in host.processes]
+    name = "penstock_process_cpu_seconds"
+    lines += _head(name, "CPU time of each process, user and system", "counter")
+    lines += [f"{name}{_process(each)} {each.cpu_s:.2f}" for each in host.processes]
     return lines
 
 
@@ -215,8 +371,22 @@ def _head(name: str, text: str, kind: str) -> list[str]:
     return [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
 
 
-def _labels(item: Pending, **more: str) -> str:
-    labels = {"model": item.metrics.name, "version": item.metrics.version, **more}
+def _of(item: Pending, **more: str) -> str:
+    return _labels(model=item.metrics.name, version=item.metrics.version, **more)
+
+
+def _process(process: ProcessUse) -> str:
+    if not process.model:
+        return _labels(process=process.role)
+    return _labels(
+        process=process.role,
+        model=process.model,
+        version=process.version,
+        instance=process.instance,
+    )
+
+
+def _labels(**labels: str) -> str:
     return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items()) + "}"
 
 

@@ -10,20 +10,36 @@ import ipaddress
 import logging
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
+from penstock.protocols import access_log
 from penstock.protocols.fronts import Desk, Front
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, read_keys
 from penstock.protocols.http import HttpServer
+from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.v2_http import V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
 
 log = logging.getLogger("penstock.server")
+
+PROGRESS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far loading has come."""
+
+    num_loaded: int
+    num_models: int
+    waiting_for: Sequence[str]
+    elapsed_s: float
 
 
 class Server:
@@ -35,21 +51,38 @@ class Server:
         self.catalog = Catalog()
         self.routes = V2Routes(self.catalog, path, config.is_explicit)
         gate = make_gate(config)
-        self.v2 = V2Http(self.catalog, config.limits, gate, self.routes)
+        if config.logs_requests:
+            access_log.log.setLevel(logging.INFO)  # Asked for, whatever else is kept quiet.
+        self.v2 = V2Http(self.catalog, config.limits, gate, self.routes, config.logs_requests)
         self.http = HttpServer(self.v2.handle, config.limits)
         self.http_port = config.http_port
+        self._metrics = MetricsHttp(gate, self.routes)
+        self._metrics_http: HttpServer | None = None
+        self.metrics_port = config.metrics_port
+        if config.metrics_port is not None:
+            self._metrics_http = HttpServer(self._metrics.handle, config.limits)
         self.grpc: Front | None = None
         if config.grpc is not None:
-            desk = Desk(self.catalog, self.routes.control, lambda: not self.routes.is_loading)
-            self.grpc = Front(desk, config.host, config.grpc, gate.keys)
+            desk = Desk(
+                self.catalog,
+                self.routes.control,
+                lambda: not self.routes.is_loading,
+                config.logs_requests,
+            )
+            self.routes.grpc = self.grpc = Front(desk, config.host, config.grpc, gate.keys)
 
-    async def start(self, found: Found) -> None:
-        """Listen, then load; a stop asked for meanwhile ends the loading."""
-        self.http_port = await self._listen()
+    async def start(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
+        """Listen, then load; a stop asked for meanwhile ends the loading. What takes longer than a
+        second is told every second."""
+        self.http_port = await self._listen(self.http, self._config.http_port, "HTTP")
+        if self._metrics_http is not None and self.metrics_port is not None:
+            self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
+        telling = asyncio.ensure_future(self._tell(found, on_progress))
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
+        telling.cancel()
         if not loading.done():
             loading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -66,6 +99,8 @@ class Server:
 
     def stop(self) -> None:
         """Begin to drain: not ready, new inferences refused, accepted ones finish."""
+        if not self.routes.is_draining and not self.routes.is_loading:
+            log.info("draining: what is accepted may take %.0f s", self._config.drain_s)
         self.routes.is_draining = True
         self.http.drain()
         if self.grpc is not None:
@@ -87,6 +122,24 @@ class Server:
         await self.v2.close()
         await self.http.close()
         await self.catalog.close()
+        await self._metrics.close()
+        if self._metrics_http is not None:
+            await self._metrics_http.close()
+        if not self.routes.is_loading:
+            log.info("stopped")
+
+    async def _tell(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
+        names = list(dict.fromkeys(config.name for config in found.configs))
+        began = time.monotonic()
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            ended = {model.config.name for model in self.catalog}
+            ended |= {failure.name for failure in self.catalog.failures}
+            waiting = [name for name in names if name not in ended]
+            elapsed_s = time.monotonic() - began
+            if waiting:
+                num_loaded = len(names) - len(waiting)
+                on_progress(Progress(num_loaded, len(names), waiting, elapsed_s))
 
     async def _load(self, found: Found) -> None:
         """The models, while the gRPC front starts; if that cannot listen, nothing is loaded."""
@@ -101,13 +154,13 @@ class Server:
             await asyncio.wait([loading])
             raise
 
-    async def _listen(self) -> int:
-        host, port = self._config.host, self._config.http_port
+    async def _listen(self, http: HttpServer, port: int, what: str) -> int:
+        host = self._config.host
         try:
-            return await self.http.start(host, port)
+            return await http.start(host, port)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
-            raise ConfigError([f"cannot listen on {host}:{port}: {reason}"]) from None
+            raise ConfigError([f"cannot listen on {host}:{port} for {what}: {reason}"]) from None
 
 
 def check_host(config: ServerConfig, is_insecure: bool) -> None:
@@ -137,7 +190,11 @@ def make_gate(config: ServerConfig) -> Gate:
 
 
 async def serve(
-    path: str, found: Found, config: ServerConfig, on_start: Callable[[Server], None]
+    path: str,
+    found: Found,
+    config: ServerConfig,
+    on_start: Callable[[Server], None],
+    on_progress: Callable[[Progress], None],
 ) -> None:
     """Run until SIGTERM or SIGINT; a second signal ends it at once."""
     server = Server(config, path)
@@ -151,7 +208,7 @@ async def serve(
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, asked_to_stop)
     try:
-        await server.start(found)
+        await server.start(found, on_progress)
         if not server.routes.is_draining:
             on_start(server)
         await server.run_until_stopped()

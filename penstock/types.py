@@ -126,7 +126,9 @@ class Tensor:
 class Timings:
     """When a request passed each stage, in seconds of the monotonic clock.
 
-    `compute_*_s` are durations measured by the worker for the whole batch.
+    `compute_*_s` are durations measured by the worker for the whole batch. `instance_wait_s` is the
+    part of the time in the queue during which no instance was idle; `saturated_s`, how long that
+    had been so altogether when the request was queued.
     """
 
     __slots__ = (
@@ -135,14 +137,18 @@ class Timings:
         "compute_input_s",
         "compute_output_s",
         "dispatched",
+        "instance_wait_s",
         "queued",
         "received",
+        "saturated_s",
     )
 
     def __init__(self, received: float) -> None:
         self.received = received
         self.queued = 0.0
         self.dispatched = 0.0
+        self.saturated_s = 0.0
+        self.instance_wait_s = 0.0
         self.compute_input_s = 0.0
         self.compute_infer_s = 0.0
         self.compute_output_s = 0.0

@@ -17,10 +17,10 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 
 # A module imports only from its own line and the lines before it.
 ORDER = [
-    {"errors", "types", "slo", "config"},
+    {"errors", "types", "slo", "config", "logs"},
     {"wire"},
     {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
-    | {"pt2_file", "metrics", "backends"},
+    | {"pt2_file", "metrics", "usage", "backends"},
     {"serving"},
     {"llm"},
     {"benchmark"},
@@ -28,6 +28,7 @@ ORDER = [
     {"protocols"},
     {"dashboard", "deploy"},
     {"server", "local", "testing"},
+    {"ask", "terminal"},
     {"cli"},
     {"__main__"},
 ]
@@ -36,9 +37,13 @@ PURE = [
     "wire/*.py",
     "serving/batch_times.py",
     "serving/batcher.py",
+    "serving/explain.py",
+    "serving/history.py",
     "serving/lanes.py",
     "serving/padding.py",
+    "serving/refusals.py",
     "serving/plan.py",
+    "serving/saturation.py",
     "serving/slo_batcher.py",
 ]
 IMPURE_MODULES = {

@@ -1,8 +1,10 @@
 """The command line as its users meet it: real processes, exit codes, and one line per problem."""
 
 import http.client
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,7 +35,7 @@ input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
 output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
 """
 # Starting the gRPC front takes a second; tests/e2e/test_grpc.py does.
-FREE_PORT = ["--http-port", "0", "--no-grpc"]
+FREE_PORT = ["--http-port", "0", "--no-grpc", "--metrics-port", "0"]
 SERVE = [sys.executable, "-m", "penstock", "serve", *FREE_PORT]
 
 
@@ -141,7 +143,8 @@ def serving(*arguments: str | Path) -> Iterator[Running]:
 def test_help_names_the_commands() -> None:
     ended = run_penstock("--help")
     assert ended.code == 0
-    assert "serve" in ended.stdout and "inspect" in ended.stdout
+    for command in ("serve", "inspect", "explain"):
+        assert command in ended.stdout
 
 
 def test_version_is_the_packages() -> None:
@@ -156,10 +159,34 @@ def test_every_command_and_flag_has_a_help_text(name: str) -> None:
     assert [flag.name for flag in flags if not flag.help] == []
 
 
+# Words by which a help text says when one would change the flag.
+WHEN = r"\b(when|where|until|only|needed|raise|choose|change|give it|use it|switch|behind|leave)\b"
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (name, flag)
+        for name, command in sorted(main.commands.items())
+        for flag in command.params
+        if isinstance(flag, click.Option)
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_every_flag_says_when_one_would_change_it(command: str, flag: click.Option) -> None:
+    """More than its name in other words: what it is, and a reason to touch it."""
+    assert flag.help is not None
+    own_words = set(re.findall(r"[a-z]+", " ".join(flag.opts).lower()))
+    words = set(re.findall(r"[a-z]+", flag.help.lower()))
+    assert len(words - own_words) >= 8, flag.help
+    assert re.search(WHEN, flag.help, re.I), flag.help
+    assert flag.help.rstrip().endswith("."), flag.help
+
+
 def test_help_of_serve_shows_every_flag_with_its_default() -> None:
     text = run_penstock("serve", "--help").stdout
     flags = {"--host": "127.0.0.1", "--http-port": "8000", "--grpc-port": "8001", "--grpc": "grpc"}
-    flags |= {"--drain-s": "30.0", "--insecure": ""}
+    flags |= {"--drain-s": "30.0", "--insecure": "", "--metrics-port": "8002"}
     for flag, default in flags.items():
         assert flag in text
         assert default in text
@@ -320,7 +347,20 @@ def test_only_this_machine_is_listened_to_by_default(tmp_path: Path) -> None:
             for connection in member.net_connections("inet")
             if connection.status == psutil.CONN_LISTEN
         ]
-        assert [tuple(address) for address in sockets] == [("127.0.0.1", server.port)]
+        assert {address.ip for address in sockets} == {"127.0.0.1"}
+        assert len(sockets) == 2, "HTTP and metrics"
+        assert server.port in {address.port for address in sockets}
+
+
+def test_no_metrics_opens_one_port(tmp_path: Path) -> None:
+    with serving(add_model(tmp_path, "model"), "--no-metrics") as server:
+        listening = [
+            connection
+            for connection in psutil.Process(server.process.pid).net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert [connection.laddr.port for connection in listening] == [server.port]
+        assert server.get("/metrics")[0] == 200
 
 
 def can_listen_on_ipv6() -> bool:
@@ -340,7 +380,12 @@ def test_printed_address_is_a_url_with_ipv6_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--no-grpc", "--http-port"], ["--http-port", "0", "--grpc-port"]]
+    "flags",
+    [
+        ["--no-grpc", "--no-metrics", "--http-port"],
+        ["--http-port", "0", "--metrics-port", "0", "--grpc-port"],
+        ["--http-port", "0", "--no-grpc", "--metrics-port"],
+    ],
 )
 def test_port_in_use_is_one_line_and_code_1(examples: Path, flags: list[str]) -> None:
     with socket.socket() as taken:
@@ -375,6 +420,10 @@ def test_no_exit_on_error_tells_the_problems_and_serves_the_good_models(tmp_path
         assert server.get("/v2/models/good/ready")[0] == 200
         assert server.get("/v2/models/unreadable/ready")[0] != 200
         assert server.get("/v2/models/unloadable/ready")[0] != 200
+        [row] = [line for line in server.banner.splitlines() if line.startswith(" unreadable ")]
+        assert "UNAVAILABLE" in row
+        assert "unreadable: config.pbtxt: " in server.banner
+        assert "unloadable: parameters.null.a_mss" in server.banner
         assert server.get("/v2/health/live")[0] == 200
         assert server.stop() == 0
 
@@ -424,3 +473,112 @@ def test_a_name_with_square_brackets_is_shown_as_it_is(tmp_path: Path) -> None:
     add_model(tmp_path, "[bold]")
     with serving(tmp_path) as server:
         assert "[bold]" in server.banner
+
+
+def test_banner_shows_what_explicit_mode_has_not_loaded(tmp_path: Path) -> None:
+    add_model(tmp_path, "asleep")
+    add_model(tmp_path, "awake")
+    flags = ("--model-control-mode", "explicit", "--load-model", "awake")
+    with serving(tmp_path, *flags) as server:
+        rows = {line.split()[0]: line for line in server.banner.splitlines() if line.strip()}
+        assert "not loaded" in rows["asleep"]
+        assert "READY" in rows["awake"] and "null" in rows["awake"]
+
+
+@pytest.mark.skipif(shutil.which("script") is None, reason="`script` makes the terminal")
+def test_banner_fits_a_terminal_of_80_columns(examples: Path) -> None:
+    """As a terminal shows it: no word is cut."""
+    command = " ".join([*SERVE, str(examples)])
+    with tempfile.TemporaryFile("w+b") as out:
+        process = subprocess.Popen(
+            ["script", "-qefc", f"stty cols 80; exec {command}", "/dev/null"],
+            stdout=out,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "TERM": "xterm"},
+        )
+        try:
+            text = ""
+            while "Metrics" not in text:
+                assert process.poll() is None, text
+                time.sleep(0.1)  # Nothing tells that a terminal shows something.
+                out.seek(0)
+                text = out.read().decode()
+        finally:
+            for child in psutil.Process(process.pid).children():
+                child.terminate()
+            process.wait(timeout=10)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    table = [line for line in plain.splitlines() if "READY" in line]
+    assert [line.split()[0] for line in table] == ["digits", "identity", "simple", "text_length"]
+    assert "onnxruntime" in table[0] and "up to 64" in table[0]
+    assert "…" not in plain
+    assert max(map(len, table)) <= 80
+
+
+def test_slow_loading_is_told(tmp_path: Path) -> None:
+    add_model(tmp_path, "slow", NULL + parameter("null.load_ms", "1500"))
+    add_model(tmp_path, "quick")
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [*SERVE, str(tmp_path)], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "/metrics" in line:
+                    break
+        finally:
+            process.terminate()
+            process.wait(timeout=10)
+            process.stdout.close()
+        log.seek(0)
+        assert "1 of 2 models loaded; loading slow" in log.read()
+
+
+def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:
+    add_model(tmp_path, "model")
+    with tempfile.TemporaryFile("w+") as log:
+        for flags in (["--log-level", "error"], ["--log-format", "JSON", "--log-level", "info"]):
+            process = subprocess.Popen(
+                [*SERVE, str(tmp_path), *flags], stdout=subprocess.PIPE, stderr=log, text=True
+            )
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "/metrics" in line:
+                    break
+            process.terminate()
+            process.wait(timeout=10)
+            process.stdout.close()
+        log.seek(0)
+        lines = [json.loads(line) for line in log]
+    assert {line["level"] for line in lines} == {"INFO"}
+    messages = [line["msg"] for line in lines]
+    assert messages[0] == "model/1 loads 1 instance"
+    assert messages[-2:] == ["draining: what is accepted may take 30 s", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--log-level", "chatty"], "--log-level"),
+        (["--log-format", "xml"], "--log-format"),
+        (["--metrics-port", "70000"], "--metrics-port"),
+    ],
+)
+def test_wrong_values_of_flags_are_usage_errors(
+    examples: Path, flags: list[str], words: str
+) -> None:
+    ended = run_penstock("serve", examples, *flags)
+    assert ended.code == 2
+    assert words in ended.stderr
+
+
+def test_explain_without_a_server_is_one_line_and_code_1() -> None:
+    ended = run_penstock("explain", "digits", "--url", "http://127.0.0.1:1")
+    assert (ended.code, ended.stdout) == (1, "")
+    [problem] = ended.errors
+    assert "http://127.0.0.1:1: the server cannot be reached" in problem
+
+
+def test_explain_cannot_both_watch_and_print_json() -> None:
+    assert run_penstock("explain", "digits", "--watch", "--json").code == 2

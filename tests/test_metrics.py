@@ -8,8 +8,32 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.metrics import BUCKETS, PHASES, REASONS, Histogram, ModelMetrics, Pending, expose
+import penstock
+from penstock.errors import (
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    PenstockError,
+    TooLarge,
+    Unsupported,
+)
+from penstock.metrics import (
+    BATCH_BUCKETS,
+    BUCKETS,
+    PHASES,
+    REASONS,
+    REFUSED_AT_ARRIVAL,
+    REFUSED_LATER,
+    WAITS,
+    Histogram,
+    HostUse,
+    ModelMetrics,
+    Pending,
+    ProcessUse,
+    expose,
+)
 from penstock.types import CallbackSink, Request
 
 TRITON_COUNTERS = {
@@ -24,7 +48,22 @@ TRITON_COUNTERS = {
     "nv_inference_compute_output_duration_us",
 }
 TRITON_GAUGES = {"nv_inference_pending_request_count", "nv_model_load_duration_secs"}
-SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\{(.*)\} (\S+)")
+TRITON_HOST_GAUGES = {
+    "nv_cpu_utilization",
+    "nv_cpu_memory_total_bytes",
+    "nv_cpu_memory_used_bytes",
+}
+HOST = HostUse(
+    0.25,
+    1000,
+    400,
+    [
+        ProcessUse("core", 100, 1.5),
+        ProcessUse("grpc_front", 50, 0.5),
+        ProcessUse("worker", 70, 2.25, "digits", "3", "1"),
+    ],
+)
+SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"(?:,|$)')
 ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 
@@ -38,7 +77,8 @@ class Sample:
 
 def parse(text: bytes) -> tuple[dict[str, str], list[Sample]]:
     """Types by family, and the samples, of the Prometheus text format 0.0.4. Asserts that every
-    sample follows the HELP and TYPE of its family."""
+    sample follows the HELP and TYPE of its family, that none comes twice, and that histograms add
+    up."""
     types: dict[str, str] = {}
     helps: set[str] = set()
     samples: list[Sample] = []
@@ -56,13 +96,35 @@ def parse(text: bytes) -> tuple[dict[str, str], list[Sample]]:
         else:
             match = SAMPLE.fullmatch(line)
             assert match, f"not a sample: {line!r}"
-            labels = LABEL.findall(match[2])
-            assert len("".join(f'{k}="{v}"' for k, v in labels)) + len(labels) - 1 == len(match[2])
+            text_of_labels = match[2] or ""
+            labels = LABEL.findall(text_of_labels)
+            length = len("".join(f'{k}="{v}"' for k, v in labels)) + max(0, len(labels) - 1)
+            assert length == len(text_of_labels)
             samples.append(Sample(match[1], {k: unescaped(v) for k, v in labels}, float(match[3])))
             family = re.sub(r"_(bucket|sum|count)$", "", match[1])
             assert {match[1], family} & types.keys(), f"{match[1]} has no TYPE before it"
     assert helps == types.keys()
+    keys = [(sample.name, tuple(sample.labels.items())) for sample in samples]
+    assert len(keys) == len(set(keys)), "a sample comes twice"
+    check_histograms(types, samples)
     return types, samples
+
+
+def check_histograms(types: dict[str, str], samples: list[Sample]) -> None:
+    """Buckets rise to +Inf, which is the count; every histogram has its sum."""
+    for name in (name for name, kind in types.items() if kind == "histogram"):
+        series: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = {}
+        for sample in samples:
+            if sample.name == f"{name}_bucket":
+                others = tuple((k, v) for k, v in sample.labels.items() if k != "le")
+                series.setdefault(others, []).append((float(sample.labels["le"]), sample.value))
+        for labels, buckets in series.items():
+            assert [edge for edge, _ in buckets] == sorted({edge for edge, _ in buckets})
+            counts = [count for _, count in buckets]
+            assert counts == sorted(counts)
+            assert buckets[-1][0] == math.inf
+            assert counts[-1] == value_of(samples, f"{name}_count", **dict(labels))
+            assert value_of(samples, f"{name}_sum", **dict(labels)) >= 0
 
 
 def unescaped(text: str) -> str:
@@ -79,11 +141,16 @@ def value_of(samples: Sequence[Sample], name: str, **labels: str) -> float:
 
 
 def finished(
-    received: float = 0.0, queued: float = 0.0, dispatched: float = 0.0, completed: float = 0.0
+    received: float = 0.0,
+    queued: float = 0.0,
+    dispatched: float = 0.0,
+    completed: float = 0.0,
+    instance_wait_s: float = 0.0,
 ) -> Request:
     request = Request(CallbackSink(lambda request, answer: None), (), received)
     timings = request.timings
     timings.queued, timings.dispatched, timings.completed = queued, dispatched, completed
+    timings.instance_wait_s = instance_wait_s
     timings.compute_input_s, timings.compute_infer_s, timings.compute_output_s = 0.25, 0.5, 0.125
     return request
 
@@ -126,9 +193,10 @@ def test_count_and_sum_are_those_of_what_was_added(added: list[tuple[float, int]
 
 def test_a_batch_is_one_execution_of_all_its_rows_for_all_its_requests() -> None:
     metrics = ModelMetrics("model", "1")
-    metrics.fold([finished(), finished(), finished()], num_rows=7, answered=2)
-    metrics.fold([finished()], num_rows=7, answered=1)
-    metrics.fold([finished()], num_rows=1, answered=1)
+    one = finished()
+    metrics.fold([one, finished()], num_rows=7, timings=one.timings)
+    metrics.fold([one], num_rows=7, timings=one.timings)
+    metrics.fold([one], num_rows=1, timings=one.timings)
     assert metrics.num_executions == 3
     assert metrics.num_inferences == 15
     assert metrics.num_success == 4
@@ -141,13 +209,16 @@ def test_each_request_adds_its_own_request_and_queue_time_and_the_compute_time_o
     metrics = ModelMetrics("model", "1")
     batch = [
         finished(received=1.0, queued=1.5, dispatched=3.5, completed=11.0),
-        finished(received=2.0, queued=2.0, dispatched=3.5, completed=11.0),
+        finished(received=2.0, queued=2.0, dispatched=3.5, completed=11.0, instance_wait_s=1.25),
     ]
-    metrics.fold(batch, num_rows=2, answered=2)
+    waits = metrics.fold(batch, num_rows=2, timings=batch[0].timings)
+    assert waits == ((2.0 + 0.25) / 2, 1.25 / 2)
     sums = {phase: histogram.sum_s for phase, histogram in metrics.phases.items()}
     assert sums == {
         "request": 10.0 + 9.0,
         "queue": 2.0 + 1.5,
+        "queue_batch": 2.0 + 0.25,
+        "queue_instance": 1.25,
         "compute_input": 0.5,
         "compute_infer": 1.0,
         "compute_output": 0.25,
@@ -155,11 +226,47 @@ def test_each_request_adds_its_own_request_and_queue_time_and_the_compute_time_o
     assert {histogram.count for histogram in metrics.phases.values()} == {2}
 
 
-def test_an_empty_batch_changes_nothing() -> None:
+def test_who_got_no_answer_is_in_no_phase_and_his_batch_was_executed() -> None:
     metrics = ModelMetrics("model", "1")
-    metrics.fold([], num_rows=0, answered=0)
-    assert metrics.num_executions == 0
-    assert metrics.batch_sizes == {}
+    assert metrics.fold([], num_rows=2, timings=finished().timings) == (0.0, 0.0)
+    assert (metrics.num_executions, metrics.num_inferences, metrics.num_success) == (1, 2, 0)
+    assert metrics.batch_sizes == {2: 1}
+    assert {histogram.count for histogram in metrics.phases.values()} == {0}
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e3), st.floats(0, 1)), min_size=1, max_size=20))
+def test_both_waits_are_the_time_in_the_queue(waits: list[tuple[float, float]]) -> None:
+    metrics = ModelMetrics("model", "1")
+    batch = [
+        finished(dispatched=queue_s, completed=queue_s, instance_wait_s=queue_s * share)
+        for queue_s, share in waits
+    ]
+    metrics.fold(batch, len(batch), batch[0].timings)
+    parts = [metrics.phases[wait] for wait in WAITS]
+    assert [part.count for part in parts] == [len(batch)] * 2
+    assert sum(part.sum_s for part in parts) == pytest.approx(metrics.phases["queue"].sum_s)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "tritons"),
+    [
+        (Overloaded("full"), "queue_full", "REJECTED"),
+        (Overloaded("late", reason="predicted_late"), "predicted_late", "REJECTED"),
+        (InvalidRequest("wrong"), "invalid", "OTHER"),
+        (TooLarge("large"), "too_large", "OTHER"),
+        (NotReady("loading"), "not_ready", "OTHER"),
+        (Unsupported("sequence"), "unsupported", "OTHER"),
+    ],
+)
+def test_refusals_are_counted_by_reason(error: PenstockError, reason: str, tritons: str) -> None:
+    metrics = ModelMetrics("model", "1")
+    metrics.refused(error)
+    assert {name: count for name, count in metrics.num_refused.items() if count} == {reason: 1}
+    assert metrics.num_failures[tritons] == 1
+
+
+def test_a_reason_is_either_of_arrival_or_of_the_queue() -> None:
+    assert not set(REFUSED_AT_ARRIVAL) & set(REFUSED_LATER)
 
 
 @pytest.mark.parametrize("reason", REASONS)
@@ -180,27 +287,28 @@ def test_reasons_are_tritons() -> None:
 @pytest.fixture
 def scraped() -> tuple[dict[str, str], list[Sample]]:
     metrics = ModelMetrics("digits", "3")
-    metrics.fold(
-        [
-            finished(received=0.0, queued=0.0, dispatched=0.001, completed=0.002),
-            finished(received=0.0, queued=0.0, dispatched=0.25, completed=40.0),
-        ],
-        num_rows=5,
-        answered=2,
-    )
-    metrics.failed("REJECTED", 4)
+    batch = [
+        finished(received=0.0, queued=0.0, dispatched=0.001, completed=0.002),
+        finished(received=0.0, queued=0.0, dispatched=0.25, completed=40.0, instance_wait_s=0.2),
+    ]
+    metrics.fold(batch, num_rows=5, timings=batch[0].timings)
+    for _ in range(4):
+        metrics.refused(Overloaded("late", reason="predicted_late"))
     metrics.num_restarts = 6
+    metrics.num_deaths["hang"] = 2
     metrics.load_s = 1.5
-    return parse(expose([Pending(metrics, num_pending=7, num_ready=8)]))
+    models = [Pending(metrics, num_pending=7, num_ready=8)]
+    return parse(expose(models, HOST, num_front_restarts=3))
 
 
 def test_tritons_metrics_have_tritons_names_and_types(
     scraped: tuple[dict[str, str], list[Sample]],
 ) -> None:
     types, samples = scraped
-    assert {name for name in types if name.startswith("nv_")} == TRITON_COUNTERS | TRITON_GAUGES
+    gauges = TRITON_GAUGES | TRITON_HOST_GAUGES
+    assert {name for name in types if name.startswith("nv_")} == TRITON_COUNTERS | gauges
     assert all(types[name] == "counter" for name in TRITON_COUNTERS)
-    assert all(types[name] == "gauge" for name in TRITON_GAUGES)
+    assert all(types[name] == "gauge" for name in gauges)
     names = {sample.name for sample in samples}
     assert names >= TRITON_COUNTERS | TRITON_GAUGES
     assert not [name for name in names if name.endswith(("_total", "_created"))]
@@ -209,9 +317,11 @@ def test_tritons_metrics_have_tritons_names_and_types(
 def test_every_sample_says_its_model_and_version(
     scraped: tuple[dict[str, str], list[Sample]],
 ) -> None:
+    of_the_server = ("nv_cpu_", "penstock_process_", "penstock_build_", "penstock_front_")
     for sample in scraped[1]:
-        assert (sample.labels["model"], sample.labels["version"]) == ("digits", "3")
-        assert sample.labels.keys() <= {"model", "version", "reason", "le"}
+        if not sample.name.startswith(of_the_server):
+            assert (sample.labels["model"], sample.labels["version"]) == ("digits", "3")
+            assert sample.labels.keys() <= {"model", "version", "reason", "le", "cause"}
 
 
 def test_values_are_those_of_the_model(scraped: tuple[dict[str, str], list[Sample]]) -> None:
@@ -226,6 +336,56 @@ def test_values_are_those_of_the_model(scraped: tuple[dict[str, str], list[Sampl
     assert value_of(samples, "nv_model_load_duration_secs") == 1.5
     assert value_of(samples, "penstock_worker_restarts") == 6
     assert value_of(samples, "penstock_ready_instances") == 8
+    assert value_of(samples, "penstock_rejections", reason="predicted_late") == 4
+    assert value_of(samples, "penstock_rejections", reason="dropped_late") == 0
+    assert value_of(samples, "penstock_worker_deaths", cause="hang") == 2
+    assert value_of(samples, "penstock_worker_deaths", cause="crash") == 0
+    assert value_of(samples, "penstock_front_restarts", protocol="grpc") == 3
+    assert value_of(samples, "penstock_build_info", version=penstock.__version__) == 1
+
+
+def test_the_machine_and_every_process_are_shown(
+    scraped: tuple[dict[str, str], list[Sample]],
+) -> None:
+    _, samples = scraped
+    assert value_of(samples, "nv_cpu_utilization") == 0.25
+    assert value_of(samples, "nv_cpu_memory_total_bytes") == 1000
+    assert value_of(samples, "nv_cpu_memory_used_bytes") == 400
+    assert value_of(samples, "penstock_process_resident_bytes", process="core") == 100
+    worker = {"process": "worker", "model": "digits", "version": "3", "instance": "1"}
+    assert value_of(samples, "penstock_process_resident_bytes", **worker) == 70
+    assert value_of(samples, "penstock_process_cpu_seconds", **worker) == 2.25
+
+
+def test_batch_sizes_are_a_histogram_over_powers_of_two() -> None:
+    metrics = ModelMetrics("model", "1")
+    one = finished()
+    for num_rows in (1, 1, 3, 4, 5, 5000):
+        metrics.fold([one], num_rows, one.timings)
+    _, samples = parse(expose([Pending(metrics, 0, 0)]))
+    buckets = {
+        sample.labels["le"]: sample.value
+        for sample in samples
+        if sample.name == "penstock_batch_size_bucket"
+    }
+    assert list(buckets) == [*map(str, BATCH_BUCKETS), "+Inf"]
+    assert [buckets[edge] for edge in ("1", "2", "4", "8", "1024", "+Inf")] == [2, 2, 4, 5, 5, 6]
+    assert value_of(samples, "penstock_batch_size_sum") == 1 + 1 + 3 + 4 + 5 + 5000
+
+
+def test_the_reference_parser_reads_the_same() -> None:
+    metrics = ModelMetrics('di\\gi"ts', "3")
+    one = finished(dispatched=0.5, completed=1.0, instance_wait_s=0.25)
+    metrics.fold([one], 3, one.timings)
+    text = expose([Pending(metrics, 1, 2)], HOST, 0)
+    ours = {(s.name, *sorted(s.labels.items())): s.value for s in parse(text)[1]}
+    # It gives Triton's counters the ending that they lack.
+    theirs = {
+        (sample.name.removesuffix("_total"), *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+    assert theirs == ours
 
 
 def test_durations_are_microseconds_of_all_requests_together(
@@ -243,7 +403,7 @@ def test_durations_are_microseconds_of_all_requests_together(
     }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", [*PHASES, *WAITS])
 def test_every_phase_has_a_cumulative_histogram_in_seconds(
     scraped: tuple[dict[str, str], list[Sample]], phase: str
 ) -> None:
@@ -256,8 +416,9 @@ def test_every_phase_has_a_cumulative_histogram_in_seconds(
     counts = [sample.value for sample in buckets]
     assert counts == sorted(counts)
     assert counts[-1] == value_of(samples, f"{name}_count") == 2
-    seconds = value_of(samples, f"nv_inference_{phase}_duration_us") / 1e6
-    assert value_of(samples, f"{name}_sum") == pytest.approx(seconds)
+    if phase in PHASES:
+        seconds = value_of(samples, f"nv_inference_{phase}_duration_us") / 1e6
+        assert value_of(samples, f"{name}_sum") == pytest.approx(seconds)
 
 
 def test_request_slower_than_every_edge_is_only_in_the_last_bucket(
@@ -271,13 +432,13 @@ def test_request_slower_than_every_edge_is_only_in_the_last_bucket(
 @given(st.text(st.characters(blacklist_categories=["Cs"]), min_size=1))
 def test_any_name_comes_back_from_the_labels(name: str) -> None:
     _, samples = parse(expose([Pending(ModelMetrics(name, "1"), 0, 0)]))
-    assert {sample.labels["model"] for sample in samples} == {name}
+    assert {s.labels["model"] for s in samples if "model" in s.labels} == {name}
 
 
 def test_a_name_cannot_smuggle_in_a_sample() -> None:
     name = 'a"} 1\nnv_inference_count{model="b'
     _, samples = parse(expose([Pending(ModelMetrics(name, "1"), 0, 0)]))
-    assert {sample.labels["model"] for sample in samples} == {name}
+    assert {s.labels["model"] for s in samples if "model" in s.labels} == {name}
 
 
 def test_models_share_one_family() -> None:
@@ -291,4 +452,4 @@ def test_models_share_one_family() -> None:
 def test_a_server_without_models_still_answers_a_scrape() -> None:
     types, samples = parse(expose([]))
     assert types.keys() >= TRITON_COUNTERS
-    assert samples == []
+    assert [sample.name for sample in samples] == ["penstock_build_info"]

@@ -27,4 +27,5 @@ class Penstock:
     def launch(self, variant: str, model: Model) -> Launch:
         port = free_port()
         command = [sys.executable, "-m", "penstock", "serve", str(environment.REPOSITORY)]
-        return Launch([*command, f"--http-port={port}", "--no-grpc"], port, ["/v2/health/ready"])
+        flags = [f"--http-port={port}", "--no-grpc", "--no-metrics"]
+        return Launch([*command, *flags], port, ["/v2/health/ready"])

@@ -95,7 +95,7 @@ class Code:
             raise
         except Exception as error:  # A model's code may raise anything.
             if not isinstance(error, SyntaxError | ModuleNotFoundError):
-                log.error("%s", "".join(traceback.format_exception(error)))
+                log.error("the model raised %s", type(error).__name__, exc_info=error)
             raise self.problem(what + self._describe(error)) from error
 
     def close(self) -> None:

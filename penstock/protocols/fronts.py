@@ -25,6 +25,7 @@ from penstock.errors import (
     NotReady,
     PenstockError,
 )
+from penstock.protocols import access_log
 from penstock.protocols.gate import Keys
 from penstock.protocols.line import Line, Outbox, unpack
 from penstock.protocols.v2_routes import EXTENSIONS
@@ -58,9 +59,16 @@ MAX_TEXT = 2000
 class Desk:
     """What fronts may ask of the core besides inference. Raises what it refuses with."""
 
-    def __init__(self, catalog: Catalog, control: Control, is_serving: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        control: Control,
+        is_serving: Callable[[], bool],
+        logs_requests: bool = False,
+    ) -> None:
         self.catalog = catalog
         self._control = control
+        self.logs_requests = logs_requests
         self._is_serving = is_serving
         self.is_draining = False
         self._answers: Mapping[frames.AskKind, Callable[[frames.Ask], Awaitable[bytes]]] = {
@@ -153,6 +161,17 @@ class Call:
             self._session.refuse(self._number, answer)
         else:
             self._session.reply(self._number, answer, final)
+
+
+class LoggedCall(Call):
+    """Also writes a line to the access log."""
+
+    __slots__ = ()
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        super().respond(request, answer, final)
+        error = "" if isinstance(answer, Response) else type(answer).__name__
+        access_log.ended("grpc", error or "OK", self.model.config, request, error)
 
 
 class Session:
@@ -261,13 +280,19 @@ class Session:
 
     def _infer(self, frame: frames.Infer) -> None:
         try:
-            if self._desk.is_draining:
-                raise NotReady("the server is shutting down")
             model = self._desk.catalog.find(frame.model_name, frame.model_version)
-            self._calls[frame.call] = call = Call(self, frame, model)
+            if self._desk.is_draining:
+                error = NotReady("the server is shutting down")
+                model.refused(error, frame.received)
+                raise error
+            make = LoggedCall if self._desk.logs_requests else Call
+            self._calls[frame.call] = call = make(self, frame, model)
             model.submit(call.request)
         except PenstockError as error:
             self.refuse(frame.call, error)
+            if self._desk.logs_requests:
+                kind = type(error).__name__
+                access_log.refused("grpc", kind, frame.model_name, frame.received, kind)
         except Exception:  # The protocol edge.
             log.exception("a request of a front could not be submitted")
             self.refuse(frame.call, BackendFailed("internal error"))
@@ -340,6 +365,7 @@ class Front:
         self._listening_at: float | None = None
         self._problems: tuple[str, ...] = ()
         self._num_deaths = 0
+        self.num_restarts = 0
         self.port = config.port
 
     @property
@@ -413,7 +439,12 @@ class Front:
                 self._listening_at = self._loop.time()
                 if not self._first_listening.done():
                     self._first_listening.set_result(None)
-                log.info("gRPC front listens on port %d (pid %d)", frame.port, self.pid)
+                log.info(
+                    "gRPC front listens on port %d (pid %d)",
+                    frame.port,
+                    self.pid,
+                    extra={"front_pid": self.pid},
+                )
             case frames.LoadFailed():
                 self._problems = frame.problems
 
@@ -448,7 +479,8 @@ class Front:
             return
         delay_s = backoff_s(self._num_deaths)
         why = "; ".join(self._problems) or reason
-        log.warning("the gRPC front %s; restart in %.1f s", why, delay_s)
+        log.warning("the gRPC front %s; restart in %.1f s", why, delay_s, extra={"reason": why})
+        self.num_restarts += 1
         self._timer = self._loop.call_later(delay_s, self.start)
 
 

@@ -30,6 +30,7 @@ MIN_SECRET = 16
 MAX_KEYS = 4096
 LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
 _HEALTH = re.compile(r"/v2/health/(live|ready)")
+_EXPLAIN = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/explain")
 _ADMIN = re.compile(r"/v2/(repository|trace|logging|(system|cuda)sharedmemory)(/.*)?")
 # What each RPC needs: the same as the route of HTTP that does its work.
 _RPCS: Mapping[str, Mapping[Scope, tuple[str, ...]]] = {
@@ -130,7 +131,7 @@ def scope_of(path: str) -> Scope:
     """What a path needs. Whatever is not known to be open, metrics or admin is inference."""
     if _HEALTH.fullmatch(path):
         return "open"
-    if path == "/metrics" or path.startswith("/metrics/"):
+    if path == "/metrics" or path.startswith("/metrics/") or _EXPLAIN.fullmatch(path):
         return "metrics"
     if _ADMIN.fullmatch(path):
         return "admin"

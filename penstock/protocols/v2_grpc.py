@@ -26,6 +26,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
+from penstock import logs
 from penstock.errors import (
     BackendFailed,
     Cancelled,
@@ -457,7 +458,7 @@ def main() -> None:
         return
     # Ctrl-C in a terminal reaches the whole group; the core decides when fronts stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(format="%(name)s[%(process)d] %(levelname)s %(message)s")
+    logs.configure(logs.from_environment())
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     sock = socket.socket(fileno=fd)

@@ -28,6 +28,7 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
+from penstock.protocols import access_log
 from penstock.protocols.asgi import AsgiBridge
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange
@@ -120,6 +121,19 @@ class InferSink:
             self._exchange.reply(200, headers, (head,))
 
 
+class LoggedSink(InferSink):
+    """Also writes a line to the access log."""
+
+    __slots__ = ()
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        super().respond(request, answer, final)
+        config = self._model.config
+        status = status_of(answer) if isinstance(answer, PenstockError) else 200
+        error = "" if isinstance(answer, Response) else type(answer).__name__
+        access_log.ended("http", status, config, request, error)
+
+
 class WrongHead(Exception):
     """A message that HTTP itself refuses."""
 
@@ -132,7 +146,16 @@ class WrongHead(Exception):
 class V2Http:
     """The handler of the HTTP server; while its routes are draining it refuses inferences."""
 
-    def __init__(self, catalog: Catalog, limits: HttpLimits, gate: Gate, routes: V2Routes) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        limits: HttpLimits,
+        gate: Gate,
+        routes: V2Routes,
+        logs_requests: bool = False,
+    ) -> None:
+        self._logs_requests = logs_requests
+        self._make_sink = LoggedSink if logs_requests else InferSink
         self._routes = routes
         self._catalog = catalog
         self._limits = limits
@@ -152,8 +175,16 @@ class V2Http:
             self._infer(call, exchange)
         except WrongHead as wrong:
             exchange.reply_error(wrong.status, str(wrong), wrong.headers)
+            self._note_refusal(exchange, call, wrong.status, "WrongHead")
         except PenstockError as error:
             reply_error(exchange, error)
+            self._note_refusal(exchange, call, status_of(error), type(error).__name__)
+
+    def _note_refusal(self, exchange: Exchange, call: object, status: int, error: str) -> None:
+        """For the access log: what never reached a model."""
+        if self._logs_requests:
+            name = call.model_name if isinstance(call, InferCall) else ""
+            access_log.refused("http", status, name, exchange.received, error)
 
     async def close(self) -> None:
         for task in self._inflating:
@@ -195,21 +226,26 @@ class V2Http:
             self._infer(call, exchange)
         except PenstockError as error:
             reply_error(exchange, error)
+            self._note_refusal(exchange, call, status_of(error), type(error).__name__)
         except Exception:  # The protocol edge: the client is told.
             log.exception("while handling %r", exchange.head.path)
             exchange.reply_error(500, "internal error")
 
     def _infer(self, call: InferCall, exchange: Exchange) -> None:
-        if self._routes.is_draining:
-            raise NotReady("the server is shutting down")
         model = self._catalog.find(call.model_name, call.model_version)
-        sink = InferSink(exchange, self._codec, model, call)
-        if call.json_bytes == 0:
-            request = decode_raw(exchange.body, model.config, sink, exchange.received)
-        else:
-            request = self._codec.decode_infer(
-                exchange.body, call.json_bytes, sink, exchange.received
-            )
+        sink = self._make_sink(exchange, self._codec, model, call)
+        try:
+            if self._routes.is_draining:
+                raise NotReady("the server is shutting down")
+            if call.json_bytes == 0:
+                request = decode_raw(exchange.body, model.config, sink, exchange.received)
+            else:
+                request = self._codec.decode_infer(
+                    exchange.body, call.json_bytes, sink, exchange.received
+                )
+        except PenstockError as error:
+            model.refused(error, exchange.received)
+            raise
         sink.request = request
         exchange.waiter = sink
         model.submit(request)
@@ -277,7 +313,8 @@ def _server_timing(request: Request) -> bytes:
     timings = request.timings
     parts = (
         ("decode", timings.queued - timings.received),
-        ("queue", timings.dispatched - timings.queued),
+        ("queue_batch", timings.dispatched - timings.queued - timings.instance_wait_s),
+        ("queue_instance", timings.instance_wait_s),
         ("compute_input", timings.compute_input_s),
         ("compute_infer", timings.compute_infer_s),
         ("compute_output", timings.compute_output_s),

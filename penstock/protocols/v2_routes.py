@@ -6,7 +6,9 @@ Reads the catalog; the only thing it changes is which models are loaded, and onl
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,6 +25,7 @@ from penstock.protocols.v2_http import status_of
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.model import Model
+from penstock.usage import Member, Usage
 from penstock.wire.v2 import encode_error, encode_metadata
 
 EXTENSIONS = (
@@ -36,12 +39,24 @@ EXTENSIONS = (
 )
 
 
+class FrontProcess(Protocol):
+    """What a scrape says of a front."""
+
+    num_restarts: int
+
+    @property
+    def pid(self) -> int: ...
+
+
 class V2Routes:
-    """`path` is the repository; `is_explicit` allows loading and unloading over the API."""
+    """`path` is the repository; `is_explicit` allows loading and unloading over the API; `grpc` is
+    the front beside this one, if there is one."""
 
     def __init__(self, catalog: Catalog, path: str, is_explicit: bool) -> None:
         self._catalog = catalog
         self.control = Control(catalog, path, is_explicit)
+        self._usage = Usage()
+        self.grpc: FrontProcess | None = None
         self.is_loading = True
         self.is_draining = False
 
@@ -50,14 +65,12 @@ class V2Routes:
         version = model + "/versions/{version}"
         change = "/v2/repository/models/{name}"
         routes = [
+            *self._watch_routes(),
             Route("/v2", self.server_metadata),
-            Route("/v2/health/live", self.live),
-            Route("/v2/health/ready", self.ready),
             Route("/v2/models/stats", self.statistics),
             Route("/v2/repository/index", self.index, methods=["POST"]),
             Route(change + "/load", self.load, methods=["POST"]),
             Route(change + "/unload", self.unload, methods=["POST"]),
-            Route("/metrics", self.metrics),
         ]
         for prefix in (model, version):
             routes += [
@@ -65,15 +78,20 @@ class V2Routes:
                 Route(prefix + "/ready", self.model_ready),
                 Route(prefix + "/config", self.config),
                 Route(prefix + "/stats", self.statistics),
+                Route(prefix + "/explain", self.explain),
             ]
-        handlers: dict[Any, Any] = {
-            HTTPException: _http_error,
-            PenstockError: _penstock_error,
-            Exception: _our_error,
-        }
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        app.router.redirect_slashes = False
-        return app
+        return _application(routes)
+
+    def metrics_application(self) -> Starlette:
+        """What the metrics port serves."""
+        return _application(self._watch_routes())
+
+    def _watch_routes(self) -> list[Route]:
+        return [
+            Route("/v2/health/live", self.live),
+            Route("/v2/health/ready", self.ready),
+            Route("/metrics", self.metrics),
+        ]
 
     async def server_metadata(self, request: HttpRequest) -> HttpResponse:
         body = {"name": "penstock", "version": penstock.__version__, "extensions": EXTENSIONS}
@@ -117,8 +135,14 @@ class V2Routes:
         models = self._catalog.find_all(name, request.path_params.get("version", ""))
         return _json({"model_stats": [model.metrics.statistics() for model in models]})
 
+    async def explain(self, request: HttpRequest) -> HttpResponse:
+        return _json(self._find(request).explain())
+
     async def metrics(self, request: HttpRequest) -> HttpResponse:
-        text = expose(self._catalog.pending())
+        # Reading /proc takes a moment for each process: not on the event loop.
+        host = await asyncio.to_thread(self._usage.read, list(self._members()))
+        num_restarts = self.grpc.num_restarts if self.grpc is not None else None
+        text = expose(self._catalog.pending(), host, num_restarts)
         return HttpResponse(text, media_type="text/plain; version=0.0.4")
 
     async def index(self, request: HttpRequest) -> HttpResponse:
@@ -135,6 +159,17 @@ class V2Routes:
         await self.control.unload(request.path_params["name"])
         return HttpResponse(b"")
 
+    def _members(self) -> Iterator[Member]:
+        """The other processes of this server."""
+        if self.grpc is not None and self.grpc.pid:
+            yield Member(self.grpc.pid, "grpc_front")
+        for model in self._catalog:
+            config = model.config
+            for instance in model.instances:
+                if instance.pid:
+                    index = str(instance.index)
+                    yield Member(instance.pid, "worker", config.name, config.version, index)
+
     def _why_not_ready(self) -> str:
         failed = [failure.name for failure in self._catalog.failures]
         waiting = [model.config.name for model in self._catalog if not model.is_ready]
@@ -144,6 +179,17 @@ class V2Routes:
         return self._catalog.find(
             request.path_params["name"], request.path_params.get("version", "")
         )
+
+
+def _application(routes: list[Route]) -> Starlette:
+    handlers: dict[Any, Any] = {
+        HTTPException: _http_error,
+        PenstockError: _penstock_error,
+        Exception: _our_error,
+    }
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
 
 
 async def _body(request: HttpRequest) -> dict[str, Any]:

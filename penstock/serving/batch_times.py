@@ -52,6 +52,11 @@ class BatchTimes:
     def is_known(self) -> bool:
         return any(self._num_seen)
 
+    @property
+    def means_s(self) -> dict[int, float]:
+        """The table: rows of each rung, and their time."""
+        return dict(zip(self._sizes, self._means, strict=True))
+
     def copy(self) -> BatchTimes:
         twin = BatchTimes(self._max_rows)
         twin._means = list(self._means)

@@ -12,7 +12,7 @@ import heapq
 from typing import Generic, TypeVar
 
 from penstock.config import BatchPolicy, QueuePolicy
-from penstock.serving.lanes import Lane, Lanes
+from penstock.serving.lanes import Closed, Lane, Lanes
 from penstock.types import Request
 
 Answer = TypeVar("Answer")
@@ -22,17 +22,21 @@ class Batcher:
     """Owned by the core's event loop."""
 
     def __init__(self, policy: BatchPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
         preferred = policy.preferred_batch_sizes
         self._preferred = frozenset(preferred)
         self._max_preferred = max(preferred) if preferred else self._max_rows
+        self._full: Closed = "full" if policy.is_dynamic else "unbatched"
         self._is_eager = not preferred and policy.max_queue_delay_s == 0
         self._lanes = Lanes(policy)
         self._expiries: list[tuple[float, int, Request]] = []
         self._num_added = 0
         # When to ask again although nothing arrives and no instance gets free.
         self.wake_at: float | None = None
+        # Why the last batch took no more; None: everything of its shape.
+        self._limit: Closed | None = None
+        self.closed_by: Closed = "queue empty"
 
     def __repr__(self) -> str:
         return f"<Batcher waiting={self.num_waiting} shapes={len(self._lanes)}>"
@@ -59,6 +63,7 @@ class Batcher:
     def put_back(self, requests: list[Request], geometry: object) -> None:
         """Undo a `next` whose batch could not be dispatched whole; order is kept."""
         self._lanes.put_back(requests, geometry)
+        self.closed_by = "no room"
 
     def remove(self, request: Request) -> bool:
         """Take out a request that need not run. False if it does not wait here."""
@@ -88,23 +93,33 @@ class Batcher:
         self.wake_at = self.next_expiry
         again = self._lanes.take_alone()
         if again is not None:
+            self.closed_by = "rerun"
             return [again]
         for lane in self._lanes.in_order():
             batch = self._form(lane, now)
             if batch:
                 self._lanes.take(lane, batch)
+                self.closed_by = self._limit or self._lanes.closed_empty()
                 return batch
         return None
+
+    def waiting(self) -> list[Lane]:
+        """The lanes, in the order in which they are served."""
+        return self._lanes.in_order()
+
+    @property
+    def num_reruns(self) -> int:
+        return self._lanes.num_alone
 
     def _form(self, lane: Lane, now: float) -> list[Request] | None:
         """Triton's GetDynamicBatch for one lane."""
         batch: list[Request] = []
         num_rows = num_preferred = 0
         oldest = now
-        cannot_grow = False
+        limit: Closed | None = None
         for request in lane.walk():
             if batch and num_rows + request.num_rows > self._max_rows:
-                cannot_grow = True
+                limit = self._full
                 break
             if batch and num_rows + request.num_rows > self._max_preferred and not num_preferred:
                 # Larger than every preferred size: what fits below is as good as preferred.
@@ -115,15 +130,18 @@ class Batcher:
             if num_rows in self._preferred:
                 num_preferred = len(batch)
             if num_rows >= self._max_rows:
-                cannot_grow = True
+                limit = self._full
                 break
+        self._limit = limit
         if self._is_eager:
             return batch
-        delay_s = self._policy.max_queue_delay_s
+        delay_s = self.policy.max_queue_delay_s
         is_late = delay_s > 0 and now - oldest >= delay_s
         if num_preferred and not is_late:
+            self._limit = "preferred size"
             return batch[:num_preferred]
-        if cannot_grow or is_late or delay_s == 0 or num_rows >= self._max_preferred:
+        if limit or is_late or delay_s == 0 or num_rows >= self._max_preferred:
+            self._limit = limit or ("delay expired" if is_late else None)
             return batch
         wake_at = oldest + delay_s
         self.wake_at = wake_at if self.wake_at is None else min(self.wake_at, wake_at)

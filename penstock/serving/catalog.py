@@ -8,6 +8,8 @@ finish; if the new ones cannot be loaded nothing changes.
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ from penstock.metrics import Pending
 from penstock.repository import Found
 from penstock.serving.model import Model
 from penstock.serving.supervisor import ProcessLife, StartLife
+
+log = logging.getLogger("penstock.catalog")
 
 # Loading is mostly imports and disk; more at once only makes each slower.
 MAX_LOADING = 4
@@ -67,7 +71,7 @@ class Catalog:
     async def load(self, found: Found) -> None:
         """Load or replace all models found; one that fails does not disturb the others."""
         for name, problems in found.problems.items():
-            self._failures[name] = LoadFailure(name, tuple(problems))
+            self._fail(name, tuple(problems))
         by_name: dict[str, list[ModelConfig]] = {}
         for config in found.configs:
             by_name.setdefault(config.name, []).append(config)
@@ -149,7 +153,7 @@ class Catalog:
                     async with self._limit:
                         started.append(await self._start(config))
             except ConfigError as error:
-                self._failures[name] = LoadFailure(name, error.problems)
+                self._fail(name, error.problems)
                 for model in started:
                     await model.close()
                 return
@@ -164,8 +168,18 @@ class Catalog:
             for model in old.values():
                 self._retire(model)
 
+    def _fail(self, name: str, problems: tuple[str, ...]) -> None:
+        self._failures[name] = LoadFailure(name, problems)
+        what = "; ".join(problems)
+        log.error("%s cannot be loaded: %s", name, what, extra={"model": name, "reason": what})
+
     async def _start(self, config: ModelConfig) -> Model:
         """A model whose instances are all warm."""
+        began = time.monotonic()
+        count = config.num_instances
+        plural = "instance" if count == 1 else "instances"
+        where = {"model": config.name, "version": config.version}
+        log.info("%s/%s loads %d %s", config.name, config.version, count, plural, extra=where)
         try:
             model = Model(config, start_life=self._start_life)
         except OSError as error:
@@ -175,6 +189,9 @@ class Catalog:
         except BaseException:
             await model.close()
             raise
+        took_s = time.monotonic() - began
+        where_and_when = {**where, "load_s": round(took_s, 3)}
+        log.info("%s/%s is ready after %.2f s", *where.values(), took_s, extra=where_and_when)
         return model
 
     def _retire(self, model: Model) -> None:
@@ -183,6 +200,7 @@ class Catalog:
         async def leave() -> None:
             await model.drain()
             await model.close()
+            log.info("%s/%s is unloaded", *model.labels.values(), extra=model.labels)
 
         task = asyncio.get_running_loop().create_task(leave())
         self._leaving.add(task)

@@ -8,10 +8,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
 from penstock.types import LEVEL_UNSET, Request
+
+# Why a batch did not take more: nobody else waited, only others of another shape did, it has
+# the most rows, a preferred size or the size aimed at under the SLO, waiting any longer was not
+# allowed or would have made somebody late, a size was tried for its time, it may not have company
+# (a rerun, or a model that does not batch), or there was no room for more in memory.
+Closed = Literal[
+    "queue empty",
+    "other shape",
+    "full",
+    "preferred size",
+    "delay expired",
+    "SLO target",
+    "SLO deadline",
+    "trial",
+    "rerun",
+    "unbatched",
+    "no room",
+]
 
 
 class Lane:
@@ -96,6 +115,14 @@ class Lanes:
 
     def values(self) -> Iterable[Lane]:
         return self._lanes.values()
+
+    @property
+    def num_alone(self) -> int:
+        return len(self._alone)
+
+    def closed_empty(self) -> Closed:
+        """Why a batch that took a whole lane closed; asked after it was taken."""
+        return "other shape" if self._lanes else "queue empty"
 
     def append(self, request: Request, geometry: object) -> None:
         """Last of its level."""

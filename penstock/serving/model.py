@@ -24,10 +24,14 @@ from penstock.errors import (
     PenstockError,
     TooLarge,
 )
-from penstock.metrics import ModelMetrics
+from penstock.metrics import ModelMetrics, Waits
 from penstock.serving.batcher import Batcher, Sequencer
+from penstock.serving.explain import Explanation, explain
+from penstock.serving.history import History, Record
 from penstock.serving.padding import Pads
 from penstock.serving.plan import Geometry, Plan, Planner, column_bytes
+from penstock.serving.refusals import Refusals
+from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.supervisor import Instance, ProcessLife, StartLife, Supervisor
@@ -46,13 +50,17 @@ MAX_DISPATCH_BYTES = 128 * 1024
 # Queued requests wait this long for the first instance to come back.
 UNAVAILABLE_AFTER_S = 30.0
 HANG_FACTOR = 20
-QUEUE_TIMEOUT = Overloaded("Request timeout expired")
+QUEUE_TIMEOUT = Overloaded("Request timeout expired", reason="queue_timeout")
+DROPPED = Overloaded(
+    "Request timeout expired: the answer would have been late", reason="dropped_late"
+)
 
 
 class InFlight:
-    """A batch with a worker. `extents` are its places in the input spill."""
+    """A batch with a worker. `extents` are its places in the input spill; `closed_by` says why it
+    did not take more."""
 
-    __slots__ = ("extents", "id", "num_rows", "requests", "started")
+    __slots__ = ("closed_by", "extents", "id", "instance", "num_rows", "requests", "started")
 
     def __init__(self, id: int, requests: list[Request], num_rows: int, started: float) -> None:
         self.id = id
@@ -60,6 +68,14 @@ class InFlight:
         self.num_rows = num_rows
         self.started = started
         self.extents: list[int] = []
+        self.instance = 0
+        self.closed_by = ""
+
+    def waits(self) -> Waits:
+        queue_s = sum(self.started - request.timings.queued for request in self.requests)
+        instance_s = sum(request.timings.instance_wait_s for request in self.requests)
+        count = len(self.requests)
+        return (queue_s - instance_s) / count, instance_s / count
 
 
 class Model:
@@ -74,11 +90,14 @@ class Model:
     ) -> None:
         self.config = config
         self.metrics = ModelMetrics(config.name, config.version)
+        self.history = History()
+        # How it is served and why, where that is not plain from its configuration.
+        self.notes: tuple[str, ...] = ()
         self.state: State = "LOADING"
         self.reason = ""
-        # What was found out at load that a user should know.
-        self.notes: tuple[str, ...] = ()
         self._clock = clock
+        self._saturation = Saturation(clock())
+        self._refusals = Refusals()
         self._loop = asyncio.get_running_loop()
         self._slab_bytes = _slab_bytes(config)
         self._planner = Planner(config, self._slab_bytes)
@@ -117,8 +136,17 @@ class Model:
         return f"<Model {self.config.name}/{self.config.version} {self.state}>"
 
     @property
+    def labels(self) -> dict[str, str]:
+        """What a line of the log says about whom it concerns."""
+        return {"model": self.config.name, "version": self.config.version}
+
+    @property
     def instances(self) -> Sequence[Instance]:
         return self._supervisor.instances
+
+    @property
+    def batcher(self) -> Batcher | SloBatcher:
+        return self._batcher
 
     @property
     def num_waiting(self) -> int:
@@ -149,6 +177,9 @@ class Model:
     def is_ready(self) -> bool:
         """True while some instance can run a batch."""
         return self.state == "READY" and any(i.is_ready for i in self.instances)
+
+    def explain(self) -> Explanation:
+        return explain(self, self._clock())
 
     async def start(self) -> None:
         """Start the workers; returns when all are warm, raises ConfigError if they cannot be."""
@@ -185,11 +216,12 @@ class Model:
             geometry = plan.geometry
             if geometry.layout is None:
                 self._check_spill(request)
-            request.timings.queued = now = self._clock()
+            timings = request.timings
+            timings.queued = now = self._clock()
+            timings.saturated_s = self._saturation.at(now)
             self._batcher.add(request, geometry, now)
         except PenstockError as error:
-            self.metrics.failed("REJECTED" if isinstance(error, Overloaded) else "OTHER")
-            self.metrics.fail_s += self._clock() - request.timings.received
+            self.refused(error, request.timings.received)
             request.respond(error)
             return
         if self._sequencer is not None:
@@ -199,6 +231,14 @@ class Model:
             if place is not None:
                 self._fill(request, place)
         self._wake()
+
+    def refused(self, error: PenstockError, received: float) -> None:
+        """Count a request that was not admitted, by this model or by a protocol that could not
+        read it."""
+        now = self._clock()
+        self.metrics.refused(error)
+        self.metrics.fail_s += now - received
+        self._note_overload(error, now)
 
     def _wake(self) -> None:
         """Something may be dispatched now."""
@@ -212,7 +252,7 @@ class Model:
 
     def cancel(self, request: Request) -> None:
         """A request in flight is computed and its answer dropped; a waiting one never runs."""
-        if request.is_done:
+        if _has_ended(request):
             return
         if self._batcher.remove(request):
             self._release(request, was_dispatched=False)
@@ -258,8 +298,11 @@ class Model:
         self._is_pump_due = False
         batcher = self._batcher
         now = self._clock()
+        if self._slo is not None:
+            for request in self._slo.take_dropped():
+                self._refuse(request, DROPPED)
         for request in batcher.expire(now):
-            self._refuse(request)
+            self._refuse(request, QUEUE_TIMEOUT)
         for instance in self._supervisor.instances:
             while instance.is_idle:
                 batch = batcher.next(now)
@@ -277,10 +320,11 @@ class Model:
         if wake_at is not None:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self._pump)
 
-    def _refuse(self, request: Request) -> None:
+    def _refuse(self, request: Request, error: Overloaded) -> None:
         self._release(request, was_dispatched=False)
-        self.metrics.failed("REJECTED")
-        self._finish(request, QUEUE_TIMEOUT)
+        self.metrics.refused(error)
+        self._note_overload(error, self._clock())
+        self._finish(request, error)
         self._check_idle()
 
     def _dispatch(self, instance: Instance, batch: list[Request], now: float) -> None:
@@ -302,9 +346,14 @@ class Model:
         if len(data) > frames.MAX_FRAME_BYTES // 4:
             self._abandon(flight, TooLarge("the request's id and parameters are too large"))
             return
+        saturated_s = self._saturation.at(now)
         for request in flight.requests:
-            request.timings.dispatched = now
+            timings = request.timings
+            timings.dispatched = now
+            timings.instance_wait_s = saturated_s - timings.saturated_s
+        flight.instance, flight.closed_by = instance.index, self._batcher.closed_by
         instance.batch = flight
+        self._note_idle(now)
         self._last_num_requests = len(flight.requests)
         self._supervisor.send_bytes(instance, data)
 
@@ -313,8 +362,9 @@ class Model:
         self._ended(flight)
         self._release_flight(flight)
         for request in flight.requests:
-            self.metrics.failed("OTHER")
-            self._finish(request, error)
+            if not _has_ended(request):
+                self.metrics.failed("OTHER")
+                self._finish(request, error)
 
     def _ended(self, flight: InFlight) -> None:
         """No time can be learnt from this batch."""
@@ -424,13 +474,17 @@ class Model:
                 self._deliver(instance, flight, frame)
             elif isinstance(frame, frames.Failed) and frame.batch == flight.id:
                 instance.batch = None
+                now = self._clock()
+                self._saturation.note(False, now)
                 self._ended(flight)
+                self._note_batch(flight, now, flight.waits(), 0.0, "the model failed")
                 self._fail_batch(flight, frame.error)
         self._pump_if_waiting()
         self._check_idle()
 
     def _deliver(self, instance: Instance, flight: InFlight, frame: frames.Done) -> None:
         now = self._clock()
+        self._saturation.note(False, now)
         self._note_duration(flight.num_rows, now - flight.started)
         if self._slo is not None:
             geometry = flight.requests[0].fit.plan.geometry
@@ -440,21 +494,22 @@ class Model:
             # The next batch first: the worker computes while we encode. Not when its spill still
             # holds this answer.
             self._pump_if_waiting()
-        answered = 0
+        answered: list[Request] = []
+        input_s, infer_s, output_s = frame.input_s, frame.infer_s, frame.output_s
         name, version = self.config.name, self.config.version
         for index, request in enumerate(flight.requests):
             timings = request.timings
-            timings.compute_input_s = frame.input_s
-            timings.compute_infer_s = frame.infer_s
-            timings.compute_output_s = frame.output_s
-            timings.completed = now
-            if request.is_done:
+            timings.compute_input_s = input_s
+            timings.compute_infer_s = infer_s
+            timings.compute_output_s = output_s
+            if request.is_done or timings.completed > 0.0:
                 continue
+            timings.completed = now
             if index in frame.errors:
                 self.metrics.failed("BACKEND")
                 self._finish(request, BackendFailed(frame.errors[index]))
             else:
-                answered += 1
+                answered.append(request)
                 outputs = self._outputs(request, instance, extents[index] if extents else ())
                 response = Response(name, version, outputs)
                 if request.fit.has_fixed_outputs:
@@ -464,7 +519,28 @@ class Model:
         if extents:
             offsets = tuple(extent.offset for part in extents for extent in part)
             self._supervisor.send(instance, frames.Release(offsets))
-        self.metrics.fold(flight.requests, flight.num_rows, answered)
+        timings = flight.requests[0].timings
+        waits = self.metrics.fold(answered, flight.num_rows, timings)
+        self._note_batch(flight, now, waits, input_s + infer_s + output_s, "answered")
+
+    def _note_batch(
+        self, flight: InFlight, ended: float, waits: Waits, compute_s: float, outcome: str
+    ) -> None:
+        batch_wait_s, instance_wait_s = waits
+        record = Record(
+            ended,
+            flight.num_rows,
+            len(flight.requests),
+            flight.requests[0].fit.plan.geometry.row_shapes,
+            batch_wait_s,
+            instance_wait_s,
+            compute_s,
+            ended - flight.started,
+            flight.instance,
+            flight.closed_by,
+            outcome,
+        )
+        self.history.note(record)
 
     def _outputs(
         self, request: Request, instance: Instance, extents: Sequence[frames.Extent]
@@ -499,13 +575,14 @@ class Model:
         """End the one request of this batch with an error."""
         (request,) = flight.requests
         self._release_flight(flight)
-        if not request.is_done:
+        if not _has_ended(request):
             self.metrics.failed("BACKEND")
             self._finish(request, BackendFailed(text))
 
     def _finish(self, request: Request, answer: Response | PenstockError) -> None:
         if isinstance(answer, PenstockError):
-            self.metrics.fail_s += self._clock() - request.timings.received
+            request.timings.completed = now = self._clock()
+            self.metrics.fail_s += now - request.timings.received
         if self._sequencer is None:
             request.respond(answer)
             return
@@ -543,6 +620,7 @@ class Model:
             self._note_duration(num_rows, duration_s)
         if self._slo is not None:
             self._slo.seed(instance.ready.timings)
+        self._saturation.note(False, self._clock())
         self._count_executors()
         if all(each.is_ready for each in self.instances) and not self._first_ready.done():
             self._apply_proofs([each.ready for each in self.instances if each.ready is not None])
@@ -584,12 +662,16 @@ class Model:
         flight, instance.batch = instance.batch, None
         if self.state == "READY":
             self.metrics.num_restarts += 1
+            self.metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1
+        now = self._clock()
         if not any(each.is_ready for each in self.instances):
-            self._without_instance_since = self._clock()
+            self._without_instance_since = now
+        self._note_idle(now)
         self._count_executors()
         if not isinstance(flight, InFlight):
             return
         self._ended(flight)
+        self._note_batch(flight, now, flight.waits(), 0.0, "the worker died")
         if len(flight.requests) == 1 and flight.requests[0].num_deaths > 0:
             name = self.config.name
             self._blame(flight, f"the worker of model '{name}' {reason} while running it, twice")
@@ -609,7 +691,7 @@ class Model:
         """Each request of the batch again, alone."""
         self._release_extents(flight)
         for request in flight.requests:
-            if request.is_done:
+            if _has_ended(request):
                 self._release(request)
                 continue
             self._batcher.rerun_alone(request)
@@ -642,7 +724,7 @@ class Model:
     def _fail_waiting(self, error: PenstockError) -> None:
         for request in self._batcher.drain():
             self._release(request, was_dispatched=False)
-            self.metrics.failed("OTHER")
+            self.metrics.refused(error, "gave_up")
             self._finish(request, error)
         self._check_idle()
 
@@ -650,6 +732,36 @@ class Model:
         reason = self.reason or self._supervisor.last_reason
         detail = f": {reason}" if reason else ""
         return f"Model '{self.config.name}' is not at ready state{detail}"
+
+    def _note_idle(self, now: float) -> None:
+        for instance in self._supervisor.instances:
+            if instance.batch is None and instance.is_ready:
+                self._saturation.note(False, now)
+                return
+        self._saturation.note(True, now)
+
+    def _note_overload(self, error: PenstockError, now: float) -> None:
+        if isinstance(error, Overloaded) and self._refusals.refused(now):
+            log.warning(
+                "%s/%s is overloaded and refuses requests (%s)",
+                self.config.name,
+                self.config.version,
+                error.reason,
+                extra={**self.labels, "reason": error.reason},
+            )
+
+    def tick(self) -> None:
+        """Asked twice a second by the supervisor."""
+        over = self._refusals.ended(self._clock())
+        if over is not None:
+            log.info(
+                "%s/%s is no longer overloaded; %d requests were refused in %.1f s",
+                self.config.name,
+                self.config.version,
+                over.num_refused,
+                over.duration_s,
+                extra={**self.labels, "num_refused": over.num_refused},
+            )
 
     def _note_duration(self, num_rows: int, duration_s: float) -> None:
         rung = _rung(num_rows)
@@ -668,6 +780,11 @@ class Model:
                 if not waiter.done():
                     waiter.set_result(None)
             self._idle_waiters.clear()
+
+
+def _has_ended(request: Request) -> bool:
+    """It has its answer, even if that still waits for the answers of those before it."""
+    return request.is_done or request.timings.completed > 0.0
 
 
 def _rung(num_rows: int) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from penstock.config import BatchPolicy
 from penstock.errors import Overloaded
 from penstock.serving.batch_times import BatchTimes
-from penstock.serving.lanes import Lane, Lanes
+from penstock.serving.lanes import Closed, Lane, Lanes
 from penstock.types import Request
 
 # Of the SLO, kept free at admission for what no prediction sees: twice the spread of a batch (the
@@ -72,6 +72,7 @@ class SloBatcher:
 
     def __init__(self, policy: BatchPolicy, num_executors: int = 1) -> None:
         assert policy.slo_latency_s is not None
+        self.policy = policy
         self._slo_s = policy.slo_latency_s
         self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
         self._lanes = Lanes(policy)
@@ -96,6 +97,10 @@ class SloBatcher:
         self._refresh_at = -math.inf
         self.num_executors = num_executors
         self.wake_at: float | None = None
+        # Why the last batch took no more; None: everything of its shape.
+        self._limit: Closed | None = None
+        self._full: Closed = "full" if policy.is_dynamic else "unbatched"
+        self.closed_by: Closed = "queue empty"
 
     def __repr__(self) -> str:
         return f"<SloBatcher waiting={self.num_waiting} running={len(self._running)}>"
@@ -160,6 +165,7 @@ class SloBatcher:
     def put_back(self, requests: list[Request], geometry: object) -> None:
         """Undo a `next` whose batch could not be dispatched whole; order is kept."""
         self._lanes.put_back(requests, geometry)
+        self.closed_by = "no room"
         for request in requests:
             self._expect_early(request)
 
@@ -169,6 +175,11 @@ class SloBatcher:
             self._dropped.remove(request)
             return True
         return self._lanes.remove(request)
+
+    def take_dropped(self) -> list[Request]:
+        """Those that `next` left out because they would be late, to be refused."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def expire(self, now: float) -> list[Request]:
         """Those to refuse: dropped by `next`, or past their deadline."""
@@ -195,6 +206,19 @@ class SloBatcher:
         self.wake_at = self.next_expiry
         return batch
 
+    def waiting(self) -> list[Lane]:
+        """The lanes, in the order in which they are served."""
+        return self._lanes.in_order()
+
+    @property
+    def num_reruns(self) -> int:
+        return self._lanes.num_alone
+
+    @property
+    def paces(self) -> Mapping[object, Pace]:
+        """What is known of each geometry seen lately."""
+        return self._paces
+
     # Admission.
 
     def _check(self, request: Request, geometry: object, pace: Pace, now: float) -> None:
@@ -218,6 +242,7 @@ class SloBatcher:
                 f"would be answered in {(finish - now) * 1e3:.1f} ms; "
                 f"{self._allowed_s(request) * 1e3:g} ms are allowed",
                 retry_after_s=max(start - now, pace.target_s),
+                reason="predicted_late",
             )
 
     def _free_at(self, turn: int, now: float) -> float:
@@ -267,6 +292,7 @@ class SloBatcher:
         again = self._lanes.take_alone()
         if again is not None:
             self._note_running(now, self._prior.mean_s(again.num_rows))
+            self.closed_by = "rerun"
             return [again]
         for lane in self._lanes.in_order():
             pace = self._pace(lane.geometry)
@@ -277,6 +303,8 @@ class SloBatcher:
             if batch:
                 self._lanes.take(lane, batch)
                 num_rows = sum(request.num_rows for request in batch)
+                limit = self._full if num_rows >= self._max_rows else self._limit
+                self.closed_by = limit or self._lanes.closed_empty()
                 self._note_running(now, pace.times.mean_s(num_rows))
                 return batch
         return None
@@ -295,8 +323,11 @@ class SloBatcher:
         late: list[Request] = []
         num_rows = 0
         finish = now + pace.target_s + self._spread_s
+        self._limit = None
         for request in lane.walk():
             if batch and num_rows + request.num_rows > pace.target_rows:
+                is_most = pace.target_rows >= self._max_rows
+                self._limit = self._full if is_most else "SLO target"
                 break
             if self._deadline(request) < finish:
                 late.append(request)
@@ -312,13 +343,16 @@ class SloBatcher:
         late: list[Request] = []
         num_rows, deadline = 0, math.inf
         max_rows = self._explored(lane, pace, now)
+        self._limit = None
         for request in lane.walk():
             if batch and num_rows + request.num_rows > max_rows:
+                self._limit = self._full if max_rows == self._max_rows else "trial"
                 break
             finish = now + pace.times.mean_s(num_rows + request.num_rows)
             its_deadline = self._deadline(request)
             if finish > min(deadline, its_deadline):
                 if batch:
+                    self._limit = "SLO deadline"
                     break
                 if finish - now <= self._allowed_s(request):
                     late.append(request)

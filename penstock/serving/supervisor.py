@@ -207,6 +207,9 @@ class Listener(Protocol):
     def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None: ...
     def instance_died(self, instance: Instance, reason: str) -> None: ...
     def load_failed(self, problems: Sequence[str]) -> None: ...
+    def tick(self) -> None:
+        """Every half second."""
+
     def hang_limit_s(self, instance: Instance) -> float | None:
         """How long the batch of this instance may still take; None if it has none."""
 
@@ -219,6 +222,8 @@ class Instance:
         self.life: Life | None = None
         self.output_spill: Segment | None = None
         self.is_ready = False
+        # Its present worker is being killed because it took too long.
+        self.is_hung = False
         self.batch: object = None
         self.ready: frames.Ready | None = None
         self.ready_at = 0.0
@@ -307,6 +312,7 @@ class Supervisor:
 
     def _start(self, instance: Instance) -> None:
         instance.load_error = ""
+        instance.is_hung = False
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
         life = self._start_life(self._loop, lambda reason: self._died(instance, reason))
         instance.life = life
@@ -353,6 +359,7 @@ class Supervisor:
                     instance.index,
                     frame.load_s,
                     instance.pid,
+                    extra=self._labels(instance),
                 )
                 self._listener.instance_ready(instance)
             case frames.LoadFailed():
@@ -399,6 +406,7 @@ class Supervisor:
             instance.index,
             reason,
             delay_s,
+            extra={**self._labels(instance), "reason": reason},
         )
         instance.num_restarts += 1
         if delay_s == 0:
@@ -408,6 +416,7 @@ class Supervisor:
 
     def _tick(self) -> None:
         """Look for hangs; SIGKILL turns one into a death."""
+        self._listener.tick()
         for instance in self.instances:
             left_s = self._listener.hang_limit_s(instance)
             if left_s is not None and left_s < 0 and instance.life is not None:
@@ -417,9 +426,20 @@ class Supervisor:
                     self._config.version,
                     instance.index,
                     instance.pid,
+                    extra=self._labels(instance),
                 )
+                instance.is_hung = True
                 instance.life.kill()
         self._later(TICK_S, self._tick)
+
+    def _labels(self, instance: Instance) -> dict[str, object]:
+        """What a line of the log says about whom it concerns."""
+        return {
+            "model": self._config.name,
+            "version": self._config.version,
+            "instance": instance.index,
+            "worker_pid": instance.pid,
+        }
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
         def run() -> None:

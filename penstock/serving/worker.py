@@ -16,13 +16,12 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from penstock import manifest
+from penstock import logs, manifest
 from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
@@ -145,8 +144,11 @@ class Memory:
 class Worker:
     """One model instance. Single thread: receive, run, answer."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(
+        self, channel: Channel, on_load: Callable[[ModelConfig], None] | None = None
+    ) -> None:
         self._channel = channel
+        self._on_load = on_load
         self._config: ModelConfig | None = None
         self._runner: Runner | None = None
         self._memory: Memory | None = None
@@ -192,6 +194,8 @@ class Worker:
         began = time.perf_counter()
         try:
             self._config = config = frame.model
+            if self._on_load is not None:
+                self._on_load(config)
             self._memory = Memory(config, frame.spill_bytes, fds)
             if config.manifest:
                 manifest.check_digests(Path(config.manifest).parent)
@@ -473,7 +477,7 @@ def _warm_up_rungs(
 def _explain(error: Exception) -> str:
     if isinstance(error, PenstockError):
         return str(error)[:MAX_ERROR_CHARS]
-    log.error("%s", "".join(traceback.format_exception(error)))
+    log.error("the model raised %s", type(error).__name__, exc_info=error)
     return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
 
 
@@ -489,7 +493,7 @@ def main() -> None:
         return
     # Ctrl-C in a terminal reaches the whole group; the core decides when workers stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(format="%(name)s[%(process)d] %(levelname)s %(message)s")
+    logs.configure(logs.from_environment())
     logging.getLogger("penstock.model_code").setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a model prints is seen when it prints it, also where stdout is a pipe.
@@ -497,7 +501,7 @@ def main() -> None:
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))
-    Worker(channel).serve()
+    Worker(channel, lambda config: logs.describe(config.name, config.version)).serve()
     channel.close()
     sys.stdout.flush()
     os._exit(0)

@@ -22,6 +22,7 @@ class Served:
 
     def __init__(self, path: Path, *flags: str, grpc: bool = False) -> None:
         command = [sys.executable, "-m", "penstock", "serve", str(path), "--http-port", "0"]
+        command += ["--metrics-port", "0"]
         command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -38,6 +39,7 @@ class Served:
             raise AssertionError(self.errors.read())
         if grpc:
             self.grpc_address = self.process.stdout.readline().split()[-1]
+        self.metrics_url = self.process.stdout.readline().split()[-1]
 
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -95,13 +97,21 @@ class Served:
 
 
 def null_model(
-    root: Path, name: str, *, config: str = "", max_batch: int = 4, **options: object
+    root: Path,
+    name: str,
+    *,
+    config: str = "",
+    max_batch: int = 4,
+    batching: str = "",
+    **options: object,
 ) -> Path:
-    """Add a `null` model INT32 [1] -> [1] with `null.*` options to a repository."""
+    """Add a `null` model INT32 [1] -> [1] with `null.*` options to a repository; `batching` is what
+    its dynamic_batching holds."""
     folder = root / name
     (folder / "1").mkdir(parents=True)
     lines = [
-        f'backend: "null" max_batch_size: {max_batch} dynamic_batching {{}}',
+        f'backend: "null" max_batch_size: {max_batch}',
+        f"dynamic_batching {{ {batching} }}",
         'input { name: "x" data_type: TYPE_INT32 dims: 1 }',
         'output { name: "y" data_type: TYPE_INT32 dims: 1 }',
         config,

@@ -200,7 +200,8 @@ def test_the_answer_says_where_the_time_went_when_asked(served):
     parts = dict(part.split(";dur=") for part in timing.split(", "))
     assert list(parts) == [
         "decode",
-        "queue",
+        "queue_batch",
+        "queue_instance",
         "compute_input",
         "compute_infer",
         "compute_output",

@@ -35,6 +35,8 @@ ROUTES = {
     "/v2/models/{name}/ready": "infer",
     "/v2/models/{name}/config": "infer",
     "/v2/models/{name}/stats": "infer",
+    "/v2/models/{name}/explain": "metrics",
+    "/v2/models/{name}/versions/{version}/explain": "metrics",
     "/v2/models/{name}/versions/{version}": "infer",
     "/v2/models/{name}/versions/{version}/ready": "infer",
     "/v2/models/{name}/versions/{version}/config": "infer",

@@ -737,16 +737,20 @@ def test_what_is_well_says_so_with_an_empty_200(api: Api, path: str) -> None:
 
 
 def samples(api: Api) -> dict[tuple[str, ...], float]:
-    """Metric values by name, model, version and, where there is one, reason."""
+    """Metric values of models by name, model, version and, where there is one, reason."""
     reply = api.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain")
     found: dict[tuple[str, ...], float] = {}
     for line in reply.body.decode().splitlines():
         if not line.startswith("#"):
-            name, labels, value = re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line).groups()  # type: ignore[union-attr]
-            of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-            key = [name, of["model"], of["version"], *(of[k] for k in ("reason", "le") if k in of)]
-            found[tuple(key)] = float(value)
+            match = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
+            assert match
+            of = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
+            if "model" in of:
+                others = [
+                    of[label] for label in ("reason", "le", "cause", "process") if label in of
+                ]
+                found[(match[1], of["model"], of["version"], *others)] = float(match[3])
     return found
 
 
@@ -771,7 +775,8 @@ def test_metrics_count_requests_rows_batches_and_failures(api: Api) -> None:
     assert grown("nv_inference_request_success") == 2
     assert grown("nv_inference_count") == 4
     assert grown("nv_inference_exec_count") == 2
-    assert grown("nv_inference_request_failure", "OTHER") >= 1
+    assert grown("nv_inference_request_failure", "OTHER") == 2
+    assert grown("penstock_rejections", "invalid") == 2
     assert grown("nv_inference_request_failure", "BACKEND") == 0
     assert after["nv_inference_pending_request_count", "pair", "1"] == 0
 
@@ -809,6 +814,7 @@ class Puppet:
         self.answer = answer
         self.submitted: asyncio.Queue[Request] = asyncio.Queue()
         self.cancelled: asyncio.Queue[Request] = asyncio.Queue()
+        self.refusals: list[PenstockError] = []
 
     def submit(self, request: Request) -> None:
         self.submitted.put_nowait(request)
@@ -817,6 +823,9 @@ class Puppet:
 
     def cancel(self, request: Request) -> None:
         self.cancelled.put_nowait(request)
+
+    def refused(self, error: PenstockError, received: float) -> None:
+        self.refusals.append(error)
 
 
 class OneModel:

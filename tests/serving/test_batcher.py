@@ -318,3 +318,49 @@ def test_answers_leave_in_the_order_of_arrival():
     assert order.finish(turns[2], "again") == []
     assert order.finish(turns[1], "b") == ["b", "c"]
     assert order.finish(turns[3], "d") == ["d"]
+
+
+class TestWhyABatchClosed:
+    def closed(self, policy: BatchPolicy, rows: list[int], now: float = 0.0) -> str:
+        batcher = Batcher(policy)
+        fill(batcher, rows)
+        assert batcher.next(now) is not None
+        return batcher.closed_by
+
+    def test_nobody_else_waited(self):
+        assert self.closed(EAGER, [1, 2]) == "queue empty"
+
+    @pytest.mark.parametrize("rows", [[8], [4, 4], [7, 2], [1] * 20])
+    def test_it_has_the_most_rows_or_the_next_does_not_fit(self, rows):
+        assert self.closed(EAGER, rows) == "full"
+
+    def test_only_other_shapes_wait(self):
+        batcher = Batcher(EAGER)
+        fill(batcher, [1], shape="a")
+        fill(batcher, [1], shape="b")
+        batcher.next(0.0)
+        assert batcher.closed_by == "other shape"
+        batcher.next(0.0)
+        assert batcher.closed_by == "queue empty"
+
+    def test_a_preferred_size(self):
+        policy = replace(EAGER, preferred_batch_sizes=(4,), max_queue_delay_s=1.0)
+        assert self.closed(policy, [1] * 5) == "preferred size"
+
+    def test_the_delay_is_over(self):
+        policy = replace(EAGER, max_queue_delay_s=1.0)
+        assert self.closed(policy, [1], now=1.0) == "delay expired"
+        assert self.closed(policy, [8], now=1.0) == "full"
+
+    def test_a_model_that_does_not_batch(self):
+        assert self.closed(replace(EAGER, is_dynamic=False), [1, 1]) == "unbatched"
+
+    def test_a_rerun_and_a_batch_that_had_no_room(self):
+        batcher = Batcher(EAGER)
+        (request,) = fill(batcher, [1])
+        batch = batcher.next(0.0)
+        batcher.put_back(batch, "a")
+        assert batcher.closed_by == "no room"
+        batcher.rerun_alone(make())
+        batcher.next(0.0)
+        assert batcher.closed_by == "rerun"

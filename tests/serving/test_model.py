@@ -27,9 +27,10 @@ from penstock.errors import (
     Overloaded,
     TooLarge,
 )
+from penstock.metrics import ModelMetrics
 from penstock.serving import supervisor
 from penstock.serving.model import Model
-from penstock.testing import Puppets, RecordingSink, settle
+from penstock.testing import FakeClock, Puppets, RecordingSink, settle
 from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
 
 FIXED = ModelConfig(
@@ -604,6 +605,17 @@ class Chaos:
                     assert "twice" in str(answer)
         assert model.num_waiting == model.num_running == 0
         assert model.num_slabs_held == model.num_extents_held == 0
+        self.check_counts(model.metrics)
+
+    def check_counts(self, metrics: ModelMetrics) -> None:
+        """What was counted is what the clients saw."""
+        answers = [request.sink.answers[0] for request, _ in self.sent]
+        assert metrics.num_success == sum(isinstance(a, Response) for a in answers)
+        kinds = {"CANCELED": Cancelled, "BACKEND": BackendFailed, "REJECTED": Overloaded}
+        for reason, kind in kinds.items():
+            assert metrics.num_failures[reason] == sum(isinstance(a, kind) for a in answers)
+        assert sum(n * size for size, n in metrics.batch_sizes.items()) == metrics.num_inferences
+        assert {histogram.count for histogram in metrics.phases.values()} == {metrics.num_success}
 
 
 @pytest.mark.parametrize(
@@ -629,3 +641,150 @@ def test_law_every_admitted_request_ends_exactly_once_with_its_own_bytes(config,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
         run(config, Chaos(config, seed))
+
+
+# What was waited for.
+
+
+class Waiting:
+    """Random arrivals and steps of workers; time passes only between them, so who waits for what
+    is plain to see."""
+
+    def __init__(self, seed: int, num_instances: int, delay_s: float) -> None:
+        self.chance = random.Random(seed)
+        self.config = replace(
+            FIXED,
+            num_instances=num_instances,
+            batching=BatchPolicy(4, is_dynamic=True, max_queue_delay_s=delay_s),
+        )
+        self.clock = FakeClock()
+        self.sent: list[Request] = []
+        # Seconds in the queue with an instance idle, and without.
+        self.expected: dict[Request, list[float]] = {}
+
+    async def run(self) -> None:
+        puppets = Puppets()
+        model = Model(self.config, start_life=puppets, clock=self.clock)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        for _ in range(60):
+            await self.act(model, puppets)
+        while not all(request.is_done for request in self.sent):
+            self.pass_time(model, 100.0)
+            self.send(model)
+            await puppets.step_all()
+        self.check(model)
+        closing = asyncio.ensure_future(model.close())
+        await puppets.step_all()
+        await closing
+
+    async def act(self, model: Model, puppets: Puppets) -> None:
+        action = self.chance.random()
+        if action < 0.5:
+            self.send(model)
+        elif action < 0.75:
+            self.chance.choice(puppets.alive).step()
+        await settle()
+        self.pass_time(model, self.chance.choice([0.0, 0.001, 0.5]))
+
+    def send(self, model: Model) -> None:
+        request = ask(self.config, canary(len(self.sent), (1, 4)))
+        request.timings.received = self.clock()
+        self.sent.append(request)
+        self.expected[request] = [0.0, 0.0]
+        model.submit(request)
+
+    def pass_time(self, model: Model, seconds: float) -> None:
+        part = 0 if any(instance.is_idle for instance in model.instances) else 1
+        for request in self.sent:
+            if request.queue is not None:
+                self.expected[request][part] += seconds
+        self.clock.advance(seconds)
+
+    def check(self, model: Model) -> None:
+        for request in self.sent:
+            timings, (batch_s, instance_s) = request.timings, self.expected[request]
+            assert timings.instance_wait_s == pytest.approx(instance_s, abs=1e-6)
+            queue_s = timings.dispatched - timings.queued
+            assert queue_s - timings.instance_wait_s == pytest.approx(batch_s, abs=1e-6)
+        phases = model.metrics.phases
+        for name, part in (("queue_batch", 0), ("queue_instance", 1)):
+            total = sum(waits[part] for waits in self.expected.values())
+            assert phases[name].sum_s == pytest.approx(total, abs=1e-4)
+            assert phases[name].count == len(self.sent)
+        both = phases["queue_batch"].sum_s + phases["queue_instance"].sum_s
+        assert both == pytest.approx(phases["queue"].sum_s)
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32), num_instances=st.integers(1, 2), is_delayed=st.booleans())
+def test_time_in_the_queue_is_either_for_company_or_for_an_instance(
+    seed, num_instances, is_delayed
+):
+    asyncio.run(Waiting(seed, num_instances, 5.0 if is_delayed else 0.0).run())
+
+
+def test_each_batch_is_remembered_with_what_closed_it():
+    async def scenario(model, puppets):
+        for i in range(10):
+            model.submit(ask(FIXED, canary(i, (1, 4))))
+        await puppets.step_all()
+        first, second = model.history.recent
+        assert (first.num_rows, first.num_requests, first.closed_by) == (8, 8, "full")
+        assert (second.num_rows, second.closed_by) == (2, "queue empty")
+        assert second.shapes == ((4,),)
+        assert first.instance == 0 and first.outcome == "answered"
+        assert second.instance_wait_s > 0 == first.instance_wait_s
+
+    run(FIXED, scenario)
+
+
+def test_a_batch_that_failed_is_remembered_too():
+    config = replace(FIXED, options={"null.fail_on": "3000"})
+
+    async def scenario(model, puppets):
+        for i in (1, 3):
+            model.submit(ask(config, canary(i, (1, 4))))
+        await puppets.step_all()
+        told = [(record.outcome, record.closed_by) for record in model.history.recent]
+        assert told == [
+            ("the model failed", "queue empty"),
+            ("answered", "rerun"),
+            ("the model failed", "rerun"),
+        ]
+
+    run(config, scenario)
+
+
+def test_refusals_are_counted_by_reason_and_overload_is_told_once(caplog):
+    config = replace(FIXED, batching=BatchPolicy(8, is_dynamic=True, max_pending=2))
+
+    async def scenario(model, puppets):
+        for i in range(20):
+            model.submit(ask(config, canary(i, (1, 4))))
+        model.submit(ask(config, canary(1, (1, 3))))
+        await puppets.step_all()
+        counted = {name: n for name, n in model.metrics.num_refused.items() if n}
+        assert counted == {"queue_full": 18, "invalid": 1}
+
+    run(config, scenario)
+    [line] = [r for r in caplog.records if "overloaded" in r.getMessage()]
+    assert (line.model, line.version, line.reason) == ("echo", "1", "queue_full")
+
+
+def test_a_request_that_times_out_in_the_queue_is_counted_as_such():
+    queue = QueuePolicy(default_timeout_s=0.001)
+    config = replace(FIXED, batching=BatchPolicy(1, is_dynamic=True, policies=(queue,)))
+
+    async def scenario(model, puppets):
+        first, second = (ask(config, canary(i, (1, 4))) for i in range(2))
+        model.submit(first)
+        model.submit(second)
+        while not second.is_done:
+            await asyncio.sleep(0.001)
+        await puppets.step_all()
+        assert model.metrics.num_refused["queue_timeout"] == 1
+        assert model.metrics.num_success == 1
+
+    run(config, scenario)

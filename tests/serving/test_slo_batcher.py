@@ -366,3 +366,40 @@ def check(policy: BatchPolicy, batch: list[Request], shape_of: dict[Request, str
     assert len(batch) == 1 or (policy.is_dynamic and total <= policy.max_batch_size)
     for first, second in zip(batch, batch[1:], strict=False):
         assert first.priority <= second.priority
+
+
+class TestWhyABatchClosed:
+    def test_everything_went_along(self):
+        batcher = make_batcher()
+        fill(batcher, 3)
+        batcher.next(0.0)
+        assert batcher.closed_by == "queue empty"
+
+    def test_it_has_the_most_rows(self):
+        batcher = make_batcher()
+        fill(batcher, 8)
+        batcher.next(0.0)
+        assert batcher.closed_by == "full"
+
+    def test_it_has_the_size_aimed_at(self):
+        # T(b)(1 + 1/1) within 15 ms less the margin: fewer than 8 rows.
+        batcher = make_batcher(replace(POLICY, slo_latency_s=0.015))
+        added = fill(batcher, 100)
+        batch = batcher.next(0.0)
+        assert len(batch) < min(8, len(added))
+        assert batcher.closed_by == "SLO target"
+
+    def test_more_would_make_the_most_urgent_late(self):
+        batcher = make_batcher()
+        batcher.add(make(0.0, timeout_s=0.006), "a", 0.0)
+        fill(batcher, 7)
+        assert len(batcher.next(0.0)) < 8
+        assert batcher.closed_by == "SLO deadline"
+
+    def test_dropped_requests_are_told_from_those_that_timed_out(self):
+        batcher = make_batcher()
+        old = fill(batcher, 18)
+        batcher.next(0.020)
+        dropped = batcher.take_dropped()
+        assert dropped and set(dropped) <= set(old)
+        assert not set(batcher.expire(0.020)) & set(dropped)

@@ -84,6 +84,7 @@ def test_kill_9_loses_nothing_and_the_worker_comes_back():
         assert [r.sink.error for r in requests] == [None] * 5
         assert instance.pid != first_pid
         assert model.metrics.num_restarts == 1
+        assert model.metrics.num_deaths == {"crash": 1, "hang": 0}
 
     run(scenario)
 
@@ -107,6 +108,7 @@ def test_a_hang_is_killed_after_its_limit():
         await until(lambda: request.is_done)
         assert isinstance(request.sink.error, BackendFailed)
         assert model.metrics.num_restarts == 2
+        assert model.metrics.num_deaths == {"crash": 0, "hang": 2}
 
     run(scenario, replace(CONFIG, hang_s=0.2))
 

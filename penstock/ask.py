@@ -1,0 +1,61 @@
+"""Questions of the command line to a running server, with errors in words."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.error
+import urllib.request
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.serving.explain import Explanation
+
+TIMEOUT_S = 10.0
+
+
+def explanation(url: str, model: str, version: str = "", api_key: str = "") -> Explanation:
+    """What the server says about a model; ConfigError if it says nothing of use."""
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        raise ConfigError([f"--url {url}: expected http://host:port"])
+    path = f"/v2/models/{quote(model, safe='')}"
+    if version:
+        path += f"/versions/{quote(version, safe='')}"
+    body = _get(url.rstrip("/") + path + "/explain", url, api_key)
+    try:
+        return msgspec.json.decode(body, type=Explanation)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            [f"{url}: this is no Penstock server, or one of another version ({error})"]
+        ) from None
+
+
+def _get(address: str, url: str, api_key: str) -> bytes:
+    request = urllib.request.Request(address)
+    if api_key:
+        request.add_header("X-API-Key", api_key)
+    # Not through a proxy: the server is close, and the key is nobody else's business.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            body: bytes = answer.read()
+            return body
+    except urllib.error.HTTPError as error:
+        with error:
+            raise ConfigError([_refusal(url, error.code, error.read())]) from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise ConfigError([f"{url}: the server cannot be reached: {reason}"]) from None
+
+
+def _refusal(url: str, status: int, body: bytes) -> str:
+    try:
+        text = msgspec.json.decode(body, type=dict[str, str])["error"]
+    except (msgspec.DecodeError, KeyError):
+        text = f"status {status}"
+    if status == 401:
+        return f"{url}: {text}; give one with the scope 'metrics' by --api-key or PENSTOCK_API_KEY"
+    if status == 404 and "unknown model" not in text:
+        return f"{url}: {text}: is this a Penstock server's HTTP port?"
+    return f"{url}: {text}"

@@ -1,0 +1,100 @@
+"""How every process of the server logs: lines of text or of JSON on stderr.
+
+Workers and fronts are exec'd and learn level and format from the environment. What a model prints
+is its own business and stays as it is. Lines never hold tensors or keys.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+FORMATS = ("text", "json")
+LEVEL_VARIABLE, FORMAT_VARIABLE = "PENSTOCK_LOG", "PENSTOCK_LOG_FORMAT"
+TEXT = "%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
+# What every record has; the rest was given as `extra`.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_whom: dict[str, str] = {}
+# A terminal would obey these.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """`level` holds for Penstock's own loggers; those of libraries speak from WARNING on."""
+
+    level: str = "INFO"
+    format: str = "text"
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> LogSettings:
+    """ValueError if a variable makes no sense."""
+    level = environment.get(LEVEL_VARIABLE, "INFO").upper()
+    form = environment.get(FORMAT_VARIABLE, "text").lower()
+    if level not in LEVELS:
+        raise ValueError(f"{LEVEL_VARIABLE}: '{level}' is not one of {', '.join(LEVELS)}")
+    if form not in FORMATS:
+        raise ValueError(f"{FORMAT_VARIABLE}: '{form}' is not one of {', '.join(FORMATS)}")
+    return LogSettings(level, form)
+
+
+def configure(settings: LogSettings) -> None:
+    """This process logs like this from now on."""
+    handler = logging.StreamHandler(_Stderr())
+    handler.setFormatter(JsonLines() if settings.format == "json" else TextLines(TEXT))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("penstock").setLevel(settings.level)
+
+
+def hand_down(settings: LogSettings) -> None:
+    """Processes that are started from now on log like this."""
+    os.environ[LEVEL_VARIABLE] = settings.level
+    os.environ[FORMAT_VARIABLE] = settings.format
+
+
+def describe(model: str, version: str) -> None:
+    """Every line of this process concerns this model."""
+    _whom.update(model=model, version=version)
+
+
+class _Stderr:
+    """Whatever is stderr at the moment: a terminal may put lines above its own."""
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+class TextLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return _CONTROL.sub(lambda match: repr(match[0])[1:-1], super().format(record))
+
+
+class JsonLines(logging.Formatter):
+    """One object per line: ts, level, logger, msg, pid, what was given as `extra`, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC)
+        line = {
+            "ts": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "msg": record.getMessage(),
+            "pid": record.process,
+            **_whom,
+        }
+        for key, value in vars(record).items():
+            if key not in _STANDARD:
+                line[key] = value
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

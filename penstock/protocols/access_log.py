@@ -1,0 +1,64 @@
+"""One line per inference: what was asked, how it ended, where the time went. Only with
+--log-requests. No contents: neither tensors nor the texts of errors, which may quote them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+from penstock.config import ModelConfig
+from penstock.types import Request, Timings
+
+log = logging.getLogger("penstock.requests")
+
+
+def ended(protocol: str, status: object, config: ModelConfig, request: Request, error: str) -> None:
+    """A request that a model answered or refused; `error` is the kind of it, if it is one."""
+    fields = {
+        "status": status,
+        "model": config.name,
+        "version": config.version,
+        "request_id": request.id,
+        "rows": request.num_rows,
+        "error": error,
+        **_milliseconds(request.timings),
+    }
+    _write(protocol, fields)
+
+
+def refused(protocol: str, status: object, model: str, received: float, error: str) -> None:
+    """A message that did not become a request."""
+    total_ms = round((time.monotonic() - received) * 1e3, 3)
+    fields = {"status": status, "model": model, "error": error, "total_ms": total_ms}
+    _write(protocol, fields)
+
+
+def _write(protocol: str, fields: dict[str, object]) -> None:
+    fields = {key: value for key, value in fields.items() if value != ""}
+    text = " ".join(f"{key}={_quoted(value)}" for key, value in fields.items())
+    log.info("%s %s", protocol, text, extra={"protocol": protocol, **fields})
+
+
+def _milliseconds(timings: Timings) -> dict[str, float]:
+    """Where the time went; what was not reached is left out."""
+    ended = timings.completed or time.monotonic()
+    spans = {"total": ended - timings.received}
+    if timings.queued:
+        spans["decode"] = timings.queued - timings.received
+    if timings.dispatched:
+        queue_s = timings.dispatched - timings.queued
+        spans["queue_batch"] = queue_s - timings.instance_wait_s
+        spans["queue_instance"] = timings.instance_wait_s
+    if timings.compute_infer_s:
+        spans["compute_input"] = timings.compute_input_s
+        spans["compute_infer"] = timings.compute_infer_s
+        spans["compute_output"] = timings.compute_output_s
+    return {f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in spans.items()}
+
+
+def _quoted(value: object) -> str:
+    """As it is when it is one word; a client's own text cannot look like two fields."""
+    text = str(value)
+    plain = text.isascii() and text.isprintable() and not set(text) & set(' "=')
+    return text if plain else json.dumps(text)

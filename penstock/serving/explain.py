@@ -1,0 +1,364 @@
+"""What a model's batcher does and why: the answer that `penstock explain` shows. Pure.
+
+Reads a Model and changes nothing; `why_small` works out from the last batches why they were not
+larger. The dataclasses travel as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from penstock.config import BatchPolicy, ModelConfig
+from penstock.serving.history import Record, Shapes
+from penstock.serving.lanes import Lane
+from penstock.serving.plan import Geometry
+from penstock.serving.slo_batcher import SloBatcher
+
+if TYPE_CHECKING:
+    from penstock.serving.model import Model
+
+MAX_SHAPES_SHOWN = 20
+# A batch is well filled from this share of the most rows on.
+WELL_FILLED = 0.5
+# What happened to this share of the batches is worth a sentence.
+NOTEWORTHY = 0.2
+# Below this nobody waited for an instance; the clock is read twice on the way.
+AT_ONCE_S = 1e-6
+
+Mode = Literal["fixed", "slo", "unbatched"]
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceState:
+    index: int
+    state: Literal["idle", "busy", "not ready"]
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaneState:
+    """The requests of one shape that wait now, and for what."""
+
+    shape: str
+    num_requests: int
+    num_rows: int
+    oldest_s: float
+    waits_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class PastBatch:
+    """See `history.Record`."""
+
+    age_s: float
+    num_rows: int
+    num_requests: int
+    shape: str
+    batch_wait_s: float
+    instance_wait_s: float
+    compute_s: float
+    duration_s: float
+    instance: int
+    closed_by: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeenShape:
+    shape: str
+    num_requests: int
+    num_rows: int
+    num_batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class PaceState:
+    """T(b) of one shape, and b*, the batch aimed at."""
+
+    shape: str
+    target_rows: int
+    times_s: dict[int, float]
+    arrivals_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`verdicts` say why batches were as small as they were; `notes` are what the model itself has
+    to say about how it is served."""
+
+    model: str
+    version: str
+    state: str
+    mode: Mode
+    mode_reason: str
+    policy: dict[str, str]
+    instances: list[InstanceState]
+    waiting: list[LaneState]
+    recent: list[PastBatch]
+    num_shapes: int
+    shapes: list[SeenShape]
+    batch_sizes: dict[int, int]
+    verdicts: list[str]
+    paces: list[PaceState]
+    refused: dict[str, int]
+    notes: list[str]
+
+
+def explain(model: Model, now: float) -> Explanation:
+    config, history, policy = model.config, model.history, model.batcher.policy
+    mode, reason = mode_of(config, policy)
+    paces = _paces(model)
+    instances = [
+        InstanceState(each.index, _state(each.is_ready, each.is_idle), each.pid)
+        for each in model.instances
+    ]
+    return Explanation(
+        model=config.name,
+        version=config.version,
+        state=model.shown_state,
+        mode=mode,
+        mode_reason=reason,
+        policy=describe_policy(config),
+        instances=instances,
+        waiting=_waiting(model, instances, now),
+        recent=[_past(record, now) for record in reversed(history.recent)],
+        num_shapes=len(history.shapes),
+        shapes=_shapes(model),
+        batch_sizes=dict(sorted(model.metrics.batch_sizes.items())),
+        verdicts=why_small(
+            policy,
+            list(history.recent),
+            len(history.shapes),
+            paces[0].target_rows if paces else None,
+        ),
+        paces=paces,
+        refused={name: count for name, count in model.metrics.num_refused.items() if count},
+        notes=list(model.notes),
+    )
+
+
+def mode_of(config: ModelConfig, policy: BatchPolicy) -> tuple[Mode, str]:
+    """How requests are batched, and what decided that. `policy` is what the batcher goes by."""
+    if config.max_batch_size == 0:
+        return "unbatched", "max_batch_size is 0: the model has no batch dimension"
+    if config.batching.is_dynamic and not policy.is_dynamic:
+        return "unbatched", "what was found at load; see the note"
+    if policy.slo_latency_s is not None:
+        text = f"penstock.slo promises an answer within {_ms(policy.slo_latency_s)}"
+        if not policy.is_dynamic:
+            text += "; without dynamic_batching each request runs by itself"
+        return "slo", text
+    if not policy.is_dynamic:
+        return "unbatched", "config.pbtxt has no dynamic_batching"
+    if policy.max_batch_size <= 1:
+        return "unbatched", "max_batch_size is 1"
+    return "fixed", "dynamic_batching without penstock.slo: Triton's rules"
+
+
+def describe_policy(config: ModelConfig) -> dict[str, str]:
+    """What is set, in words; what is not set is left out."""
+    policy, queue = config.batching, config.batching.policies[0]
+    preferred = ", ".join(map(str, policy.preferred_batch_sizes))
+    timeout = f"{_ms(queue.default_timeout_s)}, then {queue.timeout_action}"
+    told = {
+        "max_batch_size": str(config.max_batch_size),
+        "preferred_batch_size": preferred,
+        "max_queue_delay": _ms(policy.max_queue_delay_s) if policy.max_queue_delay_s else "",
+        "SLO": _ms(policy.slo_latency_s) if policy.slo_latency_s is not None else "",
+        "preserve_ordering": "yes" if policy.preserve_ordering else "",
+        "priority_levels": str(policy.num_priorities) if policy.num_priorities else "",
+        "queue time-out": timeout if queue.default_timeout_s else "",
+        "max_queue_size": str(queue.max_queue_size or policy.max_pending),
+    }
+    return {name: text for name, text in told.items() if text}
+
+
+def why_small(
+    policy: BatchPolicy, recent: Sequence[Record], num_shapes: int, target_rows: int | None
+) -> list[str]:
+    """Sentences, the most telling first. `target_rows` is b* in slo mode."""
+    if not recent:
+        return ["No batch has run yet."]
+    if policy.max_batch_size <= 1:
+        return ["max_batch_size is at most 1: every request runs by itself."]
+    if not policy.is_dynamic:
+        return [
+            "dynamic_batching is not set, or not possible: every request runs by itself, with "
+            f"{_rows(_mean_rows(recent))}."
+        ]
+    mean_rows = _mean_rows(recent)
+    per_request = sum(r.num_rows for r in recent) / sum(r.num_requests for r in recent)
+    most = policy.max_batch_size
+    if mean_rows >= WELL_FILLED * most:
+        text = f"Batches are well filled: {mean_rows:.1f} of at most {most} rows on average."
+        if per_request > 1.5:
+            text += f" Requests carry {per_request:.1f} rows each already."
+        return [text]
+    found = [*_by_close(policy, recent, num_shapes, target_rows), *_by_load(recent)]
+    found.sort(key=lambda item: -item[0])
+    summary = f"Batches hold {mean_rows:.1f} rows on average; at most {most} are allowed."
+    return [summary, *(sentence for _, sentence in found)]
+
+
+def _by_load(recent: Sequence[Record]) -> list[tuple[float, str]]:
+    """Sentences about batches that took everything that waited, with their shares."""
+    took_all = [r for r in recent if r.closed_by == "queue empty"]
+    at_once = [r for r in took_all if r.instance_wait_s < AT_ONCE_S]
+    after_wait = [r for r in took_all if r.instance_wait_s >= AT_ONCE_S]
+    found: list[tuple[float, str]] = []
+    share = len(at_once) / len(recent)
+    if share >= NOTEWORTHY:
+        text = (
+            f"Instances were idle when requests came: {share:.0%} of the batches left at once, "
+            f"with {_rows(_mean_rows(at_once))}; more load would batch by itself."
+        )
+        found.append((share, text))
+    share = len(after_wait) / len(recent)
+    if share >= NOTEWORTHY:
+        text = (
+            f"Everything that waited went along in {share:.0%} of the batches: about "
+            f"{_mean_requests(after_wait):.1f} requests come while a batch runs; more of them in "
+            "flight would make larger batches."
+        )
+        found.append((share, text))
+    return found
+
+
+def _by_close(
+    policy: BatchPolicy, recent: Sequence[Record], num_shapes: int, target_rows: int | None
+) -> list[tuple[float, str]]:
+    """Sentences about what closed the batches, with their shares."""
+    preferred = ", ".join(map(str, policy.preferred_batch_sizes))
+    sentences = {
+        "other shape": f"{num_shapes} shapes were seen and each has its own lane: {{}} of the "
+        "batches left while only other shapes waited; pad on the client, or declare paddable axes.",
+        "preferred size": f"{{}} of the batches closed at a preferred size ({preferred}); take "
+        "preferred_batch_size out if larger ones are wanted.",
+        "delay expired": f"{{}} of the batches went when max_queue_delay "
+        f"({_ms(policy.max_queue_delay_s)}) was over: too few requests come in that time.",
+        "SLO target": f"{{}} of the batches closed at b* = {target_rows} rows: a larger batch "
+        "would take too long for the SLO.",
+        "SLO deadline": "{} of the batches closed because one more request would have made the "
+        "most urgent one late.",
+        "rerun": "{} of the batches were requests that ran again alone after a failure.",
+        "no room": "{} of the batches found no room for more in shared memory; raise "
+        "penstock.max_slabs or penstock.spill_bytes.",
+    }
+    found: list[tuple[float, str]] = []
+    for closed_by, sentence in sentences.items():
+        share = sum(record.closed_by == closed_by for record in recent) / len(recent)
+        if share >= NOTEWORTHY:
+            found.append((share, sentence.format(f"{share:.0%}")))
+    return found
+
+
+def _waiting(model: Model, instances: Sequence[InstanceState], now: float) -> list[LaneState]:
+    lanes = model.batcher.waiting()
+    states = [_lane(lane, model.config.batching, instances, now) for lane in lanes]
+    if model.batcher.num_reruns:
+        num = model.batcher.num_reruns
+        states.insert(0, LaneState("any", num, num, 0.0, "an instance, to run again alone"))
+    return states
+
+
+def _lane(
+    lane: Lane, policy: BatchPolicy, instances: Sequence[InstanceState], now: float
+) -> LaneState:
+    oldest = min(request.timings.queued for request in lane.walk())
+    text = waits_for(policy, instances, now - oldest)
+    shape = show_shapes(_shapes_of(lane.geometry))
+    return LaneState(shape, lane.num_live, sum(lane.rows), now - oldest, text)
+
+
+def waits_for(policy: BatchPolicy, instances: Sequence[InstanceState], oldest_s: float) -> str:
+    """Why the requests of a lane have not left."""
+    if not any(each.state != "not ready" for each in instances):
+        return "an instance: none is ready"
+    if not any(each.state == "idle" for each in instances):
+        num_busy = sum(each.state == "busy" for each in instances)
+        return f"an idle instance ({num_busy} busy)"
+    left_s = policy.max_queue_delay_s - oldest_s
+    if policy.slo_latency_s is None and left_s > 0:
+        sizes = ", ".join(map(str, policy.preferred_batch_sizes))
+        company = f"a preferred size ({sizes})" if sizes else "company"
+        return f"{company}, for at most {_ms(left_s)} more"
+    return "nothing: it leaves now"
+
+
+def _paces(model: Model) -> list[PaceState]:
+    """What slo mode knows, the busiest shape first."""
+    batcher = model.batcher
+    if not isinstance(batcher, SloBatcher):
+        return []
+    paces = [
+        PaceState(
+            show_shapes(_shapes_of(geometry)),
+            pace.target_rows,
+            pace.times.means_s,
+            pace.arrivals_per_s,
+        )
+        for geometry, pace in batcher.paces.items()
+    ]
+    return sorted(paces, key=lambda pace: -pace.arrivals_per_s)[:MAX_SHAPES_SHOWN]
+
+
+def _past(record: Record, now: float) -> PastBatch:
+    return PastBatch(
+        now - record.ended,
+        record.num_rows,
+        record.num_requests,
+        show_shapes(record.shapes),
+        record.batch_wait_s,
+        record.instance_wait_s,
+        record.compute_s,
+        record.duration_s,
+        record.instance,
+        record.closed_by,
+        record.outcome,
+    )
+
+
+def _shapes(model: Model) -> list[SeenShape]:
+    """The most frequent ones."""
+    history = model.history
+    ordered = sorted(history.shapes.items(), key=lambda item: -item[1].num_requests)
+    shown = [(show_shapes(shapes), seen) for shapes, seen in ordered[:MAX_SHAPES_SHOWN]]
+    if history.others.num_batches:
+        shown.append(("others", history.others))
+    return [
+        SeenShape(shape, seen.num_requests, seen.num_rows, seen.num_batches)
+        for shape, seen in shown
+    ]
+
+
+def _shapes_of(geometry: object) -> Shapes:
+    return geometry.row_shapes if isinstance(geometry, Geometry) else ()
+
+
+def show_shapes(shapes: Shapes) -> str:
+    """Of one row, input by input."""
+    return " ".join("[" + ",".join(map(str, shape)) + "]" for shape in shapes)
+
+
+def _state(is_ready: bool, is_idle: bool) -> Literal["idle", "busy", "not ready"]:
+    if is_idle:
+        return "idle"
+    return "busy" if is_ready else "not ready"
+
+
+def _mean_rows(records: Sequence[Record]) -> float:
+    return sum(record.num_rows for record in records) / len(records)
+
+
+def _mean_requests(records: Sequence[Record]) -> float:
+    return sum(record.num_requests for record in records) / len(records)
+
+
+def _rows(count: float) -> str:
+    return "1 row" if count == 1 else f"{count:.1f} rows"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,260 @@
+"""What people see in a terminal: progress and table at start, and a model explained."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+import penstock
+from penstock.serving.explain import Explanation, PaceState, mode_of
+
+if TYPE_CHECKING:
+    from penstock.server import Progress, Server
+    from penstock.serving.model import Model
+
+log = logging.getLogger("penstock.cli")
+
+STATE_STYLES = {"READY": "green", "UNAVAILABLE": "red", "LOADING": "yellow"}
+NUM_BATCHES_SHOWN = 12
+BAR_WIDTH = 40
+WATCH_S = 1.0
+# Nobody watches a file: its lines are few.
+QUIET_S = 10.0
+
+
+def console(is_error: bool = False) -> Console:
+    made = Console(stderr=is_error)
+    if not made.is_terminal:
+        made.width = 1000  # A file is as wide as its lines: no name is broken.
+    return made
+
+
+class LoadingStatus:
+    """Tells that models still load: a moving line in a terminal, else a line in the log."""
+
+    def __init__(self) -> None:
+        self._status: Status | None = None
+        self._told_at: float | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        names = ", ".join(progress.waiting_for[:5])
+        if len(progress.waiting_for) > 5:
+            names += f" and {len(progress.waiting_for) - 5} more"
+        text = f"{progress.num_loaded} of {progress.num_models} models loaded; loading {names}"
+        if sys.stderr.isatty():
+            if self._status is None:
+                self._status = Console(stderr=True).status("")
+                self._status.start()
+            self._status.update(f"{escape(text)} ({progress.elapsed_s:.0f} s)")
+        elif self._told_at is None or progress.elapsed_s - self._told_at >= QUIET_S:
+            self._told_at = progress.elapsed_s
+            log.info("%s", text)
+
+    def end(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+# Start.
+
+
+def print_start(server: Server, host: str, names: Sequence[str]) -> None:
+    """The models, `names` being those of the repository, and where they are served."""
+    out = console()
+    out.print(start_table(server, names))
+    for failure in server.catalog.failures:
+        for problem in failure.problems:
+            out.print(Text(f"{failure.name}: {problem}", style="red"), soft_wrap=True)
+    address = f"[{host}]" if ":" in host else host
+    lines = [f"HTTP     http://{address}:{server.http_port}/v2"]
+    if server.grpc is not None:
+        lines.append(f"gRPC     {address}:{server.grpc.port}")
+    if server.metrics_port is not None:
+        lines.append(f"Metrics  http://{address}:{server.metrics_port}/metrics")
+    for line in lines:
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def start_table(server: Server, names: Sequence[str]) -> Table:
+    title = f"Penstock {penstock.__version__}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    index = server.catalog.index(names)
+    table.add_column("model", overflow="fold")
+    for column in ("version", "state", "backend", "batching", "instances", "loaded in"):
+        is_figure = column in ("version", "instances", "loaded in")
+        table.add_column(column, no_wrap=True, justify="right" if is_figure else "left")
+    models = {(model.config.name, model.config.version): model for model in server.catalog}
+    for entry in index:
+        state = entry.state or "not loaded"
+        style = STATE_STYLES.get(state, "dim")
+        cells = [escape(entry.name), entry.version, f"[{style}]{state}[/{style}]"]
+        table.add_row(*cells, *_model_cells(models.get((entry.name, entry.version))))
+    return table
+
+
+def _model_cells(model: Model | None) -> list[str]:
+    if model is None:
+        return ["", "", "", ""]
+    config = model.config
+    mode, _ = mode_of(config, model.batcher.policy)
+    slo_s = config.batching.slo_latency_s
+    batching = "no" if mode == "unbatched" else f"up to {config.max_batch_size}"
+    if mode == "slo" and slo_s is not None:
+        batching += f", SLO {slo_s * 1e3:g} ms"
+    ready = sum(instance.is_ready for instance in model.instances)
+    count = str(config.num_instances)
+    if ready != config.num_instances:
+        count = f"{ready} of {count}"
+    return [config.backend, batching, count, f"{model.metrics.load_s:.2f} s"]
+
+
+# Explain.
+
+
+def explained(answer: Explanation) -> Group:
+    parts: list[RenderableType] = [_title(answer)]
+    parts += [Text(f"Note: {note}", style="yellow") for note in answer.notes]
+    parts += [_section("Why batches are as they are"), *map(_sentence, answer.verdicts)]
+    parts += [_section("Waiting now"), _waiting(answer)]
+    parts += [_section("Last batches (ms: waits, then work)"), _recent(answer)]
+    parts += [_section("Rows per batch, since it was loaded"), _bars(answer.batch_sizes)]
+    parts += [_section(f"Shapes of a row ({answer.num_shapes} seen)"), _shapes(answer)]
+    if answer.paces:
+        parts += [_section("T(b) in ms; b* is the batch aimed at"), _paces(answer.paces)]
+    parts += [_section("Refused"), _refused(answer)]
+    return Group(*parts)
+
+
+def watch(ask: Callable[[], Explanation]) -> None:
+    """Show the answer anew every second until Ctrl-C."""
+    with Live(console=console(), auto_refresh=False) as live, suppress(KeyboardInterrupt):
+        while True:
+            live.update(explained(ask()), refresh=True)
+            time.sleep(WATCH_S)
+
+
+def _title(answer: Explanation) -> Group:
+    style = STATE_STYLES.get(answer.state, "dim")
+    states = [each.state for each in answer.instances]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    policy = ", ".join(f"{name} {text}" for name, text in answer.policy.items())
+    return Group(
+        Text.assemble(
+            (f"{answer.model}/{answer.version}", "bold"), " ", (answer.state, style), f"  {counts}"
+        ),
+        Text.assemble(("mode ", "dim"), (answer.mode, "bold"), f": {answer.mode_reason}"),
+        Text.assemble(("policy ", "dim"), policy),
+    )
+
+
+def _section(title: str) -> Text:
+    return Text.assemble("\n", (title, "bold cyan"))
+
+
+def _sentence(text: str) -> Text:
+    return Text(f"- {text}")
+
+
+def _table(*columns: str, num_words: int = 1) -> Table:
+    """Words on the left, figures on the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for index, column in enumerate(columns):
+        is_word = index < num_words
+        table.add_column(column, justify="left" if is_word else "right", no_wrap=not is_word)
+    return table
+
+
+def _waiting(answer: Explanation) -> RenderableType:
+    if not answer.waiting:
+        return Text("nothing", style="dim")
+    table = _table("shape", "waits for", "requests", "rows", "oldest ms", num_words=2)
+    for lane in answer.waiting:
+        counts = (str(lane.num_requests), str(lane.num_rows), _ms(lane.oldest_s))
+        table.add_row(Text(lane.shape), Text(lane.waits_for), *counts)
+    return table
+
+
+def _recent(answer: Explanation) -> RenderableType:
+    if not answer.recent:
+        return Text("none", style="dim")
+    figures = ("rows", "requests", "for batch", "for instance", "compute", "total")
+    table = _table("closed by", "shape", "instance", "ago", *figures, num_words=2)
+    for batch in answer.recent[:NUM_BATCHES_SHOWN]:
+        why = batch.closed_by
+        if batch.outcome != "answered":
+            why += f" ({batch.outcome})"
+        table.add_row(
+            Text(why),
+            Text(batch.shape),
+            str(batch.instance),
+            f"{batch.age_s:.1f} s",
+            str(batch.num_rows),
+            str(batch.num_requests),
+            *map(
+                _ms,
+                (batch.batch_wait_s, batch.instance_wait_s, batch.compute_s, batch.duration_s),
+            ),
+        )
+    return table
+
+
+def _bars(batch_sizes: dict[int, int]) -> RenderableType:
+    """Sizes in steps of two."""
+    if not batch_sizes:
+        return Text("none", style="dim")
+    steps: dict[int, int] = {}
+    for size, count in batch_sizes.items():
+        step = 1 << (size - 1).bit_length()
+        steps[step] = steps.get(step, 0) + count
+    total, most = sum(steps.values()), max(steps.values())
+    table = _table("rows", "", "batches", "share", num_words=2)
+    for step, count in sorted(steps.items()):
+        label = str(step) if step <= 2 else f"{step // 2 + 1}-{step}"
+        bar = "█" * max(1, round(BAR_WIDTH * count / most))
+        table.add_row(label, Text(bar, style="cyan"), str(count), f"{count / total:.0%}")
+    return table
+
+
+def _shapes(answer: Explanation) -> RenderableType:
+    if not answer.shapes:
+        return Text("none", style="dim")
+    table = _table("shape", "requests", "rows", "batches")
+    for seen in answer.shapes:
+        counts = (str(seen.num_requests), str(seen.num_rows), str(seen.num_batches))
+        table.add_row(Text(seen.shape), *counts)
+    return table
+
+
+def _paces(paces: Sequence[PaceState]) -> Table:
+    table = _table("shape", "b*", "arrivals/s", *(f"T({size})" for size in paces[0].times_s))
+    for pace in paces:
+        times = [_ms(time_s) for time_s in pace.times_s.values()]
+        rate = f"{pace.arrivals_per_s:.0f}"
+        table.add_row(Text(pace.shape), str(pace.target_rows), rate, *times)
+    return table
+
+
+def _refused(answer: Explanation) -> RenderableType:
+    if not answer.refused:
+        return Text("nobody", style="dim")
+    table = _table("reason", "requests")
+    for reason, count in answer.refused.items():
+        table.add_row(reason, str(count))
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"

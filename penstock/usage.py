@@ -1,0 +1,59 @@
+"""What the server's processes and the machine use, asked of the operating system at a scrape."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+
+from penstock.metrics import HostUse, ProcessUse
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of the server; see `ProcessUse` for the names."""
+
+    pid: int
+    role: str
+    model: str = ""
+    version: str = ""
+    instance: str = ""
+
+
+class Usage:
+    """Utilisation is that since the last `read`, so there is one of these for a server."""
+
+    def __init__(self) -> None:
+        psutil.cpu_percent(None)
+
+    def read(self, members: Iterable[Member]) -> HostUse:
+        """This process and `members`; one that has just died is left out."""
+        processes = []
+        for member in (Member(os.getpid(), "core"), *members):
+            try:
+                processes.append(_use(member))
+            except psutil.Error:
+                continue
+        memory = psutil.virtual_memory()
+        return HostUse(
+            cpu_utilization=psutil.cpu_percent(None) / 100,
+            memory_total_bytes=memory.total,
+            memory_used_bytes=memory.total - memory.available,
+            processes=processes,
+        )
+
+
+def _use(member: Member) -> ProcessUse:
+    process = psutil.Process(member.pid)
+    with process.oneshot():
+        times = process.cpu_times()
+        return ProcessUse(
+            member.role,
+            process.memory_info().rss,
+            times.user + times.system,
+            member.model,
+            member.version,
+            member.instance,
+        )

@@ -1,0 +1,102 @@
+"""What people see: nothing is lost, broken or obeyed as markup."""
+
+import io
+import logging
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from penstock import terminal
+from penstock.server import Progress
+from penstock.serving.explain import (
+    Explanation,
+    InstanceState,
+    LaneState,
+    PaceState,
+    PastBatch,
+    SeenShape,
+)
+
+ANSWER = Explanation(
+    model="[bold]digits",
+    version="3",
+    state="READY",
+    mode="slo",
+    mode_reason="penstock.slo promises an answer within 50 ms",
+    policy={"max_batch_size": "16", "SLO": "50 ms"},
+    instances=[InstanceState(0, "busy", 10), InstanceState(1, "busy", 11)],
+    waiting=[LaneState("[1,8,8]", 5, 7, 0.0123, "an idle instance (2 busy)")],
+    recent=[
+        PastBatch(
+            0.5, 4, 3, "[1,8,8]", 0.0001, 0.0042, 0.01, 0.011, 1, "SLO target", "the worker died"
+        )
+    ],
+    num_shapes=2,
+    shapes=[SeenShape("[1,8,8]", 100, 120, 30), SeenShape("[1,4,4]", 2, 2, 2)],
+    batch_sizes={1: 30, 3: 1, 4: 1, 16: 10},
+    verdicts=["Batches hold 3.9 rows on average; at most 16 are allowed."],
+    paces=[PaceState("[1,8,8]", 6, {1: 0.001, 2: 0.002}, 812.4)],
+    refused={"predicted_late": 17},
+    notes=["12 % of the rows are padding"],
+)
+
+
+def shown(answer: Explanation, width: int = 120) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(terminal.explained(answer))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[bold]digits/3 READY  2 busy",
+        "mode slo: penstock.slo promises an answer within 50 ms",
+        "policy max_batch_size 16, SLO 50 ms",
+        "Note: 12 % of the rows are padding",
+        "- Batches hold 3.9 rows on average",
+        "an idle instance (2 busy)         5     7      12.30",
+        "SLO target (the worker died)",
+        "Shapes of a row (2 seen)",
+        "[1,4,4]         2     2        2",
+        "predicted_late        17",
+    ],
+)
+def test_every_part_of_the_answer_is_shown(words):
+    assert words in shown(ANSWER)
+
+
+def test_the_table_of_times_shows_the_batch_aimed_at():
+    assert "shape    b*  arrivals/s  T(1)  T(2)" in shown(ANSWER)
+    assert "[1,8,8]   6         812  1.00  2.00" in shown(ANSWER)
+
+
+def test_sizes_are_bars_in_steps_of_two():
+    lines = [line.split() for line in shown(ANSWER).splitlines() if "█" in line]
+    assert [(line[0], line[2], line[3]) for line in lines] == [
+        ("1", "30", "71%"),
+        ("3-4", "2", "5%"),
+        ("9-16", "10", "24%"),
+    ]
+    assert [len(line[1]) for line in lines] == [40, 3, 13]
+
+
+def test_a_model_that_has_done_nothing():
+    empty = replace(
+        ANSWER, waiting=[], recent=[], shapes=[], batch_sizes={}, paces=[], refused={}, notes=[]
+    )
+    text = shown(empty)
+    for words in ("nothing", "none", "nobody"):
+        assert words in text
+    assert "T(b)" not in text and "Note" not in text
+
+
+def test_loading_is_told_in_a_log_that_nobody_watches_and_not_every_second(caplog):
+    caplog.set_level(logging.INFO)
+    status = terminal.LoadingStatus()
+    for second in range(1, 13):
+        status(Progress(1, 8, list("abcdefg"), float(second)))
+    status.end()
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == ["1 of 8 models loaded; loading a, b, c, d, e and 2 more"] * 2

@@ -1,0 +1,37 @@
+"""What the operating system says of processes."""
+
+import os
+import subprocess
+import sys
+
+import psutil
+
+from penstock.usage import Member, Usage
+
+
+def test_this_process_is_the_core_and_uses_something():
+    [core] = Usage().read([]).processes
+    assert (core.role, core.model) == ("core", "")
+    assert core.resident_bytes > 1 << 20
+    assert core.cpu_s > 0
+
+
+def test_members_are_named_as_given_and_one_that_has_gone_is_left_out():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    members = [Member(gone.pid, "grpc_front"), Member(os.getppid(), "worker", "digits", "2", "1")]
+    _, worker = Usage().read(members).processes
+    assert (worker.role, worker.model, worker.version, worker.instance) == (
+        "worker",
+        "digits",
+        "2",
+        "1",
+    )
+    assert worker.resident_bytes > 0
+
+
+def test_the_machine_has_memory_and_uses_part_of_it():
+    host = Usage().read([])
+    assert host.memory_total_bytes == psutil.virtual_memory().total
+    assert 0 < host.memory_used_bytes < host.memory_total_bytes
+    assert 0.0 <= host.cpu_utilization <= 1.0
