@@ -102,6 +102,9 @@ class ModelMetrics:
         # Unix time of the last batch.
         self.last_inference = 0.0
         self.num_restarts = 0
+        # Of requests that are filled up to a bucket: all their bytes, and those that are filling.
+        self.padded_bytes = 0
+        self.padding_bytes = 0
         self.load_s = 0.0
 
     def fold(self, answered: Sequence[Request], num_rows: int, timings: Timings) -> Waits:
@@ -280,6 +283,8 @@ def _counters(items: Sequence[Pending]) -> list[str]:
         ("nv_inference_count", "Inferences (rows) done", "num_inferences"),
         ("nv_inference_exec_count", "Batches executed", "num_executions"),
         ("penstock_worker_restarts", "Workers started again after a death", "num_restarts"),
+        ("penstock_padded_bytes", "Inputs of padded requests, with their filling", "padded_bytes"),
+        ("penstock_padding_bytes", "The filling of padded requests", "padding_bytes"),
     ):
         lines += _head(name, text, "counter")
         lines += [f"{name}{_of(item)} {getattr(item.metrics, attribute)}" for item in items]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from penstock.config import BatchPolicy, ModelConfig
+from penstock.metrics import ModelMetrics
 from penstock.serving.history import Record, Shapes
 from penstock.serving.lanes import Lane
 from penstock.serving.plan import Geometry
@@ -106,6 +107,13 @@ class Explanation:
     notes: list[str]
 
 
+def _padding(metrics: ModelMetrics) -> list[str]:
+    if not metrics.padded_bytes:
+        return []
+    share = 100 * metrics.padding_bytes / metrics.padded_bytes
+    return [f"requests were padded to buckets; the filling is {share:.0f} % of their bytes"]
+
+
 def explain(model: Model, now: float) -> Explanation:
     config, history, policy = model.config, model.history, model.batcher.policy
     mode, reason = mode_of(config, policy)
@@ -135,7 +143,7 @@ def explain(model: Model, now: float) -> Explanation:
         ),
         paces=paces,
         refused={name: count for name, count in model.metrics.num_refused.items() if count},
-        notes=list(model.notes),
+        notes=[*model.notes, *_padding(model.metrics)],
     )
 
 

@@ -282,6 +282,8 @@ class Model:
             target = place.slab.seg.view[start : start + place.count * row_bytes]
             data = request.inputs[plan.order[index]].data
             pads.write(index, target, data, plan.own_shapes[index], geometry.row_shapes[index])
+            self.metrics.padded_bytes += len(target)
+            self.metrics.padding_bytes += len(target) - len(data)
 
     def _check_spill(self, request: Request) -> None:
         needed = sum(aligned(len(tensor.data)) for tensor in request.inputs)

@@ -160,6 +160,9 @@ def test_lengths_of_one_bucket_share_a_batch_and_answers_keep_their_own():
         await puppets.step_all()
         for n, request in zip(lengths, requests, strict=True):
             np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(n, (1, n)))
+        assert model.metrics.padded_bytes == 8 * (4 * 16 + 64 + 2)
+        assert model.metrics.padding_bytes == model.metrics.padded_bytes - 8 * sum(lengths)
+        assert any("42 % of their bytes" in note for note in model.explain().notes)
         # 3, 16, 5 and 9 in the bucket of 16; 40 in that of 64; 2 in its own.
         assert model.metrics.batch_sizes == {4: 1, 1: 2}
         assert model.notes == ()
