@@ -30,6 +30,7 @@ from penstock.serving.explain import Explanation, explain
 from penstock.serving.history import History, Record
 from penstock.serving.padding import Pads
 from penstock.serving.plan import Geometry, Plan, Planner, column_bytes
+from penstock.serving.proof import agreed
 from penstock.serving.refusals import Refusals
 from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
@@ -228,8 +229,8 @@ class Model:
             request.turn = self._sequencer.enter()
         if geometry.layout is not None:
             place = self._pool.place(geometry, geometry.layout, plan.num_rows)
-            if place is not None:
-                self._fill(request, place)
+            if place is not None and not self._try_fill(request, place):
+                return
         self._wake()
 
     def refused(self, error: PenstockError, received: float) -> None:
@@ -259,6 +260,18 @@ class Model:
         self.metrics.failed("CANCELED")
         self._finish(request, CANCELLED)
         self._check_idle()
+
+    def _try_fill(self, request: Request, place: Place) -> bool:
+        try:
+            self._fill(request, place)
+        except Exception:  # Whatever cannot be copied must not stay in the queue.
+            log.exception("%s: a request could not be placed", self.config.name)
+            self._batcher.remove(request)
+            self._release(request, was_dispatched=False)
+            self.metrics.failed("OTHER")
+            self._finish(request, BackendFailed("internal error; this is a bug"))
+            return False
+        return True
 
     def _fill(self, request: Request, place: Place) -> None:
         """Copy the tensors into their rows; the request's own bytes are no longer needed."""
@@ -632,25 +645,29 @@ class Model:
 
     def _apply_proofs(self, ready: Sequence[frames.Ready]) -> None:
         """Batch and pad only what every instance has found harmless. Nothing waits yet."""
-        policy = self.config.batching
-        notes = {note: None for each in ready for note in each.notes}
-        unbatched = next((each.unbatched for each in ready if each.unbatched), "")
-        if unbatched:
-            notes[f"served one request at a time: {unbatched}"] = None
-            policy = replace(policy, is_dynamic=False)
-            if self._slo is not None:
-                self._slo = SloBatcher(policy, self.config.num_instances)
-                self._count_executors()
-            self._batcher = self._slo or Batcher(policy)
-        unpadded = next((each.unpadded for each in ready if each.unpadded), "")
-        if unpadded:
-            notes[f"not padded: {unpadded}"] = None
+        proof = agreed([each.proof for each in ready])
+        self._supervisor.proof = proof
+        notes = list(proof.notes)
+        if proof.unbatched:
+            notes.append(f"served one request at a time: {proof.unbatched}")
+            self._stop_batching(ready)
+        if proof.unpadded:
+            notes.append(f"not padded: {proof.unpadded}")
         elif self.config.padding is not None:
             self._planner.pads = Pads(self.config)
             self._seed_buckets(ready)
         self.notes = tuple(notes)
         for note in self.notes:
-            log.warning("%s/%s: %s", self.config.name, self.config.version, note)
+            log.warning("%s/%s: %s", self.config.name, self.config.version, note, extra=self.labels)
+
+    def _stop_batching(self, ready: Sequence[frames.Ready]) -> None:
+        policy = replace(self.config.batching, is_dynamic=False)
+        if self._slo is not None:
+            self._slo = SloBatcher(policy, self.config.num_instances)
+            for each in ready:
+                self._slo.seed(each.timings)
+            self._count_executors()
+        self._batcher = self._slo or Batcher(policy)
 
     def _seed_buckets(self, ready: Sequence[frames.Ready]) -> None:
         if self._slo is None:

@@ -206,6 +206,8 @@ class Planner:
         """The geometry of the bucket and the own length; None if this is not to be padded."""
         if self.pads is None or len(present) < len(self._config.inputs):
             return None
+        if any(0 in shape for shape in own_shapes):
+            return None
         length = self.pads.length(own_shapes)
         bucket = self.pads.bucket(length) if length is not None else None
         if length is None or bucket is None:

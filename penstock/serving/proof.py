@@ -10,7 +10,6 @@ proven: it is batched as configured, with a note, and not padded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
 from penstock.serving.padding import Crop, Pads, Shapes, cropped
 from penstock.types import DATATYPES, Array, TensorSpec
-from penstock.wire.frames import RequestPart
+from penstock.wire.frames import Proof, RequestPart
 
 SEED = 20
 # Of axes that may have any size: the first with which the model runs.
@@ -31,16 +30,6 @@ NUM_ROWS = 3
 # Of the largest value. Rounding differs between shapes, so padding needs room.
 PADDING_TOLERANCE = {"FP64": 1e-6, "FP32": 1e-3, "FP16": 1e-2, "BF16": 5e-2}
 COMPANY_TOLERANCE = {"FP64": 1e-9, "FP32": 1e-5, "FP16": 1e-3, "BF16": 1e-2}
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """`unbatched` and `unpadded` say why not, in words; empty: it may."""
-
-    unbatched: str = ""
-    unpadded: str = ""
-    crops: frozenset[Crop] = frozenset()
-    notes: tuple[str, ...] = ()
 
 
 class Difference(Exception):
@@ -65,10 +54,12 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
             unbatched = f"answers depend on what else is in the batch: {difference}"
         except Unproven as reason:
             notes.append(f"not checked whether rows of a batch influence each other: {reason}")
-    unpadded, crops = "", frozenset[Crop]()
-    if config.padding is not None:
+    unpadded, crops = "", tuple[Crop, ...]()
+    if config.padding is not None and unbatched:
+        unpadded = "the model is not batched"
+    elif config.padding is not None:
         try:
-            crops = _padding(config, trial, unbatched)
+            crops = trial.check_padding(Pads(config))
         except Difference as difference:
             unpadded = f"padding changes answers: {difference}"
         except Unproven as reason:
@@ -76,10 +67,18 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
     return Proof(unbatched, unpadded, crops, tuple(notes))
 
 
-def _padding(config: ModelConfig, trial: Trial, unbatched: str) -> frozenset[Crop]:
-    if unbatched:
-        raise Unproven("the model is not batched")
-    return trial.check_padding(Pads(config))
+def agreed(proofs: Sequence[Proof]) -> Proof:
+    """What all instances of a model may do."""
+    first = proofs[0]
+    unpadded = next((proof.unpadded for proof in proofs if proof.unpadded), "")
+    if any(proof.crops != first.crops for proof in proofs):
+        unpadded = unpadded or "instances disagree on which outputs follow the length"
+    return Proof(
+        next((proof.unbatched for proof in proofs if proof.unbatched), ""),
+        unpadded,
+        first.crops,
+        tuple(dict.fromkeys(note for proof in proofs for note in proof.notes)),
+    )
 
 
 class Trial:
@@ -101,6 +100,8 @@ class Trial:
         num_rows = min(NUM_ROWS, self._config.max_batch_size)
         shapes, limit = self._runnable(num_rows)
         row = self._rows(shapes, 1, limit)
+        self._check_repeats(self._rows(shapes, num_rows, limit))
+        seen: list[Outputs] = []
         for position in (0, num_rows - 1):
             answers = []
             for _ in range(2):
@@ -110,26 +111,48 @@ class Trial:
                 answers.append(self._run(others))
             one, other = (_row(answer, position) for answer in answers)
             self._compare(one, other, COMPANY_TOLERANCE)
+            seen += answers
         self._compare(other, self._run(row), PADDING_TOLERANCE)
+        _check_varied(seen)
 
-    def check_padding(self, pads: Pads) -> frozenset[Crop]:
-        """How to cut the outputs back; Difference, if padding changes answers. The rows that need
-        most filling show most, so those are tried: one element, and one more than a bucket."""
+    def _check_repeats(self, rows: Sequence[Array]) -> None:
+        try:
+            self._compare(self._run(rows), self._run(rows), COMPANY_TOLERANCE)
+        except Difference:
+            raise Unproven("the same batch does not give the same answers twice") from None
+
+    def check_padding(self, pads: Pads) -> tuple[Crop, ...]:
+        """How to cut the outputs back; Difference, if padding changes answers. Integers that are
+        all the same are tried first, for they may be a mask."""
         if self._cannot:
             raise Unproven(self._cannot)
+        reasons: list[str] = []
+        is_free = any(n < 0 for shape in pads.shapes(self._shapes(), 1) for n in shape)
+        for size in SIZES if is_free else SIZES[:1]:
+            for limit in INTEGERS:
+                try:
+                    return self._check_padding(pads, self._free_shapes(size), limit)
+                except Unproven as error:
+                    reasons.append(str(error))
+        raise Unproven(reasons[0])
+
+    def _check_padding(self, pads: Pads, shapes: Shapes, limit: int) -> tuple[Crop, ...]:
+        """The rows that need most filling show most, so those are tried: one element, and one more
+        than a bucket."""
         crops: set[Crop] = set()
+        seen: list[Outputs] = []
         for lengths, bucket in _cases(pads.buckets, self._config.max_batch_size):
-            apart = [self._padded_rows(pads, length) for length in lengths]
-            full = pads.shapes(self._free_shapes(bucket), bucket)
+            apart = [self._padded_rows(pads, shapes, length, limit) for length in lengths]
             together = self._run(
                 [
                     np.concatenate([pads.filled(index, rows[index], shape) for rows in apart])
-                    for index, shape in enumerate(full)
+                    for index, shape in enumerate(pads.shapes(shapes, bucket))
                 ]
             )
             for position, (length, rows) in enumerate(zip(lengths, apart, strict=True)):
                 mine = _row(together, position)
                 alone = self._run(rows)
+                seen.append(alone)
                 crops |= _crops(alone, mine, (length, bucket))
                 cut = {name: cropped(name, v, crops, length) for name, v in mine.items()}
                 try:
@@ -137,21 +160,28 @@ class Trial:
                 except Difference as difference:
                     text = f"{difference}, with {length} filled up to {bucket}"
                     raise Difference(text) from None
-        return frozenset(crops)
+        _check_varied(seen)
+        return tuple(sorted(crops))
 
-    def _padded_rows(self, pads: Pads, length: int) -> list[Array]:
+    def _padded_rows(self, pads: Pads, shapes: Shapes, length: int, limit: int) -> list[Array]:
         """One row of this length. Integers are not what is filled up with: a mask that marks what
         is there as filling would say nothing about the filling."""
-        rows = self._rows(pads.shapes(self._free_shapes(length), length), 1, INTEGERS[0])
+        rows = self._rows(pads.shapes(shapes, length), 1, limit)
         for index, value in pads.values.items():
-            if value.dtype.kind in "iub" and self._config.inputs[index].datatype != "BF16":
+            spec = self._config.inputs[index]
+            if value.dtype.kind not in "iub" or spec.datatype == "BF16":
+                continue
+            if limit == INTEGERS[0] or value.dtype.kind == "b" or "mask" in spec.name.lower():
                 rows[index][...] = 1 if value == 0 else 0
+            else:
+                rows[index][rows[index] == value] = 1 if value == 0 else 0
         return rows
 
+    def _shapes(self) -> Shapes:
+        return tuple(spec.shape for spec in self._config.inputs)
+
     def _free_shapes(self, size: int) -> Shapes:
-        return tuple(
-            tuple(size if n < 0 else n for n in spec.shape) for spec in self._config.inputs
-        )
+        return tuple(tuple(size if n < 0 else n for n in shape) for shape in self._shapes())
 
     def _runnable(self, num_rows: int) -> tuple[Shapes, int]:
         """Shapes and a limit of integers with which the model gives finite numbers."""
@@ -256,6 +286,19 @@ def _rows_of(config: ModelConfig, answer: Outputs | PerRequest, num_rows: int) -
             raise BackendFailed(f"output '{spec.name}' has no row for each row of the input")
         outputs[spec.name] = values
     return outputs
+
+
+def _check_varied(answers: Sequence[Outputs]) -> None:
+    """Unproven, if all rows have the same answer: then it says nothing that it stayed the same."""
+    for name in answers[0]:
+        rows = [row for answer in answers for row in answer[name]]
+        by_shape: dict[tuple[int, ...], set[bytes]] = {}
+        for row in rows:
+            by_shape.setdefault(row.shape, set()).add(row.tobytes())
+        values = {np.unique(row).tobytes() for row in rows}
+        if len(values) > 1 or any(len(different) > 1 for different in by_shape.values()):
+            return
+    raise Unproven("it gives the same answer to all made-up inputs")
 
 
 def _row(outputs: Outputs, position: int) -> dict[str, Array]:

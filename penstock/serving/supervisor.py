@@ -268,6 +268,8 @@ class Supervisor:
         self._is_stopping = False
         self._all_dead = asyncio.Event()
         self.last_reason = ""
+        # What workers that start from now on need not try out again.
+        self.proof: frames.Proof | None = None
         self.instances = [Instance(index) for index in range(config.num_instances)]
 
     def start(self) -> None:
@@ -318,7 +320,8 @@ class Supervisor:
         instance.life = life
         instance.sender = Sender(self._loop, life.sock)
         self._loop.add_reader(life.sock.fileno(), self._receive, instance)
-        load = frames.Load(frames.VERSION, self._config, self._config.memory.spill_bytes)
+        spill_bytes = self._config.memory.spill_bytes
+        load = frames.Load(frames.VERSION, self._config, spill_bytes, self.proof)
         self.send(instance, load, (self._input_spill.fd, spill.fd))
         for slab in self._slabs:
             self._send_slab(instance, slab)

@@ -27,7 +27,7 @@ from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving.padding import Pads, cropped
 from penstock.serving.plan import column_bytes, fixed_outputs
-from penstock.serving.proof import Proof, prove
+from penstock.serving.proof import prove
 from penstock.serving.slab import Extents, Layout, Segment
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire import frames
@@ -152,7 +152,7 @@ class Worker:
         self._config: ModelConfig | None = None
         self._runner: Runner | None = None
         self._memory: Memory | None = None
-        self._proof = Proof()
+        self._proof = frames.Proof()
 
     def serve(self) -> None:
         """Until the core closes the socket or says Stop."""
@@ -200,7 +200,7 @@ class Worker:
             if config.manifest:
                 manifest.check_digests(Path(config.manifest).parent)
             self._runner = runner = backend(config.backend)(config)
-            self._proof = proof = prove(config, runner)
+            self._proof = proof = frame.proof or prove(config, runner)
             timings = warm_up(config, runner)
             is_padded = config.padding is not None and not proof.unpadded
             bucket_timings = warm_up_buckets(config, runner) if is_padded else {}
@@ -215,9 +215,7 @@ class Worker:
                 dict(runner.built()),
                 timings,
                 runner.needs_requests,
-                proof.unbatched,
-                proof.unpadded,
-                proof.notes,
+                proof,
                 bucket_timings,
             )
         )

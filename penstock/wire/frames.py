@@ -61,12 +61,24 @@ class RequestPart(Frame, tag="p"):
     length: int = 0
 
 
+class Proof(Frame, tag="prf"):
+    """What was tried out at load. `unbatched` and `unpadded` say why not, in words; empty: it may.
+    `crops` are axes of outputs, counted without the batch, that are as long as the padded axes."""
+
+    unbatched: str = ""
+    unpadded: str = ""
+    crops: tuple[tuple[str, int], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
 class Load(Frame, tag="load"):
-    """First frame to a worker. Two descriptors come with it: input spill, output spill."""
+    """First frame to a worker. Two descriptors come with it: input spill, output spill. With a
+    `proof` that the model goes by already, nothing is tried out again."""
 
     version: int
     model: ModelConfig
     spill_bytes: int
+    proof: Proof | None = None
 
 
 class MapSlab(Frame, tag="map"):
@@ -108,16 +120,14 @@ class Stop(Frame, tag="stop"):
 class Ready(Frame, tag="rdy"):
     """Loaded, tried out and warmed up. `built` is what the backend really made of the options;
     `timings` maps each rung of the batch ladder to its warm duration in seconds, `bucket_timings`
-    the same for each bucket of padded models. `unbatched` and `unpadded` say why not."""
+    the same for each bucket of padded models."""
 
     version: int
     load_s: float
     built: dict[str, str]
     timings: dict[int, float]
     needs_requests: bool = False
-    unbatched: str = ""
-    unpadded: str = ""
-    notes: tuple[str, ...] = ()
+    proof: Proof = msgspec.field(default_factory=Proof)
     bucket_timings: dict[int, dict[int, float]] = {}
 
 

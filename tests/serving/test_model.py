@@ -28,10 +28,11 @@ from penstock.errors import (
     TooLarge,
 )
 from penstock.metrics import ModelMetrics
-from penstock.serving import supervisor
+from penstock.serving import supervisor, worker
 from penstock.serving.model import Model
 from penstock.testing import FakeClock, Puppets, RecordingSink, settle
 from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
+from penstock.wire import frames
 
 FIXED = ModelConfig(
     name="echo",
@@ -205,9 +206,89 @@ def test_a_model_whose_rows_influence_each_other_runs_one_request_at_a_time(tmp_
         assert model.metrics.batch_sizes == {1: 5}
         served, padded = model.notes
         assert "one request at a time: answers depend on what else is in the batch" in served
-        assert padded == "not padded: padding could not be checked: the model is not batched"
+        assert padded == "not padded: the model is not batched"
 
     run(config, scenario)
+
+
+def test_an_unbatchable_model_under_an_slo_keeps_what_warm_up_measured(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import time\n"
+        "def infer(inputs):\n"
+        "    time.sleep(0.005)\n"
+        "    return {'y': inputs['x'].cumsum(axis=0)}\n"
+    )
+    config = replace(
+        FIXED,
+        backend="python",
+        artifact=str(path),
+        batching=BatchPolicy(8, is_dynamic=True, slo_latency_s=0.02),
+    )
+
+    async def scenario(model, puppets):
+        requests = [ask(config, canary(i, (1, 4))) for i in range(50)]
+        for request in requests:
+            model.submit(request)
+        assert sum(isinstance(r.sink.error, Overloaded) for r in requests) >= 40
+        await puppets.step_all()
+
+    run(config, scenario)
+
+
+def test_tensors_without_elements_are_answered_on_a_padded_model():
+    config = replace(
+        PADDED,
+        inputs=(TensorSpec("x", "INT64", (-1, -1)),),
+        outputs=(TensorSpec("y", "INT64", (-1, -1)),),
+    )
+
+    async def scenario(model, puppets):
+        shapes = [(1, 3, 0), (1, 0, 3), (2, 3, 5), (1, 3, 20)]
+        requests = [ask(config, canary(i, shape)) for i, shape in enumerate(shapes)]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        for i, (shape, request) in enumerate(zip(shapes, requests, strict=True)):
+            np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, shape))
+        assert model.num_waiting == model.num_slabs_held == 0
+
+    run(config, scenario)
+
+
+def test_a_request_that_cannot_be_placed_ends_with_an_error(monkeypatch):
+    async def scenario(model, puppets):
+        def fail(request, place):
+            request.place = place
+            raise ValueError("does not fit")
+
+        monkeypatch.setattr(model, "_fill", fail)
+        request = ask(FIXED, canary(1, (1, 4)))
+        model.submit(request)
+        assert isinstance(request.sink.error, BackendFailed)
+        monkeypatch.undo()
+        good = ask(FIXED, canary(2, (1, 4)))
+        model.submit(good)
+        await puppets.step_all()
+        np.testing.assert_array_equal(good.sink.outputs[0]["y"], canary(2, (1, 4)))
+        assert model.num_waiting == model.num_slabs_held == 0
+
+    run(FIXED, scenario)
+
+
+def test_a_worker_that_comes_back_pads_as_was_agreed(monkeypatch):
+    async def scenario(model, puppets):
+        monkeypatch.setattr(worker, "prove", lambda *_: frames.Proof(unpadded="out of memory"))
+        puppets.alive[0].kill()
+        await puppets.step_all()
+        await asyncio.sleep(0.01)
+        await puppets.step_all()
+        request = ask(PADDED, canary(1, (1, 3)))
+        model.submit(request)
+        await puppets.step_all()
+        np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(1, (1, 3)))
+
+    run(PADDED, scenario)
 
 
 def test_when_slabs_are_full_requests_keep_their_bytes_and_are_placed_later():

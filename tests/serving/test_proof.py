@@ -9,8 +9,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from penstock.backends.onnxruntime import load
 from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding
-from penstock.serving.proof import Proof, prove
+from penstock.serving.proof import agreed, prove
 from penstock.types import TensorSpec
+from penstock.wire.frames import Proof
 
 PAD_X = Padding((PadAxis("x", 0),), (4, 16))
 FREE = (TensorSpec("x", "FP32", (-1,)),)
@@ -160,7 +161,7 @@ def test_a_model_that_is_not_batched_is_not_tried(proof_of):
 
 def test_outputs_as_long_as_the_input_are_cut_back(proof_of):
     proof = proof_of([node("Relu", "x")], FREE, (TensorSpec("y", "FP32", (-1,)),), padding=PAD_X)
-    assert proof == Proof(crops=frozenset({("y", 0)}))
+    assert proof == Proof(crops=(("y", 0),))
 
 
 def test_a_sum_over_zeros_is_harmless(proof_of):
@@ -215,3 +216,55 @@ def test_padding_that_cannot_be_run_is_refused(proof_of):
     ]
     proof = proof_of(nodes, FREE, y, [("sizes", np.array([2, 5]))], padding=PAD_X)
     assert proof.unpadded.startswith("padding could not be checked: it fails on made-up inputs: ")
+
+
+def test_only_the_padded_axis_is_cut_back(proof_of):
+    """Another axis of any length is the request's own."""
+    x, y = TensorSpec("x", "FP32", (-1, -1)), TensorSpec("y", "FP32", (-1, -1))
+    proof = proof_of([node("Relu", "x")], (x,), (y,), padding=PAD_X)
+    assert proof == Proof(crops=(("y", 0),))
+    swapped = proof_of([node("Transpose", "x", perm=[0, 2, 1])], (x,), (y,), padding=PAD_X)
+    assert swapped == Proof(crops=(("y", 1),))
+
+
+def test_another_input_may_have_a_free_axis_that_is_not_padded(proof_of):
+    inputs = (*FREE, TensorSpec("b", "FP32", (-1,)))
+    outputs = (TensorSpec("y", "FP32", (-1,)), TensorSpec("z", "FP32", (-1,)))
+    nodes = [node("Relu", "x"), node("Relu", "b", out="z")]
+    assert proof_of(nodes, inputs, outputs, padding=PAD_X) == Proof(crops=(("y", 0),))
+
+
+LABEL = [
+    node("ReduceMean", "f", out="mean", axes=[1], keepdims=1),
+    node("Greater", "mean", "limit", out="above"),
+    node("Cast", "above", to=TensorProto.INT64),
+]
+
+
+def test_an_answer_that_never_varies_proves_nothing(proof_of):
+    """Labels of a mean without its mask: padded or not, it is 0 for all short rows of ones."""
+    ids, y = (TensorSpec("ids", "INT64", (-1,)),), (TensorSpec("y", "INT64", (1,)),)
+    nodes = [node("Cast", "ids", out="f", to=TensorProto.FLOAT), *LABEL]
+    padding = Padding((PadAxis("ids", 0),), (4, 16))
+    never = [("limit", np.array(1000, np.float32))]
+    proof = proof_of(nodes, ids, y, never, padding=padding)
+    assert "it gives the same answer to all made-up inputs" in proof.unpadded
+    assert "it gives the same answer to all made-up inputs" in proof.notes[0]
+    sometimes = [("limit", np.array(40, np.float32))]
+    assert "changes answers" in proof_of(nodes, ids, y, sometimes, padding=padding).unpadded
+
+
+def test_a_model_that_samples_is_batched_with_a_note(proof_of):
+    nodes = [node("RandomNormalLike", "x", out="noise"), node("Add", "x", "noise")]
+    proof = proof_of(nodes, (X6,), (Y6,))
+    assert not proof.unbatched
+    assert "the same batch does not give the same answers twice" in proof.notes[0]
+
+
+def test_instances_agree_on_the_least():
+    good, other = Proof(crops=(("y", 0),)), Proof(crops=(("y", 1),))
+    assert agreed([good, good]) == good
+    assert "disagree" in agreed([good, other]).unpadded
+    assert agreed([good, Proof(unpadded="no", crops=(("y", 0),))]).unpadded == "no"
+    assert agreed([good, Proof("no")]).unbatched == "no"
+    assert agreed([Proof(notes=("a",)), Proof(notes=("a", "b"))]).notes == ("a", "b")
