@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.metrics import ModelMetrics
 from penstock.serving.history import Record, Shapes
 from penstock.serving.lanes import Lane
 from penstock.serving.plan import Geometry
 from penstock.serving.slo_batcher import SloBatcher
 
 if TYPE_CHECKING:
+    from penstock.metrics import ModelMetrics
     from penstock.serving.model import Model
 
 MAX_SHAPES_SHOWN = 20
