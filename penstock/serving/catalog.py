@@ -192,6 +192,11 @@ class Catalog:
         took_s = time.monotonic() - began
         where_and_when = {**where, "load_s": round(took_s, 3)}
         log.info("%s/%s is ready after %.2f s", *where.values(), took_s, extra=where_and_when)
+        ready = model.instances[0].ready
+        built = ready.built if ready is not None else {}
+        if built:
+            text = ", ".join(f"{key}={value}" for key, value in built.items())
+            log.info("%s/%s was built with %s", *where.values(), text, extra=where)
         return model
 
     def _retire(self, model: Model) -> None:

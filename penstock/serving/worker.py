@@ -204,6 +204,10 @@ class Worker:
             timings = warm_up(config, runner)
             is_padded = config.padding is not None and not proof.unpadded
             bucket_timings = warm_up_buckets(config, runner) if is_padded else {}
+        except SystemExit as error:
+            text = f"the model's code ended the process: sys.exit({error.code!r})"
+            self._channel.send(frames.LoadFailed((text,)))
+            return False
         except Exception as error:  # Whatever a backend raises is the answer to Load.
             problems = error.problems if isinstance(error, ConfigError) else (_explain(error),)
             self._channel.send(frames.LoadFailed(problems))
@@ -292,7 +296,7 @@ class Worker:
         in_spill: list[tuple[TensorSpec, Array]] = []
         column = len(self._config.inputs)
         for spec in self._config.outputs:
-            values = self._checked(spec, outputs, batch.num_rows)
+            values = checked(self._config, spec, outputs, batch.num_rows)
             if not (spec.is_fixed and frame.runs):
                 in_spill.append((spec, values))
                 continue
@@ -360,7 +364,7 @@ class Worker:
         for spec in self._config.outputs:
             has_column = spec.is_fixed and place is not None
             if not part.outputs or spec.name in part.outputs:
-                values = self._checked(spec, outputs, part.num_rows)
+                values = checked(self._config, spec, outputs, part.num_rows)
                 if has_column:
                     assert place is not None
                     target = self._memory.columns(place.slab, frame)[column]
@@ -385,25 +389,23 @@ class Worker:
             raise
         return tuple(tuple(extents) for extents in spilled)
 
-    def _checked(self, spec: TensorSpec, outputs: Outputs, num_rows: int) -> Array:
-        """The output as configured, or BackendFailed with what is wrong with it."""
-        assert self._config is not None
-        values = outputs.get(spec.name)
-        if values is None:
-            raise BackendFailed(
-                f"the model gave no output '{spec.name}'; it gave {sorted(outputs)}"
-            )
-        expected = (num_rows, *spec.shape) if self._config.max_batch_size > 0 else spec.shape
-        if values.shape != expected and not _fits(values.shape, expected):
-            raise BackendFailed(
-                f"output '{spec.name}': shape {list(values.shape)}, expected {list(expected)}"
-            )
-        dtype = DATATYPES[spec.datatype].numpy
-        if values.dtype != dtype and (spec.datatype != "BYTES" or values.dtype.kind not in "SU"):
-            raise BackendFailed(
-                f"output '{spec.name}': numpy {values.dtype}, expected {dtype} for {spec.datatype}"
-            )
-        return values
+
+def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: int) -> Array:
+    """The output as configured, or BackendFailed with what is wrong with it."""
+    values = outputs.get(spec.name)
+    if values is None:
+        raise BackendFailed(f"the model gave no output '{spec.name}'; it gave {sorted(outputs)}")
+    expected = (num_rows, *spec.shape) if config.max_batch_size > 0 else spec.shape
+    if values.shape != expected and not _fits(values.shape, expected):
+        raise BackendFailed(
+            f"output '{spec.name}': shape {list(values.shape)}, expected {list(expected)}"
+        )
+    dtype = DATATYPES[spec.datatype].numpy
+    if values.dtype != dtype and (spec.datatype != "BYTES" or values.dtype.kind not in "SU"):
+        raise BackendFailed(
+            f"output '{spec.name}': numpy {values.dtype}, expected {dtype} for {spec.datatype}"
+        )
+    return values
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
@@ -430,8 +432,9 @@ def _places(frame: frames.Dispatch) -> Iterator[frames.Run | None]:
 
 
 def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
-    """Run zeros on every rung of the batch ladder; the second run of each is its time. Models with
-    variable shapes have no shape to warm up with; those that see requests see only real ones."""
+    """Run zeros on every rung of the batch ladder; the second run of each is its time. What would
+    be an error for a request is one here. Models with variable shapes have no shape to warm up with;
+    those that see requests see only real ones."""
     if runner.needs_requests or not all(spec.is_fixed for spec in config.inputs):
         return {}
     return _warm_up_rungs(config, runner, [spec.shape for spec in config.inputs])
@@ -461,11 +464,15 @@ def _warm_up_rungs(
             )
             for spec, shape in zip(config.inputs, row_shapes, strict=True)
         }
+        for values in inputs.values():
+            values.flags.writeable = False  # As those of requests.
         batch = Batch(inputs, rung, [frames.RequestPart("", rung)])
         for _ in range(2):
             began = time.perf_counter()
-            for _ in runner.start(batch).wait():
-                pass
+            for answer in runner.start(batch).wait():
+                if not isinstance(answer, PerRequest):
+                    for spec in config.outputs:
+                        checked(config, spec, answer, rung)
             timings[rung] = time.perf_counter() - began
             if timings[rung] > LONG_WARM_UP_S:
                 break  # So long that what comes first only hardly counts.

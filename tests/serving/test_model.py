@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -289,6 +290,24 @@ def test_a_worker_that_comes_back_pads_as_was_agreed(monkeypatch):
         np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(1, (1, 3)))
 
     run(PADDED, scenario)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("{'y': x.astype('f8')}", "output 'y': numpy float64, expected int64 for INT64"),
+        ("{'y': x[:, :2]}", "output 'y': shape [1, 2], expected [1, 4]"),
+        ("{'z': x}", "the model gave no output 'y'; it gave ['z']"),
+        ("{'y': x.__iadd__(1)}", "read-only"),
+        ("__import__('sys').exit(3)", "the model's code ended the process: sys.exit(3)"),
+    ],
+)
+def test_what_would_fail_every_request_fails_the_load(tmp_path, answer, text):
+    path = tmp_path / "model.py"
+    path.write_text(f"def infer(inputs):\n    x = inputs['x']\n    return {answer}\n")
+    config = replace(FIXED, backend="python", artifact=str(path))
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        run(config, lambda model, puppets: None)
 
 
 def test_when_slabs_are_full_requests_keep_their_bytes_and_are_placed_later():
