@@ -1,4 +1,4 @@
-"""Requests and answers over one gRPC stream; answers come as they are ready, so by their ids."""
+"""Requests and answers over one gRPC stream; answers come in the order of the requests."""
 
 import argparse
 import queue

@@ -433,8 +433,8 @@ def _places(frame: frames.Dispatch) -> Iterator[frames.Run | None]:
 
 def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
     """Run zeros on every rung of the batch ladder; the second run of each is its time. What would
-    be an error for a request is one here. Models with variable shapes have no shape to warm up with;
-    those that see requests see only real ones."""
+    be an error for a request is one here. Models with variable shapes have no shape to warm up
+    with; those that see requests see only real ones."""
     if runner.needs_requests or not all(spec.is_fixed for spec in config.inputs):
         return {}
     return _warm_up_rungs(config, runner, [spec.shape for spec in config.inputs])
