@@ -1,8 +1,8 @@
 """manifest.json of a committed version: its files with size and SHA-256, and the evidence for it.
 
-`versions` writes it, `repository` compares the sizes when it reads, a worker compares the digests
-before it loads. A version folder without one was made by hand and is taken as it is. The evidence
-is an open JSON object; only what is used here is checked.
+`versions` writes it, `repository` compares names and sizes when it reads, a worker compares the
+digests before it loads. A version folder without one was made by hand and is taken as it is. The
+evidence is an open JSON object; only what is used here is checked.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from penstock.errors import ConfigError
 NAME = "manifest.json"
 # Raised when an older reader would misunderstand a newer file.
 FORMAT = 1
+# Python writes there whenever code of a version is imported.
+CACHE = "__pycache__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,13 @@ def read(folder: Path) -> Manifest | None:
     return manifest
 
 
-def check_sizes(manifest: Manifest, folder: Path) -> list[str]:
-    """What is missing or has another size, without reading any file."""
-    problems = []
+def check_files(manifest: Manifest, folder: Path) -> list[str]:
+    """What is missing, has another size or was added, without reading any file."""
+    problems = [
+        f"{folder.name}/{name}: is not in {NAME}; remove it, or commit it as a new version"
+        for name in _names_below(folder)
+        if name != NAME and name not in manifest.files
+    ]
     for name, entry in sorted(manifest.files.items()):
         size = _size(folder / name)
         if size != entry.size:
@@ -104,6 +110,16 @@ def check_sizes(manifest: Manifest, folder: Path) -> list[str]:
                 "it is not loaded until it is committed again"
             )
     return problems
+
+
+def _names_below(folder: Path) -> list[str]:
+    """Whatever is no folder, but for what Python caches."""
+    found: list[str] = []
+    for path, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(path, name))]
+        found += [Path(path, name).relative_to(folder).as_posix() for name in (*names, *links)]
+        folders[:] = [name for name in folders if name != CACHE]
+    return sorted(found)
 
 
 def _size(path: Path) -> int | None:
@@ -120,7 +136,7 @@ def check_digests(folder: Path) -> None:
     manifest = read(folder)
     if manifest is None:
         raise ConfigError([f"{folder.name}/{NAME}: it was there and is gone"])
-    problems = check_sizes(manifest, folder)
+    problems = check_files(manifest, folder)
     for name, entry in sorted(manifest.files.items()) if not problems else ():
         try:
             with open(folder / name, "rb") as file:

@@ -2,7 +2,8 @@
 JSON and raw weights.
 
 Whatever torch would unpickle while it loads such a file is refused here, except the sample inputs,
-which every file has and which `backends/pytorch` looks at.
+which every file has and which `backends/pytorch` looks at. So is every member that
+`torch.export.save` does not write.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import re
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +38,17 @@ SCALARS = {
     34: "UINT32",
     35: "UINT64",
 }
+MODEL = "models/model.json"
+PAYLOADS = {
+    "weights": "data/weights/model_weights_config.json",
+    "constants": "data/constants/model_constants_config.json",
+}
+SAMPLE_INPUTS = "data/sample_inputs/model.pt"
+NEEDED = {MODEL, *PAYLOADS.values(), SAMPLE_INPUTS}
+OTHERS = re.compile(
+    r"data/weights/weight_[0-9]+|data/constants/tensor_[0-9]+|extra/.+"
+    r"|archive_format|archive_version|byteorder|\.data/version|\.data/serialization_id"
+)
 SEQUENCES = ("builtins.tuple", "builtins.list", "collections.namedtuple")
 EXPECTED = "expected a file written by torch.export.save"
 PICKLE = (
@@ -55,8 +68,6 @@ class Program:
     num_positional: int
     # False when it gives a tensor or a tuple; OUTPUT__0, OUTPUT__1, ... stand for the names then.
     has_output_names: bool
-    # The member of the zip with the pickle of the sample inputs.
-    sample_inputs: str
 
 
 def read_signature(path: Path) -> Signature:
@@ -169,18 +180,39 @@ class _Tree(msgspec.Struct):
 
 
 def _read(archive: zipfile.ZipFile) -> Program:
-    root = archive.namelist()[0].partition("/")[0] if archive.namelist() else ""
-    prefix = f"{root}/"
-    files = {name.removeprefix(prefix) for name in archive.namelist() if name.startswith(prefix)}
-    _check_kind(files)
-    for kind in ("weights", "constants"):
-        _check_payloads(archive.read(f"{root}/data/{kind}/model_{kind}_config.json"), kind)
-    text = archive.read(f"{root}/models/model.json")
+    names = archive.namelist()
+    root = f"{names[0].partition('/')[0]}/" if names else "/"
+    # Python changes some names, which torch takes as they are written.
+    strays = [
+        member.orig_filename
+        for member in archive.infolist()
+        if member.filename != member.orig_filename or not member.filename.startswith(root)
+    ]
+    if strays:
+        raise _problem(f"cannot be read as .pt2: {strays[0]!r} is not a file in {root}; {EXPECTED}")
+    check_members(
+        [name.removeprefix(root) for name in names], lambda name: archive.read(root + name)
+    )
+    text = archive.read(root + MODEL)
     schema = msgspec.json.decode(text, type=_Versioned).schema_version.major
     if schema != SCHEMA:
         raise _problem(f"its schema has version {schema}, and only version {SCHEMA} is known")
-    exported = msgspec.json.decode(text, type=_Exported)
-    return _program(exported, f"{root}/data/sample_inputs/model.pt")
+    return _program(msgspec.json.decode(text, type=_Exported))
+
+
+def check_members(names: Sequence[str], read: Callable[[str], bytes]) -> None:
+    """ConfigError if torch would unpickle any of them, but for the sample inputs. Zip readers may
+    differ in what they find in a file, so torch's own is asked too before torch loads it."""
+    _check_kind(set(names))
+    for kind, config in PAYLOADS.items():
+        _check_payloads(read(config), kind)
+    # torch finds members whatever their case.
+    counts = Counter(name.casefold() for name in names)
+    for name in names:
+        if counts[name.casefold()] > 1:
+            raise _problem(f"{name!r} is in it more than once, in whatever case; {EXPECTED}")
+        if name not in NEEDED and not OTHERS.fullmatch(name):
+            raise _problem(f"{name!r} is in it, which is no part of one model; {EXPECTED}")
 
 
 def _check_kind(files: set[str]) -> None:
@@ -194,13 +226,7 @@ def _check_kind(files: set[str]) -> None:
             "its weights are a pickle, as torch wrote them up to 2.8, and are not read; "
             "write it again with torch.export.save of 2.9 or later"
         )
-    needed = {
-        "models/model.json",
-        "data/weights/model_weights_config.json",
-        "data/constants/model_constants_config.json",
-        "data/sample_inputs/model.pt",
-    }
-    if missing := sorted(needed - files):
+    if missing := sorted(NEEDED - files):
         raise _problem(f"cannot be read as .pt2: it has no {missing[0]}; {EXPECTED}")
 
 
@@ -218,7 +244,7 @@ def _check_payloads(text: bytes, kind: str) -> None:
         )
 
 
-def _program(exported: _Exported, sample_inputs: str) -> Program:
+def _program(exported: _Exported) -> Program:
     tensors = exported.graph_module.signature
     constants = [spec.constant_input.name for spec in tensors.input_specs if spec.constant_input]
     if constants:
@@ -241,7 +267,7 @@ def _program(exported: _Exported, sample_inputs: str) -> Program:
         tuple(_spec(*pair, values) for pair in zip(given, outputs, strict=True)),
         _max_batch([_meta(arg, values) for arg in (*inputs, *outputs)], exported.range_constraints),
     )
-    return Program(signature, num_positional, bool(output_names), sample_inputs)
+    return Program(signature, num_positional, bool(output_names))
 
 
 def _tree(text: str) -> _Tree:

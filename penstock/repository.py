@@ -39,9 +39,7 @@ class Found:
 
 def read(path: str | os.PathLike[str]) -> Found:
     """Every model of a repository, or the one model if `path` is its folder."""
-    root = Path(os.path.abspath(path))
-    if not root.is_dir():
-        raise ConfigError([f"{path}: no such folder; expected a model repository or a model"])
+    root = _root(path)
     if _is_model(root):
         # A link that the operator names is where the repository is.
         folders, root = [root], root.resolve()
@@ -70,9 +68,7 @@ def _read_all(folders: Sequence[Path], root: Path) -> Found:
 
 def names(path: str | os.PathLike[str]) -> list[str]:
     """The models of a repository by name, loadable or not."""
-    root = Path(os.path.abspath(path))
-    if not root.is_dir():
-        raise ConfigError([f"{path}: no such folder; expected a model repository or a model"])
+    root = _root(path)
     if _is_model(root):
         return [root.name]
     return [folder.name for folder in _folders(root)]
@@ -80,12 +76,19 @@ def names(path: str | os.PathLike[str]) -> list[str]:
 
 def read_one(path: str | os.PathLike[str], name: str) -> Found:
     """One model of a repository. The name is compared with what is there, never made a path."""
-    root = Path(os.path.abspath(path))
+    root = _root(path)
     folders = [root] if _is_model(root) else _folders(root)
     for folder in folders:
         if folder.name == name:
             return _read_all([folder], root.resolve() if folder is root else root)
     raise NotFound(f"failed to load '{name}', failed to poll from model repository")
+
+
+def _root(path: str | os.PathLike[str]) -> Path:
+    root = Path(os.path.abspath(path))
+    if not root.is_dir():
+        raise ConfigError([f"{path}: no such folder; expected a model repository or a model"])
+    return root
 
 
 def _folders(root: Path) -> list[Path]:
@@ -134,7 +137,7 @@ def read_version(folder: Path, version: str, message: Any) -> ModelConfig:
     manifest = manifests.read(path)
     if manifest is None:
         return _resolve(folder, version, message)
-    problems = manifests.check_sizes(manifest, path)
+    problems = manifests.check_files(manifest, path)
     if problems:
         raise ConfigError(problems)
     try:

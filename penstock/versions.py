@@ -135,15 +135,17 @@ def _sources(source: AnyPath | Mapping[str, AnyPath], problems: list[str]) -> di
 
 
 def _files_below(folder: Path, problems: list[str]) -> dict[str, Path]:
-    """A folder's files, but for the two that each version has of its own."""
+    """A folder's files, but for the two that each version has of its own, what Python caches, and
+    names that start with a dot."""
     if not folder.is_dir():
         problems.append(f"{folder}: no such folder")
     files: dict[str, Path] = {}
     for path, folders, names in os.walk(folder):
+        folders[:] = [n for n in folders if n != manifests.CACHE and not n.startswith(".")]
         for name in folders:
             if os.path.islink(os.path.join(path, name)):
                 problems.append(f"{os.path.join(path, name)}: a link to a folder")
-        for name in names:
+        for name in (name for name in names if not name.startswith(".")):
             file = Path(path, name)
             files[file.relative_to(folder).as_posix()] = file
     for name in OWN_FILES:

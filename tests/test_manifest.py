@@ -115,16 +115,17 @@ def test_a_manifest_that_is_no_file_is_not_taken_for_none(tmp_path: Path, make: 
     assert problems(tmp_path) == [f"{tmp_path.name}/manifest.json: not a file"]
 
 
-def sizes(folder: Path) -> list[str]:
+def differences(folder: Path) -> list[str]:
     manifest = manifests.read(folder)
     assert manifest is not None
-    return manifests.check_sizes(manifest, folder)
+    return manifests.check_files(manifest, folder)
 
 
 def test_a_whole_version_is_whole(tmp_path: Path) -> None:
     folder = whole(tmp_path)
-    (folder / "__pycache__").mkdir()
-    assert sizes(folder) == []
+    (folder / "parts" / "__pycache__").mkdir()
+    (folder / "parts" / "__pycache__" / "a.pyc").write_bytes(b"cached")
+    assert differences(folder) == []
     manifests.check_digests(folder)
 
 
@@ -132,10 +133,21 @@ def test_every_file_that_is_missing_or_cut_is_named(tmp_path: Path) -> None:
     folder = whole(tmp_path)
     (folder / "model.bin").write_bytes(b"ab")
     (folder / "parts" / "a").unlink()
-    first, second = sizes(folder)
+    first, second = differences(folder)
     assert first.startswith("7/model.bin: 2 bytes, manifest.json says 3; version 7 is incomplete")
     assert second.startswith("7/parts/a: missing; version 7 is incomplete")
     with pytest.raises(ConfigError, match="incomplete"):
+        manifests.check_digests(folder)
+
+
+def test_every_file_that_was_added_is_named(tmp_path: Path) -> None:
+    folder = whole(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"abc")
+    (folder / "parts" / ".hidden").write_bytes(b"")
+    (folder / "linked").symlink_to(tmp_path)
+    added = [problem.partition(": is not in manifest.json")[0] for problem in differences(folder)]
+    assert added == ["7/linked", "7/model.safetensors", "7/parts/.hidden"]
+    with pytest.raises(ConfigError, match="is not in manifest.json"):
         manifests.check_digests(folder)
 
 
@@ -143,13 +155,13 @@ def test_a_pipe_in_place_of_a_file_is_missing_and_hangs_nobody(tmp_path: Path) -
     folder = whole(tmp_path)
     (folder / "model.bin").unlink()
     os.mkfifo(folder / "model.bin")
-    assert "missing" in sizes(folder)[0]
+    assert "missing" in differences(folder)[0]
 
 
 def test_one_changed_bit_is_found(tmp_path: Path) -> None:
     folder = whole(tmp_path)
     (folder / "parts" / "a").write_bytes(b"abb")
-    assert sizes(folder) == []
+    assert differences(folder) == []
     with pytest.raises(ConfigError) as caught:
         manifests.check_digests(folder)
     [problem] = caught.value.problems

@@ -149,6 +149,68 @@ def test_other_archives_are_told_apart(tmp_path: Path, names: list[str], text: s
     assert refused(path).startswith(text)
 
 
+def with_members(good: Path, path: Path, *names: str) -> Path:
+    """A good file with more members, beside the others."""
+    with zipfile.ZipFile(good) as old, zipfile.ZipFile(path, "w") as new:
+        root = old.namelist()[0].partition("/")[0]
+        for name in names:
+            new.writestr(name.replace("ROOT", root), b"")
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize(
+    "name", ["data/sample_inputs/model.pt", "data/sample_inputs/MODEL.pt", "Extra/a.txt"]
+)
+def test_members_that_torch_cannot_tell_apart_are_refused(
+    good: Path, tmp_path: Path, name: str
+) -> None:
+    names = [f"ROOT/{name}", "ROOT/extra/a.txt"]
+    problem = refused(with_members(good, tmp_path / "model.pt2", *names))
+    assert problem.startswith(f"{name!r} is in it more than once")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "models/other.json",
+        "data/sample_inputs/other.pt",
+        "data/weights/other_weights_config.json",
+        "data/weights/weight_0.pt",
+        "data/constants/custom_obj_0",
+        "data/constants/tensor_0/../opaque_obj_0",
+        "data/executorch/model.pte",
+        "serialized_exported_program.json",
+    ],
+)
+def test_members_that_no_export_of_one_model_writes_are_refused(
+    good: Path, tmp_path: Path, name: str
+) -> None:
+    problem = refused(with_members(good, tmp_path / "model.pt2", f"ROOT/{name}"))
+    assert problem.startswith(f"{name!r} is in it, which is no part of one model")
+
+
+def test_members_beside_the_folder_of_the_model_are_refused(good: Path, tmp_path: Path) -> None:
+    names = ["ROOT/extra/a.txt", "other/models/model.json"]
+    problem = refused(with_members(good, tmp_path / "model.pt2", *names))
+    assert problem.startswith("cannot be read as .pt2: 'other/models/model.json' is not a file in ")
+
+
+def test_members_whose_names_python_changes_are_refused(good: Path, tmp_path: Path) -> None:
+    path = with_members(good, tmp_path / "model.pt2", "ROOT/extra/a.txt")
+    path.write_bytes(path.read_bytes().replace(b"extra/a.txt", b"extra/a\0txt"))
+    assert "extra/a\\x00txt' is not a file in " in refused(path)
+
+
+def test_extra_files_are_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    program = torch.export.export(Model().eval(), (IMAGE,))
+    torch.export.save(program, path, extra_files={"notes/a.txt": "hello"})
+    assert len(read_signature(path).inputs) == 1
+
+
 def test_other_version_of_the_schema_is_refused(good: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     with zipfile.ZipFile(good) as old, zipfile.ZipFile(path, "w") as new:

@@ -26,7 +26,7 @@ from penstock.config import (
 )
 from penstock.errors import ConfigError
 from penstock.pbtxt import describe
-from penstock.repository import read
+from penstock.repository import names, read, read_one
 from penstock.types import DATATYPES, TensorSpec
 
 WriteOnnx = Callable[..., Path]
@@ -130,6 +130,12 @@ def test_a_path_that_is_no_folder_is_refused_by_name(tmp_path: Path, name: str) 
     with pytest.raises(ConfigError, match=name) as caught:
         read(tmp_path / name)
     assert len(caught.value.problems) == 1
+
+
+def test_models_of_a_repository_that_has_vanished_are_a_config_error(tmp_path: Path) -> None:
+    for ask in (names, lambda path: read_one(path, "model")):
+        with pytest.raises(ConfigError, match="nowhere: no such folder"):
+            ask(tmp_path / "nowhere")
 
 
 def test_a_folder_without_models_is_refused_with_what_was_expected(tmp_path: Path) -> None:
@@ -298,6 +304,14 @@ def test_a_version_with_manifest_is_loaded_if_it_is_whole(tmp_path: Path) -> Non
     (folder / "1" / "weights").write_bytes(b"1234")
     [problem] = read(folder).problems["model"]
     assert problem.startswith("1/weights: 4 bytes, manifest.json says 5; version 1 is incomplete")
+
+
+def test_a_file_that_the_manifest_does_not_name_is_a_problem(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    add_manifest(folder, "1")
+    (folder / "1" / "added").write_bytes(b"")
+    [problem] = read(folder).problems["model"]
+    assert problem.startswith("1/added: is not in manifest.json")
 
 
 def test_one_version_that_is_not_whole_is_told_apart_from_the_others(tmp_path: Path) -> None:

@@ -136,6 +136,19 @@ def test_a_version_can_be_the_source_of_the_next(root: Path, source: Path) -> No
     assert second.slo == "", "the promise was made for the other version"
 
 
+def test_what_python_caches_and_names_with_a_dot_do_not_come_along(
+    root: Path, source: Path
+) -> None:
+    for name in ("__pycache__/a.pyc", "parts/__pycache__/b.pyc", ".git/config", "parts/.hidden"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"")
+    versions.commit(root, "model", source, MODEL)
+    written = manifest.read(root / "model" / "1")
+    assert written is not None
+    assert sorted(written.files) == ["config.pbtxt", "parts/a", "weights"]
+    assert len(served(root)) == 1
+
+
 def test_links_to_files_are_followed(root: Path, source: Path) -> None:
     """The cache of Hugging Face, for one, is made of them."""
     (source / "link").symlink_to("weights")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import zipfile
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -345,7 +344,7 @@ def _load_pt2(config: ModelConfig) -> Loaded:
     signature = _named(program, config.outputs)
     check_signature(config, signature.inputs, signature.outputs)
     _check_limits(config, program.signature.max_batch)
-    _check_sample_inputs(path, program.sample_inputs, label)
+    _check_pickles(path, label)
     try:
         exported = torch.export.load(path)
         if torch.device(config.device).type != "cpu":
@@ -387,11 +386,19 @@ def _check_limits(config: ModelConfig, max_batch: int | None) -> None:
         raise ConfigError(problems)
 
 
-def _check_sample_inputs(path: Path, member: str, label: str) -> None:
-    """torch reads them as tensors and, where that fails, as a pickle that may run anything."""
+def _check_pickles(path: Path, label: str) -> None:
+    """What torch's own reader finds in the file. The sample inputs it reads as tensors and, where
+    that fails, as a pickle that may run anything."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            torch.load(io.BytesIO(archive.read(member)), map_location="cpu", weights_only=True)
+        reader = torch._C.PyTorchFileReader(str(path))
+        pt2_file.check_members(reader.get_all_records(), reader.get_record)
+        samples = reader.get_record(pt2_file.SAMPLE_INPUTS)
+    except ConfigError as error:
+        raise ConfigError([f"{label}: {problem}" for problem in error.problems]) from None
+    except Exception as error:  # torch raises many types for a broken file.
+        raise BackendFailed(f"{label}: torch cannot load it: {first_line(error)}") from error
+    try:
+        torch.load(io.BytesIO(samples), map_location="cpu", weights_only=True)
     except Exception as error:  # Unpickling raises what it likes.
         raise ConfigError(
             [

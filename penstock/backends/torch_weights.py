@@ -92,18 +92,34 @@ def _read_shards(folder: Path, version: str) -> Weights:
 
 def _misfits(weights: Weights, expected: Weights) -> list[str]:
     """Weights that are there and cannot be the module's."""
-    problems: list[str] = []
-    for name in sorted(weights.keys() & expected.keys()):
-        found, wanted = weights[name], expected[name]
-        if found.shape != wanted.shape:
-            problems.append(
-                f"'{name}' has shape {list(found.shape)}, the module wants {list(wanted.shape)}"
-            )
-        elif found.is_floating_point() != wanted.is_floating_point():
-            problems.append(f"'{name}' is {found.dtype}, the module wants {wanted.dtype}")
+    names = sorted(weights.keys() & expected.keys())
+    misfits = [(name, _misfit(weights[name], expected[name])) for name in names]
+    problems = [f"'{name}' {misfit}" for name, misfit in misfits if misfit]
     if len(problems) > MAX_NAMES:
         problems[MAX_NAMES:] = [f"{len(problems) - MAX_NAMES} more of this kind"]
     return problems
+
+
+def _misfit(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    if found.shape != wanted.shape:
+        return f"has shape {list(found.shape)}, the module wants {list(wanted.shape)}"
+    if found.dtype == wanted.dtype:
+        return ""
+    if not (found.is_floating_point() and wanted.is_floating_point()):
+        return f"is {found.dtype}, the module wants {wanted.dtype}"
+    if _overflows(found, wanted.dtype):
+        return f"is {found.dtype} with values too large for {wanted.dtype}, which the module wants"
+    return ""
+
+
+def _overflows(found: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a number would become infinite, or the largest there is where a type has no other."""
+    limit = torch.finfo(dtype).max
+    if limit >= torch.finfo(found.dtype).max:
+        return False
+    # Types of one byte cannot be compared.
+    values = found.float() if found.element_size() == 1 else found
+    return bool((values.isfinite() & (values.abs() > limit)).any())
 
 
 def _not_tied(missing: Sequence[str], weights: Weights, expected: Weights) -> list[str]:

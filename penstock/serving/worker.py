@@ -503,6 +503,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a model prints is seen when it prints it, also where stdout is a pipe.
         sys.stdout.reconfigure(line_buffering=True)
+    # A model's folder is read, never written to.
+    sys.dont_write_bytecode = True
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))

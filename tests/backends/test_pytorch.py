@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -298,6 +299,68 @@ def test_shapes_and_kinds_that_do_not_fit_are_named(tmp_path: Path) -> None:
         "1/model.safetensors: 'bias' is torch.int8, the module wants torch.float32",
         "1/model.safetensors: 'weight' has shape [3, 2], the module wants [2, 3]",
     )
+
+
+TYPED = """
+import torch
+
+class Typed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(2, dtype=torch.{dtype}))
+    def forward(self, x):
+        return x * self.weight.sum()
+
+def factory():
+    return Typed()
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "found", "wanted", "text"),
+    [
+        ([300, -200], "int64", "int8", "is torch.int64, the module wants torch.int8"),
+        ([1, 2], "int32", "int64", "is torch.int32, the module wants torch.int64"),
+        ([0, 1], "uint8", "bool", "is torch.uint8, the module wants torch.bool"),
+        (
+            [1.0, 1e6],
+            "float32",
+            "float16",
+            "is torch.float32 with values too large for torch.float16, which the module wants",
+        ),
+        (
+            [1.0, 1e4],
+            "float8_e5m2",
+            "float8_e4m3fn",
+            "is torch.float8_e5m2 with values too large for torch.float8_e4m3fn, "
+            "which the module wants",
+        ),
+    ],
+)
+def test_weights_that_would_change_when_cast_are_refused(
+    tmp_path: Path, values: list[float], found: str, wanted: str, text: str
+) -> None:
+    weights = {"weight": torch.tensor(values, dtype=getattr(torch, found))}
+    artifact = write_module(tmp_path, TYPED.format(dtype=wanted), weights)
+    assert problems_of(torch_config(artifact)) == (f"1/model.safetensors: 'weight' {text}",)
+
+
+@pytest.mark.parametrize(
+    ("values", "found", "wanted"),
+    [
+        ([1.0, 65504.0], "float32", "float16"),
+        ([1.0, float("inf")], "float32", "bfloat16"),
+        ([1.0, 2.0], "float16", "float32"),
+        ([1.0, 2.0], "float64", "float32"),
+    ],
+)
+def test_floats_that_fit_are_cast(
+    tmp_path: Path, values: list[float], found: str, wanted: str
+) -> None:
+    weights = {"weight": torch.tensor(values, dtype=getattr(torch, found))}
+    artifact = write_module(tmp_path, TYPED.format(dtype=wanted), weights)
+    runner = backend("pytorch")(torch_config(artifact))
+    assert runner.built()["dtype"] == wanted
 
 
 def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
@@ -914,6 +977,65 @@ def test_sample_inputs_are_not_unpickled(tmp_path: Path) -> None:
         return evil if name == "data/sample_inputs/model.pt" else data
 
     artifact = rewrite(good, tmp_path / "model.pt2", change)
+    [problem] = problems_of(torch_config(artifact, *echo_specs("FP32", (3,))))
+    assert problem.startswith("1/model.pt2: its sample inputs are not plain tensors")
+    assert not canary.exists()
+
+
+def copy_with_samples(source: Path, target: Path, samples: bytes, name: str, twin: str) -> Path:
+    """The same archive with other sample inputs, under a name of their own, before the good ones;
+    `twin` has what it needs to be a model of its own."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for member in old.namelist():
+            if member.endswith("sample_inputs/model.pt"):
+                new.writestr(member.replace("model.pt", name), samples)
+            new.writestr(member, old.read(member))
+            if twin and member.endswith(".json"):
+                new.writestr(twin.join(member.rsplit("model", 1)), old.read(member))
+    return target
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize(
+    ("name", "twin"), [("model.pt", ""), ("MODEL.pt", ""), ("evil.pt", "evil")]
+)
+def test_other_sample_inputs_beside_the_good_ones_are_not_unpickled(
+    tmp_path: Path, name: str, twin: str
+) -> None:
+    canary = tmp_path / "canary"
+    good = export_echo(tmp_path / "good.pt2", "FP32", (3,), has_batch=True)
+    torch.save(MakeFileWhenUnpickled(canary), tmp_path / "evil.pt")
+    evil = (tmp_path / "evil.pt").read_bytes()
+    artifact = copy_with_samples(good, tmp_path / "model.pt2", evil, name, twin)
+    [problem] = problems_of(torch_config(artifact, *echo_specs("FP32", (3,))))
+    assert problem.startswith("1/model.pt2: 'data/")
+    assert not canary.exists()
+
+
+def directory_offset(archive: bytes) -> int:
+    """Where a zip without a comment says that its directory is."""
+    return int(struct.unpack("<I", archive[-6:-2])[0])
+
+
+def test_file_that_two_readers_read_differently_is_not_unpickled(tmp_path: Path) -> None:
+    """Python finds the directory before the end of the file, torch where the file says it is."""
+    canary = tmp_path / "canary"
+    source = export_echo(tmp_path / "model.pt2", "FP32", (3,), has_batch=True)
+    torch.save(MakeFileWhenUnpickled(canary), tmp_path / "evil.pt")
+    pickled = (tmp_path / "evil.pt").read_bytes()
+
+    def change(name: str, data: bytes) -> bytes:
+        if name == "byteorder":
+            return data.ljust(1000)
+        return pickled if name == "data/sample_inputs/model.pt" else data
+
+    evil = rewrite(source, tmp_path / "evil.pt2", change).read_bytes()
+    good = rewrite(source, tmp_path / "good.pt2", lambda name, data: data).read_bytes()
+    start, end = directory_offset(good), directory_offset(evil)
+    assert start <= end
+    moved = good[:start] + bytes(end - start) + good[start:-6] + struct.pack("<I", end) + bytes(2)
+    (tmp_path / "model.pt2").write_bytes(evil + moved)
+    artifact = tmp_path / "model.pt2"
     [problem] = problems_of(torch_config(artifact, *echo_specs("FP32", (3,))))
     assert problem.startswith("1/model.pt2: its sample inputs are not plain tensors")
     assert not canary.exists()

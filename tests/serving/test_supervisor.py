@@ -72,6 +72,27 @@ def test_a_worker_is_a_process_of_its_own_and_computes():
     run(scenario)
 
 
+def test_a_worker_writes_nothing_into_the_models_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    (tmp_path / "helper.py").write_text("def double(x):\n    return x * 2\n")
+    file = tmp_path / "model.py"
+    file.write_text(
+        "from helper import double\ndef infer(inputs):\n    return {'y': double(inputs['x'])}\n"
+    )
+
+    async def scenario(model):
+        request = ask(1)
+        model.submit(request)
+        await until(lambda: request.is_done)
+        assert request.sink.outputs[0]["y"].tolist() == [[2, 2, 4, 6]]
+
+    run(scenario, replace(CONFIG, backend="python", artifact=str(file), options={}))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["helper.py", "model.py"]
+
+
 def test_kill_9_loses_nothing_and_the_worker_comes_back():
     async def scenario(model):
         (instance,) = model.instances
