@@ -113,12 +113,14 @@ def check_files(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def _names_below(folder: Path) -> list[str]:
-    """Whatever is no folder, but for what Python caches."""
+    """Whatever is no folder, but for what Python caches and what file systems leave behind (names
+    with a leading dot, which no backend opens)."""
     found: list[str] = []
     for path, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name != CACHE and not name.startswith(".")]
         links = [name for name in folders if os.path.islink(os.path.join(path, name))]
-        found += [Path(path, name).relative_to(folder).as_posix() for name in (*names, *links)]
-        folders[:] = [name for name in folders if name != CACHE]
+        names = [name for name in (*names, *links) if not name.startswith(".")]
+        found += [Path(path, name).relative_to(folder).as_posix() for name in names]
     return sorted(found)
 
 

@@ -63,6 +63,9 @@ def _read_all(folders: Sequence[Path], root: Path) -> Found:
             found.configs += _read_model(folder, root)
         except ConfigError as error:
             found.problems[folder.name] = list(error.problems)
+        except OSError as error:
+            where = os.path.relpath(error.filename or folder, folder.parent)
+            found.problems[folder.name] = [f"{where}: cannot be read: {error.strerror}"]
     return found
 
 
@@ -92,7 +95,10 @@ def _root(path: str | os.PathLike[str]) -> Path:
 
 
 def _folders(root: Path) -> list[Path]:
-    return sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
+    try:
+        return sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
+    except OSError as error:
+        raise ConfigError([f"{root}: cannot be read: {error.strerror}"]) from None
 
 
 def _read_model(folder: Path, root: Path) -> list[ModelConfig]:
@@ -204,7 +210,11 @@ def _with_promise(config: ModelConfig, promised: Slo | None) -> ModelConfig:
 
 
 def _is_model(folder: Path) -> bool:
-    return folder.is_dir() and ((folder / CONFIG).is_file() or bool(version_folders(folder)))
+    """Also one that may not be looked at: what is wrong with it is told when it is read."""
+    try:
+        return folder.is_dir() and ((folder / CONFIG).is_file() or bool(version_folders(folder)))
+    except PermissionError:
+        return True
 
 
 def version_folders(folder: Path) -> list[str]:

@@ -1369,3 +1369,27 @@ def test_every_configuration_survives_its_description(
         (folder / "labels.txt").write_text("cat\ndog")
         config, again = round_trip(folder)
         assert again == config
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+@pytest.mark.parametrize("closed", ["digits", "digits/1"])
+def test_a_folder_that_may_not_be_read_is_a_problem_of_its_model_alone(closed: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        root.chmod(0o755)
+        add_model(root, "digits", 'backend: "onnxruntime" max_batch_size: 8' + TENSORS)
+        add_model(root, "other")
+        (root / "digits" / "1" / "model.onnx").write_text("")
+        (root / closed).chmod(0o700)
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setuid(65534)
+                found = read(root)
+                is_right = list(found.problems) == ["digits"] and len(found.configs) == 1
+                [problem] = found.problems["digits"]
+                is_right &= "cannot be read" in problem and "Permission denied" in problem
+                os._exit(0 if is_right else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
