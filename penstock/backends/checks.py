@@ -3,6 +3,7 @@ threads, and errors of their libraries in one line."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +12,7 @@ from penstock.errors import ConfigError
 from penstock.types import TensorSpec
 
 MAX_THREADS = 1024
+log = logging.getLogger("penstock.backend")
 
 
 def check_signature(
@@ -34,6 +36,20 @@ def check_signature(
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def warn_unknown(config: ModelConfig, known: Sequence[str]) -> None:
+    """Options without effect are told, not refused: configurations written for Triton have some
+    that only it knows. A known name that ends in a dot stands for all that begin with it."""
+    prefixes = tuple(name for name in known if name.endswith("."))
+    for key in config.options:
+        if key not in known and not key.startswith((*prefixes, "penstock.")):
+            log.warning(
+                "parameters.%s: backend '%s' does not know it, so it has no effect; it knows %s",
+                key,
+                config.backend,
+                ", ".join(known),
+            )
 
 
 def num_threads(settings: Mapping[str, str], key: str, default: int, problems: list[str]) -> int:

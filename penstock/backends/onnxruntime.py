@@ -19,7 +19,13 @@ import numpy as np
 import onnxruntime as ort
 
 from penstock.backends import Batch, Execution, Finished
-from penstock.backends.checks import check_signature, first_line, num_threads, share_of_cores
+from penstock.backends.checks import (
+    check_signature,
+    first_line,
+    num_threads,
+    share_of_cores,
+    warn_unknown,
+)
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec, num_elements
@@ -30,6 +36,15 @@ GRAPH_LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
+OPTIONS = (
+    "intra_op_thread_count",
+    "inter_op_thread_count",
+    "execution_mode",
+    "graph_level",
+    "providers",
+    "provider_options.",
+    "session.",
+)
 EXECUTION_MODES = {
     "0": ort.ExecutionMode.ORT_SEQUENTIAL,
     "1": ort.ExecutionMode.ORT_PARALLEL,
@@ -61,6 +76,7 @@ class OnnxRunner:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         problems: list[str] = []
+        warn_unknown(config, OPTIONS)
         options = _session_options(config, problems)
         providers = _providers(config, problems)
         if problems:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from penstock.backends import Batch, Execution, Finished
-from penstock.backends.checks import check_signature, num_threads, share_of_cores
+from penstock.backends.checks import check_signature, num_threads, share_of_cores, warn_unknown
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
@@ -125,6 +125,8 @@ class OpenVinoRunner:
 
 
 def load(config: ModelConfig) -> OpenVinoRunner:
+    known = [key for key in config.options if key.lower() in PROPERTIES]
+    warn_unknown(config, (*PROPERTIES, *known, "ov."))
     return OpenVinoRunner(config)
 
 

@@ -26,7 +26,13 @@ import torch
 
 from penstock import pt2_file
 from penstock.backends import Batch, Execution, Finished
-from penstock.backends.checks import check_signature, first_line, num_threads, share_of_cores
+from penstock.backends.checks import (
+    check_signature,
+    first_line,
+    num_threads,
+    share_of_cores,
+    warn_unknown,
+)
 from penstock.backends.python import Code
 from penstock.backends.torch_weights import load_weights
 from penstock.config import ModelConfig, ladder
@@ -194,6 +200,7 @@ def _with_more(array: Array, num_more: int) -> Array:
 
 
 def load(config: ModelConfig) -> TorchRunner:
+    warn_unknown(config, ("intra_op_thread_count", "inter_op_thread_count"))
     options = _options(config)
     _check_device(config)
     _set_threads(options)
