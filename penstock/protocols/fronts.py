@@ -9,6 +9,7 @@ killed. Lives on the core's event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import socket
@@ -178,13 +179,18 @@ class Session:
     """One life of a front: its socket, its memory, and the requests it waits for."""
 
     def __init__(
-        self, desk: Desk, life: Life, segment_bytes: int, told: Callable[[frames.FromFront], None]
+        self,
+        desk: Desk,
+        life: Life,
+        requests: Segment,
+        answers: Segment,
+        told: Callable[[frames.FromFront], None],
     ) -> None:
         self._desk = desk
         self._told = told
-        self._requests = Segment(segment_bytes)
-        self._answers = Segment(segment_bytes)
-        self._outbox = Outbox(self._answers)
+        self._requests = requests
+        self._answers = answers
+        self._outbox = Outbox(answers)
         self._calls: dict[int, Call] = {}
         self._questions: dict[int, asyncio.Task[None]] = {}
         self._is_open = True
@@ -200,7 +206,11 @@ class Session:
 
     def open(self, frame: frames.Open) -> None:
         fds = [self._requests.fd, self._answers.fd]
-        socket.send_fds(self.life.sock, [frames.encode(frame)], fds)
+        try:
+            socket.send_fds(self.life.sock, [frames.encode(frame)], fds)
+        except OSError as error:
+            log.error("the gRPC front cannot be given its memory: %s", error)
+            self.life.kill()
 
     def ping(self) -> None:
         self._line.send(frames.Ping())
@@ -310,13 +320,28 @@ class Session:
 
     async def _answer(self, ask: frames.Ask) -> None:
         try:
-            answer = frames.Answer(ask.call, await self._desk.answer(ask))
+            self._post(ask.call, await self._desk.answer(ask))
         except PenstockError as error:
-            answer = frames.Answer(ask.call, b"", type(error).__name__, str(error)[:MAX_TEXT])
+            kind, text = type(error).__name__, str(error)[:MAX_TEXT]
+            self._line.send(frames.Answer(ask.call, b"", kind, text))
         except Exception:  # The protocol edge.
             log.exception("a question of a front could not be answered")
-            answer = frames.Answer(ask.call, b"", "BackendFailed", "internal error")
-        self._line.send(answer)
+            self._line.send(frames.Answer(ask.call, b"", "BackendFailed", "internal error"))
+
+    def _post(self, number: int, body: bytes) -> None:
+        if not self._is_open:
+            return
+
+        def send(parcel: frames.Parcel) -> None:
+            is_inline = parcel.offset is None
+            self._line.send(
+                frames.Answer(number, parcel.data, parcel=None if is_inline else parcel)
+            )
+
+        try:
+            self._outbox.post(number, [Tensor("body", "UINT8", (len(body),), body)], send)
+        except PenstockError as error:
+            raise BackendFailed(f"the answer: {error}") from None
 
 
 class Silence:
@@ -382,10 +407,13 @@ class Front:
         self._listening_at = None
         self._problems = ()
         self._silence = Silence(START_S, self._loop.time())
-        life = self._start_life(self._loop, self._died)
         max_bytes = self._config.max_message_bytes
         segment_bytes = max(self._config.segment_bytes, 2 * max_bytes)
-        self._session = Session(self._desk, life, segment_bytes, self._told)
+        try:
+            self._session = self._launch(segment_bytes)
+        except OSError as error:
+            self._restart(f"could not be started ({error})")
+            return
         keys = None
         if self._keys is not None:
             keys = {digest: tuple(scopes) for digest, scopes in self._keys.scopes.items()}
@@ -402,6 +430,14 @@ class Front:
         )
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
+
+    def _launch(self, segment_bytes: int) -> Session:
+        with contextlib.ExitStack() as undo:
+            requests = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
+            answers = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
+            life = self._start_life(self._loop, self._died)
+            undo.pop_all()
+        return Session(self._desk, life, requests, answers, self._told)
 
     async def listening(self) -> None:
         """ConfigError if it cannot."""
@@ -468,13 +504,19 @@ class Front:
         if self._is_stopping:
             self._dead.set()
             return
+        self._restart(reason)
+
+    def _restart(self, reason: str) -> None:
+        """After a death, or a start that failed: what was missing may be there the next time."""
         since = self._listening_at
         well_s = self._loop.time() - since if since is not None else 0.0
         self._num_deaths = deaths_in_a_row(self._num_deaths, well_s)
         if not self._first_listening.done() and (
             self._problems or self._num_deaths >= MAX_LOAD_DEATHS
         ):
-            problems = self._problems or (f"the gRPC front {reason} while starting",)
+            problems = self._problems or (
+                f"the gRPC front {reason} while starting, {MAX_LOAD_DEATHS} times",
+            )
             self._first_listening.set_exception(ConfigError(problems))
             return
         delay_s = backoff_s(self._num_deaths)

@@ -7,6 +7,7 @@ Each side writes to a segment of its own and reads the other's. `Outbox` is the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -16,6 +17,8 @@ from penstock.serving.slab import Extents, Segment
 from penstock.serving.supervisor import Sender
 from penstock.types import Tensor
 from penstock.wire import frames
+
+log = logging.getLogger("penstock.line")
 
 # Fewer bytes travel in the frame, which saves the books of the segment and a Release. CPU of both
 # ends and a worker thread per request, inline and in shared memory (2 cores, 2026-11-15): 64 bytes
@@ -82,7 +85,10 @@ class Line(Generic[Received]):
                 self._lost()
                 return
             for frame in self._decode(self._view[:size]):
-                self._receive(frame)
+                try:
+                    self._receive(frame)
+                except Exception:  # The others of its datagram are not to blame.
+                    log.exception("a frame could not be handled: %s", type(frame).__name__)
 
     def close(self) -> None:
         """What is due still leaves if there is room. Safe to call again."""

@@ -171,7 +171,12 @@ class Remote:
                 pass  # Only the first frame, which is read before there is a loop.
 
     def _reply(self, frame: frames.InferReply) -> None:
-        request, offset = self._calls[frame.call]
+        known = self._calls.get(frame.call)
+        if known is not None:
+            self._hand_over(frame, *known)
+        self._release(frame.parcel)
+
+    def _hand_over(self, frame: frames.InferReply, request: Request, offset: int | None) -> None:
         if frame.is_final:
             del self._calls[frame.call]
             if offset is not None:
@@ -185,17 +190,23 @@ class Remote:
                 frame.model_name, frame.model_version, outputs, frame.parameters or None
             )
             request.respond(response, frame.is_final)
-        if frame.parcel.offset is not None:
-            self._line.send(frames.Release((frame.parcel.offset,)))
 
     def _answer(self, frame: frames.Answer) -> None:
-        question = self._questions.get(frame.call)
+        question, body = self._questions.get(frame.call), frame.body
+        if frame.parcel is not None:
+            (piece,) = unpack(frame.parcel, self._answers)
+            body = bytes(piece.data)
+            self._release(frame.parcel)
         if question is None or question.done():
             return
         if frame.error_kind:
             question.set_exception(_error(frame.error_kind, frame.error))
         else:
-            question.set_result(frame.body)
+            question.set_result(body)
+
+    def _release(self, parcel: frames.Parcel) -> None:
+        if parcel.offset is not None:
+            self._line.send(frames.Release((parcel.offset,)))
 
 
 def _classes(request: Request) -> dict[str, int]:

@@ -152,15 +152,13 @@ class Catalog:
                 for config in configs:
                     async with self._limit:
                         started.append(await self._start(config))
-            except ConfigError as error:
+            except BaseException as error:
+                for model in started:
+                    await model.close()
+                if not isinstance(error, ConfigError):
+                    raise
                 self._fail(name, error.problems)
-                for model in started:
-                    await model.close()
                 return
-            except asyncio.CancelledError:
-                for model in started:
-                    await model.close()
-                raise
             self._failures.pop(name, None)
             old = self._models.get(name, {})
             self._models[name] = {model.config.version: model for model in started}

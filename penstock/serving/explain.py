@@ -128,7 +128,7 @@ def explain(model: Model, now: float) -> Explanation:
         state=model.shown_state,
         mode=mode,
         mode_reason=reason,
-        policy=describe_policy(config),
+        policy=describe_policy(config, policy),
         instances=instances,
         waiting=_waiting(model, instances, now),
         recent=[_past(record, now) for record in reversed(history.recent)],
@@ -165,15 +165,16 @@ def mode_of(config: ModelConfig, policy: BatchPolicy) -> tuple[Mode, str]:
     return "fixed", "dynamic_batching without penstock.slo: Triton's rules"
 
 
-def describe_policy(config: ModelConfig) -> dict[str, str]:
-    """What is set, in words; what is not set is left out."""
-    policy, queue = config.batching, config.batching.policies[0]
-    preferred = ", ".join(map(str, policy.preferred_batch_sizes))
+def describe_policy(config: ModelConfig, policy: BatchPolicy) -> dict[str, str]:
+    """What is in force, in words; what is not set, or not followed, is left out."""
+    queue = policy.policies[0]
+    preferred = ", ".join(map(str, policy.preferred_batch_sizes)) if policy.is_dynamic else ""
+    delay_s = policy.max_queue_delay_s if policy.is_dynamic else 0.0
     timeout = f"{_ms(queue.default_timeout_s)}, then {queue.timeout_action}"
     told = {
         "max_batch_size": str(config.max_batch_size),
         "preferred_batch_size": preferred,
-        "max_queue_delay": _ms(policy.max_queue_delay_s) if policy.max_queue_delay_s else "",
+        "max_queue_delay": _ms(delay_s) if delay_s else "",
         "SLO": _ms(policy.slo_latency_s) if policy.slo_latency_s is not None else "",
         "preserve_ordering": "yes" if policy.preserve_ordering else "",
         "priority_levels": str(policy.num_priorities) if policy.num_priorities else "",
@@ -264,7 +265,7 @@ def _by_close(
 
 def _waiting(model: Model, instances: Sequence[InstanceState], now: float) -> list[LaneState]:
     lanes = model.batcher.waiting()
-    states = [_lane(lane, model.config.batching, instances, now) for lane in lanes]
+    states = [_lane(lane, model.batcher.policy, instances, now) for lane in lanes]
     if model.batcher.num_reruns:
         num = model.batcher.num_reruns
         states.insert(0, LaneState("any", num, num, 0.0, "an instance, to run again alone"))
@@ -288,7 +289,7 @@ def waits_for(policy: BatchPolicy, instances: Sequence[InstanceState], oldest_s:
         num_busy = sum(each.state == "busy" for each in instances)
         return f"an idle instance ({num_busy} busy)"
     left_s = policy.max_queue_delay_s - oldest_s
-    if policy.slo_latency_s is None and left_s > 0:
+    if policy.is_dynamic and policy.slo_latency_s is None and left_s > 0:
         sizes = ", ".join(map(str, policy.preferred_batch_sizes))
         company = f"a preferred size ({sizes})" if sizes else "company"
         return f"{company}, for at most {_ms(left_s)} more"

@@ -228,8 +228,12 @@ class Model:
         if self._sequencer is not None:
             request.turn = self._sequencer.enter()
         if geometry.layout is not None:
-            place = self._pool.place(geometry, geometry.layout, plan.num_rows)
-            if place is not None and not self._try_fill(request, place):
+            try:
+                place = self._pool.place(geometry, geometry.layout, plan.num_rows)
+                if place is not None:
+                    self._fill(request, place)
+            except Exception:  # Whatever cannot be copied must not stay in the queue.
+                self._cannot_place(request)
                 return
         self._wake()
 
@@ -261,17 +265,12 @@ class Model:
         self._finish(request, CANCELLED)
         self._check_idle()
 
-    def _try_fill(self, request: Request, place: Place) -> bool:
-        try:
-            self._fill(request, place)
-        except Exception:  # Whatever cannot be copied must not stay in the queue.
-            log.exception("%s: a request could not be placed", self.config.name)
-            self._batcher.remove(request)
-            self._release(request, was_dispatched=False)
-            self.metrics.failed("OTHER")
-            self._finish(request, BackendFailed("internal error; this is a bug"))
-            return False
-        return True
+    def _cannot_place(self, request: Request) -> None:
+        log.exception("%s: a request could not be placed in shared memory", self.config.name)
+        self._batcher.remove(request)
+        self._release(request, was_dispatched=False)
+        self.metrics.failed("OTHER")
+        self._finish(request, BackendFailed("the request could not be placed in shared memory"))
 
     def _fill(self, request: Request, place: Place) -> None:
         """Copy the tensors into their rows; the request's own bytes are no longer needed."""

@@ -296,6 +296,7 @@ class Planner:
             if len(self._geometries) >= MAX_PLANS:
                 self._geometries.clear()
                 self._plans.clear()
+                self._fits.clear()
             geometry = self._geometries[key] = Geometry(row_shapes, layout)
         return geometry
 

@@ -105,11 +105,15 @@ class Segment:
 
     def __init__(self, nbytes: int, fd: int | None = None) -> None:
         self.nbytes = max(nbytes, ALIGNMENT)
-        if fd is None:
-            fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
-            os.ftruncate(fd, self.nbytes)
-        self.fd = fd
-        self.map = mmap.mmap(fd, self.nbytes)
+        is_new = fd is None
+        self.fd = os.memfd_create("penstock", os.MFD_CLOEXEC) if fd is None else fd
+        try:
+            if is_new:
+                os.ftruncate(self.fd, self.nbytes)
+            self.map = mmap.mmap(self.fd, self.nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
         self.view = memoryview(self.map)
 
     def close(self) -> None:

@@ -46,24 +46,29 @@ class ProcessLife:
         on_death: Callable[[str], None],
         module: str = "penstock.serving.worker",
     ) -> None:
-        self.sock, theirs = socket_pair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    module,
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                process_group=0,
-            )
+        with contextlib.ExitStack() as undo:
+            self.sock, theirs = socket_pair()
+            undo.callback(self.sock.close)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        module,
+                        str(theirs.fileno()),
+                        str(os.getpid()),
+                    ],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    process_group=0,
+                )
+            undo.callback(self._process.wait)
+            undo.callback(self._process.kill)
+            self._pidfd = os.pidfd_open(self._process.pid)
+            undo.pop_all()
         self.pid = self._process.pid
         self._loop = loop
         self._on_death = on_death
-        self._pidfd = os.pidfd_open(self.pid)
         loop.add_reader(self._pidfd, self._died)
 
     def kill(self) -> None:
@@ -197,6 +202,7 @@ class Life(Protocol):
     def socket_closed(self) -> None: ...
 
 
+# OSError if it gets no process, and then nothing is left of it.
 StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
 
 
@@ -313,6 +319,19 @@ class Supervisor:
             instance.sender.send(data, fds)
 
     def _start(self, instance: Instance) -> None:
+        """A start that fails counts as a death: what was missing may be there the next time."""
+        try:
+            self._launch(instance)
+        except OSError as error:
+            reason = f"could not be started ({error})"
+            if instance.life is not None:
+                instance.load_error = f"the worker {reason}"
+                instance.life.kill()
+                return
+            self._close_spill(instance)
+            self._restart(instance, False, reason)
+
+    def _launch(self, instance: Instance) -> None:
         instance.load_error = ""
         instance.is_hung = False
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
@@ -384,14 +403,17 @@ class Supervisor:
         was_ready, instance.is_ready = instance.is_ready, False
         # Its answers are read: the spill goes only after the model has seen the death.
         self._listener.instance_died(instance, reason)
-        if instance.output_spill is not None:
-            instance.output_spill.close()
-            instance.output_spill = None
+        self._close_spill(instance)
         if self._is_stopping:
             if all(other.life is None for other in self.instances):
                 self._all_dead.set()
             return
         self._restart(instance, was_ready, reason)
+
+    def _close_spill(self, instance: Instance) -> None:
+        if instance.output_spill is not None:
+            instance.output_spill.close()
+            instance.output_spill = None
 
     def _restart(self, instance: Instance, was_ready: bool, reason: str) -> None:
         well_s = self._loop.time() - instance.ready_at if was_ready else 0.0

@@ -285,12 +285,14 @@ class Ask(Frame, tag="ask"):
 
 
 class Answer(Frame, tag="ans"):
-    """JSON; for `model_config` a serialized protobuf."""
+    """JSON; for `model_config` a serialized protobuf. A long body lies in shared memory, as the one
+    piece of `parcel`, until a Release."""
 
     call: int
     body: bytes
     error_kind: str = ""
     error: str = ""
+    parcel: Parcel | None = None
 
 
 class Ping(Frame, tag="ping"):
@@ -309,7 +311,6 @@ ToFront = Open | InferReply | Answer | Ping | Stop
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
-decode_from_front = msgspec.msgpack.Decoder(FromFront).decode
 decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
 decode_all_from_front = msgspec.msgpack.Decoder(list[FromFront]).decode
 decode_all_to_front = msgspec.msgpack.Decoder(list[ToFront]).decode

@@ -38,6 +38,8 @@ MAX_FORMS = 1024
 MAX_FORM_BYTES = 4096
 MAX_SHAPE = 1 << 62
 MAX_RANK = 32
+# Of one output. Each class becomes a text while all other requests wait; clients show a handful.
+MAX_CLASSES = 1000
 MIN_INT, MAX_INT = -(1 << 63), (1 << 64) - 1
 
 
@@ -301,15 +303,25 @@ def _classes(tensor: Tensor, count: int, labels: Sequence[str]) -> Tensor:
     full = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
     rows = rows.reshape(full[0], num_elements(full[1:]))
     count = min(count, rows.shape[1])
-    best = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :count]
     texts: list[bytes] = []
-    for row, indices in zip(rows, best, strict=True):
-        for index in indices:
+    for row in rows:
+        for index in _best(row, count):
             value = f"{row[index]:f}" if rows.dtype.kind == "f" else str(row[index])
             label = f":{labels[index]}" if index < len(labels) else ""
             texts.append(f"{value}:{index}{label}".encode())
     shape = (tensor.shape[0], count) if len(tensor.shape) > 1 else (count,)
     return Tensor(tensor.name, "BYTES", shape, pack_bytes(np.array(texts, dtype=np.object_)))
+
+
+def _best(values: Array, count: int) -> Array:
+    """Where the largest values are, best first; of equal ones the first, NaN last."""
+    keys = -values.astype(np.float64)
+    if count == len(keys):
+        return np.argsort(keys, kind="stable")
+    last = np.partition(keys, count - 1)[count - 1]
+    # With all that equal the last one; a NaN is greater than nothing.
+    candidates = np.flatnonzero(~(keys > last))
+    return candidates[np.argsort(keys[candidates], kind="stable")[:count]]
 
 
 def _wants_classes(request: Request) -> bool:
@@ -622,6 +634,11 @@ def _check_output(output: RequestedOutput) -> None:
     if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
         raise InvalidRequest(
             f"output '{output.name}': parameter 'classification' must be a number of classes"
+        )
+    if classes > MAX_CLASSES:
+        raise InvalidRequest(
+            f"output '{output.name}': parameter 'classification' asks for {classes} classes; "
+            f"at most {MAX_CLASSES}"
         )
     if not isinstance(output.parameters.get("binary_data", False), bool):
         raise InvalidRequest(

@@ -497,7 +497,7 @@ def requests() -> Iterator[Http]:
     yield bad("an unknown output", with_fields(outputs=[{"name": "z"}]), "'z'", "'y'")
     twice = with_fields(outputs=[{"name": "y"}] * 2)
     yield bad("the same output twice", twice, "'y' already exists")
-    for value in (0, -1, "3", 1.5, True):
+    for value in (0, -1, "3", 1.5, True, 1001):
         message = output(classification=value)
         yield bad(f"classification {value!r}", message, "'y'", "classification")
     yield bad("classification null", output(classification=None), "outputs[0].parameters")

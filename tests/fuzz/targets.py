@@ -77,7 +77,8 @@ def frame(data: bytes) -> None:
         frames.decode_to_worker,
         frames.decode_from_worker,
         frames.decode_to_front,
-        frames.decode_from_front,
+        frames.decode_all_to_front,
+        frames.decode_all_from_front,
     ):
         try:
             read = decode(data)
@@ -207,6 +208,7 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
             frames.encode(frames.MapSlab(1, 4096)),
             frames.encode(frames.LoadFailed(("why",))),
             frames.encode(frames.Answer(1, b"{}")),
+            frames.join([frames.encode(frames.Cancel(1)), frames.encode(frames.Pong())]),
         ],
         config_pbtxt: [_CONFIG],
         slo_text: [b"p99 < 20ms, p50 ttft < 100ms, throughput >= 500/s at 200/s gamma 3"],

@@ -1,6 +1,7 @@
 """A front and the core on one event loop: requests, answers, deaths, drains."""
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -36,6 +37,7 @@ from penstock.testing import FakeClock, RecordingSink
 from penstock.types import Request, RequestedOutput, TensorSpec, from_array
 from penstock.wire import frames
 
+LARGE = GrpcConfig(port=0, max_message_bytes=64 * 1024, segment_bytes=1 << 20)
 SMALL = GrpcConfig(port=0, max_message_bytes=64 * 1024, segment_bytes=256 * 1024)
 
 
@@ -337,6 +339,57 @@ async def test_a_front_gets_the_keys_of_the_core_again_after_a_restart(until):
         assert served.lives[-1].opened.keys is None
 
 
+class Scarce:
+    """Starts fronts; those of the given numbers, counted from 1, get no process."""
+
+    def __init__(self, *missing: int) -> None:
+        self._missing = missing
+        self.num_tried = 0
+        self.lives: list[FrontLife] = []
+
+    def __call__(
+        self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]
+    ) -> FrontLife:
+        self.num_tried += 1
+        if self.num_tried in self._missing:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        self.lives.append(FrontLife(loop, on_death))
+        return self.lives[-1]
+
+
+def front_of(start_life: Scarce) -> Front:
+    catalog = Catalog(ThreadLife)
+    desk = Desk(catalog, Control(catalog, ".", is_explicit=False), lambda: True)
+    return Front(desk, "127.0.0.1", SMALL, start_life=start_life)
+
+
+async def test_a_front_that_gets_no_process_is_tried_again(until):
+    start = Scarce(1, 3, 4)
+    front = front_of(start)
+    num_fds = len(os.listdir("/proc/self/fd"))
+    front.start()
+    assert len(os.listdir("/proc/self/fd")) == num_fds, "a failed start leaves nothing"
+    await until(lambda: len(start.lives) == 1)
+    start.lives[-1].connect().send(frames.Listening(frames.VERSION, 7))
+    await front.listening()
+    start.lives[-1].kill()
+    await until(lambda: len(start.lives) == 2)
+    assert start.num_tried == 5
+    start.lives[-1].connect()
+    start.lives[-1].kill()
+    await front.close()
+
+
+async def test_a_front_that_never_gets_a_process_is_a_config_error():
+    start = Scarce(*range(1, 10))
+    front = front_of(start)
+    front.start()
+    with pytest.raises(ConfigError, match="could not be started .*unavailable.*, 3 times"):
+        await front.listening()
+    assert start.num_tried == 3
+    await front.close()
+
+
 async def test_a_front_that_cannot_listen_is_a_config_error(until):
     lives: list[FrontLife] = []
 
@@ -397,6 +450,34 @@ async def test_the_core_answers_questions():
         for kind in ("model_ready", "model_metadata", "model_config", "model_statistics"):
             with pytest.raises(NotFound, match="unknown model: 'none' is not found"):
                 await ask(kind, "none")
+
+
+def answers_with(served: Served, monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    """Every question from now on gets this answer."""
+
+    async def answer(desk: Desk, ask: frames.Ask) -> bytes:
+        return body
+
+    monkeypatch.setattr(Desk, "answer", answer)
+
+
+@pytest.mark.parametrize("size", [0, 1, 16 * 1024 + 1, 300_000, LARGE.segment_bytes])
+async def test_an_answer_of_any_length_arrives(size, monkeypatch, until):
+    body = bytes(range(256)) * (size // 256 + 1)
+    async with serving(config=LARGE) as served:
+        answers_with(served, monkeypatch, body[:size])
+        for _ in range(5):
+            assert await served.remote.ask("model_statistics") == body[:size]
+        many = await asyncio.gather(*(served.remote.ask("model_statistics") for _ in range(9)))
+        assert set(many) == {body[:size]}
+        await until(lambda: served.front.num_running == 0)
+
+
+async def test_an_answer_that_can_never_be_sent_is_an_error(monkeypatch):
+    async with serving(config=LARGE) as served:
+        answers_with(served, monkeypatch, bytes(LARGE.segment_bytes + 1))
+        with pytest.raises(BackendFailed, match="the answer: the tensors take 1048577 bytes"):
+            await served.remote.ask("model_statistics")
 
 
 async def test_a_server_that_still_loads_is_not_ready():

@@ -55,6 +55,26 @@ async def test_frames_arrive_in_order_though_the_socket_is_full(pair, until):
     front.close()
 
 
+async def test_a_frame_that_cannot_be_handled_takes_no_other_with_it(until, caplog):
+    def receive(frame: frames.FromFront) -> None:
+        if frame == frames.Cancel(1):
+            raise KeyError(1)
+        heard.append(frame)
+
+    heard: list[frames.FromFront] = []
+    ours, theirs = socket_pair()
+    line = Line(ours, frames.decode_all_from_front, receive, lambda: None)
+    front = End(theirs, frames.decode_all_to_front)
+    for call in range(3):
+        front.line.send(frames.Cancel(call))
+    await until(lambda: len(heard) == 2)
+    assert heard == [frames.Cancel(0), frames.Cancel(2)]
+    assert "a frame could not be handled: Cancel" in caplog.text
+    line.close()
+    ours.close()
+    front.close()
+
+
 async def test_the_loss_of_the_other_end_is_told_once_and_frames_are_dropped(pair, until):
     core, front = pair()
     front.line.send(frames.Cancel(1))

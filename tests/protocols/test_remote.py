@@ -114,3 +114,28 @@ async def test_it_stops_when_told_and_when_the_core_has_gone():
     assert sink.num_final == 0, "its client is about to be cut off"
     told.close()
     left.close()
+
+
+async def test_an_answer_to_a_call_that_has_gone_does_not_take_others_with_it(
+    until: Callable[..., Any],
+):
+    core = Core()
+    sink, _ = submit(core)
+    await until(lambda: core.heard)
+    call = core.heard[0].call
+    core.line.send(frames.InferReply(call + 7, frames.Parcel(offset=64), "m", "1"))
+    core.line.send(frames.InferReply(call, frames.Parcel(), "m", "1"))
+    await until(lambda: sink.num_final)
+    assert sink.error is None
+    await until(lambda: len(core.heard) == 2)
+    assert core.heard[1] == frames.Release((64,)), "what nobody reads is given back"
+    core.close()
+
+
+async def test_a_long_answer_that_nobody_waits_for_is_given_back(until: Callable[..., Any]):
+    core = Core()
+    piece = frames.Piece("body", "UINT8", (BIG,), BIG)
+    core.line.send(frames.Answer(7, b"", parcel=frames.Parcel((piece,), offset=0)))
+    await until(lambda: core.heard)
+    assert core.heard == [frames.Release((0,))]
+    core.close()

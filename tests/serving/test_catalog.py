@@ -32,9 +32,18 @@ def ask(value: int) -> Request:
 
 
 class Stage:
+    """`fails` says what the next starts of workers end with, None for those that succeed."""
+
     def __init__(self) -> None:
         self.puppets = Puppets()
-        self.catalog = Catalog(start_life=self.puppets)
+        self.fails: list[Exception | None] = []
+        self.catalog = Catalog(start_life=self._start)
+
+    def _start(self, loop, on_death):
+        error = self.fails.pop(0) if self.fails else None
+        if error is not None:
+            raise error
+        return self.puppets(loop, on_death)
 
     async def act(self, change) -> None:
         """Carry out a change while the workers do what they are told."""
@@ -156,5 +165,51 @@ def test_loads_and_unloads_of_one_model_do_not_race():
         await stage.act(asyncio.gather(*changes))
         assert stage.catalog.versions("echo") == ["6"]
         assert stage.catalog.find("echo").is_ready
+
+    run(scenario)
+
+
+NO_PROCESS = BlockingIOError(11, "Resource temporarily unavailable")
+
+
+def test_a_worker_that_gets_no_process_is_tried_again():
+    async def scenario(stage):
+        stage.fails = [None, NO_PROCESS]
+        await stage.load(CONFIG, replace(CONFIG, version="2"))
+        assert stage.catalog.versions("echo") == ["1", "2"]
+        model = stage.catalog.find("echo")
+        stage.fails = [NO_PROCESS, NO_PROCESS]
+        stage.puppets.alive[-1].kill()
+        await settle()
+        assert not model.is_ready
+        async with asyncio.timeout(20):
+            while not model.is_ready:
+                await stage.puppets.step_all()
+                await asyncio.sleep(0.005)
+        assert stage.fails == []
+
+    run(scenario)
+
+
+def test_workers_that_never_get_a_process_fail_the_load():
+    async def scenario(stage):
+        stage.fails = [None, NO_PROCESS, NO_PROCESS, NO_PROCESS]
+        await stage.load(CONFIG, replace(CONFIG, version="2"))
+        assert stage.catalog.failure("echo").problems == (
+            "the worker could not be started ([Errno 11] Resource temporarily unavailable) "
+            "while loading, 3 times",
+        )
+        assert stage.puppets.alive == [], "not even that of version 1"
+
+    run(scenario)
+
+
+def test_a_load_that_fails_in_an_unknown_way_leaves_no_worker():
+    async def scenario(stage):
+        stage.fails = [None, ValueError("unheard of")]
+        with pytest.raises(ExceptionGroup):
+            await stage.load(CONFIG, replace(CONFIG, version="2"))
+        assert stage.puppets.alive == []
+        assert list(stage.catalog) == []
 
     run(scenario)

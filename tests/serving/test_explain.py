@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.serving import worker
 from penstock.serving.explain import (
     Explanation,
     InstanceState,
@@ -18,6 +19,7 @@ from penstock.serving.explain import (
 )
 from penstock.serving.history import Record
 from penstock.serving.model import Model
+from penstock.serving.proof import Proof
 from penstock.testing import FakeClock, Puppets, RecordingSink, settle
 from penstock.types import Request, TensorSpec, from_array
 
@@ -155,7 +157,7 @@ def test_policy_in_words_names_what_is_set():
         num_priorities=2,
         policies=(QueuePolicy(default_timeout_s=0.2, max_queue_size=7),),
     )
-    assert describe_policy(replace(CONFIG, batching=policy)) == {
+    assert describe_policy(CONFIG, policy) == {
         "max_batch_size": "16",
         "preferred_batch_size": "4, 8",
         "max_queue_delay": "0.1 ms",
@@ -164,7 +166,19 @@ def test_policy_in_words_names_what_is_set():
         "queue time-out": "200 ms, then REJECT",
         "max_queue_size": "7",
     }
-    assert describe_policy(CONFIG).keys() == {"max_batch_size", "max_queue_size"}
+    assert describe_policy(CONFIG, POLICY).keys() == {"max_batch_size", "max_queue_size"}
+
+
+def test_a_model_found_unfit_for_batches_does_not_claim_to_wait_for_company(monkeypatch):
+    async def scenario(model, puppets, clock):
+        model.submit(ask(3))
+
+    proof = Proof("answers depend on what else is in the batch", "", frozenset(), ())
+    monkeypatch.setattr(worker, "prove", lambda config, runner: proof)
+    policy = replace(POLICY, max_queue_delay_s=5.0, preferred_batch_sizes=(4,))
+    answer = explained(replace(CONFIG, batching=policy), scenario)
+    assert answer.policy.keys() == {"max_batch_size", "max_queue_size"}
+    assert [lane.waits_for for lane in answer.waiting] == ["nothing: it leaves now"]
 
 
 @pytest.mark.parametrize(

@@ -133,3 +133,15 @@ def test_many_shapes_do_not_grow_the_cache_without_bound():
     for width in range(3000):
         plans.plan(ask(x(1), n(1, width)))
     assert plans.plan(ask(x(1), n(1, 1))).num_rows == 1
+
+
+def test_what_has_run_before_shares_its_geometry_also_after_the_cache_was_full(monkeypatch):
+    monkeypatch.setattr("penstock.serving.plan.MAX_PLANS", 2)
+    plans = planner()
+    known = ask(x(1), n(1, 3))
+    known.form = "known"
+    plans.fit(known)
+    for width in (4, 5):
+        plans.fit(ask(x(1), n(1, width)))
+    same_shape = plans.fit(ask(x(2), n(2, 3)))
+    assert plans.fit(known).plan.geometry is same_shape.plan.geometry

@@ -163,6 +163,46 @@ def test_descriptors_do_not_leak_over_restarts():
     run(scenario)
 
 
+def no_process(*_: object, **__: object) -> None:
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize(
+    "call", ["subprocess.Popen", "os.pidfd_open", "os.memfd_create", "mmap.mmap"]
+)
+def test_a_restart_that_fails_is_tried_again_and_leaves_nothing(call, monkeypatch):
+    async def scenario(model):
+        (instance,) = model.instances
+        before = len(os.listdir("/proc/self/fd"))
+        pid = instance.pid
+        with monkeypatch.context() as patch:
+            patch.setattr(call, no_process)
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: instance.num_restarts >= 3)
+            assert instance.pid == 0
+        await until(lambda: instance.is_ready)
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert psutil.Process().children() == [psutil.Process(instance.pid)]
+
+    run(scenario)
+
+
+def test_a_worker_that_cannot_be_told_what_to_load_is_started_again(monkeypatch):
+    async def scenario(model):
+        (instance,) = model.instances
+        pid = instance.pid
+        with monkeypatch.context() as patch:
+            patch.setattr("socket.send_fds", no_room)
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: instance.num_restarts >= 2)
+        await until(lambda: instance.is_ready)
+
+    def no_room(*_: object) -> None:
+        raise OSError(105, "No buffer space available")
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_die_with_the_core(end, tmp_path: Path):
     script = tmp_path / "core.py"

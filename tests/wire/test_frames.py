@@ -91,6 +91,7 @@ TO_FRONT = [
     frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", error="full", is_final=False),
     frames.Answer(1, b"{}"),
     frames.Answer(1, b"", "NotFound", "no such model"),
+    frames.Answer(1, b"", parcel=AT_OFFSET),
     frames.Ping(),
     frames.Stop(),
 ]
@@ -101,10 +102,17 @@ INFER = (
     "c4083132333435363738c0a26964908000c0"
 )
 
+
+def decode_from_front(data: bytes) -> frames.FromFront:
+    """As the core reads it: one of the frames of a datagram."""
+    (frame,) = frames.decode_all_from_front(frames.join([data]))
+    return frame
+
+
 DIRECTIONS = {
     "to worker": (frames.decode_to_worker, TO_WORKER),
     "from worker": (frames.decode_from_worker, FROM_WORKER),
-    "from front": (frames.decode_from_front, FROM_FRONT),
+    "from front": (decode_from_front, FROM_FRONT),
     "to front": (frames.decode_to_front, TO_FRONT),
 }
 CASES = [
@@ -226,16 +234,16 @@ def test_fields_may_be_added_at_the_end_without_a_new_version() -> None:
         ),
         (frames.decode_from_worker, frames.Failed(7, "bad"), "93a365727207a3626164"),
         (frames.decode_to_front, frames.Open(1, "h", 8001, 4096, 64), OPEN),
-        (frames.decode_from_front, frames.Listening(1, 8001), "93a36c697301cd1f41"),
-        (frames.decode_from_front, frames.Infer(5, "m", "1", 0.5, INLINE, "id"), INFER),
-        (frames.decode_from_front, frames.Cancel(5), "92a4696e666305"),
+        (decode_from_front, frames.Listening(1, 8001), "93a36c697301cd1f41"),
+        (decode_from_front, frames.Infer(5, "m", "1", 0.5, INLINE, "id"), INFER),
+        (decode_from_front, frames.Cancel(5), "92a4696e666305"),
         (
             frames.decode_to_front,
             frames.InferReply(5, frames.Parcel(offset=64), "m", "1"),
             "99a4696e66720594a370636c90c40040a16da13180a0a0c3",
         ),
         (
-            frames.decode_from_front,
+            decode_from_front,
             frames.Ask(5, "model_ready", "m"),
             "95a361736b05ab6d6f64656c5f7265616479a16da0",
         ),
@@ -331,7 +339,7 @@ def test_any_done_is_read_as_it_was_written(frame: frames.Done) -> None:
     )
 )
 def test_any_infer_is_read_as_it_was_written(frame: frames.Infer) -> None:
-    assert frames.decode_from_front(frames.encode(frame)) == frame
+    assert decode_from_front(frames.encode(frame)) == frame
 
 
 @settings(deadline=None, max_examples=300)

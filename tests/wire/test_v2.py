@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from penstock.errors import InvalidRequest, PenstockError, Unsupported
 from penstock.types import (
@@ -24,6 +25,7 @@ from penstock.types import (
     split_bytes,
 )
 from penstock.wire.v2 import (
+    MAX_CLASSES,
     MAX_TENSORS,
     Codec,
     encode_answer,
@@ -719,6 +721,34 @@ def test_a_number_of_classes_is_at_least_one(count: str) -> None:
     assert "'y'" in refusal(
         with_field("outputs", f'[{{"name":"y","parameters":{{"classification":{count}}}}}]')
     )
+
+
+def test_a_number_of_classes_has_a_limit() -> None:
+    def asking(count: int) -> bytes:
+        return with_field("outputs", f'[{{"name":"y","parameters":{{"classification":{count}}}}}]')
+
+    (output,) = decode(asking(MAX_CLASSES)).request.outputs
+    assert output.parameters == {"classification": MAX_CLASSES}
+    assert refusal(asking(MAX_CLASSES + 1)) == (
+        "output 'y': parameter 'classification' asks for 1001 classes; at most 1000"
+    )
+
+
+@given(
+    hnp.arrays(
+        np.float32,
+        hnp.array_shapes(min_dims=2, max_dims=2, max_side=12),
+        elements=st.sampled_from([0.0, -0.0, 1.0, 2.0, -1.0, np.nan, np.inf, -np.inf]),
+    ),
+    st.integers(1, 14),
+)
+def test_of_equal_values_the_first_is_the_best_and_nan_comes_last(values: Any, count: int) -> None:
+    request = request_for(RequestedOutput("y", {"classification": count}))
+    response = Response("m", "1", [tensor_of("y", "FP32", values)])
+    (output,) = json.loads(Codec().encode_answer(request, response)[0])["outputs"]
+    told = [int(text.split(":")[1]) for text in output["data"]]
+    best = np.argsort(-values, axis=1, kind="stable")[:, :count]
+    assert told == best.ravel().tolist()
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,10 @@ def test_outputs_may_be_asked_for_as_classes() -> None:
         assert "output 'y': parameter 'classification' must be a number of classes" in refusal(
             message(tensor(), raw=(RAW,), outputs=[output])
         )
+    set_parameter(output.parameters["classification"], 1001)
+    assert "output 'y': parameter 'classification' asks for 1001 classes" in refusal(
+        message(tensor(), raw=(RAW,), outputs=[output])
+    )
 
 
 @pytest.mark.parametrize("value", [True, False])
