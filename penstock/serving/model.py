@@ -657,7 +657,10 @@ class Model:
             self._seed_buckets(ready)
         self.notes = tuple(notes)
         for note in self.notes:
-            log.warning("%s/%s: %s", self.config.name, self.config.version, note, extra=self.labels)
+            # What was not checked is served as configured.
+            level = logging.INFO if note in proof.notes else logging.WARNING
+            where = (self.config.name, self.config.version)
+            log.log(level, "%s/%s: %s", *where, note, extra=self.labels)
 
     def _stop_batching(self, ready: Sequence[frames.Ready]) -> None:
         policy = replace(self.config.batching, is_dynamic=False)
