@@ -108,6 +108,15 @@ class Running:
         finally:
             connection.close()
 
+    def post(self, path: str, body: bytes) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        try:
+            connection.request("POST", path, body)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())["error"]
+        finally:
+            connection.close()
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout=10)
@@ -436,6 +445,16 @@ def test_server_is_not_ready_while_a_model_of_the_repository_is_broken(tmp_path:
         status, body = server.get("/v2/health/ready")
         assert status == 503
         assert b"unreadable" in body
+
+
+def test_bodies_may_be_as_large_as_the_flags_say_and_the_refusal_names_them(tmp_path: Path) -> None:
+    flags = ("--max-body-bytes", "4096", "--max-json-bytes", "2048")
+    with serving(add_model(tmp_path, "model"), *flags) as server:
+        status, text = server.post("/v2/models/model/infer", bytes(4097))
+        assert status == 413 and "4096" in text and "--max-body-bytes" in text
+        status, text = server.post("/v2/models/model/infer", b" " * 2049)
+        assert status == 413 and "2048" in text and "--max-json-bytes" in text
+        assert server.post("/v2/models/model/infer", b" " * 2048)[0] == 400
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -279,7 +279,7 @@ class V2Http:
         if (size if length is None else length) > self._limits.max_json_bytes:
             raise TooLarge(
                 f"the JSON of a request may have {self._limits.max_json_bytes} bytes; "
-                "send large tensors as binary data"
+                "send large tensors as binary data, or raise --max-json-bytes"
             )
         return length
 
