@@ -25,6 +25,7 @@ from penstock.errors import ConfigError, NotFound
 from penstock.slo import Slo
 
 CONFIG = "config.pbtxt"
+MAX_NAMES_TOLD = 10
 MAX_VERSION = 2**63 - 1
 
 
@@ -85,7 +86,18 @@ def read_one(path: str | os.PathLike[str], name: str) -> Found:
     for folder in folders:
         if folder.name == name:
             return _read_all([folder], root.resolve() if folder is root else root)
-    raise NotFound(f"failed to load '{name}', failed to poll from model repository")
+    there = [folder.name for folder in folders]
+    raise NotFound(
+        f"failed to load '{name}', failed to poll from model repository; there: {listed(there)}"
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for an error's text, which stays short however many there are."""
+    text = ", ".join(names[:MAX_NAMES_TOLD])
+    if len(names) > MAX_NAMES_TOLD:
+        text += f" and {len(names) - MAX_NAMES_TOLD} more"
+    return text or "none"
 
 
 def _folders(root: Path) -> list[Path]:

@@ -215,7 +215,7 @@ class Service:
     async def _model_ready(self, message: Any) -> Any:
         try:
             body = await self._remote.ask("model_ready", message.name, message.version)
-        except NotFound:
+        except (NotFound, NotReady):
             return service_pb2.ModelReadyResponse(ready=False)
         return json_format.Parse(body, service_pb2.ModelReadyResponse())
 
@@ -294,6 +294,8 @@ class Service:
                 body = await self._remote.ask("model_ready", service)
         except NotFound:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        except NotReady:
+            return health_pb2.HealthCheckResponse.NOT_SERVING
         if json.loads(body)["ready"]:
             return health_pb2.HealthCheckResponse.SERVING
         return health_pb2.HealthCheckResponse.NOT_SERVING

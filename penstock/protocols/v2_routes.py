@@ -124,7 +124,8 @@ class V2Routes:
     async def model_ready(self, request: HttpRequest) -> HttpResponse:
         model = self._find(request)
         if self.is_draining or not model.is_ready:
-            return _error("Model version not ready", 503)
+            reason = "the server is shutting down" if self.is_draining else model.reason
+            return _error(f"Model version not ready: {reason}".removesuffix(": "), 503)
         return HttpResponse(b"")
 
     async def config(self, request: HttpRequest) -> HttpResponse:
@@ -171,9 +172,12 @@ class V2Routes:
                     yield Member(instance.pid, "worker", config.name, config.version, index)
 
     def _why_not_ready(self) -> str:
-        failed = [failure.name for failure in self._catalog.failures]
-        waiting = [model.config.name for model in self._catalog if not model.is_ready]
-        return f"not ready: {', '.join(sorted({*failed, *waiting}))}"
+        reasons = {failure.name: "; ".join(failure.problems) for failure in self._catalog.failures}
+        for model in self._catalog:
+            if not model.is_ready:
+                reasons[model.config.name] = model.reason
+        told = [f"{name} ({why})" if why else name for name, why in sorted(reasons.items())]
+        return f"not ready: {', '.join(told)}"
 
     def _find(self, request: HttpRequest) -> Model:
         return self._catalog.find(

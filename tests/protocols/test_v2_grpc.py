@@ -18,6 +18,7 @@ from penstock.errors import (
     InvalidRequest,
     NotAllowed,
     NotFound,
+    NotReady,
     Overloaded,
     PenstockError,
     Unsupported,
@@ -263,9 +264,10 @@ async def test_a_deadline_that_passes_cancels(until: Callable[..., Any]):
         assert core.cancelled == core.waiting
 
 
-async def test_an_unknown_model_is_not_ready():
+@pytest.mark.parametrize("error", [NotFound("unknown"), NotReady("could not be loaded")])
+async def test_a_model_that_is_not_there_is_not_ready(error: PenstockError):
     core = Core()
-    core.errors["none"] = NotFound("unknown")
+    core.errors["none"] = error
     async with serving(core) as client:
         assert not (await client.v2.ModelReady(service_pb2.ModelReadyRequest(name="none"))).ready
 
@@ -580,8 +582,10 @@ async def test_health_of_a_model_follows_its_readiness():
         assert (await watch.read()).status == 2
         core.errors["m"] = NotFound("unloaded")
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        del core.errors["m"]
+        core.errors["m"] = NotReady("could not be loaded")
         assert (await watch.read()).status == 2
+        del core.errors["m"]
+        assert (await client.health.Check(request)).status == 2
         watch.cancel()
         assert {each[:2] for each in core.asked} == {("model_ready", "m")}
 

@@ -552,7 +552,8 @@ def test_an_unknown_model_is_404_with_tritons_words(api: Api) -> None:
         api.get("/v2/models/nope/ready"),
     ):
         assert reply.status == 404
-        assert reply.error == text
+        assert reply.error.startswith(text)
+        assert "; loaded: digits, echo, " in reply.error
 
 
 def test_an_unknown_version_is_404_and_lists_those_that_exist(api: Api) -> None:
@@ -1011,7 +1012,14 @@ async def test_a_model_that_cannot_be_loaded_is_named_and_the_others_serve(serve
     async with serve(v2.handle) as served:
         answer = await served.ask(get_bytes("/v2/health/ready"))
         assert answer.status == 503
-        assert "broken" in json.loads(answer.body)["error"]
+        assert "broken (parameters.null.a_ms: 'not a number'" in json.loads(answer.body)["error"]
+        for path in ("", "/ready", "/config", "/stats", "/explain", "/versions/1"):
+            answer = await served.ask(get_bytes(f"/v2/models/broken{path}"))
+            assert answer.status == 503
+            assert "'not a number' is not a number" in json.loads(answer.body)["error"]
+        answer = await served.ask(infer_bytes(path="/v2/models/broken/infer"))
+        assert answer.status == 503
+        assert "'broken' could not be loaded: " in json.loads(answer.body)["error"]
         assert (await served.ask(get_bytes("/v2/models/echo/ready"))).status == 200
         answer = await served.ask(infer_bytes(path="/v2/models/echo/infer"))
         assert answer.status == 200
