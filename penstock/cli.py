@@ -320,7 +320,8 @@ def inspect(path: str) -> None:
 @click.option(
     "--watch",
     is_flag=True,
-    help="Ask every second until Ctrl-C. Use it to see the batcher at work under load.",
+    help="Ask every second until Ctrl-C. Use it to see the batcher at work under load; a terminal "
+    "shows what fits it, the most telling first.",
 )
 @click.option(
     "--json",

@@ -125,25 +125,33 @@ def _model_cells(model: Model | None) -> list[str]:
 
 
 def explained(answer: Explanation) -> Group:
+    """What says most comes first: a screen may have no room for the rest."""
     parts: list[RenderableType] = [_title(answer)]
     parts += [Text(f"Note: {note}", style="yellow") for note in answer.notes]
     parts += [_section("Why batches are as they are"), *map(_sentence, answer.verdicts)]
     parts += [_section("Waiting now"), _waiting(answer)]
-    parts += [_section("Last batches (ms: waits, then work)"), _recent(answer)]
-    parts += [_section("Rows per batch, since it was loaded"), _bars(answer.batch_sizes)]
-    parts += [_section(f"Shapes of a row ({answer.num_shapes} seen)"), _shapes(answer)]
+    parts += [_section("Refused"), _refused(answer)]
     if answer.paces:
         parts += [_section("T(b) in ms; b* is the batch aimed at"), _paces(answer.paces)]
-    parts += [_section("Refused"), _refused(answer)]
+    parts += [_section("Rows per batch, since it was loaded"), _bars(answer.batch_sizes)]
+    parts += [_section("Last batches (ms: waits, then work)"), _recent(answer)]
+    parts += [_section(f"Shapes of a row ({answer.num_shapes} seen)"), _shapes(answer)]
     return Group(*parts)
 
 
 def watch(ask: Callable[[], Explanation]) -> None:
-    """Show the answer anew every second until Ctrl-C."""
-    with Live(console=console(), auto_refresh=False) as live, suppress(KeyboardInterrupt):
-        while True:
-            live.update(explained(ask()), refresh=True)
-            time.sleep(WATCH_S)
+    """Show the answer anew every second until Ctrl-C: in place of the last one in a terminal, which
+    shows as much as it has lines for; else one after the other."""
+    out = console()
+    with suppress(KeyboardInterrupt):
+        if not out.is_terminal:
+            while True:
+                out.print(explained(ask()), "")
+                time.sleep(WATCH_S)
+        with Live(console=out, auto_refresh=False) as live:
+            while True:
+                live.update(explained(ask()), refresh=True)
+                time.sleep(WATCH_S)
 
 
 def _title(answer: Explanation) -> Group:
