@@ -31,7 +31,10 @@ MAX_KEYS = 4096
 LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
 _HEALTH = re.compile(r"/v2/health/(live|ready)")
 _EXPLAIN = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/explain")
-_ADMIN = re.compile(r"/v2/(repository|trace|logging|(system|cuda)sharedmemory)(/.*)?")
+_ADMIN = re.compile(
+    r"/v2/((repository|trace|logging|(system|cuda)sharedmemory)(/.*)?"
+    r"|models/[^/]+(/versions/[^/]+)?/trace/setting)"
+)
 # What each RPC needs: the same as the route of HTTP that does its work.
 _RPCS: Mapping[str, Mapping[Scope, tuple[str, ...]]] = {
     "inference.GRPCInferenceService": {

@@ -18,7 +18,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 import penstock
-from penstock.errors import InvalidRequest, PenstockError
+from penstock.errors import InvalidRequest, PenstockError, Unsupported
 from penstock.metrics import expose
 from penstock.pbtxt import to_json
 from penstock.protocols.v2_http import status_of
@@ -37,6 +37,18 @@ EXTENSIONS = (
     "parameters",
     "statistics",
 )
+# Paths of the protocol that are refused with a sentence, and what they are about.
+MISSING = {
+    "/v2/models/{name}/generate": "generate is",
+    "/v2/models/{name}/generate_stream": "generate_stream is",
+    "/v2/models/{name}/trace/setting": "trace settings are",
+    "/v2/trace/setting": "trace settings are",
+    "/v2/logging": "log settings are",
+    "/v2/systemsharedmemory/{rest:path}": "system shared memory regions are",
+    "/v2/cudasharedmemory/{rest:path}": "CUDA shared memory regions are",
+}
+# Of a path, in an error.
+MAX_PATH_TOLD = 200
 
 
 class FrontProcess(Protocol):
@@ -80,6 +92,14 @@ class V2Routes:
                 Route(prefix + "/stats", self.statistics),
                 Route(prefix + "/explain", self.explain),
             ]
+            routes += [
+                _missing(path.replace(model, prefix), what)
+                for path, what in MISSING.items()
+                if path.startswith(model)
+            ]
+        routes += [
+            _missing(path, what) for path, what in MISSING.items() if not path.startswith(model)
+        ]
         return _application(routes)
 
     def metrics_application(self) -> Starlette:
@@ -196,6 +216,13 @@ def _application(routes: list[Route]) -> Starlette:
     return app
 
 
+def _missing(path: str, what: str) -> Route:
+    async def refuse(request: HttpRequest) -> HttpResponse:
+        raise Unsupported(f"{what} not supported by this server")
+
+    return Route(path, refuse, methods=["GET", "POST"])
+
+
 async def _body(request: HttpRequest) -> dict[str, Any]:
     """An optional JSON object."""
     data = await request.body()
@@ -217,7 +244,10 @@ def _error(text: str, status: int) -> HttpResponse:
 
 
 async def _http_error(request: HttpRequest, error: HTTPException) -> HttpResponse:
-    reply = _error(error.detail, error.status_code)
+    text = error.detail
+    if error.status_code == 404:
+        text += f": there is no {request.scope["path"][:MAX_PATH_TOLD]} here"
+    reply = _error(text, error.status_code)
     reply.headers.update(error.headers or {})
     return reply
 

@@ -45,6 +45,16 @@ ROUTES = {
     "/v2/repository/models/{name}/load": "admin",
     "/v2/repository/models/{name}/unload": "admin",
     "/metrics": "metrics",
+    "/v2/models/{name}/generate": "infer",
+    "/v2/models/{name}/generate_stream": "infer",
+    "/v2/models/{name}/trace/setting": "admin",
+    "/v2/models/{name}/versions/{version}/generate": "infer",
+    "/v2/models/{name}/versions/{version}/generate_stream": "infer",
+    "/v2/models/{name}/versions/{version}/trace/setting": "admin",
+    "/v2/trace/setting": "admin",
+    "/v2/logging": "admin",
+    "/v2/systemsharedmemory/{rest:path}": "admin",
+    "/v2/cudasharedmemory/{rest:path}": "admin",
 }
 # What each RPC needs, and the route of HTTP that does the same. A new RPC must be entered here.
 INFERENCE = "/inference.GRPCInferenceService/"

@@ -674,8 +674,29 @@ def test_wrong_paths_and_methods_are_json_errors(
     assert reply.error
 
 
-def test_the_error_for_an_unknown_path_is_tritons(api: Api) -> None:
-    assert api.get("/v2/nowhere").error == "Not Found"
+def test_the_error_for_an_unknown_path_is_tritons_and_names_it(api: Api) -> None:
+    assert api.get("/v2/nowhere?x=1").error == "Not Found: there is no /v2/nowhere here"
+    assert len(api.get("/" + "x" * 5000).error) < 300
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("POST", "/v2/models/echo/generate", "generate is not supported"),
+        ("POST", "/v2/models/echo/versions/1/generate_stream", "generate_stream is not supported"),
+        ("GET", "/v2/models/echo/trace/setting", "trace settings are not supported"),
+        ("POST", "/v2/trace/setting", "trace settings are not supported"),
+        ("GET", "/v2/logging", "log settings are not supported"),
+        ("GET", "/v2/systemsharedmemory/status", "system shared memory regions are not"),
+        ("POST", "/v2/cudasharedmemory/region/r/register", "CUDA shared memory regions are not"),
+    ],
+)
+def test_what_is_missing_of_the_protocol_says_so(
+    api: Api, method: str, path: str, words: str
+) -> None:
+    reply = api.ask(method, path)
+    assert reply.status == 501
+    assert words in reply.error
 
 
 @pytest.mark.parametrize(
