@@ -236,7 +236,7 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
         terminal.print_start(running, config.host, repository.names(path))
 
     try:
-        server.check_host(config, insecure)
+        server.check(config, insecure)
         found = _found(path, config)
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))

@@ -408,6 +408,41 @@ def test_port_in_use_is_one_line_and_code_1(examples: Path, flags: list[str]) ->
     assert "in use" in problem
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--http-port", "18000", "--grpc-port", "18000"], "--http-port and --grpc-port are all"),
+        (["--grpc-port", "18000", "--metrics-port", "18000"], "--grpc-port and --metrics-port are"),
+        (["--metrics-port", "8000", "--no-grpc"], "--http-port and --metrics-port are all 8000"),
+    ],
+)
+def test_ports_that_are_the_same_are_refused(tmp_path: Path, flags: list[str], expected: str):
+    add_model(tmp_path, "model")
+    ended = run_penstock("serve", tmp_path, *flags)
+    assert (ended.code, ended.stdout) == (1, "")
+    [problem] = ended.errors
+    assert problem.startswith(expected)
+
+
+def test_a_taken_grpc_port_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    add_model(tmp_path, "model")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--http-port", "0", "--metrics-port", "0", "--grpc-port", port]
+        ended = run_penstock("serve", tmp_path, *flags)
+    [line] = ended.stderr.splitlines()
+    assert "for gRPC: Address already in use" in line
+
+
+@pytest.mark.parametrize("grpc", [["--grpc-port", "0"], ["--no-grpc"]])
+def test_a_host_that_has_no_address_is_told_in_words(tmp_path: Path, grpc: list[str]) -> None:
+    add_model(tmp_path, "model")
+    flags = ["--host", "nosuch.invalid", "--insecure", "--http-port", "0", "--no-metrics", *grpc]
+    ended = run_penstock("serve", tmp_path, *flags)
+    [problem] = ended.errors
+    assert "nosuch.invalid:0" in problem and "this name cannot be resolved" in problem
+
+
 # Serving
 
 

@@ -1,12 +1,14 @@
 """What the core and a front process share: a socket of frames, and tensors in parcels.
 
 Each side writes to a segment of its own and reads the other's. `Outbox` is the writing side,
-`unpack` the reading one; `Line` carries the frames. All of it belongs to one event loop.
+`unpack` the reading one; `Line` carries the frames. All of it belongs
+to one event loop. Both can tell why a port is not to be had.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
@@ -27,6 +29,22 @@ MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4
 MAX_TURN_DATAGRAMS = 16
 
 Received = TypeVar("Received")
+
+
+def why_not_listen(host: str, port: int) -> str:
+    """Why nobody can listen there; empty if one can. gRPC itself does not say."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return listen_problem(error)
+    return ""
+
+
+def listen_problem(error: OSError) -> str:
+    if (error.errno or 0) < 0:  # Codes of getaddrinfo.
+        return "this name cannot be resolved to an address"
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 class Line(Generic[Received]):

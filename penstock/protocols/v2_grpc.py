@@ -41,6 +41,7 @@ from penstock.errors import (
     Unsupported,
 )
 from penstock.protocols.gate import Gate, Keys
+from penstock.protocols.line import why_not_listen
 from penstock.protocols.remote import Remote
 from penstock.serving.slab import Segment
 from penstock.serving.worker import die_with_parent
@@ -417,7 +418,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     server.add_generic_rpc_handlers([service.handler()])
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
-    reason = _why_not(settings.host, settings.port)
+    reason = why_not_listen(settings.host, settings.port)
     try:
         port = 0 if reason else server.add_insecure_port(address)
     except RuntimeError as error:
@@ -441,16 +442,6 @@ def _gate(settings: frames.Open) -> Gate:
     if settings.keys is None:
         return Gate()
     return Gate(Keys({digest: frozenset(scopes) for digest, scopes in settings.keys.items()}))
-
-
-def _why_not(host: str, port: int) -> str:
-    """Why nobody can listen there; empty if one can. gRPC itself does not say."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        return os.strerror(error.errno) if error.errno else str(error)
-    return ""
 
 
 def main() -> None:

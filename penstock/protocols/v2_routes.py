@@ -246,7 +246,8 @@ def _error(text: str, status: int) -> HttpResponse:
 async def _http_error(request: HttpRequest, error: HTTPException) -> HttpResponse:
     text = error.detail
     if error.status_code == 404:
-        text += f": there is no {request.scope["path"][:MAX_PATH_TOLD]} here"
+        path = request.scope["path"][:MAX_PATH_TOLD]
+        text += f": there is no {path} here"
     reply = _error(text, error.status_code)
     reply.headers.update(error.headers or {})
     return reply
