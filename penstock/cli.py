@@ -233,7 +233,9 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
         failures = _flat({f.name: list(f.problems) for f in running.catalog.failures})
         if failures and exit_on_error:
             raise ConfigError(failures)
-        terminal.print_start(running, config.host, repository.names(path))
+        is_json = logs.from_environment().format == "json"
+        tell = terminal.log_start if is_json else terminal.print_start
+        tell(running, config.host, repository.names(path))
 
     try:
         server.check(config, insecure)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.serving.model import Model
 
 log = logging.getLogger("penstock.cli")
+server_log = logging.getLogger("penstock.server")
 
 STATE_STYLES = {"READY": "green", "UNAVAILABLE": "red", "LOADING": "yellow"}
 NUM_BATCHES_SHOWN = 12
@@ -78,14 +79,35 @@ def print_start(server: Server, host: str, names: Sequence[str]) -> None:
     for failure in server.catalog.failures:
         for problem in failure.problems:
             out.print(Text(f"{failure.name}: {problem}", style="red"), soft_wrap=True)
+    for what, address in _addresses(server, host).items():
+        out.print(f"{what:7}  {address}", highlight=False, markup=False, soft_wrap=True)
+
+
+def log_start(server: Server, host: str, names: Sequence[str]) -> None:
+    """The same for logs that machines read: a line for each model and each port."""
+    models = {(model.config.name, model.config.version): model for model in server.catalog}
+    for entry in server.catalog.index(names):
+        fields: dict[str, object] = {"model": entry.name, "version": entry.version}
+        fields["state"] = entry.state or "not loaded"
+        if entry.reason:
+            fields["reason"] = entry.reason
+        if model := models.get((entry.name, entry.version)):
+            fields |= {"backend": model.config.backend, "batching": _batching(model)}
+            fields |= {"instances": model.config.num_instances, "load_s": model.metrics.load_s}
+        whole = f"{entry.name}/{entry.version}".removesuffix("/")
+        server_log.info("%s is %s", whole, fields["state"], extra=fields)
+    for what, address in _addresses(server, host).items():
+        server_log.info("%s is served at %s", what, address, extra={"address": address})
+
+
+def _addresses(server: Server, host: str) -> dict[str, str]:
     address = f"[{host}]" if ":" in host else host
-    lines = [f"HTTP     http://{address}:{server.http_port}/v2"]
+    found = {"HTTP": f"http://{address}:{server.http_port}/v2"}
     if server.grpc is not None:
-        lines.append(f"gRPC     {address}:{server.grpc.port}")
+        found["gRPC"] = f"{address}:{server.grpc.port}"
     if server.metrics_port is not None:
-        lines.append(f"Metrics  http://{address}:{server.metrics_port}/metrics")
-    for line in lines:
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+        found["Metrics"] = f"http://{address}:{server.metrics_port}/metrics"
+    return found
 
 
 def start_table(server: Server, names: Sequence[str]) -> Table:
@@ -109,16 +131,21 @@ def _model_cells(model: Model | None) -> list[str]:
     if model is None:
         return ["", "", "", ""]
     config = model.config
-    mode, _ = mode_of(config, model.batcher.policy)
-    slo_s = config.batching.slo_latency_s
-    batching = "no" if mode == "unbatched" else f"up to {config.max_batch_size}"
-    if mode == "slo" and slo_s is not None:
-        batching += f", SLO {slo_s * 1e3:g} ms"
     ready = sum(instance.is_ready for instance in model.instances)
     count = str(config.num_instances)
     if ready != config.num_instances:
         count = f"{ready} of {count}"
-    return [config.backend, batching, count, f"{model.metrics.load_s:.2f} s"]
+    return [config.backend, _batching(model), count, f"{model.metrics.load_s:.2f} s"]
+
+
+def _batching(model: Model) -> str:
+    config = model.config
+    mode, _ = mode_of(config, model.batcher.policy)
+    slo_s = config.batching.slo_latency_s
+    text = "no" if mode == "unbatched" else f"up to {config.max_batch_size}"
+    if mode == "slo" and slo_s is not None:
+        text += f", SLO {slo_s * 1e3:g} ms"
+    return text
 
 
 # Explain.

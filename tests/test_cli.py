@@ -590,25 +590,32 @@ def test_slow_loading_is_told(tmp_path: Path) -> None:
 
 
 def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:
+    """As JSON even the start is lines of the log: nothing else is written."""
     add_model(tmp_path, "model")
-    with tempfile.TemporaryFile("w+") as log:
-        for flags in (["--log-level", "error"], ["--log-format", "JSON", "--log-level", "info"]):
-            process = subprocess.Popen(
-                [*SERVE, str(tmp_path), *flags], stdout=subprocess.PIPE, stderr=log, text=True
-            )
-            assert process.stdout is not None
-            for line in process.stdout:
-                if "/metrics" in line:
-                    break
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+        for flags, told in (
+            (["--log-level", "error"], out),
+            (["--log-format", "JSON", "--log-level", "info"], log),
+        ):
+            out.truncate(0)
+            process = subprocess.Popen([*SERVE, str(tmp_path), *flags], stdout=out, stderr=log)
+            while b"/metrics" not in os.pread(told.fileno(), 1 << 20, 0):
+                assert process.poll() is None
+                time.sleep(0.05)  # Nothing tells that a file has grown.
             process.terminate()
             process.wait(timeout=10)
-            process.stdout.close()
+        assert os.pread(out.fileno(), 1, 0) == b""
         log.seek(0)
         lines = [json.loads(line) for line in log]
     assert {line["level"] for line in lines} == {"INFO"}
     messages = [line["msg"] for line in lines]
     assert messages[0] == "model/1 loads 1 instance"
     assert messages[-2:] == ["draining: what is accepted may take 30 s", "stopped"]
+    model, http_port, metrics_port = (line for line in lines[:-2] if "server" in line["logger"])
+    assert model["msg"] == "model/1 is READY"
+    assert (model["state"], model["backend"], model["instances"]) == ("READY", "null", 1)
+    assert re.fullmatch(r"http://127.0.0.1:\d+/v2", http_port["address"])
+    assert re.fullmatch(r"http://127.0.0.1:\d+/metrics", metrics_port["address"])
 
 
 @pytest.mark.parametrize(
