@@ -43,6 +43,10 @@ def read(path: str | os.PathLike[str]) -> Found:
     root = Path(os.path.abspath(path))
     if not root.is_dir():
         raise ConfigError([f"{path}: no such folder; expected a model repository or a model"])
+    if _is_version(root):
+        raise ConfigError(
+            [f"{path}: looks like a version folder; give its model's folder, {root.parent}"]
+        )
     if _is_model(root):
         # A link that the operator names is where the repository is.
         folders, root = [root], root.resolve()
@@ -216,6 +220,14 @@ def _is_model(folder: Path) -> bool:
     return folder.is_dir() and ((folder / CONFIG).is_file() or bool(version_folders(folder)))
 
 
+def _is_version(folder: Path) -> bool:
+    """A folder with a number for a name that holds neither versions nor models; those may be
+    called by numbers too."""
+    if not folder.name.isdigit() or folder.name not in version_folders(folder.parent):
+        return False
+    return not version_folders(folder) and not any(map(_is_model, _folders(folder)))
+
+
 def version_folders(folder: Path) -> list[str]:
     """Names that are version numbers: digits without a leading zero, within 64 bits."""
     return sorted(
@@ -236,7 +248,7 @@ def chosen(folder: Path, message: Any, problems: list[str]) -> list[str]:
     """Versions that the policy asks for; where it asks for missing ones, those there are."""
     available = version_folders(folder)
     if not available:
-        raise ConfigError([f"{folder.name}: no version folder; expected one named by a number"])
+        raise ConfigError(["no version folder; expected one named by a number"])
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":
