@@ -100,7 +100,15 @@ class TestWhySmall:
     def test_the_delay_is_too_short_for_the_load(self):
         policy = replace(POLICY, max_queue_delay_s=0.0005)
         text = verdict([batch(2, closed_by="delay expired")] * 3, policy)
-        assert "max_queue_delay (0.5 ms) was over" in text
+        assert "max_queue_delay (0.5 ms) was over: too few requests come" in text
+
+    def test_the_delay_is_over_because_there_are_many_shapes(self):
+        policy = replace(POLICY, max_queue_delay_s=0.0005)
+        record = batch(1, closed_by="delay expired")
+        text = verdict([record._replace(shapes=((n,),)) for n in range(8)], policy, num_shapes=8)
+        assert "The last batches had 8 shapes" in text and "declare paddable axes" in text
+        assert "100% of the batches went when max_queue_delay (0.5 ms) was over;" in text
+        assert "too few requests" not in text
 
     def test_the_slo_allows_no_more(self):
         text = verdict([batch(6, closed_by="SLO target")] * 3, target_rows=6)
