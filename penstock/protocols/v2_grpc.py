@@ -28,20 +28,14 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from penstock import logs
 from penstock.errors import (
-    BackendFailed,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
     NotAllowed,
     NotFound,
     NotReady,
-    Overloaded,
     PenstockError,
-    TooLarge,
     Unsupported,
 )
 from penstock.protocols.gate import Gate, Keys
-from penstock.protocols.line import why_not_listen
+from penstock.protocols.line import status_name, why_not_listen
 from penstock.protocols.remote import Remote
 from penstock.serving.slab import Segment
 from penstock.serving.worker import die_with_parent
@@ -51,19 +45,6 @@ from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_paramete
 
 log = logging.getLogger("penstock.grpc")
 
-# RESOURCE_EXHAUSTED is missing: gRPC itself answers a message that is too long with it.
-STATUS: dict[type[PenstockError], grpc.StatusCode] = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
-    NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
-    NotFound: grpc.StatusCode.NOT_FOUND,
-    NotReady: grpc.StatusCode.UNAVAILABLE,
-    Overloaded: grpc.StatusCode.UNAVAILABLE,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Cancelled: grpc.StatusCode.CANCELLED,
-    Unsupported: grpc.StatusCode.UNIMPLEMENTED,
-    BackendFailed: grpc.StatusCode.INTERNAL,
-}
 # Calls of the service that are refused, by how their names begin.
 MISSING = {
     "SystemSharedMemory": "system shared memory regions are",
@@ -349,9 +330,7 @@ class Stream:
 
 
 def status_of(error: PenstockError) -> grpc.StatusCode:
-    if isinstance(error, NotAllowed) and error.needs_key:
-        return grpc.StatusCode.UNAUTHENTICATED
-    return STATUS.get(type(error), grpc.StatusCode.INTERNAL)
+    return grpc.StatusCode[status_name(error)]
 
 
 async def _abort(context: Any, error: BaseException) -> NoReturn:

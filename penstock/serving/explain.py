@@ -268,10 +268,12 @@ def _by_delay(policy: BatchPolicy, recent: Sequence[Record]) -> str:
     delay = f"max_queue_delay ({_ms(policy.max_queue_delay_s)})"
     num_shapes = len({record.shapes for record in recent})
     if num_shapes < MANY_SHAPES:
-        return f"{{}} of the batches went when {delay} was over: too few requests come in that time."
+        return (
+            f"{{}} of the batches went when {delay} was over: too few requests come in that time."
+        )
     return (
-        f"The last batches had {num_shapes} shapes, and requests share a batch with their own shape "
-        f"only: {{}} of the batches went when {delay} was over; pad on the client, or declare "
+        f"The last batches had {num_shapes} shapes, and requests share a batch with their own "
+        f"shape only: {{}} of the batches went when {delay} was over; pad on the client, or declare "
         "paddable axes."
     )
 
