@@ -273,8 +273,8 @@ def _by_delay(policy: BatchPolicy, recent: Sequence[Record]) -> str:
         )
     return (
         f"The last batches had {num_shapes} shapes, and requests share a batch with their own "
-        f"shape only: {{}} of the batches went when {delay} was over; pad on the client, or declare "
-        "paddable axes."
+        f"shape only: {{}} of the batches went when {delay} was over; pad on the client, or "
+        "declare paddable axes."
     )
 
 
