@@ -42,11 +42,11 @@ def batch(
     requests: int | None = None,
     closed_by: str = "queue empty",
     instance_wait_s: float = 0.0,
+    length: int = 4,
 ) -> Record:
     num_requests = rows if requests is None else requests
-    return Record(
-        0.0, rows, num_requests, ((4,),), 0.0, instance_wait_s, 0.01, 0.01, 0, closed_by, "answered"
-    )
+    took = (0.0, instance_wait_s, 0.01, 0.01)
+    return Record(0.0, rows, num_requests, ((length,),), *took, 0, closed_by, "answered")
 
 
 def verdict(
@@ -104,8 +104,8 @@ class TestWhySmall:
 
     def test_the_delay_is_over_because_there_are_many_shapes(self):
         policy = replace(POLICY, max_queue_delay_s=0.0005)
-        record = batch(1, closed_by="delay expired")
-        text = verdict([record._replace(shapes=((n,),)) for n in range(8)], policy, num_shapes=8)
+        records = [batch(1, closed_by="delay expired", length=length) for length in range(8)]
+        text = verdict(records, policy, num_shapes=8)
         assert "The last batches had 8 shapes" in text and "declare paddable axes" in text
         assert "100% of the batches went when max_queue_delay (0.5 ms) was over;" in text
         assert "too few requests" not in text
