@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 from penstock.serving.explain import Explanation
 
 TIMEOUT_S = 10.0
+WRONG_PORT = "is this a Penstock server's HTTP port?"
 
 
 def explanation(url: str, model: str, version: str = "", api_key: str = "") -> Explanation:
@@ -44,7 +45,10 @@ def _get(address: str, url: str, api_key: str) -> bytes:
     except urllib.error.HTTPError as error:
         with error:
             raise ConfigError([_refusal(url, error.code, error.read())]) from None
-    except (OSError, http.client.HTTPException) as error:
+    except http.client.HTTPException:
+        text = f"what answers speaks no HTTP: {WRONG_PORT}"
+        raise ConfigError([f"{url}: {text}"]) from None
+    except OSError as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         raise ConfigError([f"{url}: the server cannot be reached: {reason}"]) from None
 
@@ -57,5 +61,5 @@ def _refusal(url: str, status: int, body: bytes) -> str:
     if status == 401:
         return f"{url}: {text}; give one with the scope 'metrics' by --api-key or PENSTOCK_API_KEY"
     if status == 404 and "unknown model" not in text:
-        return f"{url}: {text}: is this a Penstock server's HTTP port?"
+        return f"{url}: {text}: {WRONG_PORT}"
     return f"{url}: {text}"

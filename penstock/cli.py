@@ -65,6 +65,22 @@ def main() -> None:
     help="Largest gRPC request. Raise it when tensors are larger; memory is reserved for it.",
 )
 @click.option(
+    "--max-body-bytes",
+    default=64 << 20,
+    show_default=True,
+    type=click.IntRange(1 << 10, 1 << 30),
+    help="Largest body of an HTTP request, inflated. Raise it when tensors are larger; each "
+    "connection may hold so much.",
+)
+@click.option(
+    "--max-json-bytes",
+    default=8 << 20,
+    show_default=True,
+    type=click.IntRange(1 << 10, 1 << 30),
+    help="Largest JSON part of an HTTP inference. Raise it only where clients cannot send binary "
+    "tensors: while JSON is decoded everybody else waits.",
+)
+@click.option(
     "--metrics-port",
     default=8002,
     show_default=True,
@@ -164,6 +180,8 @@ def serve(
     grpc: bool,
     grpc_max_message_bytes: int,
     grpc_compression: str,
+    max_body_bytes: int,
+    max_json_bytes: int,
     metrics_port: int,
     metrics: bool,
     drain_s: float,
@@ -178,7 +196,7 @@ def serve(
     log_requests: bool,
 ) -> None:
     """Serve PATH, a model repository or the folder of one model, over the v2 protocol."""
-    from penstock.config import GrpcConfig, ServerConfig
+    from penstock.config import GrpcConfig, HttpLimits, ServerConfig
 
     _configure_logs(log_level, log_format)
     config = ServerConfig(
@@ -194,6 +212,7 @@ def serve(
         api_keys=api_keys,
         allow_hosts=allow_host,
         logs_requests=log_requests,
+        limits=HttpLimits(max_body_bytes, max_json_bytes),
     )
     try:
         _run(path, config, insecure, exit_on_error)
@@ -214,10 +233,12 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
         failures = _flat({f.name: list(f.problems) for f in running.catalog.failures})
         if failures and exit_on_error:
             raise ConfigError(failures)
-        terminal.print_start(running, config.host, repository.names(path))
+        is_json = logs.from_environment().format == "json"
+        tell = terminal.log_start if is_json else terminal.print_start
+        tell(running, config.host, repository.names(path))
 
     try:
-        server.check_host(config, insecure)
+        server.check(config, insecure)
         found = _found(path, config)
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
@@ -301,7 +322,8 @@ def inspect(path: str) -> None:
 @click.option(
     "--watch",
     is_flag=True,
-    help="Ask every second until Ctrl-C. Use it to see the batcher at work under load.",
+    help="Ask every second until Ctrl-C. Use it to see the batcher at work under load; a terminal "
+    "shows what fits it, the most telling first.",
 )
 @click.option(
     "--json",

@@ -25,6 +25,7 @@ from penstock.errors import ConfigError, NotFound
 from penstock.slo import Slo
 
 CONFIG = "config.pbtxt"
+MAX_NAMES_TOLD = 10
 MAX_VERSION = 2**63 - 1
 
 
@@ -40,6 +41,10 @@ class Found:
 def read(path: str | os.PathLike[str]) -> Found:
     """Every model of a repository, or the one model if `path` is its folder."""
     root = _root(path)
+    if _is_version(root):
+        raise ConfigError(
+            [f"{path}: looks like a version folder; give its model's folder, {root.parent}"]
+        )
     if _is_model(root):
         # A link that the operator names is where the repository is.
         folders, root = [root], root.resolve()
@@ -84,7 +89,18 @@ def read_one(path: str | os.PathLike[str], name: str) -> Found:
     for folder in folders:
         if folder.name == name:
             return _read_all([folder], root.resolve() if folder is root else root)
-    raise NotFound(f"failed to load '{name}', failed to poll from model repository")
+    there = [folder.name for folder in folders]
+    raise NotFound(
+        f"failed to load '{name}', failed to poll from model repository; there: {listed(there)}"
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for an error's text, which stays short however many there are."""
+    text = ", ".join(names[:MAX_NAMES_TOLD])
+    if len(names) > MAX_NAMES_TOLD:
+        text += f" and {len(names) - MAX_NAMES_TOLD} more"
+    return text or "none"
 
 
 def _root(path: str | os.PathLike[str]) -> Path:
@@ -217,6 +233,14 @@ def _is_model(folder: Path) -> bool:
         return True
 
 
+def _is_version(folder: Path) -> bool:
+    """A folder with a number for a name that holds neither versions nor models; those may be
+    called by numbers too."""
+    if not folder.name.isdigit() or folder.name not in version_folders(folder.parent):
+        return False
+    return not version_folders(folder) and not any(map(_is_model, _folders(folder)))
+
+
 def version_folders(folder: Path) -> list[str]:
     """Names that are version numbers: digits without a leading zero, within 64 bits."""
     return sorted(
@@ -237,7 +261,7 @@ def chosen(folder: Path, message: Any, problems: list[str]) -> list[str]:
     """Versions that the policy asks for; where it asks for missing ones, those there are."""
     available = version_folders(folder)
     if not available:
-        raise ConfigError([f"{folder.name}: no version folder; expected one named by a number"])
+        raise ConfigError(["no version folder; expected one named by a number"])
     policy = message.version_policy
     match policy.WhichOneof("policy_choice"):
         case "all":

@@ -21,6 +21,7 @@ from penstock.protocols import access_log
 from penstock.protocols.fronts import Desk, Front
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, read_keys
 from penstock.protocols.http import HttpServer
+from penstock.protocols.line import listen_problem, why_not_listen
 from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.v2_http import V2Http
 from penstock.protocols.v2_routes import V2Routes
@@ -51,6 +52,7 @@ class Server:
         self.catalog = Catalog()
         self.routes = V2Routes(self.catalog, path, config.is_explicit)
         gate = make_gate(config)
+        self.routes.tells_reasons = gate.keys is None
         if config.logs_requests:
             access_log.log.setLevel(logging.INFO)  # Asked for, whatever else is kept quiet.
         self.v2 = V2Http(self.catalog, config.limits, gate, self.routes, config.logs_requests)
@@ -159,20 +161,49 @@ class Server:
         try:
             return await http.start(host, port)
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            raise ConfigError([f"cannot listen on {host}:{port} for {what}: {reason}"]) from None
+            raise ConfigError([cannot_listen(host, port, what, listen_problem(error))]) from None
 
 
-def check_host(config: ServerConfig, is_insecure: bool) -> None:
+def cannot_listen(host: str, port: int, what: str, reason: str) -> str:
+    return f"cannot listen on {host}:{port} for {what}: {reason}"
+
+
+def check(config: ServerConfig, is_insecure: bool) -> None:
+    """Whether this can be served as asked for, as far as is known before anything starts."""
+    problems = [*_host_problems(config, is_insecure), *_port_problems(config)]
+    if not problems and config.grpc is not None:
+        # Its front would find out when models are loading.
+        port = config.grpc.port
+        if reason := why_not_listen(config.host, port):
+            problems.append(cannot_listen(config.host, port, "gRPC", reason))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _host_problems(config: ServerConfig, is_insecure: bool) -> list[str]:
     """Only this machine, unless there are keys or the operator says otherwise."""
     if is_insecure or config.api_keys or is_loopback(config.host):
-        return
-    raise ConfigError(
-        [
-            f"--host {config.host}: everybody who reaches this address could use the models; "
-            "give --api-keys, or --insecure if that is what you want"
-        ]
-    )
+        return []
+    return [
+        f"--host {config.host}: everybody who reaches this address could use the models; "
+        "give --api-keys, or --insecure if that is what you want"
+    ]
+
+
+def _port_problems(config: ServerConfig) -> list[str]:
+    ports = {"--http-port": config.http_port}
+    if config.grpc is not None:
+        ports["--grpc-port"] = config.grpc.port
+    if config.metrics_port is not None:
+        ports["--metrics-port"] = config.metrics_port
+    flags: dict[int, list[str]] = {}
+    for flag, port in ports.items():
+        flags.setdefault(port, []).append(flag)
+    return [
+        f"{' and '.join(names)} are all {port}; each needs a port of its own"
+        for port, names in flags.items()
+        if port and len(names) > 1
+    ]
 
 
 def is_loopback(host: str) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.serving.model import Model
 
 log = logging.getLogger("penstock.cli")
+server_log = logging.getLogger("penstock.server")
 
 STATE_STYLES = {"READY": "green", "UNAVAILABLE": "red", "LOADING": "yellow"}
 NUM_BATCHES_SHOWN = 12
@@ -78,14 +79,35 @@ def print_start(server: Server, host: str, names: Sequence[str]) -> None:
     for failure in server.catalog.failures:
         for problem in failure.problems:
             out.print(Text(f"{failure.name}: {problem}", style="red"), soft_wrap=True)
+    for what, address in _addresses(server, host).items():
+        out.print(f"{what:7}  {address}", highlight=False, markup=False, soft_wrap=True)
+
+
+def log_start(server: Server, host: str, names: Sequence[str]) -> None:
+    """The same for logs that machines read: a line for each model and each port."""
+    models = {(model.config.name, model.config.version): model for model in server.catalog}
+    for entry in server.catalog.index(names):
+        fields: dict[str, object] = {"model": entry.name, "version": entry.version}
+        fields["state"] = entry.state or "not loaded"
+        if entry.reason:
+            fields["reason"] = entry.reason
+        if model := models.get((entry.name, entry.version)):
+            fields |= {"backend": model.config.backend, "batching": _batching(model)}
+            fields |= {"instances": model.config.num_instances, "load_s": model.metrics.load_s}
+        whole = f"{entry.name}/{entry.version}".removesuffix("/")
+        server_log.info("%s is %s", whole, fields["state"], extra=fields)
+    for what, address in _addresses(server, host).items():
+        server_log.info("%s is served at %s", what, address, extra={"address": address})
+
+
+def _addresses(server: Server, host: str) -> dict[str, str]:
     address = f"[{host}]" if ":" in host else host
-    lines = [f"HTTP     http://{address}:{server.http_port}/v2"]
+    found = {"HTTP": f"http://{address}:{server.http_port}/v2"}
     if server.grpc is not None:
-        lines.append(f"gRPC     {address}:{server.grpc.port}")
+        found["gRPC"] = f"{address}:{server.grpc.port}"
     if server.metrics_port is not None:
-        lines.append(f"Metrics  http://{address}:{server.metrics_port}/metrics")
-    for line in lines:
-        out.print(line, highlight=False, markup=False, soft_wrap=True)
+        found["Metrics"] = f"http://{address}:{server.metrics_port}/metrics"
+    return found
 
 
 def start_table(server: Server, names: Sequence[str]) -> Table:
@@ -109,41 +131,54 @@ def _model_cells(model: Model | None) -> list[str]:
     if model is None:
         return ["", "", "", ""]
     config = model.config
-    mode, _ = mode_of(config, model.batcher.policy)
-    slo_s = config.batching.slo_latency_s
-    batching = "no" if mode == "unbatched" else f"up to {config.max_batch_size}"
-    if mode == "slo" and slo_s is not None:
-        batching += f", SLO {slo_s * 1e3:g} ms"
     ready = sum(instance.is_ready for instance in model.instances)
     count = str(config.num_instances)
     if ready != config.num_instances:
         count = f"{ready} of {count}"
-    return [config.backend, batching, count, f"{model.metrics.load_s:.2f} s"]
+    return [config.backend, _batching(model), count, f"{model.metrics.load_s:.2f} s"]
+
+
+def _batching(model: Model) -> str:
+    config = model.config
+    mode, _ = mode_of(config, model.batcher.policy)
+    slo_s = config.batching.slo_latency_s
+    text = "no" if mode == "unbatched" else f"up to {config.max_batch_size}"
+    if mode == "slo" and slo_s is not None:
+        text += f", SLO {slo_s * 1e3:g} ms"
+    return text
 
 
 # Explain.
 
 
 def explained(answer: Explanation) -> Group:
+    """What says most comes first: a screen may have no room for the rest."""
     parts: list[RenderableType] = [_title(answer)]
     parts += [Text(f"Note: {note}", style="yellow") for note in answer.notes]
     parts += [_section("Why batches are as they are"), *map(_sentence, answer.verdicts)]
     parts += [_section("Waiting now"), _waiting(answer)]
-    parts += [_section("Last batches (ms: waits, then work)"), _recent(answer)]
-    parts += [_section("Rows per batch, since it was loaded"), _bars(answer.batch_sizes)]
-    parts += [_section(f"Shapes of a row ({answer.num_shapes} seen)"), _shapes(answer)]
+    parts += [_section("Refused"), _refused(answer)]
     if answer.paces:
         parts += [_section("T(b) in ms; b* is the batch aimed at"), _paces(answer.paces)]
-    parts += [_section("Refused"), _refused(answer)]
+    parts += [_section("Rows per batch, since it was loaded"), _bars(answer.batch_sizes)]
+    parts += [_section("Last batches (ms: waits, then work)"), _recent(answer)]
+    parts += [_section(f"Shapes of a row ({answer.num_shapes} seen)"), _shapes(answer)]
     return Group(*parts)
 
 
 def watch(ask: Callable[[], Explanation]) -> None:
-    """Show the answer anew every second until Ctrl-C."""
-    with Live(console=console(), auto_refresh=False) as live, suppress(KeyboardInterrupt):
-        while True:
-            live.update(explained(ask()), refresh=True)
-            time.sleep(WATCH_S)
+    """Show the answer anew every second until Ctrl-C: in place of the last one in a terminal, which
+    shows as much as it has lines for; else one after the other."""
+    out = console()
+    with suppress(KeyboardInterrupt):
+        if not out.is_terminal:
+            while True:
+                out.print(explained(ask()), "")
+                time.sleep(WATCH_S)
+        with Live(console=out, auto_refresh=False) as live:
+            while True:
+                live.update(explained(ask()), refresh=True)
+                time.sleep(WATCH_S)
 
 
 def _title(answer: Explanation) -> Group:

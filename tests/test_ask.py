@@ -1,6 +1,7 @@
 """Errors of `penstock explain` in words; that it works is tests/e2e/test_watch.py's business."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -71,6 +72,27 @@ def test_no_such_model(url):
 @pytest.mark.parametrize("body", [{"error": "Not Found"}, b"<html>", {"detail": 3}])
 def test_a_server_of_another_kind(url, body):
     assert "is this a Penstock server's HTTP port?" in complaint(url, 404, body)
+
+
+@pytest.mark.parametrize("greeting", [b"\0\0\x12\x04\0\0\0\0\0\xff\n", b""])
+def test_a_port_that_speaks_no_http(greeting):
+    """As gRPC's does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            client, _ = listener.accept()
+            with client:
+                client.recv(1 << 16)
+                client.sendall(greeting)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ConfigError) as caught:
+            ask.explanation(url, "m")
+        thread.join()
+    [problem] = caught.value.problems
+    assert problem == f"{url}: what answers speaks no HTTP: {ask.WRONG_PORT}"
 
 
 @pytest.mark.parametrize("body", [b"", b"hello", {"model": "m"}])

@@ -108,6 +108,15 @@ class Running:
         finally:
             connection.close()
 
+    def post(self, path: str, body: bytes) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        try:
+            connection.request("POST", path, body)
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())["error"]
+        finally:
+            connection.close()
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout=10)
@@ -399,6 +408,41 @@ def test_port_in_use_is_one_line_and_code_1(examples: Path, flags: list[str]) ->
     assert "in use" in problem
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--http-port", "18000", "--grpc-port", "18000"], "--http-port and --grpc-port are all"),
+        (["--grpc-port", "18000", "--metrics-port", "18000"], "--grpc-port and --metrics-port are"),
+        (["--metrics-port", "8000", "--no-grpc"], "--http-port and --metrics-port are all 8000"),
+    ],
+)
+def test_ports_that_are_the_same_are_refused(tmp_path: Path, flags: list[str], expected: str):
+    add_model(tmp_path, "model")
+    ended = run_penstock("serve", tmp_path, *flags)
+    assert (ended.code, ended.stdout) == (1, "")
+    [problem] = ended.errors
+    assert problem.startswith(expected)
+
+
+def test_a_taken_grpc_port_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    add_model(tmp_path, "model")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--http-port", "0", "--metrics-port", "0", "--grpc-port", port]
+        ended = run_penstock("serve", tmp_path, *flags)
+    [line] = ended.stderr.splitlines()
+    assert "for gRPC: Address already in use" in line
+
+
+@pytest.mark.parametrize("grpc", [["--grpc-port", "0"], ["--no-grpc"]])
+def test_a_host_that_has_no_address_is_told_in_words(tmp_path: Path, grpc: list[str]) -> None:
+    add_model(tmp_path, "model")
+    flags = ["--host", "nosuch.invalid", "--insecure", "--http-port", "0", "--no-metrics", *grpc]
+    ended = run_penstock("serve", tmp_path, *flags)
+    [problem] = ended.errors
+    assert "nosuch.invalid:0" in problem and "this name cannot be resolved" in problem
+
+
 # Serving
 
 
@@ -436,6 +480,16 @@ def test_server_is_not_ready_while_a_model_of_the_repository_is_broken(tmp_path:
         status, body = server.get("/v2/health/ready")
         assert status == 503
         assert b"unreadable" in body
+
+
+def test_bodies_may_be_as_large_as_the_flags_say_and_the_refusal_names_them(tmp_path: Path) -> None:
+    flags = ("--max-body-bytes", "4096", "--max-json-bytes", "2048")
+    with serving(add_model(tmp_path, "model"), *flags) as server:
+        status, text = server.post("/v2/models/model/infer", bytes(4097))
+        assert status == 413 and "4096" in text and "--max-body-bytes" in text
+        status, text = server.post("/v2/models/model/infer", b" " * 2049)
+        assert status == 413 and "2048" in text and "--max-json-bytes" in text
+        assert server.post("/v2/models/model/infer", b" " * 2048)[0] == 400
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -536,25 +590,32 @@ def test_slow_loading_is_told(tmp_path: Path) -> None:
 
 
 def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:
+    """As JSON even the start is lines of the log: nothing else is written."""
     add_model(tmp_path, "model")
-    with tempfile.TemporaryFile("w+") as log:
-        for flags in (["--log-level", "error"], ["--log-format", "JSON", "--log-level", "info"]):
-            process = subprocess.Popen(
-                [*SERVE, str(tmp_path), *flags], stdout=subprocess.PIPE, stderr=log, text=True
-            )
-            assert process.stdout is not None
-            for line in process.stdout:
-                if "/metrics" in line:
-                    break
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+        for flags, told in (
+            (["--log-level", "error"], out),
+            (["--log-format", "JSON", "--log-level", "info"], log),
+        ):
+            out.truncate(0)
+            process = subprocess.Popen([*SERVE, str(tmp_path), *flags], stdout=out, stderr=log)
+            while b"/metrics" not in os.pread(told.fileno(), 1 << 20, 0):
+                assert process.poll() is None
+                time.sleep(0.05)  # Nothing tells that a file has grown.
             process.terminate()
             process.wait(timeout=10)
-            process.stdout.close()
+        assert os.pread(out.fileno(), 1, 0) == b""
         log.seek(0)
         lines = [json.loads(line) for line in log]
     assert {line["level"] for line in lines} == {"INFO"}
     messages = [line["msg"] for line in lines]
     assert messages[0] == "model/1 loads 1 instance"
     assert messages[-2:] == ["draining: what is accepted may take 30 s", "stopped"]
+    model, http_port, metrics_port = (line for line in lines[:-2] if "server" in line["logger"])
+    assert model["msg"] == "model/1 is READY"
+    assert (model["state"], model["backend"], model["instances"]) == ("READY", "null", 1)
+    assert re.fullmatch(r"http://127.0.0.1:\d+/v2", http_port["address"])
+    assert re.fullmatch(r"http://127.0.0.1:\d+/metrics", metrics_port["address"])
 
 
 @pytest.mark.parametrize(

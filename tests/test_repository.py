@@ -24,7 +24,7 @@ from penstock.config import (
     Padding,
     QueuePolicy,
 )
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, NotFound
 from penstock.pbtxt import describe
 from penstock.repository import names, read, read_one
 from penstock.types import DATATYPES, TensorSpec
@@ -138,6 +138,29 @@ def test_models_of_a_repository_that_has_vanished_are_a_config_error(tmp_path: P
             ask(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("has_config", [False, True])
+def test_a_version_folder_is_told_from_a_model(tmp_path: Path, has_config: bool) -> None:
+    folder = add_model(tmp_path, "model")
+    if has_config:
+        (folder / "1" / "config.pbtxt").write_text(NULL)
+    with pytest.raises(ConfigError, match=f"looks like a version folder; .*, {folder}$"):
+        read(folder / "1")
+
+
+def test_models_and_repositories_may_be_called_by_numbers(tmp_path: Path) -> None:
+    add_model(tmp_path / "7", "model")
+    assert [config.name for config in read(tmp_path / "7").configs] == ["model"]
+    folder = add_model(tmp_path / "repository", "3")
+    assert [config.name for config in read(folder).configs] == ["3"]
+
+
+def test_a_load_of_nobody_says_who_is_there(tmp_path: Path) -> None:
+    for name in "abcdefghijkl":
+        add_model(tmp_path, name)
+    with pytest.raises(NotFound, match=r"'z', .*; there: a, b, .*, j and 2 more$"):
+        read_one(tmp_path, "z")
+
+
 def test_a_folder_without_models_is_refused_with_what_was_expected(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     with pytest.raises(ConfigError, match="<model>/<version>"):
@@ -212,7 +235,7 @@ def test_specific_without_any_version_is_reported(tmp_path: Path) -> None:
 
 def test_model_without_version_folder_is_reported(tmp_path: Path) -> None:
     folder = add_model(tmp_path, "model", NULL, "v1")
-    assert "version folder" in "; ".join(read(folder).problems["model"])
+    assert read(folder).problems["model"][0].startswith("no version folder; expected")
 
 
 def test_version_number_that_no_client_can_ask_for_is_not_served(tmp_path: Path) -> None:

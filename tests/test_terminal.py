@@ -92,6 +92,29 @@ def test_a_model_that_has_done_nothing():
     assert "T(b)" not in text and "Note" not in text
 
 
+def test_what_says_most_comes_first():
+    text = shown(ANSWER)
+    titles = ("Note:", "Why batches", "Waiting now", "Refused", "T(b)", "Rows per batch", "Last")
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+
+
+def test_a_watch_that_is_no_terminals_prints_one_answer_after_the_other(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "WATCH_S", 0.0)
+    answers = iter([ANSWER, replace(ANSWER, version="4")])
+
+    def ask() -> Explanation:
+        try:
+            return next(answers)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    terminal.watch(ask)
+    text = capsys.readouterr().out
+    assert text.index("[bold]digits/3 READY") < text.index("[bold]digits/4 READY")
+    assert "\x1b" not in text
+
+
 def test_loading_is_told_in_a_log_that_nobody_watches_and_not_every_second(caplog):
     caplog.set_level(logging.INFO)
     status = terminal.LoadingStatus()

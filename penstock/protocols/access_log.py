@@ -20,17 +20,20 @@ def ended(protocol: str, status: object, config: ModelConfig, request: Request, 
         "model": config.name,
         "version": config.version,
         "request_id": request.id,
-        "rows": request.num_rows,
+        # Not known of what did not fit the model.
+        "rows": request.num_rows if request.timings.queued else "",
         "error": error,
         **_milliseconds(request.timings),
     }
     _write(protocol, fields)
 
 
-def refused(protocol: str, status: object, model: str, received: float, error: str) -> None:
-    """A message that did not become a request."""
+def refused(
+    protocol: str, status: object, what: dict[str, str], received: float, error: str
+) -> None:
+    """A message that did not become a request; `what` says whom it was for: a model, or a path."""
     total_ms = round((time.monotonic() - received) * 1e3, 3)
-    fields = {"status": status, "model": model, "error": error, "total_ms": total_ms}
+    fields = {"status": status, **what, "error": error, "total_ms": total_ms}
     _write(protocol, fields)
 
 

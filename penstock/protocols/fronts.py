@@ -28,7 +28,7 @@ from penstock.errors import (
 )
 from penstock.protocols import access_log
 from penstock.protocols.gate import Keys
-from penstock.protocols.line import Line, Outbox, unpack
+from penstock.protocols.line import Line, Outbox, status_name, unpack
 from penstock.protocols.v2_routes import EXTENSIONS
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
@@ -171,8 +171,11 @@ class LoggedCall(Call):
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
-        error = "" if isinstance(answer, Response) else type(answer).__name__
-        access_log.ended("grpc", error or "OK", self.model.config, request, error)
+        if isinstance(answer, Response):
+            access_log.ended("grpc", "OK", self.model.config, request, "")
+        else:
+            kind = type(answer).__name__
+            access_log.ended("grpc", status_name(answer), self.model.config, request, kind)
 
 
 class Session:
@@ -301,8 +304,9 @@ class Session:
         except PenstockError as error:
             self.refuse(frame.call, error)
             if self._desk.logs_requests:
+                what = {"model": frame.model_name}
                 kind = type(error).__name__
-                access_log.refused("grpc", kind, frame.model_name, frame.received, kind)
+                access_log.refused("grpc", status_name(error), what, frame.received, kind)
         except Exception:  # The protocol edge.
             log.exception("a request of a front could not be submitted")
             self.refuse(frame.call, BackendFailed("internal error"))

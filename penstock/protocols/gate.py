@@ -25,13 +25,18 @@ from penstock.errors import ConfigError, NotAllowed
 
 Scope = Literal["open", "infer", "metrics", "admin"]
 SCOPES = ("infer", "metrics", "admin")
+FIELDS = ("name", "secret", "scopes")
+EXAMPLE = '  [[key]]\n  secret = "at least 16 characters"\n  scopes = ["infer"]'
 MIN_SECRET = 16
 # They travel to a front in one frame.
 MAX_KEYS = 4096
 LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
 _HEALTH = re.compile(r"/v2/health/(live|ready)")
 _EXPLAIN = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/explain")
-_ADMIN = re.compile(r"/v2/(repository|trace|logging|(system|cuda)sharedmemory)(/.*)?")
+_ADMIN = re.compile(
+    r"/v2/((repository|trace|logging|(system|cuda)sharedmemory)(/.*)?"
+    r"|models/[^/]+(/versions/[^/]+)?/trace/setting)"
+)
 # What each RPC needs: the same as the route of HTTP that does its work.
 _RPCS: Mapping[str, Mapping[Scope, tuple[str, ...]]] = {
     "inference.GRPCInferenceService": {
@@ -154,24 +159,42 @@ def read_keys(path: Path) -> Keys:
         or not entries
         or not all(isinstance(e, dict) for e in entries)
     ):
-        raise ConfigError([f"{path}: holds no [[key]]"])
+        raise ConfigError([f"{path}: holds no [[key]]; expected for each key\n{EXAMPLE}"])
     if len(entries) > MAX_KEYS:
         raise ConfigError([f"{path}: {len(entries)} keys; at most {MAX_KEYS} can be held"])
-    problems: list[str] = []
+    strange = [name for name in content if name != "key"]
+    problems = [f"{path}: {name}: no such field; expected [[key]]" for name in strange]
+    first: dict[bytes, int] = {}
     scopes: dict[bytes, frozenset[str]] = {}
     for index, entry in enumerate(entries):
-        where = f"{path}: key[{index}]"
-        secret, wanted = entry.get("secret"), entry.get("scopes")
-        if not isinstance(secret, str) or len(secret) < MIN_SECRET or not secret.isascii():
-            problems.append(f"{where}.secret: at least {MIN_SECRET} ASCII characters are needed")
-            continue
-        if not isinstance(wanted, list) or not wanted or any(w not in SCOPES for w in wanted):
-            problems.append(f"{where}.scopes: expected some of {', '.join(SCOPES)}")
-            continue
-        scopes[_digest(secret.encode())] = frozenset(wanted)
+        found = _key_problems(entry)
+        if not found:
+            digest = _digest(entry["secret"].encode())
+            scopes[digest] = frozenset(entry["scopes"])
+            if first.setdefault(digest, index) != index:
+                found.append(f".secret: the same as that of key[{first[digest]}]")
+        problems += [f"{path}: key[{index}]{problem}" for problem in found]
     if problems:
         raise ConfigError(problems)
     return Keys(scopes)
+
+
+def _key_problems(entry: Mapping[str, object]) -> list[str]:
+    """What is wrong with one key, without its secret."""
+    expected = ", ".join(FIELDS)
+    problems = [
+        f".{name}: no such field; expected {expected}" for name in entry if name not in FIELDS
+    ]
+    if not isinstance(entry.get("name", ""), str):
+        problems.append(".name: expected a string")
+    secret, wanted = entry.get("secret"), entry.get("scopes")
+    if not isinstance(secret, str) or len(secret) < MIN_SECRET or not secret.isascii():
+        problems.append(f".secret: at least {MIN_SECRET} ASCII characters are needed")
+    wrong = [w for w in wanted if w not in SCOPES] if isinstance(wanted, list) else []
+    if not isinstance(wanted, list) or not wanted or wrong:
+        told = "".join(f"; {each!r:.40} is none" for each in wrong)
+        problems.append(f".scopes: expected a list of some of {', '.join(SCOPES)}{told}")
+    return problems
 
 
 def _secret(headers: Mapping[bytes, bytes]) -> bytes | None:

@@ -503,7 +503,8 @@ class Connection(asyncio.Protocol):
         raise self._rejection
 
     def _refuse_body(self) -> None:
-        self._refuse(413, f"the request body is larger than {self._limits.max_body_bytes} bytes")
+        limit = self._limits.max_body_bytes
+        self._refuse(413, f"the request body is larger than {limit} bytes (--max-body-bytes)")
 
 
 class HttpServer:

@@ -1,18 +1,32 @@
 """What the core and a front process share: a socket of frames, and tensors in parcels.
 
 Each side writes to a segment of its own and reads the other's. `Outbox` is the writing side,
-`unpack` the reading one; `Line` carries the frames. All of it belongs to one event loop.
+`unpack` the reading one; `Line` carries the frames. All of it belongs
+to one event loop. Both also can tell why a port is not to be had, and what an error's status is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from penstock.errors import TooLarge
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotAllowed,
+    NotFound,
+    NotReady,
+    Overloaded,
+    PenstockError,
+    TooLarge,
+    Unsupported,
+)
 from penstock.serving.slab import Extents, Segment
 from penstock.serving.supervisor import Sender
 from penstock.types import Tensor
@@ -29,7 +43,45 @@ MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4
 # Datagrams read in one turn of the loop, so that a busy front does not keep others waiting.
 MAX_TURN_DATAGRAMS = 16
 
+# The statuses of gRPC. RESOURCE_EXHAUSTED is missing: gRPC itself answers messages that are too
+# long with it.
+STATUS: dict[type[PenstockError], str] = {
+    InvalidRequest: "INVALID_ARGUMENT",
+    TooLarge: "INVALID_ARGUMENT",
+    NotAllowed: "PERMISSION_DENIED",
+    NotFound: "NOT_FOUND",
+    NotReady: "UNAVAILABLE",
+    Overloaded: "UNAVAILABLE",
+    DeadlineExceeded: "DEADLINE_EXCEEDED",
+    Cancelled: "CANCELLED",
+    Unsupported: "UNIMPLEMENTED",
+    BackendFailed: "INTERNAL",
+}
+
 Received = TypeVar("Received")
+
+
+def status_name(error: PenstockError) -> str:
+    """What an error is called over gRPC: in answers, and in the core's access log."""
+    if isinstance(error, NotAllowed) and error.needs_key:
+        return "UNAUTHENTICATED"
+    return STATUS.get(type(error), "INTERNAL")
+
+
+def why_not_listen(host: str, port: int) -> str:
+    """Why nobody can listen there; empty if one can. gRPC itself does not say."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return listen_problem(error)
+    return ""
+
+
+def listen_problem(error: OSError) -> str:
+    if (error.errno or 0) < 0:  # Codes of getaddrinfo.
+        return "this name cannot be resolved to an address"
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 class Line(Generic[Received]):

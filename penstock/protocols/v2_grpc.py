@@ -28,19 +28,14 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from penstock import logs
 from penstock.errors import (
-    BackendFailed,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
     NotAllowed,
     NotFound,
     NotReady,
-    Overloaded,
     PenstockError,
-    TooLarge,
     Unsupported,
 )
 from penstock.protocols.gate import Gate, Keys
+from penstock.protocols.line import status_name, why_not_listen
 from penstock.protocols.remote import Remote
 from penstock.serving.slab import Segment
 from penstock.serving.worker import die_with_parent
@@ -50,19 +45,6 @@ from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_paramete
 
 log = logging.getLogger("penstock.grpc")
 
-# RESOURCE_EXHAUSTED is missing: gRPC itself answers a message that is too long with it.
-STATUS: dict[type[PenstockError], grpc.StatusCode] = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
-    NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
-    NotFound: grpc.StatusCode.NOT_FOUND,
-    NotReady: grpc.StatusCode.UNAVAILABLE,
-    Overloaded: grpc.StatusCode.UNAVAILABLE,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Cancelled: grpc.StatusCode.CANCELLED,
-    Unsupported: grpc.StatusCode.UNIMPLEMENTED,
-    BackendFailed: grpc.StatusCode.INTERNAL,
-}
 # Calls of the service that are refused, by how their names begin.
 MISSING = {
     "SystemSharedMemory": "system shared memory regions are",
@@ -215,7 +197,7 @@ class Service:
     async def _model_ready(self, message: Any) -> Any:
         try:
             body = await self._remote.ask("model_ready", message.name, message.version)
-        except NotFound:
+        except (NotFound, NotReady):
             return service_pb2.ModelReadyResponse(ready=False)
         return json_format.Parse(body, service_pb2.ModelReadyResponse())
 
@@ -294,6 +276,8 @@ class Service:
                 body = await self._remote.ask("model_ready", service)
         except NotFound:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        except NotReady:
+            return health_pb2.HealthCheckResponse.NOT_SERVING
         if json.loads(body)["ready"]:
             return health_pb2.HealthCheckResponse.SERVING
         return health_pb2.HealthCheckResponse.NOT_SERVING
@@ -346,9 +330,7 @@ class Stream:
 
 
 def status_of(error: PenstockError) -> grpc.StatusCode:
-    if isinstance(error, NotAllowed) and error.needs_key:
-        return grpc.StatusCode.UNAUTHENTICATED
-    return STATUS.get(type(error), grpc.StatusCode.INTERNAL)
+    return grpc.StatusCode[status_name(error)]
 
 
 async def _abort(context: Any, error: BaseException) -> NoReturn:
@@ -415,7 +397,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     server.add_generic_rpc_handlers([service.handler()])
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
-    reason = _why_not(settings.host, settings.port)
+    reason = why_not_listen(settings.host, settings.port)
     try:
         port = 0 if reason else server.add_insecure_port(address)
     except RuntimeError as error:
@@ -439,16 +421,6 @@ def _gate(settings: frames.Open) -> Gate:
     if settings.keys is None:
         return Gate()
     return Gate(Keys({digest: frozenset(scopes) for digest, scopes in settings.keys.items()}))
-
-
-def _why_not(host: str, port: int) -> str:
-    """Why nobody can listen there; empty if one can. gRPC itself does not say."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        return os.strerror(error.errno) if error.errno else str(error)
-    return ""
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ STATUS: dict[type[PenstockError], int] = {
 }
 # Below this an answer is not worth compressing.
 MIN_COMPRESSED_BYTES = 1024
+MAX_PATH_LOGGED = 200
 _INFER = re.compile(rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?/infer")
 _JSON = b"Content-Type: application/json\r\n"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
@@ -183,8 +184,11 @@ class V2Http:
     def _note_refusal(self, exchange: Exchange, call: object, status: int, error: str) -> None:
         """For the access log: what never reached a model."""
         if self._logs_requests:
-            name = call.model_name if isinstance(call, InferCall) else ""
-            access_log.refused("http", status, name, exchange.received, error)
+            if isinstance(call, InferCall):
+                what = {"model": call.model_name}
+            else:
+                what = {"path": exchange.head.path[:MAX_PATH_LOGGED].decode("latin-1")}
+            access_log.refused("http", status, what, exchange.received, error)
 
     async def close(self) -> None:
         for task in self._inflating:
@@ -279,7 +283,7 @@ class V2Http:
         if (size if length is None else length) > self._limits.max_json_bytes:
             raise TooLarge(
                 f"the JSON of a request may have {self._limits.max_json_bytes} bytes; "
-                "send large tensors as binary data"
+                "send large tensors as binary data, or raise --max-json-bytes"
             )
         return length
 

@@ -18,7 +18,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 import penstock
-from penstock.errors import InvalidRequest, PenstockError
+from penstock.errors import InvalidRequest, PenstockError, Unsupported
 from penstock.metrics import expose
 from penstock.pbtxt import to_json
 from penstock.protocols.v2_http import status_of
@@ -37,6 +37,18 @@ EXTENSIONS = (
     "parameters",
     "statistics",
 )
+# Paths of the protocol that are refused with a sentence, and what they are about.
+MISSING = {
+    "/v2/models/{name}/generate": "generate is",
+    "/v2/models/{name}/generate_stream": "generate_stream is",
+    "/v2/models/{name}/trace/setting": "trace settings are",
+    "/v2/trace/setting": "trace settings are",
+    "/v2/logging": "log settings are",
+    "/v2/systemsharedmemory/{rest:path}": "system shared memory regions are",
+    "/v2/cudasharedmemory/{rest:path}": "CUDA shared memory regions are",
+}
+# Of a path, in an error.
+MAX_PATH_TOLD = 200
 
 
 class FrontProcess(Protocol):
@@ -58,6 +70,8 @@ class V2Routes:
         self._usage = Usage()
         self.grpc: FrontProcess | None = None
         self.is_loading = True
+        # Health is open to all; where others need a key, it gives names only.
+        self.tells_reasons = True
         self.is_draining = False
 
     def application(self) -> Starlette:
@@ -80,6 +94,14 @@ class V2Routes:
                 Route(prefix + "/stats", self.statistics),
                 Route(prefix + "/explain", self.explain),
             ]
+            routes += [
+                _missing(path.replace(model, prefix), what)
+                for path, what in MISSING.items()
+                if path.startswith(model)
+            ]
+        routes += [
+            _missing(path, what) for path, what in MISSING.items() if not path.startswith(model)
+        ]
         return _application(routes)
 
     def metrics_application(self) -> Starlette:
@@ -124,7 +146,8 @@ class V2Routes:
     async def model_ready(self, request: HttpRequest) -> HttpResponse:
         model = self._find(request)
         if self.is_draining or not model.is_ready:
-            return _error("Model version not ready", 503)
+            reason = "the server is shutting down" if self.is_draining else model.reason
+            return _error(f"Model version not ready: {reason}".removesuffix(": "), 503)
         return HttpResponse(b"")
 
     async def config(self, request: HttpRequest) -> HttpResponse:
@@ -171,9 +194,14 @@ class V2Routes:
                     yield Member(instance.pid, "worker", config.name, config.version, index)
 
     def _why_not_ready(self) -> str:
-        failed = [failure.name for failure in self._catalog.failures]
-        waiting = [model.config.name for model in self._catalog if not model.is_ready]
-        return f"not ready: {', '.join(sorted({*failed, *waiting}))}"
+        reasons = {failure.name: "; ".join(failure.problems) for failure in self._catalog.failures}
+        for model in self._catalog:
+            if not model.is_ready:
+                reasons[model.config.name] = model.reason
+        told = sorted(reasons)
+        if self.tells_reasons:
+            told = [f"{name} ({reasons[name]})" if reasons[name] else name for name in told]
+        return f"not ready: {', '.join(told)}"
 
     def _find(self, request: HttpRequest) -> Model:
         return self._catalog.find(
@@ -190,6 +218,13 @@ def _application(routes: list[Route]) -> Starlette:
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
+
+
+def _missing(path: str, what: str) -> Route:
+    async def refuse(request: HttpRequest) -> HttpResponse:
+        raise Unsupported(f"{what} not supported by this server")
+
+    return Route(path, refuse, methods=["GET", "POST"])
 
 
 async def _body(request: HttpRequest) -> dict[str, Any]:
@@ -213,7 +248,11 @@ def _error(text: str, status: int) -> HttpResponse:
 
 
 async def _http_error(request: HttpRequest, error: HTTPException) -> HttpResponse:
-    reply = _error(error.detail, error.status_code)
+    text = error.detail
+    if error.status_code == 404:
+        path = request.scope["path"][:MAX_PATH_TOLD]
+        text += f": there is no {path} here"
+    reply = _error(text, error.status_code)
     reply.headers.update(error.headers or {})
     return reply
 

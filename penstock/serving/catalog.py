@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, NotFound
+from penstock.errors import ConfigError, NotFound, NotReady
 from penstock.metrics import Pending
-from penstock.repository import Found
+from penstock.repository import Found, listed
 from penstock.serving.model import Model
 from penstock.serving.supervisor import ProcessLife, StartLife
 
@@ -88,15 +88,23 @@ class Catalog:
                 self._retire(model)
 
     def find(self, name: str, version: str = "") -> Model:
+        """NotReady, with the reasons, if it could not be loaded; NotFound if nobody tried."""
         model = self._latest.get(name) if not version else self._models.get(name, {}).get(version)
         if model is not None:
             return model
         if name not in self._models:
-            raise NotFound(f"Request for unknown model: '{name}' is not found")
+            raise self._absence(name)
         raise NotFound(
             f"Request for unknown model: '{name}' version {version} is not found; "
             f"loaded: {', '.join(self.versions(name))}"
         )
+
+    def _absence(self, name: str) -> NotReady | NotFound:
+        """Why a model is not there."""
+        if (failure := self._failures.get(name)) is not None:
+            return NotReady(f"model '{name}' could not be loaded: {'; '.join(failure.problems)}")
+        loaded = listed(sorted(self._models))
+        return NotFound(f"Request for unknown model: '{name}' is not found; loaded: {loaded}")
 
     def find_all(self, name: str, version: str = "") -> list[Model]:
         """The version named, or all loaded versions of the model, or of every model."""

@@ -25,6 +25,8 @@ MAX_SHAPES_SHOWN = 20
 WELL_FILLED = 0.5
 # What happened to this share of the batches is worth a sentence.
 NOTEWORTHY = 0.2
+# From so many on, shapes are why requests find no company in time.
+MANY_SHAPES = 4
 # Below this nobody waited for an instance; the clock is read twice on the way.
 AT_ONCE_S = 1e-6
 
@@ -245,8 +247,7 @@ def _by_close(
         "batches left while only other shapes waited; pad on the client, or declare paddable axes.",
         "preferred size": f"{{}} of the batches closed at a preferred size ({preferred}); take "
         "preferred_batch_size out if larger ones are wanted.",
-        "delay expired": f"{{}} of the batches went when max_queue_delay "
-        f"({_ms(policy.max_queue_delay_s)}) was over: too few requests come in that time.",
+        "delay expired": _by_delay(policy, recent),
         "SLO target": f"{{}} of the batches closed at b* = {target_rows} rows: a larger batch "
         "would take too long for the SLO.",
         "SLO deadline": "{} of the batches closed because one more request would have made the "
@@ -261,6 +262,21 @@ def _by_close(
         if share >= NOTEWORTHY:
             found.append((share, sentence.format(f"{share:.0%}")))
     return found
+
+
+def _by_delay(policy: BatchPolicy, recent: Sequence[Record]) -> str:
+    """Company of one's own shape is rare where there are many."""
+    delay = f"max_queue_delay ({_ms(policy.max_queue_delay_s)})"
+    num_shapes = len({record.shapes for record in recent})
+    if num_shapes < MANY_SHAPES:
+        return (
+            f"{{}} of the batches went when {delay} was over: too few requests come in that time."
+        )
+    return (
+        f"The last batches had {num_shapes} shapes, and requests share a batch with their own "
+        f"shape only: {{}} of the batches went when {delay} was over; pad on the client, or "
+        "declare paddable axes."
+    )
 
 
 def _waiting(model: Model, instances: Sequence[InstanceState], now: float) -> list[LaneState]:

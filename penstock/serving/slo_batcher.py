@@ -237,10 +237,12 @@ class SloBatcher:
         joining = in_mine + request.num_rows + pace.arrivals_per_s * (start - now)
         num_rows = max(request.num_rows, min(joining, pace.target_rows))
         finish = start + pace.times.mean_s(num_rows)
-        if finish > self._deadline(request) - self._margin_s - self._lag_s:
+        kept_s = self._margin_s + self._lag_s
+        if finish > self._deadline(request) - kept_s:
             raise Overloaded(
                 f"would be answered in {(finish - now) * 1e3:.1f} ms; "
-                f"{self._allowed_s(request) * 1e3:g} ms are allowed",
+                f"{self._allowed_s(request) * 1e3:g} ms are allowed and "
+                f"{kept_s * 1e3:.1f} ms of them are kept free",
                 retry_after_s=max(start - now, pace.target_s),
                 reason="predicted_late",
             )

@@ -20,7 +20,9 @@ def inflate(data: Buffer, encoding: bytes, max_bytes: int) -> bytes:
     except zlib.error as error:
         raise InvalidRequest(f"the body is not {encoding.decode()}: {error}") from None
     if len(body) > max_bytes:
-        raise TooLarge(f"the request body inflates to more than {max_bytes} bytes")
+        raise TooLarge(
+            f"the request body inflates to more than {max_bytes} bytes (--max-body-bytes)"
+        )
     if not inflater.eof:
         raise InvalidRequest(f"the {encoding.decode()} body is cut off")
     if inflater.unused_data:

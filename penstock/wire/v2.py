@@ -633,7 +633,8 @@ def _check_output(output: RequestedOutput) -> None:
     classes = output.parameters.get("classification", 1)
     if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
         raise InvalidRequest(
-            f"output '{output.name}': parameter 'classification' must be a number of classes"
+            f"output '{output.name}': parameter 'classification' must be a number of classes, "
+            f"at least 1; got {classes!r:.40}"
         )
     if classes > MAX_CLASSES:
         raise InvalidRequest(

@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -28,7 +31,8 @@ class Served:
         self.process = subprocess.Popen(
             [*command, *flags], stdout=subprocess.PIPE, stderr=self.errors, text=True
         )
-        for line in self.process.stdout:
+        lines = self._logged() if "json" in flags else self.process.stdout
+        for line in lines:
             if match := re.search(r"http://127\.0\.0\.1:(\d+)/v2", line):
                 self.address = f"127.0.0.1:{match[1]}"
                 self.port = int(match[1])
@@ -38,8 +42,20 @@ class Served:
             self.errors.seek(0)
             raise AssertionError(self.errors.read())
         if grpc:
-            self.grpc_address = self.process.stdout.readline().split()[-1]
-        self.metrics_url = self.process.stdout.readline().split()[-1]
+            self.grpc_address = next(lines).split()[-1]
+        self.metrics_url = next(lines).split()[-1]
+
+    def _logged(self) -> Iterator[str]:
+        """What a log of JSON lines says of addresses. Does not move the file's position, which is
+        where the server writes."""
+        num_told = 0
+        while self.process.poll() is None:
+            whole = os.pread(self.errors.fileno(), 1 << 20, 0).rpartition(b"\n")[0]
+            records = map(json.loads, whole.splitlines())
+            texts = [record["msg"] for record in records if "address" in record]
+            yield from texts[num_told:]
+            num_told = len(texts)
+            time.sleep(0.05)
 
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

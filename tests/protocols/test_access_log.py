@@ -51,22 +51,25 @@ def test_an_answer_tells_where_the_time_went(lines):
 def test_what_was_not_reached_is_left_out(lines):
     request = make()
     request.timings.received = time.monotonic()
-    access_log.ended("grpc", "Overloaded", CONFIG, request, "Overloaded")
+    access_log.ended("grpc", "UNAVAILABLE", CONFIG, request, "Overloaded")
     [line] = lines.records
-    assert line.error == "Overloaded"
+    assert line.error == "Overloaded" and not hasattr(line, "rows")
     assert not hasattr(line, "queue_batch_ms") and not hasattr(line, "compute_infer_ms")
     assert line.total_ms >= 0
 
 
 def test_a_message_that_never_became_a_request(lines):
-    access_log.refused("http", 404, "nobody", time.monotonic(), "NotFound")
-    [line] = lines.records
+    access_log.refused("http", 404, {"model": "nobody"}, time.monotonic(), "NotFound")
+    access_log.refused("http", 401, {"path": "/v2/a b"}, time.monotonic(), "NotAllowed")
+    line, other = lines.records
     assert (line.status, line.model, line.error) == (404, "nobody", "NotFound")
+    assert 'http status=401 path="/v2/a b" error=NotAllowed' in other.getMessage()
 
 
 @pytest.mark.parametrize("id", ["a b", "x status=200", 'q"', "line\nbreak", "ü", "\x1b[2J"])
 def test_a_clients_text_is_one_quoted_field(lines, id):
     request = make(id)
+    request.timings.queued = 10.0
     access_log.ended("http", 200, CONFIG, request, "")
     text = lines.records[0].getMessage()
     assert f"request_id={json.dumps(id)} rows=1" in text

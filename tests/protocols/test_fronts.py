@@ -184,7 +184,7 @@ async def test_refusals_arrive_as_what_they_are():
     async with serving(model("echo"), model("fails", fail_on="13")) as served:
         error = await served.infer(row(4), "none")
         assert isinstance(error, NotFound)
-        assert str(error) == "Request for unknown model: 'none' is not found"
+        assert str(error) == ("Request for unknown model: 'none' is not found; loaded: echo, fails")
         error = await served.infer(row(4), name="z")
         assert isinstance(error, InvalidRequest)
         assert "unexpected inference input 'z' for model 'echo'" in str(error)

@@ -45,6 +45,16 @@ ROUTES = {
     "/v2/repository/models/{name}/load": "admin",
     "/v2/repository/models/{name}/unload": "admin",
     "/metrics": "metrics",
+    "/v2/models/{name}/generate": "infer",
+    "/v2/models/{name}/generate_stream": "infer",
+    "/v2/models/{name}/trace/setting": "admin",
+    "/v2/models/{name}/versions/{version}/generate": "infer",
+    "/v2/models/{name}/versions/{version}/generate_stream": "infer",
+    "/v2/models/{name}/versions/{version}/trace/setting": "admin",
+    "/v2/trace/setting": "admin",
+    "/v2/logging": "admin",
+    "/v2/systemsharedmemory/{rest:path}": "admin",
+    "/v2/cudasharedmemory/{rest:path}": "admin",
 }
 # What each RPC needs, and the route of HTTP that does the same. A new RPC must be entered here.
 INFERENCE = "/inference.GRPCInferenceService/"
@@ -219,7 +229,25 @@ def test_a_page_cannot_reach_the_server_under_another_name(host, is_allowed):
         (
             '[[key]]\nsecret = "short"\nscopes = ["infer"]\n'
             f'[[key]]\nsecret = "{SECRET}"\nscopes = ["root"]\n',
-            ["key[0].secret", "key[1].scopes"],
+            [
+                "key[0].secret",
+                "key[1].scopes: expected a list of some of infer, metrics, admin; 'root'",
+            ],
+        ),
+        (
+            "",
+            ['expected for each key\n  [[key]]\n  secret = "at least 16 characters"\n  scopes = '],
+        ),
+        ('[[key]]\nsecret = "short"\nscopes = "infer"\n', ["key[0].secret", "key[0].scopes"]),
+        (
+            f'[[key]]\nsecret = "{SECRET}"\nscope = ["infer"]\n',
+            ["key[0].scope: no such field; expected name, secret, scopes", "key[0].scopes"],
+        ),
+        (f"keys = 1\n{FILE}", ["keys.toml: keys: no such field"]),
+        (f'{FILE}[[key]]\nname = 3\nsecret = "{SECRET}"\nscopes = ["admin"]\n', ["key[2].name"]),
+        (
+            f'{FILE}[[key]]\nsecret = "{SECRET}"\nscopes = ["admin"]\n',
+            ["key[2].secret: the same as that of key[0]"],
         ),
     ],
 )

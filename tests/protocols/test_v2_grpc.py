@@ -18,12 +18,14 @@ from penstock.errors import (
     InvalidRequest,
     NotAllowed,
     NotFound,
+    NotReady,
     Overloaded,
     PenstockError,
     Unsupported,
 )
 from penstock.protocols.gate import RPC_SCOPES, Gate, Keys
-from penstock.protocols.v2_grpc import HEALTH, MAX_STREAM_CALLS, SERVICE, STATUS, Service
+from penstock.protocols.line import STATUS
+from penstock.protocols.v2_grpc import HEALTH, MAX_STREAM_CALLS, SERVICE, Service
 from penstock.types import CANCELLED, Request, Response
 from penstock.wire import frames
 
@@ -166,7 +168,7 @@ def test_every_error_has_a_status():
         return {kind}.union(*(leaves(each) for each in kind.__subclasses__()))
 
     assert set(STATUS) == leaves(PenstockError) - {PenstockError, errors.ConfigError}
-    assert grpc.StatusCode.RESOURCE_EXHAUSTED not in STATUS.values()
+    assert "RESOURCE_EXHAUSTED" not in STATUS.values()
 
 
 async def test_questions():
@@ -197,7 +199,7 @@ async def test_errors_of_the_core_become_statuses(kind: type[PenstockError]):
     core = Core()
     core.errors["bad"] = kind("why: é")
     async with serving(core) as client:
-        expected = (STATUS[kind], "why: é")
+        expected = (grpc.StatusCode[STATUS[kind]], "why: é")
         assert await client.refusal(client.v2.ModelInfer(message("bad"))) == expected
         asked = client.v2.ModelMetadata(service_pb2.ModelMetadataRequest(name="bad"))
         assert await client.refusal(asked) == expected
@@ -263,9 +265,10 @@ async def test_a_deadline_that_passes_cancels(until: Callable[..., Any]):
         assert core.cancelled == core.waiting
 
 
-async def test_an_unknown_model_is_not_ready():
+@pytest.mark.parametrize("error", [NotFound("unknown"), NotReady("could not be loaded")])
+async def test_a_model_that_is_not_there_is_not_ready(error: PenstockError):
     core = Core()
-    core.errors["none"] = NotFound("unknown")
+    core.errors["none"] = error
     async with serving(core) as client:
         assert not (await client.v2.ModelReady(service_pb2.ModelReadyRequest(name="none"))).ready
 
@@ -580,8 +583,10 @@ async def test_health_of_a_model_follows_its_readiness():
         assert (await watch.read()).status == 2
         core.errors["m"] = NotFound("unloaded")
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        del core.errors["m"]
+        core.errors["m"] = NotReady("could not be loaded")
         assert (await watch.read()).status == 2
+        del core.errors["m"]
+        assert (await client.health.Check(request)).status == 2
         watch.cancel()
         assert {each[:2] for each in core.asked} == {("model_ready", "m")}
 

@@ -552,7 +552,8 @@ def test_an_unknown_model_is_404_with_tritons_words(api: Api) -> None:
         api.get("/v2/models/nope/ready"),
     ):
         assert reply.status == 404
-        assert reply.error == text
+        assert reply.error.startswith(text)
+        assert "; loaded: digits, echo, " in reply.error
 
 
 def test_an_unknown_version_is_404_and_lists_those_that_exist(api: Api) -> None:
@@ -673,8 +674,29 @@ def test_wrong_paths_and_methods_are_json_errors(
     assert reply.error
 
 
-def test_the_error_for_an_unknown_path_is_tritons(api: Api) -> None:
-    assert api.get("/v2/nowhere").error == "Not Found"
+def test_the_error_for_an_unknown_path_is_tritons_and_names_it(api: Api) -> None:
+    assert api.get("/v2/nowhere?x=1").error == "Not Found: there is no /v2/nowhere here"
+    assert len(api.get("/" + "x" * 5000).error) < 300
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("POST", "/v2/models/echo/generate", "generate is not supported"),
+        ("POST", "/v2/models/echo/versions/1/generate_stream", "generate_stream is not supported"),
+        ("GET", "/v2/models/echo/trace/setting", "trace settings are not supported"),
+        ("POST", "/v2/trace/setting", "trace settings are not supported"),
+        ("GET", "/v2/logging", "log settings are not supported"),
+        ("GET", "/v2/systemsharedmemory/status", "system shared memory regions are not"),
+        ("POST", "/v2/cudasharedmemory/region/r/register", "CUDA shared memory regions are not"),
+    ],
+)
+def test_what_is_missing_of_the_protocol_says_so(
+    api: Api, method: str, path: str, words: str
+) -> None:
+    reply = api.ask(method, path)
+    assert reply.status == 501
+    assert words in reply.error
 
 
 @pytest.mark.parametrize(
@@ -1011,7 +1033,14 @@ async def test_a_model_that_cannot_be_loaded_is_named_and_the_others_serve(serve
     async with serve(v2.handle) as served:
         answer = await served.ask(get_bytes("/v2/health/ready"))
         assert answer.status == 503
-        assert "broken" in json.loads(answer.body)["error"]
+        assert "broken (parameters.null.a_ms: 'not a number'" in json.loads(answer.body)["error"]
+        for path in ("", "/ready", "/config", "/stats", "/explain", "/versions/1"):
+            answer = await served.ask(get_bytes(f"/v2/models/broken{path}"))
+            assert answer.status == 503
+            assert "'not a number' is not a number" in json.loads(answer.body)["error"]
+        answer = await served.ask(infer_bytes(path="/v2/models/broken/infer"))
+        assert answer.status == 503
+        assert "'broken' could not be loaded: " in json.loads(answer.body)["error"]
         assert (await served.ask(get_bytes("/v2/models/echo/ready"))).status == 200
         answer = await served.ask(infer_bytes(path="/v2/models/echo/infer"))
         assert answer.status == 200

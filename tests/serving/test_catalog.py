@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
-from penstock.errors import NotFound
+from penstock.errors import NotFound, NotReady
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
 from penstock.testing import Puppets, RecordingSink, settle
@@ -79,7 +79,10 @@ def test_the_highest_version_answers_unless_one_is_named():
         assert stage.catalog.versions("echo") == ["1", "9", "10"]
         with pytest.raises(NotFound, match="'echo' version 2 is not found; loaded: 1, 9, 10"):
             stage.catalog.find("echo", "2")
-        with pytest.raises(NotFound, match="unknown model: 'other' is not found"):
+        with pytest.raises(NotFound, match="unknown model: 'other' is not found; loaded: echo$"):
+            stage.catalog.find("other")
+        await stage.load(*(replace(CONFIG, name=f"m{number:02}") for number in range(12)))
+        with pytest.raises(NotFound, match=r"loaded: echo, m00, .*, m08 and 3 more$"):
             stage.catalog.find("other")
 
     run(scenario)
@@ -90,6 +93,14 @@ def test_one_bad_model_does_not_disturb_the_others():
         await stage.load(CONFIG, replace(BROKEN, name="bad"), unread=["config.pbtxt: nonsense"])
         assert stage.catalog.find("echo").is_ready
         assert not stage.catalog.is_ready
+        with pytest.raises(NotReady, match="'unread' could not be loaded: config.pbtxt: nonsense"):
+            stage.catalog.find("unread")
+        with pytest.raises(NotReady, match="'soon' is not a number"):
+            stage.catalog.find_all("bad")
+        await stage.act(stage.catalog.unload("bad"))
+        with pytest.raises(NotFound):
+            stage.catalog.find("bad")
+        await stage.load(replace(BROKEN, name="bad"))
         assert sorted(f.name for f in stage.catalog.failures) == ["bad", "unread"]
         assert states(stage.catalog, "echo", "idle") == [
             ("bad", "", "UNAVAILABLE"),

@@ -44,11 +44,11 @@ def batch(
     requests: int | None = None,
     closed_by: str = "queue empty",
     instance_wait_s: float = 0.0,
+    length: int = 4,
 ) -> Record:
     num_requests = rows if requests is None else requests
-    return Record(
-        0.0, rows, num_requests, ((4,),), 0.0, instance_wait_s, 0.01, 0.01, 0, closed_by, "answered"
-    )
+    took = (0.0, instance_wait_s, 0.01, 0.01)
+    return Record(0.0, rows, num_requests, ((length,),), *took, 0, closed_by, "answered")
 
 
 def verdict(
@@ -102,7 +102,15 @@ class TestWhySmall:
     def test_the_delay_is_too_short_for_the_load(self):
         policy = replace(POLICY, max_queue_delay_s=0.0005)
         text = verdict([batch(2, closed_by="delay expired")] * 3, policy)
-        assert "max_queue_delay (0.5 ms) was over" in text
+        assert "max_queue_delay (0.5 ms) was over: too few requests come" in text
+
+    def test_the_delay_is_over_because_there_are_many_shapes(self):
+        policy = replace(POLICY, max_queue_delay_s=0.0005)
+        records = [batch(1, closed_by="delay expired", length=length) for length in range(8)]
+        text = verdict(records, policy, num_shapes=8)
+        assert "The last batches had 8 shapes" in text and "declare paddable axes" in text
+        assert "100% of the batches went when max_queue_delay (0.5 ms) was over;" in text
+        assert "too few requests" not in text
 
     def test_the_slo_allows_no_more(self):
         text = verdict([batch(6, closed_by="SLO target")] * 3, target_rows=6)

@@ -260,9 +260,9 @@ def test_outputs_may_be_asked_for_as_classes() -> None:
     assert asked.parameters == {"classification": 3}
     for wrong in (0, -1, "3", True, 1.5):
         set_parameter(output.parameters["classification"], wrong)
-        assert "output 'y': parameter 'classification' must be a number of classes" in refusal(
-            message(tensor(), raw=(RAW,), outputs=[output])
-        )
+        text = refusal(message(tensor(), raw=(RAW,), outputs=[output]))
+        assert "output 'y': parameter 'classification' must be a number of classes" in text
+        assert text.endswith(f"; got {wrong!r}")
     set_parameter(output.parameters["classification"], 1001)
     assert "output 'y': parameter 'classification' asks for 1001 classes" in refusal(
         message(tensor(), raw=(RAW,), outputs=[output])
