@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from penstock.repository import Found
 from penstock.serving.catalog import Catalog
 
 log = logging.getLogger("penstock.server")
+SWITCH_S = 0.0005
 
 PROGRESS_S = 1.0
 
@@ -228,6 +230,8 @@ async def serve(
     on_progress: Callable[[Progress], None],
 ) -> None:
     """Run until SIGTERM or SIGINT; a second signal ends it at once."""
+    # Threads that read repositories or inflate bodies give way to the event loop this soon.
+    sys.setswitchinterval(SWITCH_S)
     server = Server(config, path)
     loop = asyncio.get_running_loop()
 

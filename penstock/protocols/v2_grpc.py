@@ -38,7 +38,7 @@ from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.line import status_name, why_not_listen
 from penstock.protocols.remote import Remote
 from penstock.serving.slab import Segment
-from penstock.serving.worker import die_with_parent
+from penstock.serving.worker import die_with_parent, take_part
 from penstock.types import Request, Response
 from penstock.wire import frames
 from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter
@@ -410,6 +410,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     # What is there now stays: full collections need not look at it again and again.
     gc.collect()
     gc.freeze()
+    take_part()
     remote.send(frames.Listening(frames.VERSION, port))
     await remote.stopped.wait()
     service.stop()

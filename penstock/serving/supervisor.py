@@ -64,6 +64,9 @@ class ProcessLife:
                 )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
+            # While it starts it does not interrupt those that serve; it ends that when it is ready.
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(self._process.pid, os.SCHED_BATCH, os.sched_param(0))
             self._pidfd = os.pidfd_open(self._process.pid)
             undo.pop_all()
         self.pid = self._process.pid

@@ -8,6 +8,7 @@ socket closes. It knows no protocol and no queue. In-process use runs the same l
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import io
 import logging
@@ -145,10 +146,14 @@ class Worker:
     """One model instance. Single thread: receive, run, answer."""
 
     def __init__(
-        self, channel: Channel, on_load: Callable[[ModelConfig], None] | None = None
+        self,
+        channel: Channel,
+        on_load: Callable[[ModelConfig], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> None:
         self._channel = channel
         self._on_load = on_load
+        self._on_ready = on_ready
         self._config: ModelConfig | None = None
         self._runner: Runner | None = None
         self._memory: Memory | None = None
@@ -212,6 +217,8 @@ class Worker:
             problems = error.problems if isinstance(error, ConfigError) else (_explain(error),)
             self._channel.send(frames.LoadFailed(problems))
             return False
+        if self._on_ready is not None:
+            self._on_ready()
         self._channel.send(
             frames.Ready(
                 frames.VERSION,
@@ -486,6 +493,13 @@ def _explain(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
 
 
+def take_part() -> None:
+    """From now on this process, with its threads, is scheduled as any other (see `ProcessLife`)."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+
+
 def die_with_parent() -> None:
     """The kernel kills this process when the core dies, however that happens."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -508,7 +522,7 @@ def main() -> None:
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))
-    Worker(channel, lambda config: logs.describe(config.name, config.version)).serve()
+    Worker(channel, lambda model: logs.describe(model.name, model.version), take_part).serve()
     channel.close()
     sys.stdout.flush()
     os._exit(0)

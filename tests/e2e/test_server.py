@@ -63,6 +63,14 @@ def test_tritonclient_in_many_threads(server):
             np.testing.assert_array_equal(answer.get_result().as_numpy("OUTPUT0"), values)
 
 
+def test_who_serves_gives_way_to_nobody(server):
+    """While they start, workers and fronts do; afterwards no thread of theirs may."""
+    processes = [*server.workers(), *server.fronts()]
+    threads = [thread.id for process in processes for thread in process.threads()]
+    assert len(threads) > len(processes) > 1
+    assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_OTHER}
+
+
 def test_digits_are_recognised(client):
     from sklearn.datasets import load_digits
 
