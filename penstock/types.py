@@ -123,19 +123,21 @@ class Tensor:
         return f"<Tensor {self.name} {self.datatype} {list(self.shape)}>"
 
 
+NOT_COMPUTED = (0.0, 0.0, 0.0)
+
+
 class Timings:
     """When a request passed each stage, in seconds of the monotonic clock.
 
-    `compute_*_s` are durations measured by the worker for the whole batch. `instance_wait_s` is the
-    part of the time in the queue during which no instance was idle; `saturated_s`, how long that
-    had been so altogether when the request was queued.
+    `compute_s` are durations measured by the worker for the whole batch: getting at the inputs, the
+    model, putting the outputs where they belong. `instance_wait_s` is the part of the time in the
+    queue during which no instance was idle; `saturated_s`, how long that had been so altogether
+    when the request was queued.
     """
 
     __slots__ = (
         "completed",
-        "compute_infer_s",
-        "compute_input_s",
-        "compute_output_s",
+        "compute_s",
         "dispatched",
         "instance_wait_s",
         "queued",
@@ -149,10 +151,20 @@ class Timings:
         self.dispatched = 0.0
         self.saturated_s = 0.0
         self.instance_wait_s = 0.0
-        self.compute_input_s = 0.0
-        self.compute_infer_s = 0.0
-        self.compute_output_s = 0.0
+        self.compute_s = NOT_COMPUTED
         self.completed = 0.0
+
+    @property
+    def compute_input_s(self) -> float:
+        return self.compute_s[0]
+
+    @property
+    def compute_infer_s(self) -> float:
+        return self.compute_s[1]
+
+    @property
+    def compute_output_s(self) -> float:
+        return self.compute_s[2]
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):

@@ -151,7 +151,7 @@ def finished(
     timings = request.timings
     timings.queued, timings.dispatched, timings.completed = queued, dispatched, completed
     timings.instance_wait_s = instance_wait_s
-    timings.compute_input_s, timings.compute_infer_s, timings.compute_output_s = 0.25, 0.5, 0.125
+    timings.compute_s = (0.25, 0.5, 0.125)
     return request
 
 

@@ -510,13 +510,11 @@ class Model:
             # holds this answer.
             self._pump_if_waiting()
         answered: list[Request] = []
-        input_s, infer_s, output_s = frame.input_s, frame.infer_s, frame.output_s
+        compute_s = (frame.input_s, frame.infer_s, frame.output_s)
         name, version = self.config.name, self.config.version
         for index, request in enumerate(flight.requests):
             timings = request.timings
-            timings.compute_input_s = input_s
-            timings.compute_infer_s = infer_s
-            timings.compute_output_s = output_s
+            timings.compute_s = compute_s
             if request.is_done or timings.completed > 0.0:
                 continue
             timings.completed = now
@@ -536,7 +534,7 @@ class Model:
             self._supervisor.send(instance, frames.Release(offsets))
         timings = flight.requests[0].timings
         waits = self.metrics.fold(answered, flight.num_rows, timings)
-        self._note_batch(flight, now, waits, input_s + infer_s + output_s, "answered")
+        self._note_batch(flight, now, waits, sum(compute_s), "answered")
 
     def _note_batch(
         self, flight: InFlight, ended: float, waits: Waits, compute_s: float, outcome: str

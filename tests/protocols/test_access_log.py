@@ -28,8 +28,7 @@ def test_an_answer_tells_where_the_time_went(lines):
     timings = request.timings
     timings.queued, timings.dispatched, timings.completed = 10.001, 10.005, 10.020
     timings.instance_wait_s = 0.003
-    timings.compute_input_s, timings.compute_infer_s = 0.001, 0.010
-    timings.compute_output_s = 0.002
+    timings.compute_s = (0.001, 0.010, 0.002)
     access_log.ended("http", 200, CONFIG, request, "")
     [line] = lines.records
     told = {key: value for key, value in vars(line).items() if key.endswith("_ms")}
