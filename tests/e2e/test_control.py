@@ -236,3 +236,4 @@ def test_reloading_under_load_loses_nothing_and_stays_fast(explicit):
     )
     assert load.tally.num_wrong == load.tally.num_cut == 0
     assert set(load.tally.statuses) == {200}
+    assert during <= 2 * before
