@@ -219,8 +219,7 @@ class Model:
                 self._check_spill(request)
             timings = request.timings
             timings.queued = now = self._clock()
-            saturation = self._saturation
-            timings.saturated_s = saturation.base_s + (now if saturation.is_saturated else 0.0)
+            timings.saturated_s = self._saturation.at(now)
             self._batcher.add(request, geometry, now)
         except PenstockError as error:
             self.refused(error, request.timings.received)

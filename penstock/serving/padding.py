@@ -71,8 +71,13 @@ class Pads:
 def element(datatype: str, value: float) -> Array:
     """One element; of BF16 the bits."""
     if datatype == "BF16":
-        return np.array(np.float32(value).view(np.uint32) >> 16, np.uint16)
+        return bf16_bits(np.array(value, np.float32))
     return np.array(value, DATATYPES[datatype].numpy)
+
+
+def bf16_bits(floats: Array) -> Array:
+    """FP32 to the bits of BF16, cut off rather than rounded."""
+    return (floats.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def cropped(name: str, values: Array, crops: Collection[Crop], length: int) -> Array:

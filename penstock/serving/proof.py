@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from penstock.backends import Batch, Outputs, PerRequest, Runner
+from penstock.backends.checks import first_line
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
-from penstock.serving.padding import Crop, Pads, Shapes, cropped
+from penstock.serving.padding import Crop, Pads, Shapes, bf16_bits, cropped
 from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.wire.frames import Proof, RequestPart
 
@@ -27,6 +28,8 @@ SIZES = (16, 64, 224)
 # numbers.
 INTEGERS = (2, 100)
 NUM_ROWS = 3
+# Of what a model says when it fails.
+MAX_CHARS = 200
 # Of the largest value. Rounding differs between shapes, so padding needs room.
 PADDING_TOLERANCE = {"FP64": 1e-6, "FP32": 1e-3, "FP16": 1e-2, "BF16": 5e-2}
 COMPANY_TOLERANCE = {"FP64": 1e-9, "FP32": 1e-5, "FP16": 1e-3, "BF16": 1e-2}
@@ -213,8 +216,7 @@ class Trial:
     def _values(self, spec: TensorSpec, shape: tuple[int, ...], limit: int) -> Array:
         dtype = DATATYPES[spec.datatype].numpy
         if spec.datatype == "BF16":
-            floats = self._random.standard_normal(shape, np.float32)
-            return (floats.view(np.uint32) >> 16).astype(np.uint16)
+            return bf16_bits(self._random.standard_normal(shape, np.float32))
         if dtype.kind == "f":
             return self._random.standard_normal(shape).astype(dtype)
         values: Array = self._random.integers(0, 2 if dtype.kind == "b" else limit, shape)
@@ -232,7 +234,7 @@ class Trial:
             (answer,) = self._runner.start(Batch(inputs, num_rows, [part])).wait()
             return _rows_of(self._config, answer, num_rows)
         except Exception as error:  # Whatever a model does with inputs that it was not made for.
-            raise Unproven(f"it fails on made-up inputs: {_first_line(error)}") from None
+            raise Unproven(f"it fails on made-up inputs: {first_line(error)[:MAX_CHARS]}") from None
 
     def _compare(self, left: Outputs, right: Outputs, limits: Mapping[str, float]) -> None:
         for spec in self._config.outputs:
@@ -250,7 +252,7 @@ class Trial:
 def _cases(buckets: Sequence[int], max_rows: int) -> Iterator[tuple[list[int], int]]:
     """Lengths that share a batch, and the bucket they share."""
     below = 0
-    chosen = sorted({buckets[0], buckets[len(buckets) // 2], buckets[-1]})
+    chosen = {buckets[0], buckets[len(buckets) // 2], buckets[-1]}
     for full in buckets:
         if full in chosen:
             sizes = sorted({below + 1, (below + 1 + full) // 2, full})
@@ -328,7 +330,3 @@ def _difference(spec: TensorSpec, left: Array, right: Array) -> float:
     if not np.isfinite(gap):
         return float("inf")
     return 0.0 if gap == 0 else gap / max(float(np.abs(one).max()), float(np.abs(other).max()))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

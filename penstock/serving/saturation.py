@@ -8,17 +8,17 @@ class Saturation:
     """A clock that runs only while no instance is idle; at first none is. The difference of two
     readings is the part of the time between them during which nothing could have been started."""
 
-    __slots__ = ("base_s", "is_saturated")
+    __slots__ = ("_base_s", "is_saturated")
 
     def __init__(self, now: float) -> None:
         self.is_saturated = True
         # Less the time at which the clock began to run, while it runs.
-        self.base_s = -now
+        self._base_s = -now
 
     def at(self, now: float) -> float:
-        return self.base_s + now if self.is_saturated else self.base_s
+        return self._base_s + now if self.is_saturated else self._base_s
 
     def note(self, is_saturated: bool, now: float) -> None:
         if is_saturated is not self.is_saturated:
             self.is_saturated = is_saturated
-            self.base_s += -now if is_saturated else now
+            self._base_s += -now if is_saturated else now
