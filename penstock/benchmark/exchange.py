@@ -1,0 +1,161 @@
+"""One request of a load test and what became of it; and many of them, as columns.
+
+An `Exchange` lives in a generator process, between its event loop and a target. Finished ones are
+folded into `Columns`, which travel to the conductor as bytes. Times are seconds of the monotonic
+clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.types import Array
+
+
+class Exchange:
+    """`due` is when the request should have left, `sent` when it did. Whoever is asked to send it
+    sets `sent`, then `done` or `failure` and `done`, and calls `finish` once, on the event loop."""
+
+    __slots__ = ("done", "due", "failure", "finish", "item", "phases", "sent", "stream")
+
+    def __init__(self, due: float, item: Any, finish: Callable[[Exchange], None]) -> None:
+        self.due = due
+        # What a target made of the input: bytes to write, a message, tensors.
+        self.item = item
+        self.finish = finish
+        self.sent = 0.0
+        self.done = 0.0
+        # In words, short, and the same for the same cause: failures are counted by it.
+        self.failure: str | None = None
+        # What the server itself said of this request, in seconds, where it was asked to.
+        self.phases: Mapping[str, float] | None = None
+        self.stream: Stream | None = None
+
+
+class Stream:
+    """When the pieces of a streamed answer came, and how many tokens went in and out."""
+
+    __slots__ = ("num_input_tokens", "num_output_tokens", "times")
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.num_input_tokens = 0
+        # As the server counts them; the number of pieces where it does not say.
+        self.num_output_tokens = 0
+
+
+class TimingSample(msgspec.Struct, frozen=True):
+    """What a server said of one request, beside what the client saw of it."""
+
+    latency_s: float
+    phases_s: dict[str, float]
+
+
+class Columns(msgspec.Struct):
+    """Finished exchanges, column by column: float64, and one byte each for `failed`, which is 0 or
+    one more than a place in `failures`."""
+
+    due: bytes
+    sent: bytes
+    done: bytes
+    failed: bytes
+    failures: list[str] = []
+    # Streams only, and only those that ended well: due, first piece, time per output token (NaN for
+    # one token); tokens in and out (int64). Gaps between pieces, and when each stream was due.
+    stream_due: bytes = b""
+    first: bytes = b""
+    tpot: bytes = b""
+    num_input_tokens: bytes = b""
+    num_output_tokens: bytes = b""
+    gap_due: bytes = b""
+    gaps: bytes = b""
+    samples: list[TimingSample] = []
+
+
+def floats(column: bytes) -> Array:
+    return np.frombuffer(column, np.float64)
+
+
+class Collector:
+    """Folds finished exchanges into columns; `take` gives them away and starts anew."""
+
+    MAX_FAILURES = 254
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._due, self._sent, self._done = array("d"), array("d"), array("d")
+        self._failed = bytearray()
+        self._failures: list[str] = []
+        self._streams: list[Exchange] = []
+        self._samples: list[TimingSample] = []
+        # Bound here: `add` runs for every request.
+        self._add_due, self._add_sent = self._due.append, self._sent.append
+        self._add_done, self._add_failed = self._done.append, self._failed.append
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def add(self, exchange: Exchange) -> None:
+        self._add_due(exchange.due)
+        self._add_sent(exchange.sent)
+        self._add_done(exchange.done)
+        if exchange.failure is not None:
+            self._add_failed(self._failure(exchange.failure))
+            return
+        self._add_failed(0)
+        if exchange.stream is not None:
+            self._streams.append(exchange)
+        if exchange.phases is not None:
+            latency_s = exchange.done - exchange.due
+            self._samples.append(TimingSample(latency_s, dict(exchange.phases)))
+
+    def _failure(self, text: str) -> int:
+        if text not in self._failures:
+            if len(self._failures) >= self.MAX_FAILURES:
+                text = "other failures"
+            if text not in self._failures:
+                self._failures.append(text)
+        return self._failures.index(text) + 1
+
+    def take(self) -> Columns:
+        columns = Columns(
+            self._due.tobytes(),
+            self._sent.tobytes(),
+            self._done.tobytes(),
+            bytes(self._failed),
+            self._failures,
+            samples=self._samples,
+        )
+        if self._streams:
+            _add_streams(columns, self._streams)
+        self._clear()
+        return columns
+
+
+def _add_streams(columns: Columns, exchanges: list[Exchange]) -> None:
+    due, first, tpot, gap_due, gaps = (array("d") for _ in range(5))
+    num_in, num_out = array("q"), array("q")
+    for exchange in exchanges:
+        stream = exchange.stream
+        if stream is None or not stream.times:
+            continue
+        times = stream.times
+        due.append(exchange.due)
+        first.append(times[0])
+        spread = times[-1] - times[0]
+        num_later = stream.num_output_tokens - 1
+        tpot.append(spread / num_later if num_later > 0 and len(times) > 1 else float("nan"))
+        num_in.append(stream.num_input_tokens)
+        num_out.append(stream.num_output_tokens)
+        gaps.extend(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+        gap_due.extend(exchange.due for _ in times[1:])
+    columns.stream_due, columns.first, columns.tpot = due.tobytes(), first.tobytes(), tpot.tobytes()
+    columns.num_input_tokens, columns.num_output_tokens = num_in.tobytes(), num_out.tobytes()
+    columns.gap_due, columns.gaps = gap_due.tobytes(), gaps.tobytes()
