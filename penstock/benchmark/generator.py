@@ -1,0 +1,237 @@
+"""A generator process: sends what the conductor asks for and reports what became of it.
+
+Started as `python -m penstock.benchmark.generator`; questions come over stdin, answers go over what
+was stdout. It ends when stdin does. Nothing is decided here: not when to stop, not what counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import assert_never
+
+import uvloop
+
+from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.inputs import open_source
+from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, make_loop, share_of
+from penstock.benchmark.messages import (
+    LENGTH,
+    Answer,
+    Broken,
+    Count,
+    Counted,
+    Ended,
+    Go,
+    Opened,
+    Prepare,
+    Prepared,
+    Progress,
+    Question,
+    SetUp,
+    Stop,
+    decode_question,
+    encode,
+)
+from penstock.benchmark.pacer import Closed, Replay
+from penstock.benchmark.targets import Target, open_target
+from penstock.errors import ConfigError, PenstockError
+
+REPORT_S = 0.1
+# Open loops begin with so many connections and open more as they need them.
+NUM_OPEN_AT_FIRST = 16
+
+
+class Generator:
+    """`tell` sends an answer to the conductor."""
+
+    def __init__(self, tell: Callable[[Answer], None]) -> None:
+        self._tell = tell
+        self._set_up: SetUp | None = None
+        self._target: Target | None = None
+        self._feed: Feed | None = None
+        self._running: ClosedLoop | OpenLoop | None = None
+        self._report: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    async def answer(self, question: Question) -> None:
+        match question:
+            case SetUp():
+                await self._open(question)
+            case Prepare():
+                await self._prepare(question)
+            case Go():
+                assert self._running is not None
+                gc.collect()
+                gc.disable()  # A full collection would be a pause in the middle of a measurement.
+                self._running.start(question.start)
+                self._plan_report()
+            case Stop():
+                assert self._running is not None
+                self._running.stop(question.at)
+                self._ending = asyncio.ensure_future(self._end(question))
+            case Count():
+                assert self._target is not None
+                self._tell(Counted(await self._target.counters()))
+            case _:
+                assert_never(question)
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.close()
+        if self._target is not None:
+            await self._target.close()
+
+    async def _open(self, setup: SetUp) -> None:
+        self._set_up = setup
+        self._target = open_target(setup.target)
+        description, form = await self._target.describe()
+        source = open_source(setup.inputs, form, setup.index, setup.num_processes)
+        self._feed = Feed(source, self._target)
+        began = time.monotonic()
+        await self._target.open(1)
+        opened = Opened(description, source.origin, time.monotonic() - began)
+        opened.load_s = getattr(self._target, "load_s", None)
+        if setup.is_first:
+            first = await self._ask_once()
+            opened.first_s = first.done - first.sent
+            opened.first_failure = first.failure or ""
+        self._tell(opened)
+
+    async def _ask_once(self) -> Exchange:
+        assert self._target is not None and self._feed is not None
+        answered: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
+        exchange = Exchange(0.0, self._feed.next(), answered.set_result)
+        exchange.due = time.monotonic()
+        self._target.send(exchange)
+        return await answered
+
+    async def _prepare(self, question: Prepare) -> None:
+        assert self._set_up is not None and self._target is not None and self._feed is not None
+        setup = self._set_up
+        if self._running is not None:
+            self._running.close()
+        if isinstance(question.load, Replay):
+            # A trace starts with its own first request, whatever was sent before.
+            _, form = await self._target.describe()
+            source = open_source(setup.inputs, form, setup.index, setup.num_processes)
+            self._feed = Feed(source, self._target)
+        num_connections = NUM_OPEN_AT_FIRST
+        if isinstance(question.load, Closed):
+            num_connections = share_of(question.load.concurrency, setup.index, setup.num_processes)
+        await self._target.open(num_connections)
+        place = (setup.index, setup.num_processes)
+        self._running = make_loop(question.load, question.seed, place, self._feed, self._target)
+        self._tell(Prepared())
+
+    async def _end(self, question: Stop) -> None:
+        """Wait for what is under way, then give it up."""
+        assert self._running is not None and self._target is not None
+        try:
+            late_s = max(0.0, question.at - time.monotonic())
+            async with asyncio.timeout(late_s + question.patience_s):
+                await self._running.ended.wait()
+        except TimeoutError:
+            await self._target.close()  # Fails what is under way; `open` makes it usable again.
+            await self._running.ended.wait()
+        if self._report is not None:
+            self._report.cancel()
+        self._tell_progress()
+        self._running.close()
+        gc.enable()
+        self._tell(Ended(self._running.is_through))
+
+    def _plan_report(self) -> None:
+        self._report = asyncio.get_running_loop().call_later(REPORT_S, self._make_report)
+
+    def _make_report(self) -> None:
+        self._tell_progress()
+        self._plan_report()
+
+    def _tell_progress(self) -> None:
+        running = self._running
+        assert running is not None
+        in_flight = running.in_flight
+        self._tell(
+            Progress(
+                at=time.monotonic(),
+                columns=running.collector.take(),
+                in_flight=in_flight.now,
+                max_in_flight=in_flight.most,
+                in_flight_sum=in_flight.sum,
+                num_in_flight_samples=in_flight.num_samples,
+                num_connections=getattr(self._target, "num_connections", 0),
+                num_waited=getattr(self._target, "num_waited", 0),
+                cpu_s=time.process_time(),
+            )
+        )
+
+
+async def run(questions: asyncio.StreamReader, tell: Callable[[Answer], None]) -> None:
+    """Until the conductor is gone or nothing works any more."""
+    generator = Generator(tell)
+    loop = asyncio.get_running_loop()
+    broken: asyncio.Future[None] = loop.create_future()
+
+    def fail(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        if not broken.done():
+            error = context.get("exception")
+            broken.set_exception(
+                error if isinstance(error, Exception) else RuntimeError(context["message"])
+            )
+
+    loop.set_exception_handler(fail)
+    serving = asyncio.ensure_future(_serve(generator, questions))
+    try:
+        await asyncio.wait({serving, broken}, return_when=asyncio.FIRST_COMPLETED)
+        if broken.done():
+            serving.cancel()
+            broken.result()
+        await serving
+    except ConfigError as error:
+        tell(Broken(list(error.problems)))
+    except PenstockError as error:
+        tell(Broken([str(error)]))
+    finally:
+        broken.cancel()
+        await generator.close()
+
+
+async def _serve(generator: Generator, questions: asyncio.StreamReader) -> None:
+    while True:
+        try:
+            (size,) = LENGTH.unpack(await questions.readexactly(LENGTH.size))
+            body = await questions.readexactly(size)
+        except asyncio.IncompleteReadError:
+            return
+        await generator.answer(decode_question(body))
+
+
+async def _main(out: int) -> None:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    # Not a blocking write: a conductor that is slow to read must not stop the clock of the load.
+    transport, protocol = await loop.connect_write_pipe(
+        asyncio.streams.FlowControlMixin, os.fdopen(out, "wb", 0)
+    )
+    writer = asyncio.StreamWriter(transport, protocol, None, loop)
+    await run(reader, lambda answer: writer.write(encode(answer)))
+    await writer.drain()
+    writer.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The conductor says when it is over.
+    out = os.dup(1)
+    os.dup2(2, 1)  # What a model prints must not end up between the answers.
+    uvloop.run(_main(out))
+
+
+if __name__ == "__main__":
+    main()

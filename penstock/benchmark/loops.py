@@ -1,0 +1,244 @@
+"""When the next request leaves: after an answer (closed loop), or when it is due (open loop).
+
+Both live on a generator's event loop, take items from a feed and hand exchanges to a target. They
+know nothing of protocols, pipes or statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.benchmark.alarm import Alarm
+from penstock.benchmark.exchange import Collector, Exchange
+from penstock.benchmark.inputs import Source
+from penstock.benchmark.pacer import Closed, Load, due_times
+from penstock.benchmark.targets import Target
+
+# After a failure a closed loop's client waits: without that a dead server would be asked, and
+# refuse, as fast as the generator can.
+PAUSE_S = 0.02
+# So many at once, then the event loop gets its turn to read answers.
+MAX_AT_ONCE = 32
+MAX_KEPT_BYTES = 256 << 20
+# In flight is looked at this often on average, at random moments: a fixed beat could fall in step
+# with constant arrivals.
+SAMPLE_S = 0.01
+
+
+class Feed:
+    """Items for exchanges, encoded once for examples that come again."""
+
+    def __init__(self, source: Source, target: Target) -> None:
+        self._source = source
+        self._encode = target.encode
+        self._kept: dict[int, Any] = {}
+        self._num_kept_bytes = 0
+
+    def next(self) -> Any:
+        index, sample = self._source.next()
+        if index is None:
+            return self._encode(sample)
+        item = self._kept.get(index)
+        if item is None:
+            item = self._encode(sample)
+            size = len(item) if isinstance(item, bytes) else 1 << 10
+            if self._num_kept_bytes + size <= MAX_KEPT_BYTES:
+                self._num_kept_bytes += size
+                self._kept[index] = item
+        return item
+
+
+class InFlight:
+    """How many exchanges are under way, counted and sampled."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.now = 0
+        self.most = 0
+        self.sum = 0.0
+        self.num_samples = 0
+        self._loop = loop
+        self._random = random.Random(0)
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._handle = self._loop.call_later(self._random.uniform(0.5, 1.5) * SAMPLE_S, self._look)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _look(self) -> None:
+        self.sum += self.now
+        self.num_samples += 1
+        self.start()
+
+
+class ClosedLoop:
+    """`share` clients that each have one request under way."""
+
+    def __init__(self, feed: Feed, target: Target, share: int) -> None:
+        self.collector = Collector()
+        self.in_flight = InFlight(asyncio.get_running_loop())
+        self.is_through = False
+        self._loop = asyncio.get_running_loop()
+        self._next = feed.next
+        self._send_to = target.send
+        self._share = share
+        self._stop_at = float("inf")
+        self._num_pausing = 0
+        self.ended = asyncio.Event()
+        if share == 0:
+            self.ended.set()
+
+    def start(self, at: float) -> None:
+        self._loop.call_later(max(0.0, at - time.monotonic()), self._begin)
+        self.in_flight.start()
+
+    def stop(self, at: float) -> None:
+        self._stop_at = at
+        if at <= time.monotonic() and self.in_flight.now == 0 and self._num_pausing == 0:
+            self.ended.set()
+
+    def close(self) -> None:
+        self.in_flight.stop()
+
+    def _begin(self) -> None:
+        for _ in range(self._share):
+            self._send()
+
+    def _send(self) -> None:
+        exchange = Exchange(0.0, self._next(), self._finish)
+        in_flight = self.in_flight
+        in_flight.now += 1
+        in_flight.most = max(in_flight.most, in_flight.now)
+        exchange.due = time.monotonic()
+        self._send_to(exchange)
+
+    def _finish(self, exchange: Exchange) -> None:
+        self.collector.add(exchange)
+        self.in_flight.now -= 1
+        if exchange.failure is not None and exchange.done < self._stop_at:
+            self._num_pausing += 1
+            self._loop.call_later(PAUSE_S, self._resume)
+        elif exchange.done < self._stop_at:
+            self._send()
+        elif self.in_flight.now == 0 and self._num_pausing == 0:
+            self.ended.set()
+
+    def _resume(self) -> None:
+        self._num_pausing -= 1
+        if time.monotonic() < self._stop_at:
+            self._send()
+        elif self.in_flight.now == 0 and self._num_pausing == 0:
+            self.ended.set()
+
+
+class OpenLoop:
+    """Sends what is due, whatever became of the requests before. `due` are seconds from the start:
+    this process's share of them, ascending."""
+
+    def __init__(self, feed: Feed, target: Target, due: Iterator[float]) -> None:
+        self.collector = Collector()
+        self.in_flight = InFlight(asyncio.get_running_loop())
+        self.ended = asyncio.Event()
+        self.is_through = False
+        self._loop = asyncio.get_running_loop()
+        self._next_item = feed.next
+        self._send_to = target.send
+        self._due = due
+        self._start = 0.0
+        self._stop_at = float("inf")
+        self._next_due: float | None = None
+        # Ready before it is due: encoding takes no time of the request's.
+        self._item: Any = None
+        self._alarm = Alarm(self._loop, self._ring)
+
+    def start(self, at: float) -> None:
+        self._start = at
+        self._advance()
+        if self._next_due is None:
+            self._end_sending()
+        else:
+            self._alarm.set(self._next_due)
+        self.in_flight.start()
+
+    def stop(self, at: float) -> None:
+        self._stop_at = at
+        if self._next_due is not None and self._next_due >= at:
+            self._next_due = None
+            self._alarm.cancel()
+        self._end_if_done()
+
+    def close(self) -> None:
+        self.in_flight.stop()
+        self._alarm.close()
+
+    def _advance(self) -> None:
+        offset = next(self._due, None)
+        if offset is None:
+            self.is_through = True
+            self._next_due = None
+            return
+        due = self._start + offset
+        self._next_due = due if due < self._stop_at else None
+        if self._next_due is not None:
+            self._item = self._next_item()
+
+    def _ring(self) -> None:
+        in_flight = self.in_flight
+        for _ in range(MAX_AT_ONCE):
+            due = self._next_due
+            if due is None:
+                self._end_sending()
+                return
+            if due > time.monotonic():
+                break
+            in_flight.now += 1
+            in_flight.most = max(in_flight.most, in_flight.now)
+            self._send_to(Exchange(due, self._item, self._finish))
+            self._advance()
+        if self._next_due is None:
+            self._end_sending()
+        else:
+            self._alarm.set(self._next_due)
+
+    def _finish(self, exchange: Exchange) -> None:
+        self.collector.add(exchange)
+        self.in_flight.now -= 1
+        if self._next_due is None:
+            self._end_if_done()
+
+    def _end_sending(self) -> None:
+        self._alarm.cancel()
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self._next_due is None and self.in_flight.now == 0:
+            self.ended.set()
+
+
+def share_of(concurrency: int, index: int, num_processes: int) -> int:
+    return concurrency // num_processes + (index < concurrency % num_processes)
+
+
+def shared_times(load: Load, seed: int, index: int, num_processes: int) -> Iterator[float]:
+    """Every n-th of the times that all processes compute alike."""
+    assert not isinstance(load, Closed)
+    num_before = 0
+    for chunk in due_times(load, seed):
+        offset = (index - num_before) % num_processes
+        yield from chunk[offset::num_processes].tolist()
+        num_before += len(chunk)
+
+
+def make_loop(
+    load: Load, seed: int, place: tuple[int, int], feed: Feed, target: Target
+) -> ClosedLoop | OpenLoop:
+    """`place` is the index of this process and the number of all."""
+    if isinstance(load, Closed):
+        return ClosedLoop(feed, target, share_of(load.concurrency, *place))
+    return OpenLoop(feed, target, shared_times(load, seed, *place))
