@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 import penstock
-from penstock import logs
+from penstock import bench_cli, logs
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -349,6 +349,10 @@ def explain(model: str, url: str, version: str, api_key: str, watch: bool, as_js
             terminal.console().print(terminal.explained(answer))
     except ConfigError as error:
         _fail(error)
+
+
+main.add_command(bench_cli.bench)
+main.add_command(bench_cli.report)
 
 
 def _flat(problems: dict[str, list[str]]) -> list[str]:

@@ -30,7 +30,7 @@ ORDER = [
     {"dashboard", "deploy"},
     {"server", "testing"},
     {"ask", "terminal"},
-    {"cli"},
+    {"cli", "bench_cli"},
     {"__main__"},
 ]
 PURE = [

@@ -19,6 +19,8 @@ from penstock.benchmark.exchange import Columns
 from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.messages import Count, Counted, Ended, Go, Progress, SetUp, Stop
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
+from penstock.benchmark.report.live import Phase
+from penstock.benchmark.report.live import Progress as Shown
 from penstock.benchmark.results import (
     ColdStart,
     Ending,
@@ -80,23 +82,6 @@ class Plan:
     command: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """How a run stands, for whoever watches."""
-
-    load: str
-    level: int
-    num_levels: int | None
-    phase: str  # "warm-up", "measuring", "waiting for the last answers"
-    elapsed_s: float
-    limit_s: float | None
-    rate: float
-    figure: str  # "p99"
-    latency: Interval | None
-    num_requests: int
-    num_failed: int
-
-
 class Search(Protocol):
     def next(self) -> Load | None: ...
     def add(self, load: Load, level: Level) -> None: ...
@@ -119,7 +104,7 @@ class Conductor:
     """One run. `watch` hears how it stands, `keep` gets the run after each level."""
 
     def __init__(
-        self, plan: Plan, watch: Callable[[Moment], None], keep: Callable[[Run], None]
+        self, plan: Plan, watch: Callable[[Shown], None], keep: Callable[[Run], None]
     ) -> None:
         self._plan = plan
         self._watch = watch
@@ -128,14 +113,14 @@ class Conductor:
         self._waiting: list[Columns] = []
         # Of each generator, while a level runs.
         self._reports: dict[int, list[Progress]] = {}
-        self._is_interrupted = False
+        self.is_interrupted = False
         self._phase = ""
         self._level_index = 0
         self.run: Run | None = None
 
     def interrupt(self) -> None:
         """End the level that runs, keep what was measured."""
-        self._is_interrupted = True
+        self.is_interrupted = True
 
     async def measure(self) -> Run:
         """ConfigError when there is nothing to measure; later trouble is in the run, which is then
@@ -178,7 +163,7 @@ class Conductor:
 
     async def _measure_levels(self, run: Run) -> None:
         searching = await self._make_search()
-        while not self._is_interrupted and (load := searching.next()) is not None:
+        while not self.is_interrupted and (load := searching.next()) is not None:
             level = await self._measure(load)
             run.levels.append(level)
             self._level_index += 1
@@ -189,8 +174,8 @@ class Conductor:
                 return
             run.is_partial = True
             self._keep(run)
-        run.is_partial = self._is_interrupted
-        if self._is_interrupted:
+        run.is_partial = self.is_interrupted
+        if self.is_interrupted:
             run.problem = "interrupted"
             return
         if isinstance(searching, search.KneeSearch):
@@ -245,7 +230,7 @@ class Conductor:
             elapsed_s = time.monotonic() - start
             windows = recorder.windows(time.monotonic())
             self._tell(load, "warm-up", elapsed_s, limit_s, windows)
-            if steadiness.judge(windows) or elapsed_s >= limit_s or self._is_interrupted:
+            if steadiness.judge(windows) or elapsed_s >= limit_s or self.is_interrupted:
                 return steadiness.warm_up(windows, elapsed_s)
             if _is_lost(windows):
                 return steadiness.warm_up(windows, elapsed_s)
@@ -271,7 +256,7 @@ class Conductor:
         after = await self._counters() if ending != "lost" else None
         is_short = ending in ("interrupted", "lost", "decided")
         patience_s = SHORT_PATIENCE_S if is_short else self._plan.target.timeout_s
-        self._tell(load, "waiting for the last answers", end - start, limit_s, windows)
+        self._tell(load, "draining", end - start, limit_s, windows)
         await self._stop(end, patience_s)
         recorder_windows = self._drain_into(recorder).windows(end)
         return Level(
@@ -291,7 +276,7 @@ class Conductor:
         self, load: Load, windows: list[stats.Window], elapsed_s: float, limit_s: float
     ) -> Ending | None:
         plan = self._plan
-        if self._is_interrupted:
+        if self.is_interrupted:
             return "interrupted"
         if _is_lost(windows):
             return "lost"
@@ -364,24 +349,31 @@ class Conductor:
         return stats.percentile_interval(windows, decides.metric, decides.percent)
 
     def _tell(
-        self, load: Load, phase: str, elapsed_s: float, limit_s: float, windows: list[stats.Window]
+        self,
+        load: Load,
+        phase: Phase,
+        elapsed_s: float,
+        of_s: float,
+        windows: list[stats.Window],
     ) -> None:
+        decides = self._plan.decides
         recent = windows[-4:]
         span_s = sum(window.length_s for window in recent)
-        num_levels = len(self._plan.loads) or None
+        latest = stats.percentile_interval(recent, decides.metric, decides.percent)
         self._watch(
-            Moment(
-                load=pacer.label(load),
-                level=self._level_index,
-                num_levels=num_levels,
+            Shown(
+                level=pacer.label(load),
                 phase=phase,
                 elapsed_s=elapsed_s,
-                limit_s=limit_s,
+                of_s=of_s,
                 rate=sum(window.num_arrived for window in recent) / span_s if span_s else 0.0,
-                figure=self._plan.decides.name,
-                latency=self._figure(windows) if windows else None,
+                p99_s=latest.value,
                 num_requests=sum(window.num_due for window in windows),
                 num_failed=sum(sum(window.failures.values()) for window in windows),
+                statistic=decides.name,
+                interval=self._figure(windows) if windows else None,
+                index=self._level_index + 1,
+                num_levels=len(self._plan.loads) or None,
             )
         )
 

@@ -23,6 +23,7 @@ class Report:
     of the server's counters, for the last of them."""
 
     throughputs: list[float]
+    p99_s: list[float]
     num_requests: int
     server_counts: dict[str, int]
 
@@ -44,12 +45,13 @@ class PerfAnalyzer:
         done = self._run(["-m", model, "-v", "-f", str(table), *flags])
         assert done.returncode == 0, done.stdout + done.stderr
         with table.open() as file:
-            throughputs = [float(row["Inferences/Second"]) for row in csv.DictReader(file)]
+            rows = list(csv.DictReader(file))
         server = done.stdout.rpartition("Server:")[2]
         counts = dict(re.findall(r"(Inference|Execution|Successful request) count: (\d+)", server))
         (*_, num_requests) = re.findall(r"Client: \s+Request count: (\d+)", done.stdout)
         return Report(
-            throughputs,
+            [float(row["Inferences/Second"]) for row in rows],
+            [float(row["p99 latency"]) / 1e6 for row in rows],
             int(num_requests),
             {name: int(number) for name, number in counts.items()},
         )

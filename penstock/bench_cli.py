@@ -1,0 +1,639 @@
+"""The `bench` and `report` commands: flags to a plan, a run to files and terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.benchmark.inputs import InputSpec
+    from penstock.benchmark.pacer import Load
+    from penstock.benchmark.results import Run
+    from penstock.benchmark.run import Conductor, Plan
+    from penstock.benchmark.targets import TargetSpec
+    from penstock.slo import Slo
+
+INTERRUPTED = 130
+
+
+@click.command()
+@click.argument("target")
+@click.option(
+    "--concurrency",
+    metavar="N",
+    help="Closed loop: so many requests under way at all times. 1:64 doubles from 1 to 64, 1,8,32 "
+    "are levels of their own. Choose it to compare with perf_analyzer; users do not wait for each "
+    "other, so take --rate for promises. 1 unless another load is given.",
+)
+@click.option(
+    "--rate",
+    metavar="N",
+    help="Open loop: so many requests a second, whatever is answered. 100:1600 doubles, "
+    "100,200,500 are levels. Choose it whenever latency is to be promised.",
+)
+@click.option(
+    "--arrivals",
+    type=click.Choice(["poisson", "constant", "gamma"]),
+    default=None,
+    help="How requests arrive at a rate; poisson unless the SLO says otherwise. Choose gamma with "
+    "--cv for bursts, constant for machines that send by a clock.",
+)
+@click.option(
+    "--cv",
+    type=click.FloatRange(0.01, 100),
+    default=None,
+    help="Spread of gamma arrivals (standard deviation of gaps over their mean; 1 is poisson). "
+    "Raise it when your traffic comes in bursts.",
+)
+@click.option(
+    "--ramp",
+    metavar="A:B",
+    help="One level whose rate grows from A to B over --duration. Use it to see at which rate "
+    "latency leaves the floor.",
+)
+@click.option(
+    "--steps",
+    metavar="R:T,…",
+    help="One level of several rates, each for a time: 100:10s,500:5s,100:10s. Use it to see how "
+    "a server takes a burst and recovers.",
+)
+@click.option(
+    "--trace",
+    metavar="FILE",
+    help="Replay the arrivals (and, for LLMs, the lengths) of a recorded trace, CSV or JSONL. Use "
+    "it when you have one: no law of arrivals is as real.",
+)
+@click.option(
+    "--rate-scale",
+    type=click.FloatRange(0, min_open=True),
+    default=None,
+    help="Multiplies the rate of --trace. Lower it when the trace is of a larger service than "
+    "yours; its shape stays.",
+)
+@click.option(
+    "--find-knee",
+    is_flag=True,
+    help="Double the concurrency until throughput no longer grows, and say where the knee is. Use "
+    "it to learn what a server can do before you promise anything.",
+)
+@click.option(
+    "--max-rate",
+    is_flag=True,
+    help="Find the highest arrival rate that keeps --slo, with its interval. Use it to size a "
+    "fleet.",
+)
+@click.option(
+    "--slo",
+    metavar="SLO",
+    help="What must hold, as in 'p99 < 20 ms, goodput >= 99 % at 200/s'. Give it to get a verdict; "
+    "its rate is used when no load is given.",
+)
+@click.option(
+    "--gate",
+    is_flag=True,
+    help="Exit with 1 when the SLO is missed or, with --baseline, when something became slower. "
+    "Use it in CI.",
+)
+@click.option(
+    "--baseline",
+    metavar="RUN.JSON",
+    help="A saved run to compare with, by a two-sample test. Give it when a change must not make "
+    "things slower.",
+)
+@click.option(
+    "--tolerance",
+    metavar="PERCENT",
+    type=click.FloatRange(0, 1000),
+    default=5.0,
+    show_default=True,
+    help="With --baseline: so much slower is still no regression. Lower it where machines are "
+    "quiet, raise it where they are not.",
+)
+@click.option(
+    "--duration",
+    metavar="TIME",
+    default=None,
+    help="Longest time to measure a level, 10s unless given (a trace or steps run to their end). "
+    "Raise it when the report says that the interval is too wide.",
+)
+@click.option(
+    "--precision",
+    metavar="PERCENT",
+    type=click.FloatRange(0, 100),
+    default=5.0,
+    show_default=True,
+    help="A level ends early, after a third of its time at least, when the 95 % interval of the "
+    "percentile that decides is so narrow (plus or minus). 0 always measures the whole time: "
+    "choose that when rare stalls matter.",
+)
+@click.option(
+    "--warm-up",
+    metavar="TIME",
+    default="10s",
+    show_default=True,
+    help="Longest time to wait until latency is steady; 0s measures from the first request. Raise "
+    "it for models that compile while they run.",
+)
+@click.option(
+    "--data",
+    metavar="PATH",
+    default="",
+    help="Representative inputs: .npz, .npy, .jsonl, .json (perf_analyzer's form), .parquet or a "
+    "folder of images. Random values of the model's signature are sent unless it is given: give "
+    "it whenever time depends on values.",
+)
+@click.option(
+    "--data-name",
+    metavar="INPUT",
+    default="",
+    help="Which input .npy files and images are for. Needed when the model has several.",
+)
+@click.option(
+    "--lengths",
+    metavar="LAW",
+    default="",
+    help="Sizes of variable dimensions, or of prompts in tokens: 128, uniform:16:512, "
+    "normal:128:30, lognormal:100:900 (median and p99) or list:FILE. Give it when requests differ "
+    "in size.",
+)
+@click.option(
+    "--output-lengths",
+    metavar="LAW",
+    default="",
+    help="Tokens to ask an LLM for, a law as for --lengths. Give it when answers differ in length.",
+)
+@click.option(
+    "-b",
+    "--batch-size",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Rows in each request. Raise it when your clients send several at once.",
+)
+@click.option(
+    "--tensors",
+    type=click.Choice(["binary", "json"]),
+    default="binary",
+    show_default=True,
+    help="How v2 over HTTP carries tensors. Choose json when your clients do.",
+)
+@click.option(
+    "--model",
+    metavar="NAME",
+    default="",
+    help="Model to ask for. Needed when the address does not name it: OpenAI servers with several "
+    "models, repositories.",
+)
+@click.option(
+    "--version",
+    metavar="V",
+    default="",
+    help="Version of the model. Give it when the highest is not the one to measure.",
+)
+@click.option(
+    "--api",
+    type=click.Choice(["chat", "completions"]),
+    default="chat",
+    show_default=True,
+    help="Which OpenAI endpoint to ask. Choose completions for base models without a template.",
+)
+@click.option(
+    "--extra",
+    metavar="JSON",
+    default="",
+    help="Further fields of OpenAI requests, as in '{\"ignore_eos\": true}'. Use it when answers "
+    "must have the length asked for.",
+)
+@click.option(
+    "--body",
+    metavar="TEMPLATE",
+    default="",
+    help="Body for a plain URL; {name} stands for a field of --data, @FILE reads it from a file. "
+    "Needed when the target speaks neither v2 nor OpenAI.",
+)
+@click.option(
+    "--method",
+    type=click.Choice(["GET", "POST", "PUT"]),
+    default="POST",
+    show_default=True,
+    help="Method for a plain URL. Change it when the server wants another.",
+)
+@click.option(
+    "-H",
+    "--header",
+    multiple=True,
+    metavar="'NAME: VALUE'",
+    help="Header of each HTTP request. Give it when a proxy or the server wants one. Repeatable.",
+)
+@click.option(
+    "--api-key",
+    default="",
+    envvar="PENSTOCK_API_KEY",
+    metavar="KEY",
+    help="Key for the server. Needed when it asks for one; better given as PENSTOCK_API_KEY, "
+    "because flags are seen by everybody on the machine.",
+)
+@click.option(
+    "--timeout",
+    metavar="TIME",
+    default="60s",
+    show_default=True,
+    help="A request that takes longer has failed. Raise it for slow models, lower it to what your "
+    "clients wait.",
+)
+@click.option(
+    "--connections",
+    type=click.IntRange(1, 60000),
+    default=1024,
+    show_default=True,
+    help="Most connections at once, per process. Raise it when the report says that requests "
+    "waited for one.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Generator processes. Raise it when the report says that the generator was the limit and "
+    "there are cores to spare.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Of arrivals and random inputs. Change it to see whether a result depends on them.",
+)
+@click.option(
+    "--price",
+    type=click.FloatRange(0, min_open=True),
+    default=None,
+    help="Price of the serving machine per hour, in any currency. Give it to get the cost of a "
+    "million answers.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    default="",
+    help="Write the run. Give it to look again later (`penstock report`), or to compare.",
+)
+@click.option(
+    "--html",
+    "html_path",
+    metavar="FILE",
+    default="",
+    help="Write a page with plots, whole in itself. Use it to show somebody what was found.",
+)
+@click.option(
+    "--csv",
+    "csv_path",
+    metavar="FILE",
+    default="",
+    help="Write a row a level, with perf_analyzer's columns first. Use it where scripts read "
+    "those.",
+)
+def bench(target: str, **flags: Any) -> None:
+    """Measure TARGET under load: what users would see, with how sure that is.
+
+    \b
+    TARGET is one of
+      http://host:port/v2/models/NAME[/versions/V]   v2 over HTTP: Penstock, Triton, MLServer
+      grpc://host:port/NAME[/V]                      v2 over gRPC
+      openai+http://host:port/v1                     completions or chat, streamed
+      http://…                                       any other URL, with --body
+      models/NAME                                    a model's folder: in this process
+    """
+    from penstock.benchmark.report import files
+
+    outputs = Outputs(flags["json_path"], flags["html_path"], flags["csv_path"])
+    try:
+        plan = make_plan(target, flags)
+        outputs.check()
+        baseline = files.read_run(Path(flags["baseline"])) if flags["baseline"] else None
+        run = asyncio.run(_measure(plan, outputs))
+        outputs.write(run)
+    except ConfigError as error:
+        _fail(error)
+    _show(run)
+    sys.exit(_conclude(run, baseline, plan, flags["gate"], flags["tolerance"] / 100))
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN.JSON…")
+@click.option(
+    "--html",
+    "html_path",
+    metavar="FILE",
+    default="",
+    help="Write a page with plots, whole in itself. Use it to show somebody what was found.",
+)
+@click.option(
+    "--csv",
+    "csv_path",
+    metavar="FILE",
+    default="",
+    help="Write a row a level, with perf_analyzer's columns first. Use it where scripts read "
+    "those.",
+)
+@click.option(
+    "--tolerance",
+    metavar="PERCENT",
+    type=click.FloatRange(0, 1000),
+    default=5.0,
+    show_default=True,
+    help="Of several runs: a difference below this is none worth speaking of. Lower it where "
+    "machines are quiet.",
+)
+def report(runs: tuple[str, ...], html_path: str, csv_path: str, tolerance: float) -> None:
+    """Show saved runs of `penstock bench` again: one as it was, several compared with the first."""
+    from penstock import terminal
+    from penstock.benchmark.report import compare
+
+    html = Path(html_path) if html_path else None
+    csv = Path(csv_path) if csv_path else None
+    try:
+        paths = [Path(each) for each in runs]
+        compare.show(paths, html, csv, terminal.console(), tolerance / 100)
+    except ConfigError as error:
+        _fail(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Files the run goes to; empty names are none."""
+
+    json_path: str
+    html_path: str
+    csv_path: str
+
+    def check(self) -> None:
+        """Before minutes of measuring: ConfigError for a file that could not be written."""
+        problems = [
+            f"{path}: there is no folder {Path(path).parent}"
+            for path in (self.json_path, self.html_path, self.csv_path)
+            if path and not Path(path).parent.is_dir()
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def keep(self, run: Run) -> None:
+        """While it goes on: what was measured survives whatever comes."""
+        from penstock.benchmark.report import files
+
+        if self.json_path:
+            files.write_run(run, Path(self.json_path))
+
+    def write(self, run: Run) -> None:
+        from penstock.benchmark.report import files, page
+
+        self.keep(run)
+        if self.csv_path:
+            files.write_csv(run, Path(self.csv_path))
+        if self.html_path:
+            Path(self.html_path).write_text(page.page(run))
+
+
+async def _measure(plan: Plan, outputs: Outputs) -> Run:
+    from penstock.benchmark.report.live import Live
+    from penstock.benchmark.run import Conductor
+
+    with Live() as live:
+        conductor = Conductor(plan, live.update, outputs.keep)
+        with _interruptible(conductor):
+            return await conductor.measure()
+
+
+@contextlib.contextmanager
+def _interruptible(conductor: Conductor) -> Iterator[None]:
+    """The first Ctrl-C ends the level and keeps what was measured; the second ends everything."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def interrupt() -> None:
+        if conductor.is_interrupted:
+            task.cancel()
+        conductor.interrupt()
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(each, interrupt)
+    try:
+        yield
+    except asyncio.CancelledError:
+        sys.exit(INTERRUPTED)
+    finally:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(each)
+
+
+def _show(run: Run) -> None:
+    from penstock import terminal
+    from penstock.benchmark.report import table
+
+    table.print_run(run, terminal.console())
+
+
+def _conclude(run: Run, baseline: Run | None, plan: Plan, is_gate: bool, tolerance: float) -> int:
+    """Exit status: 0 as asked, 1 the gate is shut or the server was lost, 130 interrupted."""
+    from penstock.benchmark import gate
+
+    if run.problem == "interrupted":
+        return INTERRUPTED
+    checks = gate.checks(run, plan.slo, baseline, plan.decides, tolerance)
+    if is_gate or baseline is not None:
+        for check in checks:
+            mark = (
+                click.style("pass", fg="green")
+                if check.is_passed
+                else click.style("FAIL", fg="red")
+            )
+            click.echo(f"{mark}  {check.text}")
+    if is_gate and not all(check.is_passed for check in checks):
+        return 1
+    return 1 if run.is_partial else 0
+
+
+# Flags to a plan.
+
+
+def make_plan(target: str, flags: dict[str, Any]) -> Plan:
+    """ConfigError with everything that is wrong."""
+    from penstock import slo as slos
+    from penstock.benchmark.run import Plan, decides_for
+
+    reading = Reading(flags)
+    slo: Slo | None = reading.maybe("slo", slos.parse)
+    duration_s = reading.maybe("duration", slos.parse_duration)
+    inputs = _inputs(reading)
+    loads = _loads(reading, slo, duration_s)
+    spec = _target(target, reading)
+    question = _question(reading, slo, loads)
+    warm_up_s = (
+        0.0 if flags["warm_up"] in ("0", "0s") else reading.maybe("warm_up", slos.parse_duration)
+    )
+    _check_gate(reading, slo)
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    is_endless = flags["trace"] is None and flags["steps"] is None
+    rate = None if slo is None else slo.rate
+    return Plan(
+        target=spec,
+        inputs=inputs,
+        loads=() if question else loads,
+        question=question,
+        slo=slo,
+        decides=decides_for(slo),
+        duration_s=duration_s or (DURATION_S if is_endless else None),
+        precision=flags["precision"] / 100,
+        max_warm_up_s=warm_up_s or 0.0,
+        num_processes=flags["processes"],
+        arrivals=flags["arrivals"] or (rate.arrivals if rate else "poisson"),
+        cv=flags["cv"] or (rate.cv if rate and rate.cv else 1.0),
+        seed=flags["seed"],
+        price_per_hour=flags["price"],
+        command=shlex.join(["penstock", *sys.argv[1:]]),
+    )
+
+
+class Reading:
+    """Flags on their way to values; problems are collected."""
+
+    def __init__(self, flags: dict[str, Any]) -> None:
+        self.flags = flags
+        self.problems: list[str] = []
+
+    def maybe(self, name: str, parse: Callable[[str], Any]) -> Any:
+        """None for a flag that was not given, or is wrong."""
+        text = self.flags[name]
+        if not text:
+            return None
+        try:
+            return parse(text)
+        except ConfigError as error:
+            self.problems += [f"--{name.replace('_', '-')}: {each}" for each in error.problems]
+        except ValueError as error:
+            self.problems.append(f"--{name.replace('_', '-')}: {error}")
+        return None
+
+    def given(self, *names: str) -> list[str]:
+        """Which of these flags were given, as they are written."""
+        return [f"--{name.replace('_', '-')}" for name in names if self.flags[name]]
+
+
+LOADS = ("concurrency", "rate", "ramp", "steps", "trace", "find_knee", "max_rate")
+DURATION_S = 10.0
+
+
+def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
+    from penstock.benchmark import pacer
+    from penstock.benchmark.inputs import traces
+
+    flags = reading.flags
+    given = reading.given(*LOADS)
+    if len(given) > 1:
+        reading.problems.append(f"{' and '.join(given)} do not go together; choose one load")
+    rate = None if slo is None else slo.rate
+    arrivals = flags["arrivals"] or (rate.arrivals if rate else "poisson")
+    cv = flags["cv"] or (rate.cv if rate and rate.cv else 1.0)
+    if flags["cv"] and arrivals != "gamma":
+        reading.problems.append("--cv: the spread of gamma arrivals; give --arrivals gamma too")
+    if flags["rate_scale"] and not flags["trace"]:
+        reading.problems.append("--rate-scale: there is no --trace to scale")
+    counts = reading.maybe("concurrency", pacer.parse_concurrency) or []
+    loads: list[Load] = [pacer.Closed(count) for count in counts]
+    rates = reading.maybe("rate", pacer.parse_rates) or []
+    profiles: list[Any] = [pacer.Flat(each) for each in rates]
+    ramp = reading.maybe("ramp", lambda text: pacer.parse_ramp(text, duration_s or DURATION_S))
+    steps = reading.maybe("steps", pacer.parse_steps)
+    profiles += [each for each in (ramp, steps) if each is not None]
+    loads += [pacer.Open(profile, arrivals, cv) for profile in profiles]
+    if trace := reading.maybe("trace", lambda text: traces.read_trace(Path(text))):
+        loads.append(pacer.Replay(trace.times_s, flags["rate_scale"] or 1.0, trace.name))
+    if not given and rate is not None:
+        loads = [pacer.Open(pacer.Flat(rate.per_s), arrivals, cv)]
+    return tuple(loads) or (pacer.Closed(1),)
+
+
+def _question(reading: Reading, slo: Slo | None, loads: tuple[Load, ...]) -> str:
+    if reading.flags["find_knee"]:
+        return "knee"
+    if not reading.flags["max_rate"]:
+        return ""
+    if slo is None:
+        reading.problems.append("--max-rate: needs --slo, as in --slo 'p99 < 20 ms'")
+    return "max rate"
+
+
+def _check_gate(reading: Reading, slo: Slo | None) -> None:
+    if reading.flags["gate"] and slo is None and not reading.flags["baseline"]:
+        reading.problems.append("--gate: nothing to judge by; give --slo, --baseline or both")
+
+
+def _inputs(reading: Reading) -> InputSpec:
+    from penstock.benchmark.inputs import InputSpec, lengths
+
+    flags = reading.flags
+    return InputSpec(
+        path=flags["data"],
+        name=flags["data_name"],
+        lengths=reading.maybe("lengths", lengths.parse),
+        output_lengths=reading.maybe("output_lengths", lengths.parse),
+        batch_size=flags["batch_size"],
+        seed=flags["seed"],
+        trace_path=flags["trace"] or "",
+    )
+
+
+def _target(address: str, reading: Reading) -> TargetSpec:
+    from penstock import slo as slos
+    from penstock.benchmark.targets import TargetSpec
+
+    flags = reading.flags
+    headers = {}
+    for text in flags["header"]:
+        name, colon, value = text.partition(":")
+        if not colon or not name.strip():
+            reading.problems.append(f"--header '{text}': expected 'Name: value'")
+        headers[name.strip()] = value.strip()
+    return TargetSpec(
+        address=address,
+        model=flags["model"],
+        version=flags["version"],
+        is_binary=flags["tensors"] == "binary",
+        batch_size=flags["batch_size"],
+        api=flags["api"],
+        method=flags["method"],
+        headers=headers,
+        body=reading.maybe("body", _read_body) or "",
+        api_key=flags["api_key"],
+        timeout_s=reading.maybe("timeout", slos.parse_duration) or 0.0,
+        max_connections=flags["connections"],
+        extra=flags["extra"],
+    )
+
+
+def _read_body(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{text[1:]} cannot be read: {error}") from None
+
+
+def _fail(error: ConfigError) -> NoReturn:
+    for problem in error.problems:
+        click.secho(f"error: {problem}", fg="red", err=True)
+    sys.exit(2)

@@ -1,0 +1,222 @@
+"""Closed loops keep their number under way; open loops send when due, whatever is answered."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Coroutine, Iterator
+
+import numpy as np
+import pytest
+
+from penstock.benchmark import loops
+from penstock.benchmark.exchange import Columns, Exchange, floats
+from penstock.benchmark.inputs import Origin, Sample
+from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, share_of, shared_times
+from penstock.benchmark.pacer import Flat, Open, due_times
+
+
+class Numbers:
+    """A source whose samples are counted; every third example is the same one."""
+
+    origin = Origin("numbers", is_random=False)
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+
+    def next(self) -> tuple[int | None, Sample]:
+        number = next(self._count)
+        return number % 3, Sample(fields={"number": number % 3})
+
+
+class Scripted:
+    """A target that answers when told to."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Exchange] = []
+        self.num_sent = 0
+        self.num_encoded = 0
+        self.failure: str | None = None
+        self.answer_after_s: float | None = None
+
+    def encode(self, sample: Sample) -> bytes:
+        self.num_encoded += 1
+        return str(sample.fields["number"]).encode()
+
+    def send(self, exchange: Exchange) -> None:
+        exchange.sent = time.monotonic()
+        self.num_sent += 1
+        self.under_way.append(exchange)
+        if self.answer_after_s is not None:
+            asyncio.get_running_loop().call_later(self.answer_after_s, self.answer, exchange)
+
+    def answer(self, exchange: Exchange) -> None:
+        self.under_way.remove(exchange)
+        exchange.done = time.monotonic()
+        exchange.failure = self.failure
+        exchange.finish(exchange)
+
+
+Scenario = Callable[[], Coroutine[None, None, None]]
+
+
+def run(scenario: Scenario) -> None:
+    asyncio.run(scenario())
+
+
+def due_of(columns: Columns) -> list[float]:
+    return floats(columns.due).tolist()
+
+
+def test_items_of_examples_that_come_again_are_encoded_once() -> None:
+    target = Scripted()
+    feed = Feed(Numbers(), target)
+    assert [feed.next() for _ in range(6)] == [b"0", b"1", b"2"] * 2
+    assert target.num_encoded == 3
+
+
+def test_a_closed_loop_keeps_its_number_under_way() -> None:
+    async def scenario() -> None:
+        target = Scripted()
+        loop = ClosedLoop(Feed(Numbers(), target), target, 5)
+        loop.start(time.monotonic())
+        await asyncio.sleep(0.01)
+        assert len(target.under_way) == 5
+        for _ in range(20):
+            target.answer(target.under_way[0])
+            assert len(target.under_way) == 5
+        assert loop.in_flight.now == loop.in_flight.most == 5
+        loop.stop(time.monotonic())
+        assert not loop.ended.is_set()
+        while target.under_way:
+            target.answer(target.under_way[0])
+        assert loop.ended.is_set()
+        assert target.num_sent == 25
+        assert len(due_of(loop.collector.take())) == 25
+        loop.close()
+
+    run(scenario)
+
+
+def test_a_closed_loop_pauses_after_a_failure_and_goes_on() -> None:
+    async def scenario() -> None:
+        target = Scripted()
+        loop = ClosedLoop(Feed(Numbers(), target), target, 1)
+        loop.start(time.monotonic())
+        await asyncio.sleep(0.01)
+        target.failure = "connection lost"
+        target.answer(target.under_way[0])
+        assert target.under_way == []
+        await asyncio.sleep(3 * loops.PAUSE_S)
+        assert len(target.under_way) == 1
+        target.failure = None
+        loop.stop(time.monotonic())
+        target.answer(target.under_way[0])
+        assert loop.ended.is_set()
+        loop.close()
+
+    run(scenario)
+
+
+def test_a_closed_loop_that_is_stopped_while_it_pauses_ends() -> None:
+    async def scenario() -> None:
+        target = Scripted()
+        target.failure = "connection refused"
+        loop = ClosedLoop(Feed(Numbers(), target), target, 1)
+        loop.start(time.monotonic())
+        await asyncio.sleep(0.01)
+        target.answer(target.under_way[0])
+        loop.stop(time.monotonic())
+        async with asyncio.timeout(2):
+            await loop.ended.wait()
+        assert target.num_sent == 1
+        loop.close()
+
+    run(scenario)
+
+
+def test_an_open_loop_does_not_wait_for_answers() -> None:
+    async def scenario() -> None:
+        target = Scripted()
+        loop = OpenLoop(Feed(Numbers(), target), target, iter([0.0, 0.01, 0.02, 0.03]))
+        start = time.monotonic()
+        loop.start(start)
+        await asyncio.sleep(0.06)
+        assert len(target.under_way) == 4
+        assert loop.is_through and not loop.ended.is_set()
+        assert [each.due - start for each in target.under_way] == pytest.approx(
+            [0.0, 0.01, 0.02, 0.03]
+        )
+        assert all(each.sent >= each.due for each in target.under_way)
+        while target.under_way:
+            target.answer(target.under_way[0])
+        assert loop.ended.is_set()
+        loop.close()
+
+    run(scenario)
+
+
+def test_a_stalled_generator_sends_late_and_says_when_it_was_due() -> None:
+    """The stall is in the latency: due times do not move."""
+
+    async def scenario() -> None:
+        target = Scripted()
+        loop = OpenLoop(Feed(Numbers(), target), target, iter([0.0, 0.01, 0.02]))
+        start = time.monotonic()
+        loop.start(start)
+        time.sleep(0.1)  # The whole process stands still.
+        await asyncio.sleep(0.02)
+        assert [each.due - start for each in target.under_way] == pytest.approx([0.0, 0.01, 0.02])
+        assert all(each.sent - start >= 0.1 for each in target.under_way)
+        loop.close()
+
+    run(scenario)
+
+
+def test_nothing_is_sent_that_is_due_after_the_stop() -> None:
+    async def scenario() -> None:
+        def endless() -> Iterator[float]:
+            yield from itertools.count(0.0, 0.01)
+
+        target = Scripted()
+        target.answer_after_s = 0.001
+        loop = OpenLoop(Feed(Numbers(), target), target, endless())
+        start = time.monotonic()
+        loop.start(start)
+        loop.stop(start + 0.045)
+        async with asyncio.timeout(5):
+            await loop.ended.wait()
+        due = due_of(loop.collector.take())
+        assert [each - start for each in due] == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.04])
+        assert not loop.is_through
+        loop.close()
+
+    run(scenario)
+
+
+def test_an_open_loop_without_requests_ends_at_once() -> None:
+    async def scenario() -> None:
+        target = Scripted()
+        loop = OpenLoop(Feed(Numbers(), target), target, iter([]))
+        loop.start(time.monotonic())
+        assert loop.ended.is_set() and loop.is_through
+        loop.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("concurrency", "num_processes"), [(1, 1), (7, 3), (2, 4), (64, 2)])
+def test_shares_add_up(concurrency: int, num_processes: int) -> None:
+    shares = [share_of(concurrency, index, num_processes) for index in range(num_processes)]
+    assert sum(shares) == concurrency
+    assert max(shares) - min(shares) <= 1
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 5])
+def test_the_processes_together_send_the_whole_schedule(num_processes: int) -> None:
+    load = Open(Flat(1000.0), "gamma", 3.0)
+    whole = np.concatenate(list(itertools.islice(due_times(load, 5), 4)))
+    taken: list[float] = []
+    for index in range(num_processes):
+        share = shared_times(load, 5, index, num_processes)
+        taken += itertools.takewhile(lambda due: due <= whole[-1], share)
+    assert sorted(taken) == whole.tolist()

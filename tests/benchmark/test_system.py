@@ -1,0 +1,39 @@
+"""The machine is described as far as it says anything."""
+
+import psutil
+import pytest
+
+from penstock.benchmark import system
+
+
+def test_the_environment_names_processor_and_versions() -> None:
+    found = system.environment("http://127.0.0.1:8000")
+    assert found.host_cpu
+    assert found.num_cores == psutil.cpu_count()
+    assert {"penstock", "python", "numpy"} <= found.versions.keys()
+    assert found.is_server_local
+
+
+@pytest.mark.parametrize(
+    ("address", "is_local"),
+    [
+        ("http://localhost:8000/v2", True),
+        ("grpc://127.0.0.1:8001/m", True),
+        ("models/digits", True),
+        ("http://192.0.2.1:8000", False),  # Reserved for documentation: nobody's address.
+        ("http://no-such-host.invalid", False),
+    ],
+)
+def test_whether_the_server_shares_the_machine(address: str, is_local: bool) -> None:
+    assert system.is_local(address) == is_local
+
+
+def test_a_sample_says_how_busy_the_machine_is() -> None:
+    sampler = system.Sampler()
+    sum(range(2_000_000))
+    sample = sampler.sample(0.5)
+    sampler.close()
+    assert sample.at_s == 0.5
+    assert 0 <= sample.cpu_percent <= 100
+    assert 0 < sample.memory_bytes < psutil.virtual_memory().total
+    assert len(sample.gpu_percent) == len(sample.gpu_watts)
