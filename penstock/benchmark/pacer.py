@@ -133,14 +133,16 @@ def _stretched(profile: Flat | Ramp | Steps, units: Array) -> Array:
         # The larger root of a quadratic, in the form that also holds for a slope of 0.
         rates = np.sqrt(np.maximum(profile.first**2 + 2 * slope * units, 0.0))
         below = profile.first + rates
-        return np.divide(2 * units, below, out=np.zeros_like(units), where=below > 0)
+        ratios: Array = np.divide(2 * units, below, out=np.zeros_like(units), where=below > 0)
+        return ratios
     rates = np.array([step.rate for step in profile.steps])
     durations = np.array([step.duration_s for step in profile.steps])
     sums = np.concatenate([[0.0], np.cumsum(rates * durations)[:-1]])
     starts = np.concatenate([[0.0], np.cumsum(durations)[:-1]])
     # Of steps that begin at the same sum all but the last are pauses.
     index = np.searchsorted(sums, units, side="right") - 1
-    return starts[index] + (units - sums[index]) / rates[index]
+    since: Array = (units - sums[index]) / rates[index]
+    return starts[index] + since
 
 
 def duration_s(load: Load) -> float | None:
