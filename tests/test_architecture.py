@@ -36,6 +36,13 @@ ORDER = [
 PURE = [
     "slo.py",
     "wire/*.py",
+    "benchmark/exchange.py",
+    "benchmark/pacer.py",
+    "benchmark/recorder.py",
+    "benchmark/search.py",
+    "benchmark/stats.py",
+    "benchmark/steadiness.py",
+    "benchmark/verdicts.py",
     "serving/batch_times.py",
     "serving/batcher.py",
     "serving/explain.py",

@@ -9,7 +9,9 @@ import msgspec
 from penstock.benchmark.exchange import TimingSample
 from penstock.benchmark.inputs import Origin
 from penstock.benchmark.pacer import Load
-from penstock.benchmark.stats import Histogram, Interval, Window
+from penstock.benchmark.search import Knee as Knee
+from penstock.benchmark.search import MaxRate as MaxRate
+from penstock.benchmark.stats import Histogram, Window
 from penstock.benchmark.targets import Counters, Description
 
 FORMAT = 1
@@ -83,25 +85,6 @@ class ColdStart(msgspec.Struct):
     first_s: float | None = None
     connect_s: float | None = None
     load_s: float | None = None
-
-
-class Knee(msgspec.Struct):
-    """Where two asymptotes meet: throughput that grows with the number of clients, and its
-    plateau. `concurrency` = plateau x latency alone."""
-
-    concurrency: float
-    throughput: float
-    alone_s: float
-    # The level that was measured next to it.
-    level: int
-
-
-class MaxRate(msgspec.Struct):
-    """The highest arrival rate that keeps the SLO. NaN in `rate.low`: no rate was seen to keep it;
-    NaN in `rate.high`: none was seen to miss it."""
-
-    rate: Interval
-    slo: str
 
 
 class Environment(msgspec.Struct):

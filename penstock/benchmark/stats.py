@@ -2,25 +2,56 @@
 
 A `Histogram` has buckets of a constant relative width; a `Window` holds what happened to the
 requests that were due in one span of time. Everything reported is folded from windows.
+
+How sure: requests that queue behind each other are not independent, so the spread is taken from
+spans of time and not from single requests. Windows are gathered into 20 to 39 batches, and how
+much batches differ says how far the whole may be off (batch means, Student's t).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from statistics import NormalDist
+from typing import Literal
+
 import msgspec
+import numpy as np
 
 from penstock.types import Array
 
+BUCKETS_PER_OCTAVE = 128
+# Longer than any test; what takes longer is counted here.
+MAX_NS = 2.0**62
+# Batches as long as possible, and enough of them to know their spread.
+MIN_BATCHES = 20
+CONFIDENCE = 0.95
+# Of the false alarms that a comparison may raise.
+ALPHA = 0.05
+# Two-sided 95 % points of Student's t where the approximation below is too wide.
+FEW_DEGREES = {1: 12.706, 2: 4.303, 3: 3.182}
+
+Finding = Literal["regression", "improvement", "no difference shown"]
+
 
 class Histogram(msgspec.Struct):
-    """Durations in buckets whose middles are at most 0.4 % off. Sparse: bucket to count."""
+    """Durations in buckets whose middles are at most 0.4 % off. Sparse: bucket to count.
+
+    Bucket 0 is below 1 ns and takes what is negative; every later power of two has 128."""
 
     counts: dict[int, int] = {}
 
     def add(self, seconds: Array) -> None:
-        raise NotImplementedError
+        """NaN is no duration and is not counted."""
+        values = np.asarray(seconds, np.float64)
+        nanoseconds = np.minimum(values[~np.isnan(values)] * 1e9, MAX_NS)
+        buckets, counts = np.unique(_buckets(nanoseconds), return_counts=True)
+        for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
+            self.counts[bucket] = self.counts.get(bucket, 0) + count
 
     def merge(self, other: Histogram) -> None:
-        raise NotImplementedError
+        for bucket, count in other.counts.items():
+            self.counts[bucket] = self.counts.get(bucket, 0) + count
 
     @property
     def total(self) -> int:
@@ -28,10 +59,62 @@ class Histogram(msgspec.Struct):
 
     def percentile(self, percent: float) -> float:
         """Seconds; NaN when empty."""
-        raise NotImplementedError
+        return self.at_rank(_rank(percent / 100, self.total))
+
+    def at_rank(self, rank: int) -> float:
+        """The duration that so many are not longer than; the first is 1. NaN when empty."""
+        buckets = sorted(self.counts)
+        if not buckets:
+            return math.nan
+        ranks = np.cumsum([self.counts[bucket] for bucket in buckets])
+        index = min(int(np.searchsorted(ranks, rank)), len(buckets) - 1)
+        low, high = _edges(buckets[index])
+        count = self.counts[buckets[index]]
+        inside = (rank - (ranks[index] - count) - 0.5) / count
+        return low + (high - low) * min(max(float(inside), 0.0), 1.0)
 
     def mean(self) -> float:
-        raise NotImplementedError
+        """Seconds; NaN when empty."""
+        total = self.total
+        return self.sum_s / total if total else math.nan
+
+    @property
+    def sum_s(self) -> float:
+        return sum(count * sum(_edges(bucket)) / 2 for bucket, count in self.counts.items())
+
+    def num_below(self, seconds: float) -> float:
+        """How many are shorter; a bucket that is cut counts in proportion."""
+        if math.isinf(seconds):
+            return self.total
+        cut = int(_buckets(np.array([min(seconds * 1e9, MAX_NS)]))[0])
+        low, high = _edges(cut)
+        part = self.counts.get(cut, 0) * min(max((seconds - low) / (high - low), 0.0), 1.0)
+        return part + sum(count for bucket, count in self.counts.items() if bucket < cut)
+
+    def share_below(self, seconds: float) -> float:
+        """Between 0 and 1; NaN when empty."""
+        total = self.total
+        return self.num_below(seconds) / total if total else math.nan
+
+
+def _buckets(nanoseconds: Array) -> Array:
+    mantissas, octaves = np.frexp(np.maximum(nanoseconds, 0.5))
+    inside = ((2 * mantissas - 1) * BUCKETS_PER_OCTAVE).astype(np.int64)
+    return np.where(octaves > 0, octaves * BUCKETS_PER_OCTAVE + inside, 0)
+
+
+def _edges(bucket: int) -> tuple[float, float]:
+    """In seconds."""
+    if bucket == 0:
+        return 0.0, 1e-9
+    octave, inside = divmod(bucket, BUCKETS_PER_OCTAVE)
+    width = math.ldexp(1e-9, octave - 1) / BUCKETS_PER_OCTAVE
+    low = (BUCKETS_PER_OCTAVE + inside) * width
+    return low, low + width
+
+
+def _rank(share: float, total: int) -> int:
+    return max(1, math.ceil(share * total - 1e-9))
 
 
 class Window(msgspec.Struct):
@@ -48,13 +131,272 @@ class Window(msgspec.Struct):
     metrics: dict[str, Histogram] = {}
     num_input_tokens: int = 0
     num_output_tokens: int = 0
-    # Good answers that kept every latency term of the SLO: each of its limits, by request.
+    # Good answers that kept every latency limit of the SLO, by request.
     num_in_slo: int | None = None
+
+    @property
+    def num_failed(self) -> int:
+        return self.num_due - self.num_good
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """An estimate and the range that holds the truth 19 times of 20; NaN: cannot be said."""
+    """An estimate and the range that holds the truth 19 times of 20; NaN: cannot be said.
+
+    An infinite `high` says that so few requests do not tell how high it may be."""
 
     value: float
     low: float
     high: float
+
+    @property
+    def relative_error(self) -> float:
+        """The farther end, as a share of the estimate. NaN or infinite: not known."""
+        if not self.value:
+            return math.nan
+        return max(self.high - self.value, self.value - self.low) / self.value
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """`ratio` is b over a. `p_value`: how likely such a ratio would be if b were not worse than a
+    by more than the tolerance."""
+
+    ratio: Interval
+    p_value: float
+    finding: Finding
+
+
+def merged(windows: Iterable[Window]) -> Window:
+    """Neighbours, as one."""
+    whole = Window(math.inf, 0.0)
+    for window in windows:
+        whole.start_s = min(whole.start_s, window.start_s)
+        whole.length_s += window.length_s
+        add_counts(whole, window)
+    return whole
+
+
+def add_counts(window: Window, other: Window) -> None:
+    """Add all that was counted in another window; start and length stay."""
+    window.num_due += other.num_due
+    window.num_good += other.num_good
+    window.num_arrived += other.num_arrived
+    window.num_input_tokens += other.num_input_tokens
+    window.num_output_tokens += other.num_output_tokens
+    for failure, count in other.failures.items():
+        window.failures[failure] = window.failures.get(failure, 0) + count
+    for metric, histogram in other.metrics.items():
+        window.metrics.setdefault(metric, Histogram()).merge(histogram)
+    if other.num_in_slo is not None:
+        window.num_in_slo = (window.num_in_slo or 0) + other.num_in_slo
+
+
+def histogram(windows: Iterable[Window], metric: str = "latency") -> Histogram:
+    whole = Histogram()
+    for window in windows:
+        whole.merge(_metric(window, metric))
+    return whole
+
+
+def _metric(window: Window, metric: str) -> Histogram:
+    return window.metrics.get(metric) or Histogram()
+
+
+def _batched(values: Array, num_windows: int) -> Array:
+    """Sums of neighbours; what is left over joins the last batch."""
+    size = max(1, num_windows // MIN_BATCHES)
+    return np.add.reduceat(values, np.arange(0, num_windows - size + 1, size))
+
+
+def num_batches(num_windows: int) -> int:
+    return num_windows // max(1, num_windows // MIN_BATCHES)
+
+
+def student_t(num_degrees: int, confidence: float = CONFIDENCE) -> float:
+    """The two-sided point of Student's t, by Wallace's approximation; within 0.5 % from 4 on."""
+    if confidence == CONFIDENCE and num_degrees in FEW_DEGREES:
+        return FEW_DEGREES[num_degrees]
+    normal = NormalDist().inv_cdf(0.5 + confidence / 2)
+    wide = normal * (8 * num_degrees + 3) / (8 * num_degrees + 1)
+    return math.sqrt(num_degrees * math.expm1(wide**2 / num_degrees))
+
+
+def _as_normal(t: float, num_degrees: float) -> float:
+    """The normal deviate as rare as this t."""
+    size = math.sqrt(num_degrees * math.log1p(t**2 / num_degrees))
+    return math.copysign(size * (8 * num_degrees + 1) / (8 * num_degrees + 3), t)
+
+
+def _error_of_sum(parts: Array, sizes: Array, share: float) -> float:
+    """Standard deviation of the sum of `parts`, which should each be `share` of `sizes`."""
+    num_windows = len(parts)
+    residuals = _batched(parts - share * sizes, num_windows)
+    count = len(residuals)
+    return math.sqrt(count / (count - 1) * float(np.sum(residuals**2)))
+
+
+def ratio_interval(parts: Array, sizes: Array, confidence: float = CONFIDENCE) -> Interval:
+    """Sum of `parts` per sum of `sizes`, each given by window: a rate, a mean, a share."""
+    total = float(np.sum(sizes))
+    if total <= 0:
+        return Interval(math.nan, math.nan, math.nan)
+    value = float(np.sum(parts)) / total
+    if len(parts) < 2:
+        return Interval(value, math.nan, math.nan)
+    points = student_t(num_batches(len(parts)) - 1, confidence)
+    half = points * _error_of_sum(parts, sizes, value) / total
+    return Interval(value, max(value - half, 0.0), value + half)
+
+
+def share_interval(parts: Array, sizes: Array, confidence: float = CONFIDENCE) -> Interval:
+    """The same for a share between 0 and 1 (Wilson's interval): not even 50 of 50 is sure to be
+    all. Requests that fail together weigh as fewer."""
+    total = float(np.sum(sizes))
+    plain = ratio_interval(parts, sizes, confidence)
+    if math.isnan(plain.low):
+        return plain
+    share = plain.value
+    independent = share * (1 - share) * total
+    seen = _error_of_sum(parts, sizes, share) ** 2
+    num = total / max(1.0, seen / independent) if independent > 0 else total
+    points = student_t(num_batches(len(parts)) - 1, confidence)
+    middle = share + points**2 / (2 * num)
+    half = points * math.sqrt(share * (1 - share) / num + points**2 / (4 * num**2))
+    scale = 1 + points**2 / num
+    return Interval(share, max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0))
+
+
+def throughput_interval(windows: Sequence[Window], confidence: float = CONFIDENCE) -> Interval:
+    """Good answers per second."""
+    return ratio_interval(
+        np.array([window.num_arrived for window in windows], np.float64),
+        np.array([window.length_s for window in windows], np.float64),
+        confidence,
+    )
+
+
+def mean_interval(
+    windows: Sequence[Window], metric: str = "latency", confidence: float = CONFIDENCE
+) -> Interval:
+    """Of good answers."""
+    histograms = [_metric(window, metric) for window in windows]
+    return ratio_interval(
+        np.array([each.sum_s for each in histograms], np.float64),
+        np.array([each.total for each in histograms], np.float64),
+        confidence,
+    )
+
+
+def percentile_interval(
+    windows: Sequence[Window],
+    metric: str,
+    percent: float,
+    *,
+    with_failures: bool = False,
+    confidence: float = CONFIDENCE,
+) -> Interval:
+    """A percentile, and the range that holds the true one.
+
+    `with_failures` counts requests without a good answer as answered never. The range is found
+    on the ranks: how many requests exceed the estimate varies from batch to batch, and by more
+    than for independent requests; so many ranks lower and higher are its ends.
+    """
+    share = percent / 100
+    histograms = [_metric(window, metric) for window in windows]
+    never = [window.num_failed if with_failures else 0 for window in windows]
+    whole = histogram(windows, metric)
+    num_good = whole.total
+    total = num_good + sum(never)
+    if not total:
+        return Interval(math.nan, math.nan, math.nan)
+
+    def at(rank: int) -> float:
+        return whole.at_rank(rank) if rank <= num_good else math.inf
+
+    value = at(_rank(share, total))
+    if len(windows) < 2:
+        return Interval(value, math.nan, math.nan)
+    sizes = np.array(
+        [each.total + lost for each, lost in zip(histograms, never, strict=True)], np.float64
+    )
+    below = np.array([each.num_below(value) for each in histograms], np.float64)
+    seen = _error_of_sum(below, sizes, float(np.sum(below)) / total)
+    error = max(seen, math.sqrt(share * (1 - share) * total))
+    ranks = student_t(num_batches(len(windows)) - 1, confidence) * error
+    low, high = share * total - ranks, share * total + ranks
+    return Interval(value, at(math.ceil(low)) if low > 0 else 0.0, at(math.ceil(high)))
+
+
+def compare(
+    a: Sequence[Window], b: Sequence[Window], metric: str, percent: float, tolerance: float = 0.0
+) -> Comparison:
+    """Is b slower than a, by more than `tolerance` (0.05: 5 %) and more than chance?"""
+    return _compared(
+        percentile_interval(a, metric, percent),
+        percentile_interval(b, metric, percent),
+        (num_batches(len(a)) - 1, num_batches(len(b)) - 1),
+        tolerance,
+    )
+
+
+def compare_throughput(
+    a: Sequence[Window], b: Sequence[Window], tolerance: float = 0.0
+) -> Comparison:
+    """Does b answer less than a, by more than `tolerance` and more than chance?"""
+    degrees = (num_batches(len(b)) - 1, num_batches(len(a)) - 1)
+    # Less is worse: the same question with both sides exchanged.
+    turned = _compared(throughput_interval(b), throughput_interval(a), degrees, tolerance)
+    value, low, high = turned.ratio.value, turned.ratio.low, turned.ratio.high
+    ratio = Interval(_inverse(value), _inverse(high), _inverse(low))
+    return Comparison(ratio, turned.p_value, turned.finding)
+
+
+def _inverse(number: float) -> float:
+    return 1 / number if number else math.inf
+
+
+def _compared(a: Interval, b: Interval, degrees: tuple[int, int], tolerance: float) -> Comparison:
+    """By logarithms, each side with the error in the direction that matters: intervals of
+    percentiles are not symmetric."""
+    is_known = all(0 < side.value < math.inf and side.low >= 0 for side in (a, b))
+    if not is_known:
+        return Comparison(Interval(math.nan, math.nan, math.nan), math.nan, "no difference shown")
+    log_ratio = math.log(b.value / a.value)
+    downwards = math.hypot(_log(b.value, b.low), _log(a.high, a.value))
+    upwards = math.hypot(_log(b.high, b.value), _log(a.value, a.low))
+    ratio = Interval(
+        math.exp(log_ratio), math.exp(log_ratio - downwards), _exp(log_ratio + upwards)
+    )
+    margin = math.log1p(tolerance)
+    worse = _p_value(log_ratio - margin, _errors(b, a, degrees), degrees)
+    better = _p_value(-log_ratio - margin, _errors(a, b, degrees[::-1]), degrees)
+    if worse < ALPHA:
+        return Comparison(ratio, worse, "regression")
+    return Comparison(ratio, worse, "improvement" if better < ALPHA else "no difference shown")
+
+
+def _log(high: float, low: float) -> float:
+    return math.log(high / low) if low > 0 else math.inf
+
+
+def _exp(number: float) -> float:
+    return math.exp(number) if number < 700 else math.inf
+
+
+def _errors(upper: Interval, lower: Interval, degrees: tuple[int, int]) -> tuple[float, float]:
+    """Standard errors towards each other of the side that may be higher and of the other one."""
+    return (
+        _log(upper.value, upper.low) / student_t(degrees[1]),
+        _log(lower.high, lower.value) / student_t(degrees[0]),
+    )
+
+
+def _p_value(excess: float, errors: tuple[float, float], degrees: tuple[int, int]) -> float:
+    error = math.hypot(*errors)
+    if math.isinf(error):
+        return 0.5
+    if error == 0:
+        return 0.0 if excess > 0 else 1.0
+    # Welch's degrees of freedom.
+    upper, lower = ((each / error) ** 4 for each in errors)
+    num_degrees = 1 / (upper / degrees[1] + lower / degrees[0])
+    return 1 - NormalDist().cdf(_as_normal(excess / error, num_degrees))

@@ -1,0 +1,193 @@
+"""Finished requests to windows, as they come in. Pure: times are in what is added.
+
+Memory is bounded for any run: when there are too many windows, neighbours are merged and windows
+are twice as long from then on. Requests may come late and in any order.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from penstock.benchmark.exchange import Columns, TimingSample, floats
+from penstock.benchmark.stats import Histogram, Window, add_counts, merged
+from penstock.slo import Latency, Slo
+from penstock.types import Array
+
+LENGTH_S = 0.25
+MAX_WINDOWS = 128
+MAX_SAMPLES = 5000
+
+
+def limits(slo: Slo | None) -> dict[str, float]:
+    """How long one request may take, by metric: its tightest tail, or where there is none the
+    tightest mean or median."""
+    terms = [term for term in slo.terms if isinstance(term, Latency)] if slo else []
+    found = {}
+    for metric in sorted({term.metric for term in terms}):
+        mine = [term for term in terms if term.metric == metric]
+        tails = [term.limit_s for term in mine if term.is_tail]
+        found[metric] = min(tails or [term.limit_s for term in mine])
+    return found
+
+
+class Recorder:
+    """Of one level. Requests that were due before `start` count only as answers that arrived."""
+
+    def __init__(self, start: float, slo: Slo | None = None) -> None:
+        self._start = start
+        self._limits = limits(slo)
+        self._length_s = LENGTH_S
+        self._windows: dict[int, Window] = {}
+        self._end = float("inf")
+        self._num_samples = 0
+        # Which of many samples are kept must not depend on when they came.
+        self._random = random.Random(0)
+        # sent -> done of good answers, and due -> sent of all that were sent.
+        self.service = Histogram()
+        self.lateness = Histogram()
+        self.samples: list[TimingSample] = []
+
+    @property
+    def num_due(self) -> int:
+        return sum(window.num_due for window in self._windows.values())
+
+    def stop(self, end: float) -> None:
+        """Requests due later, and answers that arrive later, are not of this level; what was due
+        before still is, whenever it is answered."""
+        self._end = end
+
+    def add(self, columns: Columns) -> None:
+        due, sent, done = floats(columns.due), floats(columns.sent), floats(columns.done)
+        failed = np.frombuffer(columns.failed, np.uint8)
+        is_good = failed == 0
+        is_mine = self._is_mine(due)
+        self._make_room(np.concatenate([due[is_mine], done[is_good & (done < self._end)]]))
+        is_arrived = is_good & (done >= self._start) & (done < self._end)
+        for index, part in self._split(done[is_arrived]):
+            self._window(index).num_arrived += len(part)
+        is_in_slo = self._is_in_slo(columns, done - due, is_good) if self._limits else is_good
+        for index, rows in self._split(due[is_mine]):
+            mine = np.flatnonzero(is_mine)[rows]
+            self._add_requests(self._window(index), columns, failed[mine], (done - due)[mine])
+            if self._limits:
+                window = self._window(index)
+                window.num_in_slo = (window.num_in_slo or 0) + int(is_in_slo[mine].sum())
+        self.service.add((done - sent)[is_mine & is_good])
+        self.lateness.add((sent - due)[is_mine & (sent > 0)])
+        self._add_streams(columns)
+        if is_mine.all():
+            self._keep(columns.samples)
+
+    def _is_mine(self, due: Array) -> Array:
+        return (due >= self._start) & (due < self._end)
+
+    def _indices(self, times: Array) -> Array:
+        return ((times - self._start) / self._length_s).astype(np.int64)
+
+    def _split(self, times: Array) -> list[tuple[int, Array]]:
+        """Windows and the places of the times that fall into them."""
+        indices = self._indices(times)
+        return [(int(index), np.flatnonzero(indices == index)) for index in np.unique(indices)]
+
+    def _window(self, index: int) -> Window:
+        if index not in self._windows:
+            in_slo = 0 if self._limits else None
+            self._windows[index] = Window(index * self._length_s, self._length_s, num_in_slo=in_slo)
+        return self._windows[index]
+
+    def _make_room(self, times: Array) -> None:
+        while len(times) and self._indices(times).max() >= MAX_WINDOWS:
+            self._length_s *= 2
+            halves, self._windows = self._windows, {}
+            for index, window in halves.items():
+                add_counts(self._window(index // 2), window)
+
+    def _add_requests(
+        self, window: Window, columns: Columns, failed: Array, latencies: Array
+    ) -> None:
+        is_good = failed == 0
+        window.num_due += len(failed)
+        window.num_good += int(is_good.sum())
+        for code, count in zip(*np.unique(failed[~is_good], return_counts=True), strict=True):
+            failure = columns.failures[int(code) - 1]
+            window.failures[failure] = window.failures.get(failure, 0) + int(count)
+        if is_good.any():
+            _add_metric(window, "latency", latencies[is_good])
+
+    def _add_streams(self, columns: Columns) -> None:
+        due = floats(columns.stream_due)
+        is_mine = self._is_mine(due)
+        ttft = floats(columns.first) - due
+        tpot = floats(columns.tpot)
+        num_in = np.frombuffer(columns.num_input_tokens, np.int64)
+        num_out = np.frombuffer(columns.num_output_tokens, np.int64)
+        for index, rows in self._split(due[is_mine]):
+            mine = np.flatnonzero(is_mine)[rows]
+            window = self._window(index)
+            window.num_input_tokens += int(num_in[mine].sum())
+            window.num_output_tokens += int(num_out[mine].sum())
+            _add_metric(window, "ttft", ttft[mine])
+            _add_metric(window, "tpot", tpot[mine])
+        gap_due = floats(columns.gap_due)
+        gaps = floats(columns.gaps)[self._is_mine(gap_due)]
+        for index, rows in self._split(gap_due[self._is_mine(gap_due)]):
+            _add_metric(self._window(index), "itl", gaps[rows])
+
+    def _is_in_slo(self, columns: Columns, latencies: Array, is_good: Array) -> Array:
+        """Requests that kept every limit. A stream is within a limit of `itl` when its longest
+        gap is; an answer of one token has no gap and no time per token, and keeps those."""
+        kept = is_good & (latencies < self._limits.get("latency", float("inf")))
+        if self._limits.keys() <= {"latency"}:
+            return kept
+        due, stream_due = floats(columns.due), floats(columns.stream_due)
+        is_stream_kept = floats(columns.first) - stream_due < self._limits.get("ttft", np.inf)
+        is_stream_kept &= ~(floats(columns.tpot) >= self._limits.get("tpot", np.inf))
+        is_long = floats(columns.gaps) >= self._limits.get("itl", np.inf)
+        is_stream_kept &= ~np.isin(stream_due, floats(columns.gap_due)[is_long])
+        rows = _rows_of_streams(due, np.flatnonzero(is_good), stream_due)
+        # An answer that had no first piece keeps no limit on it.
+        is_kept_by_stream = np.zeros(len(due), bool)
+        is_kept_by_stream[rows] = is_stream_kept
+        return kept & is_kept_by_stream
+
+    def _keep(self, samples: list[TimingSample]) -> None:
+        """Each of all samples so far is kept with the same chance."""
+        for sample in samples:
+            self._num_samples += 1
+            if len(self.samples) < MAX_SAMPLES:
+                self.samples.append(sample)
+            elif (place := self._random.randrange(self._num_samples)) < MAX_SAMPLES:
+                self.samples[place] = sample
+
+    def windows(self, end: float) -> list[Window]:
+        """All that began before `end`, empty ones too; the last one ends there. Copies."""
+        self._make_room(np.array([end]))
+        length_s = self._length_s
+        span_s = end - self._start
+        num_windows = int(np.ceil(span_s / length_s - 1e-9))
+        found = []
+        for index in range(num_windows):
+            window = merged([self._window(index)])
+            window.length_s = min(length_s, span_s - index * length_s)
+            found.append(window)
+        if len(found) > 1 and found[-1].length_s < length_s / 2:
+            found[-2:] = [merged(found[-2:])]
+        return found
+
+
+def _add_metric(window: Window, metric: str, seconds: Array) -> None:
+    window.metrics.setdefault(metric, Histogram()).add(seconds)
+
+
+def _rows_of_streams(due: Array, good_rows: Array, stream_due: Array) -> Array:
+    """Streams are in the order of the good answers, but some answers may have had no pieces."""
+    if len(good_rows) == len(stream_due):
+        return good_rows
+    rows, place = [], 0
+    for row in good_rows.tolist():
+        if place < len(stream_due) and due[row] == stream_due[place]:
+            rows.append(row)
+            place += 1
+    return np.array(rows, np.int64)

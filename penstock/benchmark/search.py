@@ -1,0 +1,260 @@
+"""Which load to measure next, and what the answers say. Pure: whoever measures asks `next` for a
+load until there is none, and gives back the windows of each.
+
+`KneeSearch` looks for the concurrency beyond which only latency grows, `MaxRateSearch` for the
+highest arrival rate that keeps an SLO.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.benchmark.pacer import Closed, Flat, Open
+from penstock.benchmark.stats import Interval, Window, mean_interval, throughput_interval
+from penstock.benchmark.verdicts import Verdict, measured, verdicts
+from penstock.slo import Latency, Slo
+
+MAX_CONCURRENCY = 1024
+# Throughput that grew by less over two doublings has reached its plateau.
+MIN_GAIN = 0.05
+PRECISION = 0.03
+# Below this share of the rate that was tried first, nothing is looked for.
+MIN_RATE_SHARE = 1 / 1024
+# A rate whose verdict may be otherwise in truth is measured once more, and only once.
+MAX_TRIES = 2
+
+
+class Knee(msgspec.Struct):
+    """Where two asymptotes meet: throughput that grows with the number of clients, and its
+    plateau. `concurrency` = plateau x latency alone."""
+
+    concurrency: float
+    throughput: float
+    alone_s: float
+    # The level that was measured next to it.
+    level: int
+    # Why it is only a lower bound; empty when it is not.
+    reason: str = ""
+
+
+class MaxRate(msgspec.Struct):
+    """The highest arrival rate that keeps the SLO. NaN in `rate.low`: no rate was seen to keep it;
+    NaN in `rate.high`: none was seen to miss it."""
+
+    rate: Interval
+    slo: str
+    # Why an end is missing; empty when none is.
+    reason: str = ""
+
+
+class KneeSearch:
+    """Doubles the concurrency up to the plateau, then measures next to the knee."""
+
+    def __init__(self, max_concurrency: int = MAX_CONCURRENCY) -> None:
+        self._max_concurrency = max_concurrency
+        # In the order in which they were measured.
+        self._tried: list[int] = []
+        self._throughputs: dict[int, float] = {}
+        self._alone_s = math.nan
+
+    def next(self) -> Closed | None:
+        if not self._tried:
+            return Closed(1)
+        if not self._is_level() and self._highest < self._max_concurrency:
+            return Closed(min(2 * self._highest, self._max_concurrency))
+        near = self._near_knee()
+        return Closed(near) if near is not None and near not in self._throughputs else None
+
+    def add(self, load: Closed, windows: Sequence[Window]) -> None:
+        self._tried.append(load.concurrency)
+        self._throughputs[load.concurrency] = throughput_interval(windows).value
+        if load.concurrency == 1:
+            self._alone_s = mean_interval(windows).value
+
+    @property
+    def knee(self) -> Knee | None:
+        """None while nothing is known, and when nothing was answered."""
+        near = self._near_knee()
+        if near is None:
+            return None
+        nearest = min(self._tried, key=lambda tried: (abs(tried - near), tried))
+        reason = ""
+        if not self._is_level():
+            reason = f"throughput still grew at concurrency {self._highest}"
+        plateau = self._plateau()
+        return Knee(
+            plateau * self._alone_s, plateau, self._alone_s, self._tried.index(nearest), reason
+        )
+
+    @property
+    def _highest(self) -> int:
+        return max(self._tried)
+
+    def _is_level(self) -> bool:
+        """Whether the last two doublings brought next to nothing."""
+        before = [tried for tried in self._tried if 4 * tried <= self._highest]
+        if not before:
+            return False
+        last = max(self._throughputs[tried] for tried in self._tried if tried > max(before))
+        return last <= self._throughputs[max(before)] * (1 + MIN_GAIN)
+
+    def _plateau(self) -> float:
+        """The mean of all that come near the highest throughput."""
+        best = max(self._throughputs.values())
+        level = [each for each in self._throughputs.values() if each >= best / (1 + MIN_GAIN)]
+        return sum(level) / len(level)
+
+    def _near_knee(self) -> int | None:
+        if not self._tried or not self._plateau() * self._alone_s > 0:
+            return None
+        return min(max(1, round(self._plateau() * self._alone_s)), self._max_concurrency)
+
+
+class MaxRateSearch:
+    """Doubles the rate until the SLO is missed (or halves it until it is kept), then halves the
+    bracket on a logarithmic scale until it is narrow."""
+
+    def __init__(
+        self,
+        slo: Slo,
+        start: float,
+        *,
+        max_rate: float = math.inf,
+        precision: float = PRECISION,
+        arrivals: str = "poisson",
+        cv: float = 1.0,
+    ) -> None:
+        self._slo = slo
+        self._start = min(start, max_rate)
+        self._max_rate = max_rate
+        self._precision = precision
+        self._arrivals = arrivals
+        self._cv = cv
+        # All windows of a rate; of two measurements together when it was measured again.
+        self._windows: dict[float, list[Window]] = {}
+        self._num_tries: dict[float, int] = {}
+        self._verdicts: dict[float, tuple[Verdict, ...]] = {}
+        self._reason = ""
+
+    def next(self) -> Open | None:
+        rate = self._next_rate()
+        return None if rate is None else Open(Flat(rate), self._arrivals, self._cv)
+
+    def add(self, load: Open, windows: Sequence[Window]) -> None:
+        assert isinstance(load.profile, Flat)
+        rate = load.profile.rate
+        known = self._windows.setdefault(rate, [])
+        known.extend(windows)
+        self._num_tries[rate] = self._num_tries.get(rate, 0) + 1
+        self._verdicts[rate] = verdicts(self._slo, measured(known, self._slo))
+
+    def limit(self, max_rate: float, reason: str) -> None:
+        """Nothing above this rate can be sent, because of something other than the server."""
+        self._max_rate = min(self._max_rate, max_rate)
+        self._reason = reason
+
+    def _next_rate(self) -> float | None:
+        if not self._verdicts:
+            return self._start
+        doubted = self._doubted()
+        if doubted is not None:
+            return doubted
+        low, high = self._low, self._high
+        if high is None:
+            highest = max(self._verdicts)
+            return None if highest >= self._max_rate else min(2 * highest, self._max_rate)
+        if low is None:
+            return None if high / 2 < self._start * MIN_RATE_SHARE else high / 2
+        if high > low * (1 + self._precision):
+            return math.sqrt(low * high)
+        return self._close_end(low, high)
+
+    def _doubted(self) -> float | None:
+        """A rate that missed although a higher one kept: one of the two was an accident."""
+        kept = [rate for rate in self._verdicts if self._is_kept(rate)]
+        for rate in sorted(self._verdicts):
+            is_odd = not self._is_kept(rate) and rate < max(kept, default=0.0)
+            if is_odd and self._num_tries[rate] < MAX_TRIES:
+                return rate
+        return None
+
+    def _close_end(self, low: float, high: float) -> float | None:
+        """The end of a narrow bracket that should be looked at again."""
+        for rate in (high, low):
+            if self._is_close(rate) and self._num_tries[rate] < MAX_TRIES:
+                return rate
+        return None
+
+    def _is_kept(self, rate: float) -> bool:
+        """Terms that windows know nothing of do not count."""
+        known = [each for each in self._verdicts[rate] if each.outcome != "not measured"]
+        return bool(known) and all(verdict.outcome == "kept" for verdict in known)
+
+    def _is_close(self, rate: float) -> bool:
+        known = [each for each in self._verdicts[rate] if each.outcome != "not measured"]
+        if self._is_kept(rate):
+            return any(verdict.is_close for verdict in known)
+        missed = [verdict for verdict in known if verdict.outcome == "missed"]
+        return all(verdict.is_close for verdict in missed)
+
+    @property
+    def _high(self) -> float | None:
+        """The lowest rate that missed."""
+        return min((rate for rate in self._verdicts if not self._is_kept(rate)), default=None)
+
+    @property
+    def _low(self) -> float | None:
+        """The highest rate that kept, below all that missed."""
+        end = self._high or math.inf
+        kept = (rate for rate in self._verdicts if self._is_kept(rate) and rate < end)
+        return max(kept, default=None)
+
+    @property
+    def max_rate(self) -> MaxRate | None:
+        """None while nothing was measured."""
+        if not self._verdicts:
+            return None
+        sure = [rate for rate in self._verdicts if not self._is_close(rate)]
+        end = self._high or math.inf
+        surely_kept = max((r for r in sure if self._is_kept(r) and r < end), default=math.nan)
+        begin = self._low or 0.0
+        surely_missed = min(
+            (r for r in sure if not self._is_kept(r) and r > begin), default=math.nan
+        )
+        rate = Interval(self._estimate(), surely_kept, surely_missed)
+        return MaxRate(rate, str(self._slo), self._missing_end())
+
+    def _missing_end(self) -> str:
+        if self._low is None:
+            return f"missed even at {min(self._verdicts):.4g}/s, the lowest rate that was tried"
+        if self._high is None:
+            why = f": {self._reason}" if self._reason else ""
+            return f"kept even at {max(self._verdicts):.4g}/s, the highest rate that was tried{why}"
+        return ""
+
+    def _estimate(self) -> float:
+        """Where the worst latency crosses its limit between the ends of the bracket."""
+        low, high = self._low, self._high
+        if low is None:
+            return math.nan
+        if high is None:
+            return low
+        below, above = self._excess(low), self._excess(high)
+        if below is None or above is None or not below < 0 <= above < math.inf:
+            return low
+        return low * math.exp(math.log(high / low) * -below / (above - below))
+
+    def _excess(self, rate: float) -> float | None:
+        """How far the worst latency is above its limit, as a logarithm; None when something else
+        than a latency decided."""
+        excesses = []
+        for verdict in self._verdicts[rate]:
+            if not isinstance(verdict.term, Latency):
+                if verdict.outcome == "missed":
+                    return None
+            elif verdict.measured is not None and verdict.measured.value > 0:
+                excesses.append(math.log(verdict.measured.value / verdict.term.limit_s))
+        return max(excesses, default=None)

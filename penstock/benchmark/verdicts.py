@@ -1,0 +1,130 @@
+"""Whether what was measured keeps the SLO, and how sure that is. Pure.
+
+Failed and refused requests count as answered never: nobody keeps an SLO by failing fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.benchmark.recorder import limits
+from penstock.benchmark.stats import (
+    CONFIDENCE,
+    Interval,
+    Window,
+    mean_interval,
+    percentile_interval,
+    share_interval,
+    throughput_interval,
+)
+from penstock.benchmark.steadiness import trend
+from penstock.slo import Goodput, Latency, Outcome, Slo, Term, Throughput
+from penstock.slo import Verdict as Judged
+
+# Who looks again and again and stops when it suits is wrong more often; he must be surer.
+EARLY_CONFIDENCE = 0.995
+MIN_EARLY_REQUESTS = 1000
+# Requests beyond the percentile that have to be seen.
+MIN_EARLY_BEYOND = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One term and the interval that was measured for it."""
+
+    term: Term
+    measured: Interval | None
+
+    @property
+    def outcome(self) -> Outcome:
+        return Judged(self.term, self.measured.value if self.measured else None).outcome
+
+    @property
+    def is_close(self) -> bool:
+        """The limit lies inside the interval, or there is none: it may be otherwise in truth."""
+        if self.measured is None or math.isnan(self.measured.low + self.measured.high):
+            return True
+        ends = self.measured.low, self.measured.high
+        return self.term.is_kept_by(ends[0]) != self.term.is_kept_by(ends[1])
+
+
+def measured(
+    windows: Sequence[Window], slo: Slo, confidence: float = CONFIDENCE
+) -> dict[str, Interval]:
+    """By `term.name`; what windows do not know (cost, memory) is not in it."""
+    found = {}
+    for term in slo.terms:
+        if isinstance(term, Latency):
+            found[term.name] = _latency(windows, term, confidence)
+        elif isinstance(term, Throughput):
+            found[term.name] = throughput_interval(windows, confidence)
+        elif isinstance(term, Goodput):
+            found[term.name] = _goodput(windows, slo, confidence)
+    return found
+
+
+def _latency(windows: Sequence[Window], term: Latency, confidence: float) -> Interval:
+    if term.statistic == "mean":
+        if any(window.num_failed for window in windows):
+            return Interval(math.inf, math.inf, math.inf)
+        return mean_interval(windows, term.metric, confidence)
+    percent = float(term.statistic.removeprefix("p"))
+    return percentile_interval(
+        windows, term.metric, percent, with_failures=True, confidence=confidence
+    )
+
+
+def _goodput(windows: Sequence[Window], slo: Slo, confidence: float) -> Interval:
+    """Percent of the requests that were due."""
+    in_time = [_num_in_time(window, slo) for window in windows]
+    parts = np.array([math.nan if num is None else num for num in in_time], np.float64)
+    sizes = np.array([window.num_due for window in windows], np.float64)
+    share = share_interval(parts, sizes, confidence)
+    return Interval(share.value * 100, share.low * 100, share.high * 100)
+
+
+def _num_in_time(window: Window, slo: Slo) -> float | None:
+    """None: only single requests could tell, and they were not asked."""
+    if window.num_in_slo is not None:
+        return window.num_in_slo
+    bounds = limits(slo)
+    if not bounds or not window.num_good:
+        return window.num_good
+    if bounds.keys() != {"latency"}:
+        return None
+    return window.metrics["latency"].num_below(bounds["latency"])
+
+
+def verdicts(slo: Slo, measured: Mapping[str, Interval]) -> tuple[Verdict, ...]:
+    """One per term."""
+    return tuple(Verdict(term, measured.get(term.name)) for term in slo.terms)
+
+
+def is_decided(windows: Sequence[Window], slo: Slo) -> bool:
+    """Whether more of the same cannot change the verdict: one term is missed for sure, or all are
+    kept for sure and latency is not growing. Not before enough requests were seen."""
+    num_due = sum(window.num_due for window in windows)
+    if num_due < _min_early_requests(slo):
+        return False
+    judged = [
+        verdict
+        for verdict in verdicts(slo, measured(windows, slo, EARLY_CONFIDENCE))
+        if verdict.outcome != "not measured"
+    ]
+    if any(verdict.outcome == "missed" and not verdict.is_close for verdict in judged):
+        return True
+    is_kept = all(verdict.outcome == "kept" and not verdict.is_close for verdict in judged)
+    return bool(judged) and is_kept and not trend(windows).is_growing
+
+
+def _min_early_requests(slo: Slo) -> float:
+    tails = [
+        1 - float(term.statistic.removeprefix("p")) / 100
+        for term in slo.terms
+        if isinstance(term, Latency) and term.is_tail
+    ]
+    return max([MIN_EARLY_REQUESTS, *(MIN_EARLY_BEYOND / tail for tail in tails)])
