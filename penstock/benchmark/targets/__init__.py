@@ -5,12 +5,29 @@ A target knows a protocol. It knows nothing of pacing, of statistics or of other
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from penstock.benchmark.exchange import Exchange
 from penstock.benchmark.inputs import RequestForm, Sample
+from penstock.errors import ConfigError
+
+ADDRESSES = (
+    "http://host:port/v2/models/NAME, grpc://host:port/NAME, openai+http://host:port/v1, "
+    "another http:// URL, or the folder of a model or repository"
+)
+# Module and class by kind.
+CLASSES: Mapping[str, tuple[str, str]] = {
+    "v2 HTTP": ("penstock.benchmark.targets.v2_target", "V2Http"),
+    "v2 gRPC": ("penstock.benchmark.targets.grpc_target", "GrpcTarget"),
+    "in process": ("penstock.benchmark.targets.in_process", "InProcess"),
+    "OpenAI": ("penstock.benchmark.targets.openai", "OpenAI"),
+    "HTTP": ("penstock.benchmark.targets.plain", "PlainHttp"),
+}
 
 
 class TargetSpec(msgspec.Struct, frozen=True):
@@ -110,5 +127,34 @@ class Target(Protocol):
 
 
 def open_target(spec: TargetSpec) -> Target:
-    """ConfigError for an address of no known kind."""
-    raise NotImplementedError
+    """ConfigError for an address of no known kind. Only the module of its kind is loaded."""
+    module, name = CLASSES[kind_of(spec)]
+    target: Target = getattr(importlib.import_module(module), name)(spec)
+    return target
+
+
+def kind_of(spec: TargetSpec) -> str:
+    """One of CLASSES."""
+    scheme, is_url, rest = spec.address.partition("://")
+    if not is_url:
+        if not Path(spec.address).exists():
+            raise ConfigError([f"{spec.address}: there is no such folder; expected {ADDRESSES}"])
+        return "in process"
+    if scheme in ("grpc", "grpcs"):
+        return "v2 gRPC"
+    if scheme in ("openai+http", "openai+https"):
+        return "OpenAI"
+    if scheme in ("http", "https"):
+        return _kind_of_path(spec, "/" + rest.partition("/")[2].partition("?")[0])
+    raise ConfigError([f"{spec.address}: no protocol '{scheme}' is known; expected {ADDRESSES}"])
+
+
+def _kind_of_path(spec: TargetSpec, path: str) -> str:
+    """A body of one's own makes any URL a plain one."""
+    if spec.body:
+        return "HTTP"
+    if path.endswith(("/v1/chat/completions", "/v1/completions")):
+        return "OpenAI"
+    if spec.model or "/v2/models/" in path or path.rstrip("/").endswith("/v2"):
+        return "v2 HTTP"
+    return "HTTP"

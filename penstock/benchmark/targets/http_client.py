@@ -1,0 +1,276 @@
+"""An HTTP/1.1 client for load: one request under way per connection, connections on demand.
+
+A request is bytes that are ready to write; its answer goes to the exchange, by way of a `Reader`
+where one is wanted. Knows nothing of models. Lives on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.targets.http_connection import LOST, Connection, Read, Reader, StatusReader
+from penstock.benchmark.targets.http_messages import Answer, Causes, Url
+from penstock.errors import ConfigError
+
+SWEEP_S = 1.0
+MAX_ANSWER_BYTES = 64 << 20
+# Connections that are made at the same time: fewer than a server lets wait to be accepted.
+MAX_OPENING = 64
+ASK_TIMEOUT_S = 10.0
+CANCELLED = "cancelled"
+
+
+class NoAnswer(Exception):
+    """Why there is none, in words, as an exchange says it."""
+
+
+class HttpClient:
+    """Connections to one server. `read` makes the reader of each answer; without it answers are
+    judged by their status, and good ones are hardly looked at.
+
+    Who finds no idle connection waits. For each that waits a connection is being made, as long as
+    there are fewer than `max_connections`; a failed attempt fails the one that has waited longest.
+    """
+
+    def __init__(
+        self,
+        url: Url,
+        timeout_s: float,
+        max_connections: int,
+        read: Read | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.now = now
+        self.read: Read = read or self._read_status
+        self.remembers_heads = read is None
+        # Heads of good answers, and the length of the body that follows.
+        self.known_heads: dict[bytes, int] = {}
+        # Exchanges that found all connections busy and no more allowed.
+        self.num_waited = 0
+        self._url = url
+        self._timeout_s = timeout_s
+        self._max_connections = max_connections
+        self._host = url.host
+        self._tls = ssl.create_default_context() if url.is_tls else None
+        self._causes = Causes()
+        self._connections: set[Connection] = set()
+        self._idle: list[Connection] = []
+        self._waiting: deque[Exchange] = deque()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    async def open(self, num_connections: int) -> None:
+        """So many connections, if that many are allowed; ConfigError when they cannot be made."""
+        missing = min(num_connections, self._max_connections) - len(self._connections)
+        try:
+            for start in range(0, missing, MAX_OPENING):
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(MAX_OPENING, missing - start)):
+                        group.create_task(self._connect())
+        except* OSError as errors:
+            text = connect_failure(_first(errors), self._timeout_s)
+            problem = f"{self._url.text}: the server cannot be reached: {text}"
+            if self._connections:
+                problem += f", after {len(self._connections)} connections"
+            raise ConfigError([problem]) from None
+
+    def send(self, exchange: Exchange) -> None:
+        if self._idle:
+            self._idle.pop().start(exchange)
+        else:
+            self._wait(exchange)
+
+    async def close(self) -> None:
+        """What is under way ends as cancelled."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = list(self._connecting)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._idle.clear()
+        while self._waiting:
+            self.end(self._waiting.popleft(), CANCELLED)
+        for connection in list(self._connections):
+            connection.fail(CANCELLED)
+        # The loop closes the sockets in its next turn.
+        await asyncio.sleep(0)
+
+    def sweep(self) -> None:
+        """Give up what has taken too long. Called about once a second, while anything is open."""
+        limit = self.now() - self._timeout_s
+        text = f"no answer within {self._timeout_s:g} s"
+        late = [
+            connection
+            for connection in self._connections
+            if connection.exchange is not None and connection.exchange.sent < limit
+        ]
+        for connection in late:
+            connection.fail(text)
+        while self._waiting and self._waiting[0].sent < limit:
+            self.end(self._waiting.popleft(), text)
+
+    # Called by connections.
+
+    def release(self, connection: Connection) -> None:
+        if self._waiting:
+            connection.start(self._waiting.popleft())
+        else:
+            self._idle.append(connection)
+
+    def lost(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+        self._grow()
+
+    def take_back(self, exchange: Exchange) -> None:
+        """It reached nobody, and is the next to be sent."""
+        self._waiting.appendleft(exchange)
+
+    def end(self, exchange: Exchange, failure: str) -> None:
+        exchange.done = self.now()
+        exchange.failure = failure
+        exchange.finish(exchange)
+
+    # Connections.
+
+    def _wait(self, exchange: Exchange) -> None:
+        # For the sweep, until it really leaves.
+        exchange.sent = self.now()
+        if self._is_closed:
+            # Not at once: whoever hears of it may send the next one.
+            asyncio.get_running_loop().call_soon(self.end, exchange, CANCELLED)
+            return
+        self._waiting.append(exchange)
+        if self._num_allowed <= 0:
+            self.num_waited += 1
+        self._grow()
+
+    @property
+    def _num_allowed(self) -> int:
+        return self._max_connections - len(self._connections) - len(self._connecting)
+
+    def _grow(self) -> None:
+        while (
+            len(self._connecting) < len(self._waiting)
+            and self._num_allowed > 0
+            and not self._is_closed
+        ):
+            task = asyncio.get_running_loop().create_task(self._connect_for_waiting())
+            self._connecting.add(task)
+
+    async def _connect_for_waiting(self) -> None:
+        failure = None
+        try:
+            await self._connect()
+        except OSError as error:
+            failure = connect_failure(error, self._timeout_s)
+        finally:
+            self._connecting.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+        if failure is not None and self._waiting:
+            self.end(self._waiting.popleft(), failure)
+        self._grow()
+
+    async def _connect(self) -> None:
+        """OSError when there is no connection."""
+        self._start_timer()
+        async with asyncio.timeout(self._timeout_s):
+            transport, connection = await asyncio.get_running_loop().create_connection(
+                lambda: Connection(self),
+                self._host,
+                self._url.port,
+                ssl=self._tls,
+                server_hostname=self._url.host if self._tls is not None else None,
+            )
+        if self._is_closed or transport.is_closing():
+            transport.abort()
+            raise ConnectionResetError
+        # The name is looked up once: later connections go to the address that answered.
+        self._host = transport.get_extra_info("peername")[0]
+        self._connections.add(connection)
+        self.release(connection)
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            delay_s = min(SWEEP_S, self._timeout_s / 4)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._start_timer()
+        self.sweep()
+
+    def _read_status(self, exchange: Exchange) -> Reader:
+        return StatusReader(exchange, self._causes)
+
+
+def connect_failure(error: BaseException, timeout_s: float) -> str:
+    """One spelling per cause."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    if isinstance(error, ConnectionResetError):
+        return LOST
+    if isinstance(error, socket.gaierror):
+        return "unknown host"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS: {error.reason or error}"
+    if isinstance(error, TimeoutError):
+        return f"no connection within {timeout_s:g} s"
+    text = getattr(error, "strerror", None) or str(error)
+    return f"no connection: {text.lower()}"
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+class _Keeper:
+    """Keeps all of an answer."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: Mapping[bytes, bytes] = {}
+        self.body = bytearray()
+
+    def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self.status, self.headers = status, headers
+
+    def chunk(self, data: bytes) -> None:
+        if len(self.body) <= MAX_ANSWER_BYTES:
+            self.body += data
+
+    def end(self) -> str | None:
+        if len(self.body) > MAX_ANSWER_BYTES:
+            return f"the answer is longer than {MAX_ANSWER_BYTES} bytes"
+        return None
+
+
+async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
+    """One question, on a connection of its own; NoAnswer in words."""
+    keeper = _Keeper()
+    client = HttpClient(url, timeout_s, 1, lambda _: keeper)
+    done = asyncio.Event()
+    exchange = Exchange(client.now(), message, lambda _: done.set())
+    try:
+        client.send(exchange)
+        await done.wait()
+    finally:
+        await client.close()
+    if exchange.failure is not None:
+        raise NoAnswer(exchange.failure)
+    return Answer(keeper.status, keeper.headers, bytes(keeper.body))

@@ -1,0 +1,283 @@
+"""One HTTP/1.1 connection of a client: an exchange at a time, its answer counted or parsed.
+
+A good answer whose head was seen before is counted and nobody keeps its body; everything else goes
+through httptools, to a `Reader`. Knows nothing of other connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol, cast
+
+import httptools
+
+from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.targets.http_messages import Causes, server_timing
+
+if TYPE_CHECKING:
+    from penstock.benchmark.targets.http_client import HttpClient
+
+# A connection that was idle for so long may have been given up by its server while the next request
+# was on its way; if nothing of an answer came, the request is sent again on another one.
+STALE_S = 1.0
+MAX_HEAD_BYTES = 65_536
+# Of an answer that is an error.
+MAX_KEPT_BYTES = 65_536
+MAX_KNOWN_HEADS = 256
+MAX_KNOWN_HEAD_BYTES = 1024
+LOST = "connection lost"
+
+_PARSING = -1
+
+
+class Reader(Protocol):
+    """Makes something of one answer while it comes. What `end` returns is why it is no good answer,
+    if so. When the connection is lost or the time is up before, `end` is not called."""
+
+    def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        """Names are lower case."""
+        ...
+
+    def chunk(self, data: bytes) -> None:
+        """Part of the decoded body, as the network happens to cut it."""
+        ...
+
+    def end(self) -> str | None: ...
+
+
+Read = Callable[[Exchange], Reader]
+
+
+class StatusReader:
+    """Judges an answer by its status: 2xx is good. Takes along what `Server-Timing` says."""
+
+    __slots__ = ("_causes", "_exchange", "_kept", "_status")
+
+    def __init__(self, exchange: Exchange, causes: Causes) -> None:
+        self._exchange = exchange
+        self._causes = causes
+        self._kept = bytearray()
+        self._status = 0
+
+    def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self._status = status
+        timing = headers.get(b"server-timing")
+        if timing is not None:
+            self._exchange.phases = server_timing(timing)
+
+    def chunk(self, data: bytes) -> None:
+        if not 200 <= self._status < 300 and len(self._kept) < MAX_KEPT_BYTES:
+            self._kept += data
+
+    def end(self) -> str | None:
+        if 200 <= self._status < 300:
+            return None
+        return self._causes.of(self._status, bytes(self._kept))
+
+
+class Connection(asyncio.Protocol):
+    """One socket: idle, or with an exchange under way. Its client hears `release` when it can take
+    the next exchange and `lost` when it never will."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self.exchange: Exchange | None = None
+        self._now = client.now
+        self._idle_since = client.now()
+        self._client = client
+        self._known = client.known_heads
+        self._transport: asyncio.Transport | None = None
+        self._write: Callable[[bytes], None] = _not_connected
+        self._is_gone = False
+        # Bytes left of a body that is only counted; 0 before an answer; or _PARSING.
+        self._left = 0
+        # The answer that is parsed.
+        self._parser = httptools.HttpResponseParser(self)
+        self._reader: Reader | None = None
+        self._first_data = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._head_bytes = 0
+        self._status = 0
+        self._keeps_alive = False
+        self._ends_with_connection = False
+        self._is_complete = False
+        self._has_excess = False
+
+    def start(self, exchange: Exchange) -> None:
+        """Only while idle."""
+        self.exchange = exchange
+        exchange.sent = self._now()
+        self._write(exchange.item)
+
+    def fail(self, text: str) -> None:
+        """The exchange under way, if there is one, has failed; the connection is of no use."""
+        exchange, self.exchange = self.exchange, None
+        self._reader = None
+        self._is_gone = True
+        if self._transport is not None:
+            self._transport.abort()
+        self._client.lost(self)
+        if exchange is not None:
+            self._client.end(exchange, text)
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._write = self._transport.write
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_gone:
+            return
+        exchange = self.exchange
+        if exchange is not None and self._left == 0 and exchange.sent - self._idle_since > STALE_S:
+            self.exchange = None
+            self._client.take_back(exchange)
+        self.fail(LOST)
+
+    def eof_received(self) -> None:
+        if self._left == _PARSING and self._ends_with_connection:
+            self._complete()
+        else:
+            self.connection_lost(None)
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self.exchange
+        if exchange is None:
+            self.fail("")  # Nobody asked.
+            return
+        left = self._left
+        if left == 0:
+            end = data.find(b"\r\n\r\n") + 4
+            length = self._known.get(data[:end])
+            if length is None:
+                self._begin(data)
+                return
+            left = end + length
+        elif left == _PARSING:
+            self._parse(data)
+            return
+        left -= len(data)
+        if left > 0:
+            self._left = left
+            return
+        exchange.done = self._idle_since = self._now()
+        self._left = 0
+        self.exchange = None
+        if left == 0:
+            self._client.release(self)
+        else:
+            self._drop()
+        exchange.finish(exchange)
+
+    # An answer that has to be parsed.
+
+    def _begin(self, data: bytes) -> None:
+        self._left = _PARSING
+        self._first_data = data
+        self._headers = {}
+        self._head_bytes = 0
+        self._ends_with_connection = self._is_complete = self._has_excess = False
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        if self._reader is None:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            # A reader's bug: told as such, and not as the server's fault.
+            self.fail(f"internal error: {error.__context__!r}")
+            raise
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            if not self._is_complete:
+                self.fail("the answer is not HTTP/1.1")
+                return
+            self._has_excess = True
+        if self._is_complete:
+            self._complete()
+        elif self._reader is None and self._head_bytes > MAX_HEAD_BYTES:
+            self.fail(f"the head of the answer is longer than {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        if self._is_complete:
+            self._has_excess = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Those at the end of a chunked body do not count.
+        if self._reader is None:
+            self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._headers = {}
+        if status < 200 or self._is_complete:
+            return
+        assert self.exchange is not None
+        headers = self._headers
+        self._status = status
+        self._keeps_alive = self._parser.should_keep_alive()
+        self._ends_with_connection = (
+            b"content-length" not in headers
+            and b"transfer-encoding" not in headers
+            and status not in (204, 304)
+        )
+        self._reader = self._client.read(self.exchange)
+        self._reader.head(status, headers)
+
+    def on_body(self, data: bytes) -> None:
+        if self._reader is not None and not self._is_complete:
+            self._reader.chunk(data)
+
+    def on_message_complete(self) -> None:
+        # "100 Continue" and its like have no reader.
+        if self._reader is not None:
+            self._is_complete = True
+
+    def _complete(self) -> None:
+        exchange, reader = self.exchange, self._reader
+        assert exchange is not None and reader is not None
+        exchange.done = self._idle_since = self._now()
+        exchange.failure = reader.end()
+        self.exchange = self._reader = None
+        self._left = 0
+        if self._has_excess or not self._keeps_alive:
+            self._drop()
+        else:
+            self._remember()
+            self._client.release(self)
+        exchange.finish(exchange)
+
+    def _remember(self) -> None:
+        """The next good answer with this head, which says how long it is, need not be parsed."""
+        data, headers = self._first_data, self._headers
+        end = data.find(b"\r\n\r\n") + 4
+        self._first_data = b""
+        if (
+            self._client.remembers_heads
+            and 4 <= end <= MAX_KNOWN_HEAD_BYTES
+            # Not what came before the answer proper.
+            and data.startswith(b"HTTP/1.1 %d " % self._status)
+            and 200 <= self._status < 300
+            and self._status != 204
+            and b"content-length" in headers
+            and b"server-timing" not in headers
+        ):
+            if len(self._known) >= MAX_KNOWN_HEADS:
+                self._known.clear()
+            self._known[data[:end]] = int(headers[b"content-length"])
+
+    def _drop(self) -> None:
+        """Nothing is under way, and nothing will be."""
+        self._is_gone = True
+        if self._transport is not None:
+            self._transport.close()
+        self._client.lost(self)
+
+
+def _not_connected(data: bytes) -> None:
+    raise AssertionError("an exchange was given to a connection that is not made")

@@ -1,0 +1,149 @@
+"""Any URL: a method, headers and a body in which `{name}` stands for a field of the input.
+
+In a body that is JSON a field is JSON: a text inside quotes is escaped, anything elsewhere is
+written as a value. In any other body a text stands as it is. `{{name}}` stands for `{name}` itself;
+braces around anything but a name are braces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.inputs import RequestForm, Sample
+from penstock.benchmark.targets import Counters, Description, TargetSpec
+from penstock.benchmark.targets.http_client import HttpClient
+from penstock.benchmark.targets.http_messages import check_headers, parse_url, request_bytes
+from penstock.errors import ConfigError
+
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_FIELD = re.compile(r"\{\{(?P<itself>[A-Za-z_][\w.-]*)\}\}|\{(?P<name>[A-Za-z_][\w.-]*)\}")
+
+
+class Template:
+    """A body with holes: texts, and between them (name, whether the hole is inside quotes)."""
+
+    def __init__(self, text: str) -> None:
+        self._texts: list[bytes] = []
+        self._holes: list[tuple[str, bool]] = []
+        piece, start, in_quotes = "", 0, False
+        for match in _FIELD.finditer(text):
+            piece += text[start : match.start()]
+            start = match.end()
+            if match["itself"]:
+                piece += "{" + match["itself"] + "}"
+                continue
+            in_quotes ^= _num_quotes(piece) % 2 == 1
+            self._texts.append(piece.encode())
+            self._holes.append((match["name"], in_quotes))
+            piece = ""
+        self._texts.append((piece + text[start:]).encode())
+        self.is_json = _is_json(b"0".join(self._texts))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Each once, in the order of the body."""
+        return tuple(dict.fromkeys(name for name, _ in self._holes))
+
+    def fill(self, values: Mapping[str, object]) -> bytes:
+        missing = [name for name in self.fields if name not in values]
+        if missing:
+            given = ", ".join(values) or "none"
+            raise ConfigError(
+                [f"field '{name}': the body needs it; the input has {given}" for name in missing]
+            )
+        parts = [self._texts[0]]
+        for (name, in_quotes), text in zip(self._holes, self._texts[1:], strict=True):
+            parts += (self._written(name, values[name], in_quotes), text)
+        return b"".join(parts)
+
+    def _written(self, name: str, value: object, in_quotes: bool) -> bytes:
+        if not self.is_json and isinstance(value, str | bytes):
+            return value.encode() if isinstance(value, str) else value
+        try:
+            encoded = msgspec.json.encode(value, enc_hook=_from_numpy)
+        except (TypeError, ValueError) as error:
+            raise ConfigError([f"field '{name}': cannot be written as JSON: {error}"]) from None
+        if not (self.is_json and in_quotes):
+            return encoded
+        if encoded.startswith(b'"'):
+            return encoded[1:-1]
+        return msgspec.json.encode(encoded.decode())[1:-1]
+
+
+def _num_quotes(text: str) -> int:
+    """Those that begin or end a text."""
+    return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"')
+
+
+def _is_json(body: bytes) -> bool:
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+def _from_numpy(value: Any) -> object:
+    if isinstance(value, np.ndarray | np.generic):
+        plain: object = value.tolist()
+        return plain
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+class PlainHttp:
+    """An answer is good when its status is 2xx."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        self._url = parse_url(spec.address)
+        self._spec = spec
+        self._method = spec.method.upper()
+        if self._method not in METHODS:
+            raise ConfigError([f"method {spec.method}: expected one of {', '.join(METHODS)}"])
+        self._template = Template(spec.body)
+        self._headers = dict(spec.headers)
+        names = {name.lower() for name in spec.headers}
+        if spec.body and "content-type" not in names:
+            kind = "application/json" if self._template.is_json else "text/plain; charset=utf-8"
+            self._headers["Content-Type"] = kind
+        if spec.api_key and "authorization" not in names:
+            self._headers["Authorization"] = f"Bearer {spec.api_key}"
+        check_headers(self._headers)
+        self._client = HttpClient(self._url, spec.timeout_s, spec.max_connections)
+
+    @property
+    def num_connections(self) -> int:
+        return self._client.num_connections
+
+    @property
+    def num_waited(self) -> int:
+        return self._client.num_waited
+
+    async def describe(self) -> tuple[Description, RequestForm]:
+        """Connects and asks nothing, since any request may have effects."""
+        await self._client.open(1)
+        return (
+            Description("HTTP", self._spec.address),
+            RequestForm("fields", fields=self._template.fields),
+        )
+
+    async def counters(self) -> Counters | None:
+        return None
+
+    async def open(self, num_connections: int) -> None:
+        await self._client.open(num_connections)
+
+    def encode(self, sample: Sample) -> bytes:
+        body = self._template.fill(sample.fields)
+        return request_bytes(self._url, self._method, self._url.path, self._headers, body)
+
+    def send(self, exchange: Exchange) -> None:
+        self._client.send(exchange)
+
+    async def close(self) -> None:
+        await self._client.close()

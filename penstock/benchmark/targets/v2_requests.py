@@ -1,0 +1,136 @@
+"""What is sent to a v2 model over HTTP: which path, and messages that are ready to write. Pure.
+
+Tensors are little-endian bytes behind a JSON header (the binary extension), or JSON numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote, unquote
+
+import msgspec
+import numpy as np
+
+from penstock.benchmark.targets import TargetSpec
+from penstock.benchmark.targets.http_messages import Url, parse_url
+from penstock.errors import ConfigError
+from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
+
+# /v2/models/NAME[/versions/VERSION][/infer], perhaps behind a prefix of a proxy.
+MODEL_PATH = re.compile(
+    r"(?P<prefix>.*)/v2/models/(?P<name>[^/?]+)(/versions/(?P<version>[^/?]+))?(/infer)?/?"
+)
+SERVER_PATH = re.compile(r"(?P<prefix>.*?)(/v2)?/?")
+MAX_HEADS = 1024
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Which model of which server; `prefix` is what stands before /v2."""
+
+    url: Url
+    prefix: str
+    model: str
+    version: str = ""
+
+    @property
+    def path(self) -> str:
+        path = f"{self.prefix}/v2/models/{quote(self.model, safe='')}"
+        return f"{path}/versions/{quote(self.version, safe='')}" if self.version else path
+
+
+def find_place(spec: TargetSpec) -> Place:
+    """From the address, and from `--model` where that names none; ConfigError otherwise."""
+    url = parse_url(spec.address)
+    match = MODEL_PATH.fullmatch(url.path)
+    if match is None:
+        if not spec.model:
+            raise ConfigError([f"{spec.address}: names no model: expected …/v2/models/NAME"])
+        server = SERVER_PATH.fullmatch(url.path)
+        prefix = server["prefix"] if server is not None else ""
+        return Place(url, prefix, spec.model, spec.version)
+    name, version = unquote(match["name"]), unquote(match["version"] or "")
+    for what, in_address, given in (
+        ("model", name, spec.model),
+        ("version", version, spec.version),
+    ):
+        if in_address and given and in_address != given:
+            text = f"{spec.address}: names the {what} '{in_address}', but --{what} is '{given}'"
+            raise ConfigError([text])
+    return Place(url, match["prefix"], name, version or spec.version)
+
+
+class Form:
+    """What requests have in common that differ only in the values of their tensors: everything but
+    these, and the sizes of those whose datatype is BYTES."""
+
+    __slots__ = ("_heads", "_start", "inputs", "is_binary")
+
+    def __init__(self, start: bytes, inputs: Sequence[TensorSpec], is_binary: bool) -> None:
+        """`start` are the lines of the head that are always the same. The shapes of `inputs` are
+        those of the tensors themselves."""
+        self._start = start
+        self.inputs = inputs
+        self.is_binary = is_binary
+        self._heads: dict[tuple[int, ...], bytes] = {}
+
+    def message(self, tensors: Mapping[str, Array]) -> bytes:
+        if not self.is_binary:
+            return self._json_message(tensors)
+        parts = [_raw(tensors[spec.name], spec.datatype) for spec in self.inputs]
+        sizes = tuple(map(len, parts))
+        head = self._heads.get(sizes)
+        if head is None:
+            if len(self._heads) >= MAX_HEADS:
+                self._heads.clear()
+            head = self._heads[sizes] = self._binary_head(sizes)
+        return b"".join((head, *parts))
+
+    def _binary_head(self, sizes: Sequence[int]) -> bytes:
+        inputs = [
+            _described(spec) | {"parameters": {"binary_data_size": size}}
+            for spec, size in zip(self.inputs, sizes, strict=True)
+        ]
+        body = {"inputs": inputs, "parameters": {"binary_data_output": True}}
+        text = msgspec.json.encode(body)
+        lines = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
+        length = b"Content-Length: %d\r\n\r\n" % (len(text) + sum(sizes))
+        return self._start + lines % len(text) + length + text
+
+    def _json_message(self, tensors: Mapping[str, Array]) -> bytes:
+        inputs = [
+            _described(spec) | {"data": _numbers(tensors[spec.name], spec)} for spec in self.inputs
+        ]
+        body = msgspec.json.encode({"inputs": inputs})
+        lines = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+        return self._start + lines + body
+
+
+def _described(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": spec.shape}
+
+
+def _raw(array: Array, datatype: str) -> bytes:
+    if datatype == "BYTES":
+        return pack_bytes(array)
+    return array.astype(DATATYPES[datatype].numpy, copy=False).tobytes()
+
+
+def _numbers(array: Array, spec: TensorSpec) -> list[Any]:
+    """Elements for JSON, in row-major order; ConfigError where JSON has no word for them."""
+    if spec.datatype == "BYTES":
+        try:
+            return [
+                element.decode() if isinstance(element, bytes) else str(element)
+                for element in array.ravel()
+            ]
+        except UnicodeDecodeError:
+            text = "holds bytes that are not UTF-8, which JSON cannot say: send binary tensors"
+            raise ConfigError([f"input '{spec.name}': {text}"]) from None
+    array = array.astype(DATATYPES[spec.datatype].numpy, copy=False)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        text = "holds NaN or infinity, which JSON cannot say: send binary tensors"
+        raise ConfigError([f"input '{spec.name}': {text}"])
+    numbers: list[Any] = array.ravel().tolist()
+    return numbers
