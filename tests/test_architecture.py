@@ -34,6 +34,9 @@ ORDER = [
     {"__main__"},
 ]
 PURE = [
+    "benchmark/inputs/cycling.py",
+    "benchmark/inputs/fitting.py",
+    "benchmark/inputs/lengths.py",
     "slo.py",
     "wire/*.py",
     "benchmark/exchange.py",
@@ -77,6 +80,9 @@ WITHOUT_OWN_TEST = {
     "backends/__init__.py": "tests/suites/backend.py is its contract",
     "backends/checks.py": "the tests of the backends that use it",
     "backends/torch_weights.py": "tests/backends/test_pytorch.py loads weights through it",
+    "benchmark/inputs/__init__.py": "tests/benchmark/inputs/test_datasets.py and others open it",
+    "benchmark/inputs/samples.py": "values only",
+    "benchmark/inputs/words.py": "tests/benchmark/inputs/test_prompts.py uses every word",
     "config.py": "values only; tests/test_repository.py resolves them",
     "errors.py": "names only",
     "onnx_file.py": "tests/test_repository.py reads files through it",

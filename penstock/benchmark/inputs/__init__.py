@@ -5,81 +5,105 @@ A source knows tensors and texts, no protocol. Process i of n takes its own shar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from pathlib import Path
 
-import msgspec
+from penstock.benchmark.inputs.cycling import shares
+from penstock.benchmark.inputs.datasets import open_data
+from penstock.benchmark.inputs.examples import TextExamples
+from penstock.benchmark.inputs.files import digest
+from penstock.benchmark.inputs.lengths import Lengths, Sizes, drawn, followed
+from penstock.benchmark.inputs.prompts import RandomPrompts
+from penstock.benchmark.inputs.random_tensors import RandomTensors, has_variable_dimension
+from penstock.benchmark.inputs.samples import InputSpec, Origin, RequestForm, Sample, Source
+from penstock.benchmark.inputs.traces import Trace, read_trace
+from penstock.errors import ConfigError
 
-from penstock.types import Array, TensorSpec
+__all__ = [
+    "InputSpec",
+    "Lengths",
+    "Origin",
+    "RequestForm",
+    "Sample",
+    "Source",
+    "open_source",
+]
 
-
-class Lengths(msgspec.Struct, frozen=True):
-    """How long things are: variable dimensions, prompts in tokens, answers in tokens. `values` are
-    what the kind asks for: a fixed one its length, a uniform one the lowest and highest, a normal
-    one mean and deviation, a lognormal one median and p99, a list all lengths to draw from."""
-
-    kind: str
-    values: tuple[float, ...] = ()
-
-
-class InputSpec(msgspec.Struct, frozen=True):
-    """Everything the command line says about inputs; travels to the generator processes."""
-
-    # Empty: random.
-    path: str = ""
-    # Name of the tensor or field that a file without names (.npy, images) is for.
-    name: str = ""
-    lengths: Lengths | None = None
-    output_lengths: Lengths | None = None
-    batch_size: int = 1
-    seed: int = 0
-
-
-class RequestForm(msgspec.Struct, frozen=True):
-    """What a target takes: "tensors" (of a v2 model, shapes without the batch dimension), "prompt"
-    or "messages" (OpenAI), or "fields" (what a body template names)."""
-
-    kind: str
-    inputs: tuple[TensorSpec, ...] = ()
-    has_batch: bool = False
-    fields: tuple[str, ...] = ()
-
-
-class Sample:
-    """One request's content: tensors by name, or a text, or the fields of a template."""
-
-    __slots__ = ("fields", "max_tokens", "tensors")
-
-    def __init__(
-        self,
-        tensors: Mapping[str, Array] | None = None,
-        fields: Mapping[str, object] | None = None,
-        max_tokens: int | None = None,
-    ) -> None:
-        self.tensors = tensors or {}
-        # "prompt": str or "messages": list for LLMs; anything for templates.
-        self.fields = fields or {}
-        self.max_tokens = max_tokens
-
-
-class Origin(msgspec.Struct, frozen=True):
-    """Where inputs come from, for the report."""
-
-    text: str  # "450 examples of digits.npz, shuffled anew each time round"
-    is_random: bool
-    num_examples: int | None = None
-    digest: str = ""
-
-
-class Source(Protocol):
-    """An endless supply. `index` names an example that comes again, so that what was made of it
-    can be kept; it is None for one that does not."""
-
-    origin: Origin
-
-    def next(self) -> tuple[int | None, Sample]: ...
+KINDS = ("tensors", "prompt", "messages", "fields")
 
 
 def open_source(spec: InputSpec, form: RequestForm, index: int, num_processes: int) -> Source:
     """For generator process `index` of `num_processes`; ConfigError when the data does not fit."""
-    raise NotImplementedError
+    problems = _problems(spec, form)
+    if problems:
+        raise ConfigError(problems)
+    trace = read_trace(spec.trace_path) if spec.trace_path else None
+    sizes = _sizes(spec, trace, index, num_processes)
+    if spec.path:
+        return open_data(spec, form, sizes, (index, num_processes))
+    trace_digest = digest([Path(spec.trace_path)]) if spec.trace_path else ""
+    if form.kind == "tensors":
+        return RandomTensors(form, spec.batch_size, (spec.seed, index), sizes, trace_digest)
+    if form.kind == "fields" and not form.fields:
+        origin = Origin("the same body for every request", is_random=False, num_examples=1)
+        return TextExamples([Sample()], None, shares(1, spec.seed, index, num_processes), origin)
+    return RandomPrompts(form, (index, num_processes), spec.seed, sizes, trace_digest)
+
+
+def _problems(spec: InputSpec, form: RequestForm) -> list[str]:
+    """What contradicts itself before any file is opened."""
+    assert form.kind in KINDS, form.kind
+    problems: list[str] = []
+    if spec.seed < 0:
+        problems.append(f"seed: expected a whole number from 0, got {spec.seed}")
+    if spec.batch_size < 1:
+        problems.append(f"batch_size: expected a whole number from 1, got {spec.batch_size}")
+    if spec.batch_size > 1 and not (form.kind == "tensors" and form.has_batch):
+        problems.append(f"batch_size {spec.batch_size}: the target takes one example a request")
+    if spec.lengths is not None:
+        problems += _length_problems(spec, form)
+    takes_limit = form.kind in ("prompt", "messages") or "max_tokens" in form.fields
+    if spec.output_lengths is not None and not takes_limit:
+        problems.append("output lengths: the target takes no 'max_tokens'")
+    if form.kind == "fields" and not spec.path:
+        problems += _field_problems(spec, form)
+    return problems
+
+
+def _length_problems(spec: InputSpec, form: RequestForm) -> list[str]:
+    if spec.path:
+        return [f"lengths: the examples of {spec.path} have their own"]
+    if form.kind == "tensors" and not has_variable_dimension(form):
+        listed = ", ".join(f"'{s.name}' {list(s.shape)}" for s in form.inputs)
+        return [f"lengths: no input has a variable dimension: {listed}"]
+    if form.kind == "fields" and "prompt" not in form.fields:
+        return ["lengths: the body names no {prompt}"]
+    return []
+
+
+def _field_problems(spec: InputSpec, form: RequestForm) -> list[str]:
+    """Without data only a prompt and its limit can be made up."""
+    missing = sorted(set(form.fields) - {"prompt", "max_tokens"})
+    if "max_tokens" in form.fields and spec.output_lengths is None and not spec.trace_path:
+        missing.append("max_tokens")
+    listed = ", ".join(f"{{{name}}}" for name in missing)
+    return [f"the body names {listed}: expected a data file that has them"] if missing else []
+
+
+def _sizes(spec: InputSpec, trace: Trace | None, index: int, num_processes: int) -> Sizes:
+    """Lengths that were asked for go before those of a trace."""
+    sizes = Sizes()
+    if trace is not None:
+        recorded = f"as recorded in {trace.name}"
+        if trace.input_tokens is not None:
+            sizes.requests = followed(trace.input_tokens, index, num_processes)
+            sizes.requests_text = recorded
+        if trace.output_tokens is not None:
+            sizes.answers = followed(trace.output_tokens, index, num_processes)
+            sizes.answers_text = recorded
+    if spec.lengths is not None:
+        sizes.requests = drawn(spec.lengths, (spec.seed, index, 1))
+        sizes.requests_text = str(spec.lengths)
+    if spec.output_lengths is not None:
+        sizes.answers = drawn(spec.output_lengths, (spec.seed, index, 2))
+        sizes.answers_text = str(spec.output_lengths)
+    return sizes

@@ -1,0 +1,157 @@
+"""From the path of a data set to a source: which reader it is for, what the report says of it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.benchmark.inputs.cycling import shares
+from penstock.benchmark.inputs.examples import (
+    Columns,
+    TensorExamples,
+    TextExamples,
+    check_batches,
+    from_arrays,
+    from_list,
+    from_rows,
+)
+from penstock.benchmark.inputs.files import (
+    ARRAY_SUFFIXES,
+    ROW_SUFFIXES,
+    Rows,
+    digest,
+    read_arrays,
+    read_rows,
+)
+from penstock.benchmark.inputs.images import Images, read_images
+from penstock.benchmark.inputs.lengths import Sizes
+from penstock.benchmark.inputs.prompts import samples_from_rows
+from penstock.benchmark.inputs.samples import InputSpec, Origin, RequestForm, Sample, Source
+from penstock.errors import ConfigError
+from penstock.types import TensorSpec
+
+
+@dataclass(slots=True)
+class Account:
+    """What the report says of a data set: its files, and what was done to them."""
+
+    files: Sequence[Path]
+    notes: list[str] = field(default_factory=list)
+
+
+def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int, int]) -> Source:
+    """For process i of n, which is `place`; ConfigError when the data does not fit."""
+    path = _existing(spec)
+    account = Account([path])
+    if form.kind == "tensors":
+        columns = _columns(spec, form, path, account)
+        check_batches(columns, spec.batch_size, path.name)
+        order = shares(columns.num_examples, spec.seed, *place, spec.batch_size)
+        account.notes += columns.notes
+        origin = _origin(spec, columns.num_examples, account)
+        return TensorExamples(columns, form.has_batch, order, origin)
+    samples = _samples(spec, form, path, account)
+    if sizes.answers_text:
+        account.notes.append(f"answers of at most so many tokens: {sizes.answers_text}")
+    origin = _origin(spec, len(samples), account)
+    return TextExamples(samples, sizes.answers, shares(len(samples), spec.seed, *place), origin)
+
+
+def _existing(spec: InputSpec) -> Path:
+    path = Path(spec.path)
+    if not path.exists():
+        raise ConfigError([f"{path}: there is no such file or folder"])
+    known = ARRAY_SUFFIXES + ROW_SUFFIXES
+    if not path.is_dir() and path.suffix not in known:
+        raise ConfigError(
+            [f"{path}: expected a file that ends in {', '.join(known)}, or a folder of images"]
+        )
+    return path
+
+
+def _columns(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> Columns:
+    required = [tensor.name for tensor in form.inputs if not tensor.is_optional]
+    if path.is_dir():
+        name = _one_name(spec, required, [tensor.name for tensor in form.inputs])
+        tensor = next(tensor for tensor in form.inputs if tensor.name == name)
+        images = _images(path, tensor, spec.seed, account)
+        return from_list(form, name, images.examples, path.name)
+    if path.suffix in ROW_SUFFIXES:
+        return from_rows(form, read_rows(path, as_arrays=True), path.name)
+    arrays = read_arrays(path)
+    if "" in arrays:
+        name = _one_name(spec, required, [tensor.name for tensor in form.inputs])
+        arrays = {name: arrays[""]}
+    return from_arrays(form, arrays, path.name)
+
+
+def _samples(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> list[Sample]:
+    if not path.is_dir() and path.suffix in ROW_SUFFIXES:
+        rows = read_rows(path)
+    elif form.kind != "fields":
+        listed = ", ".join(ROW_SUFFIXES)
+        raise ConfigError([f"{path}: prompts are read from files that end in {listed}"])
+    elif path.is_dir():
+        name = _one_name(spec, form.fields, form.fields)
+        images = _images(path, TensorSpec(name, "BYTES", (1,)), spec.seed, account)
+        texts = [base64.b64encode(array.item()).decode() for array in images.examples]
+        account.notes.append("files as base64")
+        rows = Rows([{name: text} for text in texts], range(1, len(texts) + 1), "image")
+    else:
+        rows = _array_rows(spec, form, path)
+    samples = samples_from_rows(form, rows, path.name)
+    _note_left_out(account, len(samples), len(rows.rows), "in the others nobody asks anything")
+    return samples
+
+
+def _array_rows(spec: InputSpec, form: RequestForm, path: Path) -> Rows:
+    arrays = read_arrays(path)
+    if "" in arrays:
+        arrays = {_one_name(spec, form.fields, form.fields): arrays[""]}
+    columns = [array.tolist() for array in arrays.values()]
+    rows = [dict(zip(arrays, values, strict=True)) for values in zip(*columns, strict=True)]
+    return Rows(rows, range(1, len(rows) + 1), "example")
+
+
+def _images(path: Path, tensor: TensorSpec, seed: int, account: Account) -> Images:
+    images = read_images(path, tensor, seed)
+    account.files = images.paths
+    if images.treatment:
+        account.notes.append(images.treatment)
+    _note_left_out(account, len(images.paths), images.num_found, "as many as memory is kept for")
+    return images
+
+
+def _one_name(spec: InputSpec, required: Sequence[str], names: Sequence[str]) -> str:
+    """What a file without names is for: what was said, else the only thing there is."""
+    taken = ", ".join(f"'{name}'" for name in names)
+    if spec.name:
+        if spec.name not in names:
+            raise ConfigError([f"unknown input '{spec.name}'; the target takes {taken or 'none'}"])
+        return spec.name
+    if len(required) != 1:
+        raise ConfigError([f"{spec.path}: say which input it is for; the target takes {taken}"])
+    return required[0]
+
+
+def _note_left_out(account: Account, num_used: int, num_found: int, reason: str) -> None:
+    if num_used < num_found:
+        account.notes.append(f"{num_used:,} of {num_found:,} are used: {reason}")
+
+
+def _origin(spec: InputSpec, num_examples: int, account: Account) -> Origin:
+    name = Path(spec.path).name
+    if num_examples == 1:
+        text = f"1 example of {name}, the same for every request"
+    else:
+        text = f"{num_examples:,} examples of {name}, shuffled anew each time round"
+    if spec.batch_size > 1:
+        text += f", {spec.batch_size} a request"
+    return Origin(
+        "; ".join([text, *account.notes]),
+        is_random=False,
+        num_examples=num_examples,
+        digest=digest(account.files),
+    )

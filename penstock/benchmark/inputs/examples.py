@@ -1,0 +1,207 @@
+"""Examples that a file brings, as a source: fitted to what the target takes, cycled without end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.benchmark.inputs.files import Rows
+from penstock.benchmark.inputs.fitting import Misfit, example, examples, is_finite
+from penstock.benchmark.inputs.samples import Origin, RequestForm, Sample
+from penstock.errors import ConfigError
+from penstock.types import Array, TensorSpec
+
+# Of one input; the rest is counted.
+MAX_SHOWN = 3
+
+# All examples of an input: one array where they have one shape, else one by one (None: this example
+# leaves an optional input out).
+Column = Array | list[Array | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Examples by input name, all with as many; notes are what a reader of the report must know."""
+
+    by_name: Mapping[str, Column]
+    num_examples: int
+    notes: tuple[str, ...] = ()
+
+
+def from_arrays(form: RequestForm, arrays: Mapping[str, Array], label: str) -> Columns:
+    """ConfigError with everything that does not fit."""
+    required = [spec.name for spec in form.inputs if not spec.is_optional]
+    if len(arrays) == 1 and len(required) == 1 and not arrays.keys() & set(_names(form)):
+        arrays = {required[0]: next(iter(arrays.values()))}
+    problems = _unknown(form, arrays.keys(), label)
+    columns: dict[str, Column] = {}
+    for spec in form.inputs:
+        if spec.name not in arrays:
+            if not spec.is_optional:
+                problems.append(f"{label}: input '{spec.name}' is missing")
+            continue
+        try:
+            columns[spec.name] = examples(spec, arrays[spec.name])
+        except Misfit as misfit:
+            problems.append(f"{label}: {misfit}")
+    return _columns(form, columns, problems)
+
+
+def from_rows(form: RequestForm, rows: Rows, label: str) -> Columns:
+    """ConfigError with everything that does not fit, and where it is."""
+    names = {name for row in rows.rows for name in row}
+    problems = _unknown(form, names, label)
+    columns: dict[str, Column] = {}
+    for spec in form.inputs:
+        column, misfits = _fitted(spec, rows)
+        problems += [f"{label}, {misfit}" for misfit in misfits[:MAX_SHOWN]]
+        if len(misfits) > MAX_SHOWN:
+            num_more = len(misfits) - MAX_SHOWN
+            problems.append(f"{label}: input '{spec.name}': {num_more:,} more such examples")
+        if any(array is not None for array in column):
+            columns[spec.name] = _joined(column)
+    return _columns(form, columns, problems)
+
+
+def from_list(form: RequestForm, name: str, arrays: Sequence[Array], label: str) -> Columns:
+    """Examples of one input that are known to fit it."""
+    problems = [
+        f"{label}: input '{spec.name}' is missing"
+        for spec in form.inputs
+        if spec.name != name and not spec.is_optional
+    ]
+    return _columns(form, {name: _joined(list(arrays))}, problems)
+
+
+def check_batches(columns: Columns, batch_size: int, label: str) -> None:
+    """ConfigError if examples that may meet in one request cannot be stacked."""
+    if batch_size == 1:
+        return
+    problems: list[str] = []
+    for name, column in columns.by_name.items():
+        if isinstance(column, np.ndarray):
+            continue
+        shapes = sorted({"none" if a is None else str(list(a.shape)) for a in column})
+        shown = ", ".join(shapes[:4]) + (", …" if len(shapes) > 4 else "")
+        problems.append(
+            f"{label}: input '{name}': examples of different shapes ({shown}) cannot share a "
+            f"request; expected one shape, or batch_size 1 instead of {batch_size}"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+class TensorExamples:
+    """A source. A single example is made into a sample once; of a batch each is made anew."""
+
+    def __init__(
+        self, columns: Columns, has_batch: bool, order: Iterator[list[int]], origin: Origin
+    ) -> None:
+        self.origin = origin
+        self._columns = columns.by_name
+        self._has_batch = has_batch
+        self._order = order
+        self._samples: list[Sample | None] = [None] * columns.num_examples
+
+    def next(self) -> tuple[int | None, Sample]:
+        indices = next(self._order)
+        if len(indices) > 1:
+            # `check_batches` saw to it that these columns are arrays.
+            stacked = {n: c[indices] for n, c in self._columns.items() if isinstance(c, np.ndarray)}
+            return None, Sample(stacked)
+        index = indices[0]
+        sample = self._samples[index]
+        if sample is None:
+            sample = self._samples[index] = self._single(index)
+        return index, sample
+
+    def _single(self, index: int) -> Sample:
+        tensors: dict[str, Array] = {}
+        for name, column in self._columns.items():
+            row = column[index, ...] if isinstance(column, np.ndarray) else column[index]
+            if row is not None:
+                tensors[name] = row[None] if self._has_batch else row
+        return Sample(tensors)
+
+
+class TextExamples:
+    """A source of fields: prompts, messages or what a template names. Answers are as long as
+    `answers` say, else as the example itself says, else as the server likes."""
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        answers: Iterator[int] | None,
+        order: Iterator[list[int]],
+        origin: Origin,
+    ) -> None:
+        self.origin = origin
+        self._samples = samples
+        self._answers = answers
+        self._order = order
+
+    def next(self) -> tuple[int | None, Sample]:
+        index = next(self._order)[0]
+        sample = self._samples[index]
+        if self._answers is None:
+            return index, sample
+        max_tokens = next(self._answers)
+        fields = sample.fields
+        if "max_tokens" in fields:
+            fields = {**fields, "max_tokens": max_tokens}
+        return None, Sample(fields=fields, max_tokens=max_tokens)
+
+
+def _names(form: RequestForm) -> list[str]:
+    return [spec.name for spec in form.inputs]
+
+
+def _unknown(form: RequestForm, names: Set[str], label: str) -> list[str]:
+    taken = ", ".join(f"'{name}'" for name in _names(form))
+    unknown = sorted(names - set(_names(form)))
+    return [f"{label}: unknown input '{name}'; the model takes {taken}" for name in unknown]
+
+
+def _fitted(spec: TensorSpec, rows: Rows) -> tuple[list[Array | None], list[str]]:
+    column: list[Array | None] = []
+    misfits: list[str] = []
+    for position, row in enumerate(rows.rows):
+        array: Array | None = None
+        if row.get(spec.name) is not None:
+            try:
+                array = example(spec, row[spec.name])
+            except Misfit as misfit:
+                misfits.append(f"{rows.place(position)}: {misfit}")
+        elif not spec.is_optional:
+            misfits.append(f"{rows.place(position)}: input '{spec.name}' is missing")
+        column.append(array)
+    return column, misfits
+
+
+def _joined(column: Sequence[Array | None]) -> Column:
+    arrays = [array for array in column if array is not None]
+    if len(arrays) == len(column) and len({array.shape for array in arrays}) == 1:
+        return np.stack(arrays)
+    return list(column)
+
+
+def _columns(form: RequestForm, columns: dict[str, Column], problems: list[str]) -> Columns:
+    if not columns and not problems:
+        problems.append("the model takes no inputs, and data was given")
+    if problems:
+        raise ConfigError(problems)
+    datatypes = {spec.name: spec.datatype for spec in form.inputs}
+    notes = tuple(
+        f"input '{name}' has values that are not finite"
+        for name, column in columns.items()
+        if not all(is_finite(datatypes[name], array) for array in _arrays(column))
+    )
+    return Columns(columns, len(next(iter(columns.values()))), notes)
+
+
+def _arrays(column: Column) -> list[Array]:
+    if isinstance(column, np.ndarray):
+        return [column]
+    return [array for array in column if array is not None]

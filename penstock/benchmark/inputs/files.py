@@ -1,0 +1,198 @@
+"""What a data file says, whatever its format: arrays by name, or rows. Fits nothing to a model.
+
+.npz and .npy hold arrays whose first axis counts examples; .jsonl, .json and .parquet hold rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.types import Array
+
+ARRAY_SUFFIXES = (".npz", ".npy")
+ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
+MAX_PROBLEMS = 10
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a file and where each was found: `word` and a number, "line 3"."""
+
+    rows: Sequence[Row]
+    numbers: Sequence[int]
+    word: str
+
+    def place(self, index: int) -> str:
+        return f"{self.word} {self.numbers[index]}"
+
+
+def digest(paths: Sequence[Path]) -> str:
+    """sha256 of a file; of several, of their names and digests."""
+    if len(paths) == 1:
+        with paths[0].open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    lines = [f"{path.name} {digest([path])}\n" for path in paths]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def read_arrays(path: Path) -> dict[str, Array]:
+    """Arrays by name; the one of an .npy file has the name ""."""
+    try:
+        loaded = np.load(path, allow_pickle=False, mmap_mode="r")
+        if isinstance(loaded, np.ndarray):
+            arrays = {"": np.asarray(loaded)}
+        else:
+            with loaded:
+                arrays = {name: loaded[name] for name in loaded.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ConfigError([f"{path}: cannot be read: {_explained(error)}"]) from None
+    problems = [
+        f"{_where(path, name)}: expected an array whose first axis counts examples, got one value"
+        for name, array in arrays.items()
+        if array.ndim == 0
+    ]
+    if len({len(array) for array in arrays.values() if array.ndim}) > 1:
+        counts = ", ".join(f"'{name}' {len(a)}" for name, a in arrays.items() if a.ndim)
+        problems.append(f"{path}: arrays have different numbers of examples: {counts}")
+    if not problems and not any(len(array) for array in arrays.values()):
+        problems.append(f"{path}: has no examples")
+    if problems:
+        raise ConfigError(problems)
+    return arrays
+
+
+def read_rows(path: Path, as_arrays: bool = False) -> Rows:
+    """All rows. `as_arrays`: lists of numbers may come as arrays where that is cheaper."""
+    try:
+        if path.suffix == ".jsonl":
+            rows = _json_lines(path)
+        elif path.suffix == ".json":
+            rows = _json(path)
+        else:
+            rows = _parquet(path, as_arrays)
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {_explained(error)}"]) from None
+    if not rows.rows:
+        raise ConfigError([f"{path}: has no examples"])
+    return rows
+
+
+def _where(path: Path, name: str) -> str:
+    return f"{path}, array '{name}'" if name else str(path)
+
+
+def _explained(error: Exception) -> str:
+    if "allow_pickle" in str(error):
+        return "it is no .npy or .npz file, or holds Python objects, which are never loaded"
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _json_lines(path: Path) -> Rows:
+    rows: list[Row] = []
+    numbers: list[int] = []
+    problems: list[str] = []
+    decoder = msgspec.json.Decoder(Row)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(decoder.decode(line))
+                numbers.append(number)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                problems.append(f"{path}, line {number}: expected a JSON object: {error}")
+                if len(problems) >= MAX_PROBLEMS:
+                    break
+    if problems:
+        raise ConfigError(problems)
+    return Rows(rows, numbers, "line")
+
+
+def _json(path: Path) -> Rows:
+    """A list of objects, or perf_analyzer's {"data": list of objects}."""
+    try:
+        document = msgspec.json.decode(path.read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: is not JSON: {error}"]) from None
+    rows = document.get("data") if isinstance(document, dict) else document
+    if not isinstance(rows, list):
+        raise ConfigError([f'{path}: expected a list of objects, or {{"data": list of objects}}'])
+    problems = [
+        f"{path}, example {number}: {_no_row(row)}"
+        for number, row in enumerate(rows, 1)
+        if not isinstance(row, dict)
+    ]
+    if problems:
+        raise ConfigError(problems[:MAX_PROBLEMS])
+    return Rows([_payload(row) for row in rows], range(1, len(rows) + 1), "example")
+
+
+def _no_row(row: object) -> str:
+    if isinstance(row, list):
+        return "expected an object, got a list; sequences of requests are not supported"
+    return f"expected an object, got {type(row).__name__}"
+
+
+def _payload(row: Row) -> Row:
+    """GenAI-Perf wraps the body of each request in {"payload": [body]}."""
+    payload = row.get("payload")
+    if len(row) == 1 and isinstance(payload, list) and payload and isinstance(payload[0], dict):
+        return payload[0]
+    return row
+
+
+def _parquet(path: Path, as_arrays: bool) -> Rows:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(
+            [f"{path}: Parquet files need pyarrow: pip install 'penstock[data]'"]
+        ) from None
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from None
+    if as_arrays:
+        columns = [_values(column.combine_chunks()) for column in table.columns]
+    else:
+        columns = [column.to_pylist() for column in table.columns]
+    names = table.column_names
+    rows = [
+        {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        for values in zip(*columns, strict=True)
+    ]
+    return Rows(rows, range(1, len(rows) + 1), "row")
+
+
+def _values(column: Any) -> Sequence[Any]:
+    """A list of numbers each as a view of all of them; whatever else as Python values."""
+    from pyarrow import types
+
+    kind = column.type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not is_list or column.null_count or not _is_number(kind.value_type):
+        return list(column.to_pylist())
+    flat = column.flatten()
+    if flat.null_count:
+        return list(column.to_pylist())
+    ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
+    return np.split(flat.to_numpy(zero_copy_only=False), ends[:-1])
+
+
+def _is_number(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))

@@ -1,0 +1,163 @@
+"""Whether given values fit a model's input, and the array that is sent for them. Pure.
+
+What loses nothing but precision is cast: integers to floats, floats to shorter floats, integers to
+others that hold them. A float is never made an integer. Messages are those of the server.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.serving.padding import bf16_bits
+from penstock.types import DATATYPES, Array, TensorSpec, num_elements, split_bytes
+
+# What may become what, by the kind letters of numpy.
+CASTS = {"f": "fiub", "i": "iub", "u": "iub", "b": "biu"}
+KINDS = {"f": "floats", "i": "integers", "u": "integers", "b": "booleans", "U": "strings"}
+
+
+class Misfit(Exception):
+    """What does not fit, in words that begin with the input's name."""
+
+    def __init__(self, spec: TensorSpec, problem: str) -> None:
+        super().__init__(f"input '{spec.name}': {problem}")
+
+
+def example(spec: TensorSpec, value: object) -> Array:
+    """One example from what a row of a file says: nested lists, a flat list in row-major order, a
+    single value, an array, or perf_analyzer's {"content", "shape"} and {"b64"}."""
+    array = _described(spec, value) if isinstance(value, dict) else _array(spec, value)
+    size = num_elements(spec.shape)
+    if array.ndim == 1 and min(spec.shape, default=-1) >= 0 and array.size == size:
+        array = array.reshape(spec.shape)
+    fitted: Array = examples(spec, array[None])[0, ...]
+    return fitted
+
+
+def examples(spec: TensorSpec, array: Array) -> Array:
+    """Many at once: the first axis of `array` counts examples."""
+    if array.ndim == 1 and spec.shape in ((1,), (-1,)):
+        array = array[:, None]
+    if not fits(array.shape[1:], spec.shape):
+        raise Misfit(spec, f"shape {list(array.shape[1:])} does not fit {list(spec.shape)}")
+    if spec.datatype == "BYTES":
+        return _strings(spec, array)
+    if spec.datatype == "BF16":
+        floats = TensorSpec(spec.name, "FP32", spec.shape)
+        return bf16_bits(_numbers(floats, array))
+    return _numbers(spec, array)
+
+
+def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
+    return len(shape) == len(expected) and all(
+        limit in (-1, size) for size, limit in zip(shape, expected, strict=True)
+    )
+
+
+def is_finite(datatype: str, array: Array) -> bool:
+    if datatype == "BF16":
+        # An exponent of ones.
+        return not bool(((array & 0x7F80) == 0x7F80).any())
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+
+
+def _numbers(spec: TensorSpec, array: Array) -> Array:
+    dtype = DATATYPES[spec.datatype].numpy
+    if array.dtype == dtype or array.size == 0:
+        return np.ascontiguousarray(array, dtype=dtype)
+    if array.dtype.kind not in CASTS[dtype.kind]:
+        given = KINDS.get(array.dtype.kind, str(array.dtype))
+        raise Misfit(spec, f"{given} cannot be cast to {spec.datatype}")
+    with np.errstate(over="ignore"):
+        cast: Array = np.ascontiguousarray(array, dtype=dtype)
+    if not _holds(array, dtype, cast):
+        raise Misfit(spec, f"a value does not fit {spec.datatype}")
+    return cast
+
+
+def _holds(array: Array, dtype: np.dtype[Any], cast: Array) -> bool:
+    """Whether every value is still itself, but for its precision."""
+    if dtype.kind == "f":
+        infinite = np.isinf(cast)
+        return not infinite.any() or bool(np.isinf(array[infinite]).all())
+    lowest, highest = int(array.min()), int(array.max())
+    if dtype.kind == "b":
+        return lowest >= 0 and highest <= 1
+    limits = np.iinfo(dtype)
+    return limits.min <= lowest and highest <= limits.max
+
+
+def _strings(spec: TensorSpec, array: Array) -> Array:
+    if array.dtype.kind not in "OUS" and array.size:
+        given = KINDS.get(array.dtype.kind, str(array.dtype))
+        raise Misfit(spec, f"{given} cannot be cast to BYTES; expected strings")
+    strings = np.empty(array.size, np.object_)
+    for position, element in enumerate(array.ravel().tolist()):
+        if isinstance(element, str):
+            strings[position] = _utf8(spec, element)
+        elif isinstance(element, bytes):
+            strings[position] = element
+        else:
+            raise Misfit(spec, f"expected strings, got {type(element).__name__}")
+    return strings.reshape(array.shape)
+
+
+def _utf8(spec: TensorSpec, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise Misfit(spec, "a string is not valid Unicode") from None
+
+
+def _array(spec: TensorSpec, value: object) -> Array:
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        if spec.datatype == "BYTES":
+            # As they are: numpy's own strings drop what looks like filling.
+            return np.array(value, np.object_)
+        return np.asarray(value)
+    except (ValueError, OverflowError):
+        raise Misfit(spec, "lists of different lengths beside each other are no tensor") from None
+
+
+def _described(spec: TensorSpec, value: dict[str, object]) -> Array:
+    unknown = value.keys() - {"content", "shape", "b64"}
+    if unknown or not value.keys() & {"content", "b64"}:
+        raise Misfit(spec, 'an object must have "content", with or without "shape", or "b64"')
+    content = value.get("content", value)
+    if isinstance(content, dict):
+        array = _decoded(spec, content.get("b64"))
+    else:
+        array = _array(spec, content)
+    return _reshaped(spec, array, value["shape"]) if "shape" in value else array
+
+
+def _decoded(spec: TensorSpec, text: object) -> Array:
+    """Bytes as they lie in memory, little-endian; each string with its length in four bytes."""
+    try:
+        data = base64.b64decode(text if isinstance(text, str) else "?", validate=True)
+    except (binascii.Error, ValueError):
+        raise Misfit(spec, '"b64" is not base64') from None
+    try:
+        if spec.datatype == "BYTES":
+            return np.array(split_bytes(data), np.object_)
+        array = np.frombuffer(data, DATATYPES[spec.datatype].numpy)
+    except ValueError as error:
+        raise Misfit(spec, f'"b64" of {len(data)} bytes is no {spec.datatype}: {error}') from None
+    if spec.datatype == "BF16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array
+
+
+def _reshaped(spec: TensorSpec, array: Array, shape: object) -> Array:
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise Misfit(spec, '"shape" must be a list of whole numbers')
+    if num_elements(shape) != array.size:
+        raise Misfit(spec, f"shape {shape} needs {num_elements(shape)} elements, got {array.size}")
+    return array.reshape(shape)

@@ -1,0 +1,163 @@
+"""How long things are: variable dimensions, prompts in tokens, answers in tokens. Knows nothing of
+what has these lengths. `parse` reads what a user writes, `draw` gives whole numbers from 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.types import Array
+
+FORMS = (
+    "expected a length such as 128, uniform:LOWEST:HIGHEST, normal:MEAN:DEVIATION, "
+    "lognormal:MEDIAN:P99, or list:FILE with one length a line"
+)
+# The 99th percentile of the standard normal distribution.
+NORMAL_P99 = 2.3263478740408408
+# No tensor and no text is longer; keeps a tail from asking for more memory than there is.
+MAX_LENGTH = 2**24
+# Lengths are drawn this many at a time.
+CHUNK = 4096
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    """`values` are what the kind asks for: a fixed one its length, a uniform one the lowest and
+    highest, a normal one mean and deviation, a lognormal one median and p99, a list all lengths to
+    draw from."""
+
+    kind: str
+    values: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        match self.kind, self.values:
+            case "fixed", (length,):
+                return f"{length:g}"
+            case "uniform", (lowest, highest):
+                return f"uniform from {lowest:g} to {highest:g}"
+            case "normal", (mean, deviation):
+                return f"normal with mean {mean:g} and deviation {deviation:g}"
+            case "lognormal", (median, p99):
+                return f"lognormal with median {median:g} and p99 {p99:g}"
+        return f"drawn from a list of {len(self.values):,}"
+
+
+@dataclass(slots=True)
+class Sizes:
+    """How long each next request and its answer are, endlessly, and the same in words. None: nobody
+    said."""
+
+    requests: Iterator[int] | None = None
+    answers: Iterator[int] | None = None
+    requests_text: str = ""
+    answers_text: str = ""
+
+
+def parse(text: str) -> Lengths:
+    """What a user wrote; ConfigError in words when it is none of the forms."""
+    kind, colon, rest = text.strip().partition(":")
+    if kind == "list" and colon:
+        return _listed(Path(rest))
+    if not colon:
+        path = Path(kind)
+        if path.suffix in {".csv", ".txt", ".jsonl"}:
+            return _listed(path)
+        return _checked(text, Lengths("fixed", _numbers(text, [kind])))
+    return _checked(text, Lengths(kind, _numbers(text, rest.split(":"))))
+
+
+def draw(lengths: Lengths, random: np.random.Generator, count: int) -> Array:
+    """So many whole numbers, all at least 1."""
+    match lengths.kind, lengths.values:
+        case "fixed", (length,):
+            found: Array = np.full(count, length)
+        case "uniform", (lowest, highest):
+            found = random.integers(int(lowest), int(highest), count, endpoint=True)
+        case "normal", (mean, deviation):
+            found = random.normal(mean, deviation, count)
+        case "lognormal", (median, p99):
+            sigma = math.log(p99 / median) / NORMAL_P99
+            found = random.lognormal(math.log(median), sigma, count)
+        case "list", values:
+            found = random.choice(np.asarray(values), count)
+        case _:
+            raise ConfigError([f"lengths: unknown kind '{lengths.kind}'; {FORMS}"])
+    return np.clip(np.rint(found), 1, MAX_LENGTH).astype(np.int64)
+
+
+def drawn(lengths: Lengths, seed: Sequence[int]) -> Iterator[int]:
+    """Endless; the same for the same seed."""
+    random = np.random.default_rng(seed)
+    while True:
+        yield from draw(lengths, random, CHUNK).tolist()
+
+
+def followed(values: Sequence[int], index: int, num_processes: int) -> Iterator[int]:
+    """Endless: the `index`-th of `values` and every `num_processes`-th after it; from the start
+    again when they are through."""
+    position = index
+    while True:
+        yield values[position % len(values)]
+        position += num_processes
+
+
+def _numbers(text: str, parts: list[str]) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in parts)
+    except ValueError:
+        raise ConfigError([f"lengths '{text}': {FORMS}"]) from None
+    if not all(math.isfinite(value) for value in values):
+        raise ConfigError([f"lengths '{text}': {FORMS}"])
+    return values
+
+
+def _checked(text: str, lengths: Lengths) -> Lengths:
+    match lengths.kind, lengths.values:
+        case "fixed", (length,):
+            problem = "" if _is_length(length) else "a length is a whole number from 1"
+        case "uniform", (lowest, highest):
+            is_fine = _is_length(lowest) and _is_length(highest) and lowest <= highest
+            problem = "" if is_fine else "uniform takes whole numbers from 1, the lowest first"
+        case "normal", (mean, deviation):
+            is_fine = 1 <= mean <= MAX_LENGTH and deviation >= 0
+            problem = "" if is_fine else "normal takes a mean from 1 and a deviation from 0"
+        case "lognormal", (median, p99):
+            is_fine = 1 <= median <= p99 <= MAX_LENGTH
+            problem = "" if is_fine else "lognormal takes a median from 1 and a p99 that is no less"
+        case _:
+            problem = FORMS
+    if problem:
+        raise ConfigError([f"lengths '{text}': {problem}"])
+    return lengths
+
+
+def _is_length(value: float) -> bool:
+    return value == int(value) and 1 <= value <= MAX_LENGTH
+
+
+def _listed(path: Path) -> Lengths:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"lengths: cannot read '{path}': {error}"]) from None
+    values: list[float] = []
+    problems: list[str] = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip().strip(",").strip()
+        # The first line of a CSV file may be the name of its column.
+        if not text or (number == 1 and path.suffix == ".csv" and not text[0].isdigit()):
+            continue
+        if text.isdigit() and _is_length(int(text)):
+            values.append(int(text))
+        else:
+            problems.append(f"{path}, line {number}: expected a length from 1, got '{text[:40]}'")
+    if not values and not problems:
+        problems.append(f"lengths: '{path}' has none; expected one length a line")
+    if problems:
+        raise ConfigError(problems[:10])
+    return Lengths("list", tuple(values))

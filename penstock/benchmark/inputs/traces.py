@@ -1,0 +1,223 @@
+"""A recorded trace: when requests arrived and how long they and their answers were.
+
+Read from CSV with a header, from .jsonl, or from a plain list of times. Times are ISO 8601 or
+numbers. Numbers are seconds, unless their column's name ends in _ms, _us or _ns, or they are so
+large that they can only be milliseconds, microseconds or nanoseconds since 1970; Mooncake's .jsonl,
+known by `input_length` beside `timestamp`, is in milliseconds.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.errors import ConfigError
+
+TIME_NAMES = ("time", "timestamp", "arrival", "arrivaltime", "arrivedat")
+INPUT_NAMES = ("contexttokens", "inputlength", "inputtokens", "prompttokens", "numprefilltokens")
+OUTPUT_NAMES = (
+    "generatedtokens",
+    "outputlength",
+    "outputtokens",
+    "completiontokens",
+    "numdecodetokens",
+)
+UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+# Numbers from here on are since 1970, in this unit; each is the year 1973 of the unit before it.
+EPOCHS = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"))
+MAX_PROBLEMS = 10
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """Requests in the order of their arrival; seconds count from the first. Tokens are at least 1;
+    None where the trace does not tell."""
+
+    times_s: tuple[float, ...]
+    input_tokens: tuple[int, ...] | None = None
+    output_tokens: tuple[int, ...] | None = None
+    name: str = ""
+    # What a reader of the report should know.
+    note: str = ""
+
+
+class Record(msgspec.Struct):
+    """One line: its number and its cells by what they mean, as text or numbers."""
+
+    line: int
+    cells: Mapping[str, object]
+
+
+def read_trace(path: str | Path) -> Trace:
+    """ConfigError with the lines that cannot be read."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([f"{path}: cannot be read: {reason}"]) from None
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ConfigError([f"{path}: has no requests"])
+    if path.suffix == ".jsonl":
+        unit, records = _from_json(path, lines)
+    else:
+        unit, records = _from_csv(path, lines)
+    return _trace(path, unit, records)
+
+
+def _from_json(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Record]]:
+    records: list[Record] = []
+    problems: list[str] = []
+    unit = ""
+    decoder = msgspec.json.Decoder(dict[str, object])
+    for number, line in lines:
+        try:
+            row = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            problems.append(f"{path}, line {number}: expected a JSON object: {error}")
+            continue
+        if not records:
+            unit = _unit(row)
+            if not unit and {"timestamp", "input_length"} <= row.keys():
+                unit = "ms"
+        meanings = {name: _meaning(name) for name in row}
+        records.append(Record(number, {m: row[name] for name, m in meanings.items() if m}))
+    if problems:
+        raise ConfigError(problems[:MAX_PROBLEMS])
+    return unit, records
+
+
+def _from_csv(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Record]]:
+    rows = list(csv.reader(line for _, line in lines))
+    numbers = [number for number, _ in lines]
+    header = [cell.strip() for cell in rows[0]]
+    if any(_is_time(cell) for cell in header):
+        if len(header) > 1:
+            expected = "a header that names its columns, such as TIMESTAMP,ContextTokens"
+            raise ConfigError([f"{path}: several columns need {expected}"])
+        meanings, unit = ["time"], ""
+    else:
+        meanings, unit = [_meaning(name) for name in header], _unit(header)
+        rows, numbers = rows[1:], numbers[1:]
+        if "time" not in meanings:
+            listed = ", ".join(header)
+            expected = "expected one named time, timestamp or arrival"
+            raise ConfigError([f"{path}: no column has times: it has {listed}; {expected}"])
+    records = [
+        Record(number, {m: cell.strip() for m, cell in zip(meanings, row, strict=False) if m})
+        for number, row in zip(numbers, rows, strict=True)
+    ]
+    return unit, records
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace(" ", "").replace("-", "")
+
+
+def _named_unit(name: str) -> tuple[str, str]:
+    """A name without its unit, and the unit."""
+    for unit in UNITS:
+        if name.lower().endswith(f"_{unit}"):
+            return name[: -len(unit) - 1], unit
+    return name, ""
+
+
+def _unit(names: Mapping[str, object] | list[str]) -> str:
+    units = (_named_unit(name) for name in names)
+    return next((unit for name, unit in units if _plain(name) in TIME_NAMES), "")
+
+
+def _meaning(name: str) -> str:
+    plain = _plain(_named_unit(name)[0])
+    if plain in TIME_NAMES:
+        return "time"
+    if plain in INPUT_NAMES:
+        return "input"
+    return "output" if plain in OUTPUT_NAMES else ""
+
+
+def _is_time(text: str) -> bool:
+    try:
+        _moment(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _moment(value: object) -> float | datetime:
+    """A number, or a date; ValueError when it is neither."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    elif isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            date = datetime.fromisoformat(value)
+            return date if date.tzinfo else date.replace(tzinfo=UTC)
+    else:
+        raise ValueError("no time")
+    if not math.isfinite(number):
+        raise ValueError("not finite")
+    return number
+
+
+def _tokens(value: object) -> int:
+    number = float(value) if isinstance(value, int | float | str) else math.nan
+    if not math.isfinite(number) or number < 0 or number != int(number):
+        raise ValueError("no number of tokens")
+    return max(1, int(number))
+
+
+def _trace(path: Path, unit: str, records: list[Record]) -> Trace:
+    problems: list[str] = []
+    moments = list(_read(path, records, "time", problems))
+    columns = {
+        meaning: list(_read(path, records, meaning, problems))
+        for meaning in ("input", "output")
+        if records and meaning in records[0].cells
+    }
+    if not moments and not problems:
+        problems.append(f"{path}: has no requests")
+    if len({isinstance(moment, datetime) for moment in moments}) > 1:
+        problems.append(f"{path}: some times are dates and some are numbers")
+    if problems:
+        raise ConfigError(problems[:MAX_PROBLEMS])
+    seconds = _seconds(moments, unit)
+    order = sorted(range(len(seconds)), key=seconds.__getitem__)
+    is_sorted = order == list(range(len(seconds)))
+    tokens = {meaning: tuple(column[i] for i in order) for meaning, column in columns.items()}
+    return Trace(
+        tuple(seconds[i] - seconds[order[0]] for i in order),
+        tokens.get("input"),
+        tokens.get("output"),
+        path.name,
+        "" if is_sorted else "its requests were not in the order of their times and were sorted",
+    )
+
+
+def _read(path: Path, records: list[Record], meaning: str, problems: list[str]) -> Iterator[Any]:
+    for record in records:
+        value = record.cells.get(meaning)
+        try:
+            yield _moment(value) if meaning == "time" else _tokens(value)
+        except (ValueError, OverflowError):
+            expected = "a time" if meaning == "time" else f"a number of {meaning} tokens"
+            shown = "nothing" if value in (None, "") else repr(value)[:40]
+            problems.append(f"{path}, line {record.line}: expected {expected}, got {shown}")
+
+
+def _seconds(moments: list[float | datetime], unit: str) -> list[float]:
+    """Since the first, as exactly as the file says it."""
+    dates = [moment for moment in moments if isinstance(moment, datetime)]
+    if dates:
+        return [(date - dates[0]).total_seconds() for date in dates]
+    numbers = [moment for moment in moments if not isinstance(moment, datetime)]
+    if not unit:
+        unit = next((name for least, name in EPOCHS if numbers[0] >= least), "s")
+    return [(number - numbers[0]) * UNITS[unit] for number in numbers]
