@@ -36,6 +36,7 @@ ORDER = [
 PURE = [
     "slo.py",
     "wire/*.py",
+    "benchmark/targets/shared.py",
     "serving/batch_times.py",
     "serving/batcher.py",
     "serving/explain.py",

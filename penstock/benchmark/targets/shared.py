@@ -1,0 +1,123 @@
+"""What targets share: a sample as tensors, statistics as counters, texts cut short. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.benchmark.inputs import RequestForm, Sample
+from penstock.benchmark.targets import Counters
+from penstock.errors import ConfigError
+from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array
+
+MAX_TEXT = 120
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def in_short(text: str) -> str:
+    """An error's text, the same for the same cause: its first line with N for every number, since
+    failures are counted by their texts."""
+    lines = text.strip().splitlines()
+    short = _NUMBER.sub("N", " ".join(lines[0].split())) if lines else ""
+    return short if len(short) <= MAX_TEXT else short[: MAX_TEXT - 1] + "…"
+
+
+def tensors_of(form: RequestForm, sample: Sample) -> list[Tensor]:
+    """The sample's tensors in the order of the signature; ConfigError with all that is wrong."""
+    problems: list[str] = []
+    known = {spec.name for spec in form.inputs}
+    names = ", ".join(spec.name for spec in form.inputs)
+    problems += [
+        f"input '{name}': unknown; the model takes {names}"
+        for name in sample.tensors
+        if name not in known
+    ]
+    tensors: list[Tensor] = []
+    for spec in form.inputs:
+        array = sample.tensors.get(spec.name)
+        if array is not None:
+            problem = _misfit(spec, np.asarray(array), form.has_batch)
+            if problem:
+                problems.append(f"input '{spec.name}': {problem}")
+            else:
+                tensors.append(from_array(spec.name, spec.datatype, np.asarray(array)))
+        elif not spec.is_optional:
+            problems.append(f"input '{spec.name}': missing; the model takes {names}")
+    if form.has_batch and not problems and len({tensor.shape[0] for tensor in tensors}) > 1:
+        rows = ", ".join(f"'{tensor.name}' {tensor.shape[0]}" for tensor in tensors)
+        problems.append(f"inputs have different numbers of rows: {rows}")
+    if problems:
+        raise ConfigError(problems)
+    return tensors
+
+
+def _misfit(spec: TensorSpec, array: Array, has_batch: bool) -> str:
+    """What is wrong with an array; empty if nothing is."""
+    shape = (-1, *spec.shape) if has_batch else spec.shape
+    fits = len(shape) == array.ndim and all(
+        expected in (-1, size) for expected, size in zip(shape, array.shape, strict=True)
+    )
+    if not fits:
+        return f"shape {list(array.shape)} does not fit {list(shape)}"
+    kind = array.dtype.kind
+    if spec.datatype == "BYTES":
+        is_right = kind in "OSUT"
+    elif spec.datatype == "BF16":
+        # Its bits; numpy has no type for it.
+        is_right = array.dtype == np.uint16
+    else:
+        is_right = np.can_cast(array.dtype, DATATYPES[spec.datatype].numpy, "same_kind")
+    return "" if is_right else f"{array.dtype} values cannot be given as {spec.datatype}"
+
+
+def without_batch(shape: Sequence[int], has_batch: bool) -> tuple[int, ...]:
+    return tuple(shape[1:] if has_batch else shape)
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """SHA-256 of a served configuration, in whatever order its fields came."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def counters_of(statistics: Mapping[str, Any]) -> Counters:
+    """One entry of v2's `model_stats`, as Triton and Penstock give it."""
+    phases: Mapping[str, Mapping[str, Any]] = statistics.get("inference_stats", {})
+
+    def number(phase: str, field: str) -> int:
+        # Protobuf's JSON writes 64-bit numbers as text, and leaves out zeros.
+        return int(phases.get(phase, {}).get(field, 0))
+
+    def own(phase: str) -> int | None:
+        return number(phase, "ns") if phase in phases else None
+
+    return Counters(
+        num_success=number("success", "count"),
+        num_fail=number("fail", "count"),
+        num_inferences=int(statistics.get("inference_count", 0)),
+        num_executions=int(statistics.get("execution_count", 0)),
+        success_ns=number("success", "ns"),
+        queue_ns=number("queue", "ns"),
+        compute_input_ns=number("compute_input", "ns"),
+        compute_infer_ns=number("compute_infer", "ns"),
+        compute_output_ns=number("compute_output", "ns"),
+        batch_wait_ns=own("queue_batch"),
+        instance_wait_ns=own("queue_instance"),
+        busy_ns=_busy_ns(statistics),
+    )
+
+
+def _busy_ns(statistics: Mapping[str, Any]) -> int | None:
+    """What executions took together: each counts once, however many requests were in it."""
+    batches: Sequence[Mapping[str, Any]] = statistics.get("batch_stats", ())
+    if not batches and int(statistics.get("execution_count", 0)) > 0:
+        return None
+    return sum(
+        int(batch.get(phase, {}).get("ns", 0))
+        for batch in batches
+        for phase in ("compute_input", "compute_infer", "compute_output")
+    )
