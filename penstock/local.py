@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +39,9 @@ class LocalModel:
         # Guards the hand-over to the loop against its end.
         self._lock = threading.Lock()
         self._is_closed = False
+        # On their way to the loop, which one call wakes for all that wait.
+        self._sent: deque[Request] = deque()
+        self._is_taking_due = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -82,12 +87,34 @@ class LocalModel:
             for name, array in self._named(inputs).items()
         ]
         request = Request(CallbackSink(deliver), tensors, time.monotonic())
+        self.send(request)
+        future.add_done_callback(lambda done: self._cancel_if(done, request))
+        return future
+
+    def send(self, request: Request) -> None:
+        """Hand over a request made elsewhere. Its sink is called on the model's thread, and what
+        it keeps of the answer it must copy there."""
         with self._lock:
             if self._is_closed:
                 raise NotReady(f"model '{self.config.name}' is closed")
-            self._loop.call_soon_threadsafe(self._model.submit, request)
-        future.add_done_callback(lambda done: self._cancel_if(done, request))
-        return future
+            self._sent.append(request)
+            if not self._is_taking_due:
+                self._is_taking_due = True
+                self._loop.call_soon_threadsafe(self._take_sent)
+
+    def cancel(self, request: Request) -> None:
+        """Nobody waits for it any more. Its sink is told, unless it was answered before."""
+        with self._lock:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._model.cancel, request)
+
+    def statistics(self) -> dict[str, Any]:
+        """An entry of v2's statistics, as a server's `/stats` has it."""
+        with self._lock:
+            if self._is_closed:
+                raise NotReady(f"model '{self.config.name}' is closed")
+            answer = asyncio.run_coroutine_threadsafe(self._statistics(), self._loop)
+        return answer.result()
 
     def close(self) -> None:
         """Answer what still waits with an error and end. Closing again does nothing."""
@@ -99,9 +126,17 @@ class LocalModel:
         self._end_loop()
 
     def _cancel_if(self, future: Future[dict[str, Array]], request: Request) -> None:
-        with self._lock:
-            if future.cancelled() and not self._is_closed:
-                self._loop.call_soon_threadsafe(self._model.cancel, request)
+        if future.cancelled():
+            self.cancel(request)
+
+    def _take_sent(self) -> None:
+        # First: what is sent from now on wakes the loop again.
+        self._is_taking_due = False
+        for _ in range(len(self._sent)):
+            self._model.submit(self._sent.popleft())
+
+    async def _statistics(self) -> dict[str, Any]:
+        return self._model.metrics.statistics()
 
     async def _start(self) -> Model:
         model = Model(self.config, start_life=ThreadLife)

@@ -149,26 +149,27 @@ def to_message(config: ModelConfig, base: Any = None) -> Any:
 def to_json(config: ModelConfig) -> dict[str, Any]:
     """The resolved configuration as Triton gives it over its API: every plain field, numbers as
     numbers (protobuf's own JSON writes 64-bit ones as text)."""
-    return _to_dict(to_message(config))
+    return to_dict(to_message(config))
 
 
-def _to_dict(message: Any) -> dict[str, Any]:
+def to_dict(message: Any) -> dict[str, Any]:
+    """A ModelConfig message, as `to_json` has it."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         is_message = field.message_type is not None
         if is_message and field.message_type.GetOptions().map_entry:
             values[field.name] = {
-                str(key): _to_dict(item) if hasattr(item, "DESCRIPTOR") else item
+                str(key): to_dict(item) if hasattr(item, "DESCRIPTOR") else item
                 for key, item in value.items()
             }
         elif field.is_repeated:
             values[field.name] = [
-                _to_dict(item) if is_message else _plain(field, item) for item in value
+                to_dict(item) if is_message else _plain(field, item) for item in value
             ]
         elif is_message:
             if message.HasField(field.name):
-                values[field.name] = _to_dict(value)
+                values[field.name] = to_dict(value)
         elif not field.has_presence or message.HasField(field.name):
             values[field.name] = _plain(field, value)
     return values

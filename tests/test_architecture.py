@@ -46,6 +46,7 @@ PURE = [
     "benchmark/stats.py",
     "benchmark/steadiness.py",
     "benchmark/verdicts.py",
+    "benchmark/targets/shared.py",
     "serving/batch_times.py",
     "serving/batcher.py",
     "serving/explain.py",

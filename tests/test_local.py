@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -13,8 +14,17 @@ import pytest
 from onnx import helper
 
 import penstock
-from penstock.errors import BackendFailed, ConfigError, InvalidRequest, PenstockError
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    ConfigError,
+    InvalidRequest,
+    NotReady,
+    PenstockError,
+)
 from penstock.local import LocalModel
+from penstock.testing import RecordingSink
+from penstock.types import Request, from_array
 
 WriteOnnx = Callable[..., Path]
 NULL = """
@@ -394,3 +404,51 @@ def test_a_script_may_end_without_closing_its_model(examples: Path) -> None:
         "print(model.infer(numpy.ones((1, 16), numpy.float32))['OUTPUT0'].sum())"
     )
     assert run_script(script, examples / "identity") == (0, "16.0\n", "")
+
+
+# Requests made elsewhere
+
+
+def null_request(sink: RecordingSink) -> Request:
+    values = np.ones((1, 2), np.float32)
+    return Request(sink, [from_array("x", "FP32", values)], time.monotonic())
+
+
+def test_requests_of_ones_own_are_answered_through_their_sinks(tmp_path: Path) -> None:
+    sinks = [RecordingSink() for _ in range(20)]
+    with LocalModel(model_folder(tmp_path, NULL)) as model:
+        for sink in sinks:
+            model.send(null_request(sink))
+        # Sent later, answered later: all before it are through.
+        model.infer(np.zeros((1, 2), np.float32))
+        statistics = model.statistics()
+    assert [sink.num_final for sink in sinks] == [1] * 20
+    assert all(np.array_equal(sink.outputs[0]["y"], [[1.0, 1.0]]) for sink in sinks)
+    assert statistics["inference_stats"]["success"]["count"] == 21
+
+
+def test_a_request_that_is_cancelled_is_told_so(tmp_path: Path) -> None:
+    text = NULL + parameter("null.a_ms", "50")
+    sinks = [RecordingSink() for _ in range(3)]
+    with LocalModel(model_folder(tmp_path, text.replace("size: 4", "size: 1"))) as model:
+        requests = [null_request(sink) for sink in sinks]
+        for request in requests:
+            model.send(request)
+        model.cancel(requests[-1])
+        model.infer(np.zeros((1, 2), np.float32))
+        model.cancel(requests[0])
+    assert [sink.num_final for sink in sinks] == [1, 1, 1]
+    assert [sink.error for sink in sinks[:2]] == [None, None]
+    assert isinstance(sinks[2].error, Cancelled)
+
+
+def test_a_closed_model_takes_and_says_nothing(tmp_path: Path) -> None:
+    model = LocalModel(model_folder(tmp_path, NULL))
+    model.close()
+    sink = RecordingSink()
+    with pytest.raises(NotReady, match="is closed"):
+        model.send(null_request(sink))
+    with pytest.raises(NotReady, match="is closed"):
+        model.statistics()
+    model.cancel(null_request(sink))
+    assert sink.num_final == 0

@@ -1,0 +1,286 @@
+"""A model in this process: no network and no protocol, but the same batcher and worker loop as the
+server's. What is measured is the model with its batching.
+
+Describing reads files only; `open` loads. The model has threads of its own and shares the
+interpreter with whoever sends: a generator that computes much slows it down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+
+import penstock
+from penstock import manifest as manifests
+from penstock import pbtxt, repository
+from penstock.benchmark.exchange import Exchange
+from penstock.benchmark.inputs import RequestForm, Sample
+from penstock.benchmark.targets import Counters, Description, TargetSpec
+from penstock.benchmark.targets.shared import config_digest, counters_of, in_short, tensors_of
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError, NotFound, PenstockError
+from penstock.local import LocalModel
+from penstock.types import Request, Response, Tensor, Timings
+
+SWEEP_S = 0.5
+
+
+class Item:
+    """An encoded sample. Those with the same form have the same names, shapes and sizes, so the
+    model works out once what follows from them."""
+
+    __slots__ = ("form", "tensors")
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.form = tuple((tensor.name, tensor.shape, len(tensor.data)) for tensor in tensors)
+
+
+class Reply:
+    """The sink of one exchange: called on the model's thread, where it notes the time."""
+
+    __slots__ = ("_target", "exchange")
+
+    def __init__(self, target: InProcess, exchange: Exchange) -> None:
+        self._target = target
+        self.exchange = exchange
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        self._target.answered(time.monotonic(), self, request, answer)
+
+
+class Answer:
+    """What came back, on its way to the loop of whoever sent it."""
+
+    __slots__ = ("at", "failure", "reply", "timings")
+
+    def __init__(self, at: float, reply: Reply, timings: Timings, failure: str | None) -> None:
+        self.at = at
+        self.reply = reply
+        self.timings = timings
+        self.failure = failure
+
+
+class InProcess:
+    """Invariant: an exchange is in `_open` until it has ended, in the order they were sent."""
+
+    # One model, whatever the load: there is nothing to connect and nothing to wait for.
+    num_connections = 1
+    num_waited = 0
+
+    def __init__(self, spec: TargetSpec) -> None:
+        self._spec = spec
+        self._form: RequestForm | None = None
+        self._model: LocalModel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: dict[Reply, Request] = {}
+        self._answers: deque[Answer] = deque()
+        self._is_taking_due = False
+        self._sweep: asyncio.TimerHandle | None = None
+        self._num_sent = 0
+        # Seconds that loading took, warm-up of every batch size included.
+        self.load_s: float | None = None
+
+    async def describe(self) -> tuple[Description, RequestForm]:
+        folder, config = await asyncio.to_thread(find, self._spec)
+        self._form = RequestForm(
+            kind="tensors", inputs=tuple(config.inputs), has_batch=config.max_batch_size > 0
+        )
+        description = Description(
+            protocol="in process",
+            address=self._spec.address,
+            model=config.name,
+            version=config.version,
+            server=f"penstock {penstock.__version__}",
+            backend=config.backend,
+            num_instances=config.num_instances,
+            max_batch_size=config.max_batch_size,
+            config_digest=config_digest(pbtxt.to_json(config)),
+            model_digest=await asyncio.to_thread(files_digest, folder / config.version),
+        )
+        return description, self._form
+
+    async def counters(self) -> Counters | None:
+        """None while the model is not loaded here."""
+        if self._model is None:
+            return None
+        return counters_of(await asyncio.to_thread(self._model.statistics))
+
+    async def open(self, num_connections: int) -> None:
+        if self._model is not None:
+            return
+        if self._form is None:
+            await self.describe()
+        self._loop = asyncio.get_running_loop()
+        folder, config = await asyncio.to_thread(find, self._spec)
+        began = time.monotonic()
+        try:
+            self._model = await asyncio.to_thread(LocalModel, str(folder), config.version)
+        except ConfigError as error:
+            problems = [f"{self._spec.address}: {problem}" for problem in error.problems]
+            raise ConfigError(problems) from None
+        self.load_s = time.monotonic() - began
+        self._sweep = self._loop.call_later(SWEEP_S, self._end_late)
+
+    def encode(self, sample: Sample) -> Item:
+        assert self._form is not None, "inputs are encoded after `describe` or `open`"
+        return Item(tensors_of(self._form, sample))
+
+    def send(self, exchange: Exchange) -> None:
+        exchange.sent = now = time.monotonic()
+        item: Item = exchange.item
+        reply = Reply(self, exchange)
+        request = Request(reply, item.tensors, now)
+        request.form = item.form
+        self._open[reply] = request
+        if self._model is None:
+            asyncio.get_running_loop().call_soon(self._end, reply, "cancelled")
+            return
+        self._model.send(request)
+
+    async def close(self) -> None:
+        model, self._model = self._model, None
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for reply in list(self._open):
+            self._end(reply, "cancelled")
+        if model is not None:
+            await asyncio.to_thread(model.close)
+
+    def answered(
+        self, at: float, reply: Reply, request: Request, answer: Response | PenstockError
+    ) -> None:
+        """On the model's thread. One call wakes the other loop for all that wait."""
+        failure = failure_text(answer) if isinstance(answer, PenstockError) else None
+        self._answers.append(Answer(at, reply, request.timings, failure))
+        if not self._is_taking_due:
+            self._is_taking_due = True
+            assert self._loop is not None
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._take_answers)
+
+    def _take_answers(self) -> None:
+        # First: what is answered from now on wakes this loop again.
+        self._is_taking_due = False
+        for _ in range(len(self._answers)):
+            answer = self._answers.popleft()
+            exchange = answer.reply.exchange
+            if self._open.pop(answer.reply, None) is None:
+                continue  # It was too late.
+            exchange.done = answer.at
+            exchange.failure = answer.failure
+            if answer.failure is None:
+                self._note_phases(exchange, answer.timings)
+            exchange.finish(exchange)
+
+    def _note_phases(self, exchange: Exchange, timings: Timings) -> None:
+        every = self._spec.timing_every
+        if every:
+            self._num_sent += 1
+            if self._num_sent % every == 0:
+                exchange.phases = phases_of(timings)
+
+    def _end_late(self) -> None:
+        """Those that were sent first come first."""
+        assert self._loop is not None
+        latest = time.monotonic() - self._spec.timeout_s
+        is_late = partial(_was_sent_before, latest)
+        for reply, request in list(takewhile(is_late, self._open.items())):
+            if self._model is not None:
+                self._model.cancel(request)
+            self._end(reply, f"no answer within {self._spec.timeout_s:g} s")
+        self._sweep = self._loop.call_later(SWEEP_S, self._end_late)
+
+    def _end(self, reply: Reply, failure: str) -> None:
+        if self._open.pop(reply, None) is None:
+            return
+        exchange = reply.exchange
+        exchange.done = time.monotonic()
+        exchange.failure = failure
+        exchange.finish(exchange)
+
+
+def _was_sent_before(moment: float, item: tuple[Reply, Request]) -> bool:
+    return item[0].exchange.sent <= moment
+
+
+def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:
+    """The model's folder and the configuration of its asked or newest version."""
+    where = spec.address
+    try:
+        found = repository.read_one(where, spec.model) if spec.model else repository.read(where)
+    except NotFound:
+        there = repository.listed(repository.names(where))
+        raise ConfigError([f"{where}: holds no model '{spec.model}'; there: {there}"]) from None
+    if len(found.folders) > 1:
+        names = repository.listed(sorted(found.folders))
+        raise ConfigError([f"{where}: holds {names}; say which by --model"])
+    problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
+    if problems:
+        raise ConfigError([f"{where}: {problem}" for problem in problems])
+    ((name, folder),) = found.folders.items()
+    configs = [config for config in found.configs if spec.version in ("", config.version)]
+    if not configs:
+        versions = ", ".join(config.version for config in found.configs)
+        raise ConfigError([f"{where}: {name} has no version {spec.version}; there: {versions}"])
+    return folder, configs[-1]
+
+
+def files_digest(folder: Path) -> str:
+    """SHA-256 over the names and digests of a version's files: of a committed version as its
+    manifest has them, else read. The same files give the same digest either way."""
+    manifest = manifests.read(folder)
+    if manifest is not None:
+        digests = {name: entry.sha256 for name, entry in manifest.files.items()}
+    else:
+        digests = {
+            path.relative_to(folder).as_posix(): _sha256(path) for path in _files_below(folder)
+        }
+    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Without what Python caches and names with a leading dot, as in a manifest."""
+    found: list[Path] = []
+    for path, folders, names in os.walk(folder):
+        folders[:] = [
+            name for name in folders if name != manifests.CACHE and not name.startswith(".")
+        ]
+        found += [Path(path, name) for name in names if not name.startswith(".")]
+    return found
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+
+
+def failure_text(error: PenstockError) -> str:
+    """What went wrong, by its class: "overloaded: Exceeds maximum queue size"."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
+    return f"{words}: {in_short(str(error))}"
+
+
+def phases_of(timings: Timings) -> Mapping[str, float]:
+    """Under the names that a server's Server-Timing has."""
+    return {
+        "decode": timings.queued - timings.received,
+        "queue_batch": timings.dispatched - timings.queued - timings.instance_wait_s,
+        "queue_instance": timings.instance_wait_s,
+        "compute_input": timings.compute_input_s,
+        "compute_infer": timings.compute_infer_s,
+        "compute_output": timings.compute_output_s,
+        "total": timings.completed - timings.received,
+    }
