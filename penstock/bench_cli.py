@@ -19,8 +19,9 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.benchmark.inputs import InputSpec
     from penstock.benchmark.pacer import Load
+    from penstock.benchmark.plan import Plan
     from penstock.benchmark.results import Run
-    from penstock.benchmark.run import Conductor, Plan
+    from penstock.benchmark.run import Conductor
     from penstock.benchmark.targets import TargetSpec
     from penstock.slo import Slo
 
@@ -471,7 +472,7 @@ def _conclude(run: Run, baseline: Run | None, plan: Plan, is_gate: bool, toleran
 def make_plan(target: str, flags: dict[str, Any]) -> Plan:
     """ConfigError with everything that is wrong."""
     from penstock import slo as slos
-    from penstock.benchmark.run import Plan, decides_for
+    from penstock.benchmark.plan import Plan, decides_for
 
     reading = Reading(flags)
     slo: Slo | None = reading.maybe("slo", slos.parse)

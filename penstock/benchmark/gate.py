@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.benchmark import pacer, stats
+from penstock.benchmark import pacer, stats, verdicts
+from penstock.benchmark.plan import Decides
 from penstock.benchmark.results import Level, Run
-from penstock.slo import Slo
+from penstock.slo import Latency, Slo, Term
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,9 @@ class Check:
 
 
 def checks(
-    run: Run, slo: Slo | None, baseline: Run | None, figure: tuple[str, float], tolerance: float
+    run: Run, slo: Slo | None, baseline: Run | None, figure: Decides, tolerance: float
 ) -> list[Check]:
-    """`figure` is the metric and percentile that decides. Empty where there is nothing to judge."""
+    """`figure` is the percentile that is compared. Empty where there is nothing to judge."""
     found: list[Check] = []
     if run.is_partial:
         found.append(Check(False, f"the run is partial: {run.problem}"))
@@ -38,13 +39,13 @@ def _slo_checks(run: Run, slo: Slo) -> Iterator[Check]:
     if not run.levels:
         yield Check(False, f"{slo}: nothing was measured")
     for level in run.levels:
-        for verdict in stats.verdicts(level.windows, slo):
-            yield Check(verdict.is_kept, f"{pacer.label(level.load)}: {verdict}")
+        for verdict in verdicts.verdicts(slo, verdicts.measured(level.windows, slo)):
+            is_kept = verdict.outcome == "kept"
+            text = f"{verdict.term}: {verdict.outcome}{_shown(verdict.term, verdict.measured)}"
+            yield Check(is_kept, f"{pacer.label(level.load)}: {text}")
 
 
-def _baseline_checks(
-    run: Run, baseline: Run, figure: tuple[str, float], tolerance: float
-) -> Iterator[Check]:
+def _baseline_checks(run: Run, baseline: Run, figure: Decides, tolerance: float) -> Iterator[Check]:
     levels = {pacer.label(level.load): level for level in baseline.levels}
     matched = 0
     for level in run.levels:
@@ -57,12 +58,24 @@ def _baseline_checks(
         yield Check(False, f"the baseline holds {have}: nothing to compare with")
 
 
-def _compared(
-    before: Level, level: Level, figure: tuple[str, float], tolerance: float
-) -> Iterator[Check]:
-    metric, percent = figure
+def _compared(before: Level, level: Level, figure: Decides, tolerance: float) -> Iterator[Check]:
     name = pacer.label(level.load)
-    slower = stats.compare(before.windows, level.windows, metric, percent, tolerance)
-    yield Check(slower.verdict != "regression", f"{name}: p{percent:g} {metric} {slower}")
-    fewer = stats.compare_throughput(before.windows, level.windows, tolerance)
-    yield Check(fewer.verdict != "regression", f"{name}: throughput {fewer}")
+    latency = stats.compare(before.windows, level.windows, figure.metric, figure.percent, tolerance)
+    yield _check(f"{name}: {figure.name} {figure.metric}", latency)
+    yield _check(
+        f"{name}: throughput", stats.compare_throughput(before.windows, level.windows, tolerance)
+    )
+
+
+def _check(what: str, found: stats.Comparison) -> Check:
+    ratio = found.ratio
+    text = f"{ratio.value:.3f} of the baseline's ({ratio.low:.3f} to {ratio.high:.3f})"
+    return Check(found.finding != "regression", f"{what} {text}: {found.finding}")
+
+
+def _shown(term: Term, found: stats.Interval | None) -> str:
+    if found is None:
+        return ""
+    scale, unit = (1e3, " ms") if isinstance(term, Latency) else (1.0, "")
+    low, value, high = found.low * scale, found.value * scale, found.high * scale
+    return f", {value:.4g}{unit} ({low:.4g} to {high:.4g})"

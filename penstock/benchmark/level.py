@@ -1,0 +1,288 @@
+"""One load, measured: warm up, count, stop, wait for the last answers.
+
+What decides when a level is warm, precise enough or lost is pure and elsewhere; this file waits,
+asks the crew and folds what it reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from penstock.benchmark import pacer, stats, system
+from penstock.benchmark.crew import Crew
+from penstock.benchmark.exchange import Columns
+from penstock.benchmark.messages import Count, Counted, Ended, Go, Progress, Stop
+from penstock.benchmark.pacer import Closed, Flat, Load, Open, Replay
+from penstock.benchmark.plan import Plan
+from penstock.benchmark.recorder import Recorder
+from penstock.benchmark.report.live import Phase
+from penstock.benchmark.report.live import Progress as Shown
+from penstock.benchmark.results import Ending, GeneratorUse, Level, SystemSample, WarmUp
+from penstock.benchmark.stats import Interval, Window
+from penstock.benchmark.steadiness import steadiness
+from penstock.benchmark.targets import Counters
+from penstock.benchmark.verdicts import is_decided
+from penstock.errors import ConfigError
+
+TICK_S = 0.25
+SYSTEM_S = 0.5
+# Generators hear of the start before it comes.
+LEAD_S = 0.05
+# A level does not end early before this part of its time: a rare stall wants a chance to be seen.
+MIN_SHARE = 1 / 3
+# So long without one good answer, and with lost connections, is a server that is gone.
+LOST_S = 3.0
+# What is under way when somebody interrupts, or when the outcome is known, may take so long.
+SHORT_PATIENCE_S = 1.0
+# The last request of a trace is due when the trace ends, and belongs to it.
+INSTANT_S = 1e-6
+
+
+class Meter:
+    """Measures the levels of a run, one after the other. `watch` hears how it stands."""
+
+    def __init__(self, plan: Plan, watch: Callable[[Shown], None]) -> None:
+        self._plan = plan
+        self._watch = watch
+        self.crew = Crew(self._heard)
+        self.is_interrupted = False
+        self._index = 0
+        self._waiting: list[Columns] = []
+        # Of each generator, while a level runs.
+        self._reports: dict[int, list[Progress]] = {}
+
+    async def measure(self, load: Load, limit_s: float | None) -> Level:
+        """`limit_s` None: to the end of a load that has one."""
+        self._index += 1
+        length_s = pacer.duration_s(load)
+        is_warmed = self._plan.max_warm_up_s > 0
+        warm_up = await self._warm_up_for(load) if is_warmed and length_s is not None else None
+        start = await self._begin(load, self._plan.seed)
+        if is_warmed and length_s is None:
+            warm_up = await self._warm_up(load, start)
+            start = time.monotonic()
+        ends_s = min(each for each in (limit_s, length_s) if each is not None)
+        return await self._count(load, start, ends_s, warm_up)
+
+    async def _begin(self, load: Load, seed: int) -> float:
+        await self.crew.prepare(load, seed)
+        self._waiting.clear()
+        self._reports.clear()
+        start = time.monotonic() + LEAD_S
+        self.crew.ask(Go(start))
+        return start
+
+    # Warm-up.
+
+    async def _warm_up_for(self, load: Load) -> WarmUp:
+        """Loads that change have no steady state: a flat one goes before."""
+        assert not isinstance(load, Closed)
+        flat = Open(Flat(_first_rate(load)))
+        start = await self._begin(flat, self._plan.seed + 1)
+        warm_up = await self._warm_up(flat, start)
+        await self._stop(time.monotonic(), self._plan.target.timeout_s)
+        return warm_up
+
+    async def _warm_up(self, load: Load, start: float) -> WarmUp:
+        recorder = Recorder(start)
+        patience_s = self._plan.max_warm_up_s
+        while True:
+            await self._tick(recorder)
+            elapsed_s = time.monotonic() - start
+            windows = recorder.windows(time.monotonic())
+            self._tell(load, "warm-up", (elapsed_s, patience_s), windows)
+            state = steadiness(windows[:-1], patience_s)
+            if state.is_over or elapsed_s >= patience_s or self.is_interrupted or is_lost(windows):
+                num_requests = sum(window.num_due for window in windows)
+                return WarmUp(elapsed_s, num_requests, state.is_steady, state.first_s, state.last_s)
+
+    # Counting.
+
+    async def _count(
+        self, load: Load, start: float, ends_s: float, warm_up: WarmUp | None
+    ) -> Level:
+        recorder = Recorder(start, self._plan.slo)
+        before = await self._counters()
+        watching = SystemWatch(start)
+        ending: Ending | None = None
+        while ending is None:
+            await self._tick(recorder)
+            now = time.monotonic()
+            watching.look(now)
+            windows = recorder.windows(now)
+            self._tell(load, "measuring", (now - start, ends_s), windows)
+            ending = self._ending(load, windows, now - start, ends_s)
+        end = time.monotonic()
+        if ending == "through":
+            end = start + (pacer.duration_s(load) or 0.0) + INSTANT_S
+        after = await self._counters() if ending != "lost" else None
+        recorder.stop(end)
+        self._tell(load, "draining", (end - start, ends_s), windows)
+        is_short = ending in ("interrupted", "lost", "decided")
+        await self._stop(end, SHORT_PATIENCE_S if is_short else self._plan.target.timeout_s)
+        self._drain_into(recorder)
+        watching.close()
+        return Level(
+            load=load,
+            measured_s=end - start,
+            ending=ending,
+            warm_up=warm_up,
+            windows=recorder.windows(end),
+            service=recorder.service,
+            generator=self._use(recorder, start, end),
+            server=_difference(before, after),
+            samples=recorder.samples,
+            system=watching.samples,
+        )
+
+    def _ending(
+        self, load: Load, windows: list[Window], elapsed_s: float, ends_s: float
+    ) -> Ending | None:
+        plan = self._plan
+        length_s = pacer.duration_s(load)
+        if self.is_interrupted:
+            return "interrupted"
+        if is_lost(windows):
+            return "lost"
+        if elapsed_s >= ends_s:
+            return "through" if length_s is not None and length_s <= ends_s else "time"
+        if length_s is not None or plan.precision == 0:
+            return None
+        if plan.question == "max rate" and plan.slo is not None and isinstance(load, Open):
+            return "decided" if is_decided(windows, plan.slo) else None
+        is_tight = self._figure(windows).relative_error <= plan.precision
+        return "precise" if elapsed_s >= ends_s * MIN_SHARE and is_tight else None
+
+    async def _stop(self, at: float, patience_s: float) -> None:
+        self.crew.ask(Stop(at, patience_s))
+        await self.crew.expect(Ended)
+
+    async def _counters(self) -> Counters | None:
+        member = self.crew.members[0]
+        member.ask(Count())
+        return (await member.expect(Counted)).counters
+
+    # What generators report.
+
+    def _heard(self, index: int, progress: Progress) -> None:
+        self._waiting.append(progress.columns)
+        progress.columns = Columns(b"", b"", b"", b"")
+        self._reports.setdefault(index, []).append(progress)
+
+    async def _tick(self, recorder: Recorder) -> None:
+        await asyncio.sleep(TICK_S)
+        if problems := self.crew.problem():
+            raise ConfigError(problems)
+        self._drain_into(recorder)
+
+    def _drain_into(self, recorder: Recorder) -> None:
+        for columns in self._waiting:
+            recorder.add(columns)
+        self._waiting.clear()
+
+    def _use(self, recorder: Recorder, start: float, end: float) -> GeneratorUse:
+        cpu_shares, in_flight = [], 0.0
+        for reports in self._reports.values():
+            inside = [each for each in reports if start <= each.at <= end + TICK_S]
+            if len(inside) < 2:
+                continue
+            first, last = inside[0], inside[-1]
+            cpu_shares.append((last.cpu_s - first.cpu_s) / (last.at - first.at))
+            num_looks = last.num_in_flight_samples - first.num_in_flight_samples
+            in_flight += (last.in_flight_sum - first.in_flight_sum) / max(1, num_looks)
+        lasts = [reports[-1] for reports in self._reports.values()]
+        return GeneratorUse(
+            cpu_shares=cpu_shares,
+            lateness=recorder.lateness,
+            mean_in_flight=in_flight,
+            max_in_flight=sum(each.max_in_flight for each in lasts),
+            num_connections=sum(each.num_connections for each in lasts),
+            num_waited=sum(each.num_waited for each in lasts),
+        )
+
+    def _figure(self, windows: list[Window]) -> Interval:
+        decides = self._plan.decides
+        return stats.percentile_interval(windows, decides.metric, decides.percent)
+
+    def _tell(
+        self, load: Load, phase: Phase, elapsed_of_s: tuple[float, float], windows: list[Window]
+    ) -> None:
+        elapsed_s, of_s = elapsed_of_s
+        recent = windows[-4:]
+        span_s = sum(window.length_s for window in recent)
+        self._watch(
+            Shown(
+                level=pacer.label(load),
+                phase=phase,
+                elapsed_s=elapsed_s,
+                of_s=of_s,
+                rate=sum(window.num_arrived for window in recent) / span_s if span_s else 0.0,
+                p99_s=stats.histogram(recent, self._plan.decides.metric).percentile(99),
+                num_requests=sum(window.num_due for window in windows),
+                num_failed=sum(window.num_failed for window in windows),
+                statistic=self._plan.decides.name,
+                interval=self._figure(windows) if windows else None,
+                index=self._index,
+                num_levels=len(self._plan.loads) or None,
+            )
+        )
+
+
+class SystemWatch:
+    """A look at the machine every half second."""
+
+    def __init__(self, start: float) -> None:
+        self._start = start
+        self._next = start + SYSTEM_S
+        self._sampler = system.Sampler()
+        self.samples: list[SystemSample] = []
+
+    def look(self, now: float) -> None:
+        if now >= self._next:
+            self._next = now + SYSTEM_S
+            self.samples.append(self._sampler.sample(now - self._start))
+
+    def close(self) -> None:
+        self._sampler.close()
+
+
+def is_lost(windows: list[Window]) -> bool:
+    """For a while nothing came but broken connections."""
+    recent: list[Window] = []
+    for window in reversed(windows):
+        recent.append(window)
+        if sum(each.length_s for each in recent) >= LOST_S:
+            break
+    else:
+        return False
+    if any(window.num_good or window.num_arrived for window in recent):
+        return False
+    failures = [text for window in recent for text in window.failures]
+    return bool(failures) and all(map(is_loss, failures))
+
+
+def is_loss(failure: str) -> bool:
+    """Whether nobody was there to answer, as opposed to an answer that says no."""
+    return failure.startswith(("connection", "UNAVAILABLE"))
+
+
+def _first_rate(load: Open | Replay) -> float:
+    if isinstance(load, Replay) or isinstance(load.profile, Flat):
+        return pacer.mean_rate(load)
+    if isinstance(load.profile, pacer.Ramp):
+        return max(load.profile.first, load.profile.last / 10)
+    return next(step.rate for step in load.profile.steps if step.rate > 0)
+
+
+def _difference(before: Counters | None, after: Counters | None) -> Counters | None:
+    if before is None or after is None:
+        return None
+    found: dict[str, int | None] = {}
+    for name in Counters.__struct_fields__:
+        first, last = getattr(before, name), getattr(after, name)
+        found[name] = None if first is None or last is None else last - first
+    if any(value is not None and value < 0 for value in found.values()):
+        return None  # The server was restarted, or the model loaded again.
+    return Counters(**found)  # type: ignore[arg-type]
