@@ -324,10 +324,9 @@ def bench(target: str, **flags: Any) -> None:
         outputs.check()
         baseline = files.read_run(Path(flags["baseline"])) if flags["baseline"] else None
         run = asyncio.run(_measure(plan, outputs))
-        outputs.write(run)
+        outputs.show(run)
     except ConfigError as error:
         _fail(error)
-    _show(run)
     sys.exit(_conclude(run, baseline, plan, flags["gate"], flags["tolerance"] / 100))
 
 
@@ -348,25 +347,15 @@ def bench(target: str, **flags: Any) -> None:
     help="Write a row a level, with perf_analyzer's columns first. Use it where scripts read "
     "those.",
 )
-@click.option(
-    "--tolerance",
-    metavar="PERCENT",
-    type=click.FloatRange(0, 1000),
-    default=5.0,
-    show_default=True,
-    help="Of several runs: a difference below this is none worth speaking of. Lower it where "
-    "machines are quiet.",
-)
-def report(runs: tuple[str, ...], html_path: str, csv_path: str, tolerance: float) -> None:
+def report(runs: tuple[str, ...], html_path: str, csv_path: str) -> None:
     """Show saved runs of `penstock bench` again: one as it was, several compared with the first."""
     from penstock import terminal
-    from penstock.benchmark.report import compare
+    from penstock.benchmark.report import show
 
     html = Path(html_path) if html_path else None
     csv = Path(csv_path) if csv_path else None
     try:
-        paths = [Path(each) for each in runs]
-        compare.show(paths, html, csv, terminal.console(), tolerance / 100)
+        show.show([Path(each) for each in runs], html, csv, terminal.console())
     except ConfigError as error:
         _fail(error)
 
@@ -396,14 +385,17 @@ class Outputs:
         if self.json_path:
             files.write_run(run, Path(self.json_path))
 
-    def write(self, run: Run) -> None:
-        from penstock.benchmark.report import files, page
+    def show(self, run: Run) -> None:
+        from penstock import terminal
+        from penstock.benchmark.report import show
 
-        self.keep(run)
-        if self.csv_path:
-            files.write_csv(run, Path(self.csv_path))
-        if self.html_path:
-            Path(self.html_path).write_text(page.page(run))
+        show.show_run(
+            run, self._path(self.html_path), self._path(self.csv_path), terminal.console()
+        )
+
+    @staticmethod
+    def _path(name: str) -> Path | None:
+        return Path(name) if name else None
 
 
 async def _measure(plan: Plan, outputs: Outputs) -> Run:
@@ -437,13 +429,6 @@ def _interruptible(conductor: Conductor) -> Iterator[None]:
     finally:
         for each in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(each)
-
-
-def _show(run: Run) -> None:
-    from penstock import terminal
-    from penstock.benchmark.report import table
-
-    table.print_run(run, terminal.console())
 
 
 def _conclude(run: Run, baseline: Run | None, plan: Plan, is_gate: bool, tolerance: float) -> int:

@@ -157,14 +157,14 @@ class Generator:
         running = self._running
         assert running is not None
         in_flight = running.in_flight
+        now = time.monotonic()
         self._tell(
             Progress(
-                at=time.monotonic(),
+                at=now,
                 columns=running.collector.take(),
                 in_flight=in_flight.now,
                 max_in_flight=in_flight.most,
-                in_flight_sum=in_flight.sum,
-                num_in_flight_samples=in_flight.num_samples,
+                in_flight_area_s=in_flight.area_s(now),
                 num_connections=getattr(self._target, "num_connections", 0),
                 num_waited=getattr(self._target, "num_waited", 0),
                 cpu_s=time.process_time(),

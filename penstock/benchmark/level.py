@@ -23,7 +23,7 @@ from penstock.benchmark.results import Ending, GeneratorUse, Level, SystemSample
 from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.steadiness import steadiness
 from penstock.benchmark.targets import Counters
-from penstock.benchmark.verdicts import is_decided
+from penstock.benchmark.verdicts import is_decided, measured, verdicts
 from penstock.errors import ConfigError
 
 TICK_S = 0.25
@@ -94,9 +94,18 @@ class Meter:
             windows = recorder.windows(time.monotonic())
             self._tell(load, "warm-up", (elapsed_s, patience_s), windows)
             state = steadiness(windows[:-1], patience_s)
-            if state.is_over or elapsed_s >= patience_s or self.is_interrupted or is_lost(windows):
+            is_over = state.is_over or elapsed_s >= patience_s or self._is_hopeless(windows)
+            if is_over or self.is_interrupted or is_lost(windows):
                 num_requests = sum(window.num_due for window in windows)
                 return WarmUp(elapsed_s, num_requests, state.is_steady, state.first_s, state.last_s)
+
+    def _is_hopeless(self, windows: list[Window]) -> bool:
+        """A rate that is far too high never becomes steady, and need not for the verdict."""
+        plan = self._plan
+        if plan.question != "max rate" or plan.slo is None or not is_decided(windows, plan.slo):
+            return False
+        found = verdicts(plan.slo, measured(windows, plan.slo))
+        return any(verdict.outcome == "missed" for verdict in found)
 
     # Counting.
 
@@ -189,9 +198,9 @@ class Meter:
             if len(inside) < 2:
                 continue
             first, last = inside[0], inside[-1]
-            cpu_shares.append((last.cpu_s - first.cpu_s) / (last.at - first.at))
-            num_looks = last.num_in_flight_samples - first.num_in_flight_samples
-            in_flight += (last.in_flight_sum - first.in_flight_sum) / max(1, num_looks)
+            span_s = last.at - first.at
+            cpu_shares.append((last.cpu_s - first.cpu_s) / span_s)
+            in_flight += (last.in_flight_area_s - first.in_flight_area_s) / span_s
         lasts = [reports[-1] for reports in self._reports.values()]
         return GeneratorUse(
             cpu_shares=cpu_shares,

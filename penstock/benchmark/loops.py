@@ -7,7 +7,6 @@ know nothing of protocols, pipes or statistics.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -24,9 +23,6 @@ PAUSE_S = 0.02
 # So many at once, then the event loop gets its turn to read answers.
 MAX_AT_ONCE = 32
 MAX_KEPT_BYTES = 256 << 20
-# In flight is looked at this often on average, at random moments: a fixed beat could fall in step
-# with constant arrivals.
-SAMPLE_S = 0.01
 
 
 class Feed:
@@ -53,28 +49,28 @@ class Feed:
 
 
 class InFlight:
-    """How many exchanges are under way, counted and sampled."""
+    """How many exchanges are under way, from when they were due until they were done."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self) -> None:
         self.now = 0
         self.most = 0
-        self.sum = 0.0
-        self.num_samples = 0
-        self._loop = loop
-        self._random = random.Random(0)
-        self._handle: asyncio.TimerHandle | None = None
+        # Of those that are done, minus those that were due; small numbers, so that sums stay exact.
+        self._sum_s = 0.0
+        self._zero = time.monotonic()
 
-    def start(self) -> None:
-        self._handle = self._loop.call_later(self._random.uniform(0.5, 1.5) * SAMPLE_S, self._look)
+    def begin(self, due: float) -> None:
+        self.now += 1
+        if self.now > self.most:
+            self.most = self.now
+        self._sum_s -= due - self._zero
 
-    def stop(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
+    def end(self, done: float) -> None:
+        self.now -= 1
+        self._sum_s += done - self._zero
 
-    def _look(self) -> None:
-        self.sum += self.now
-        self.num_samples += 1
-        self.start()
+    def area_s(self, moment: float) -> float:
+        """The number under way, summed over time up to this moment."""
+        return self._sum_s + self.now * (moment - self._zero)
 
 
 class ClosedLoop:
@@ -82,7 +78,7 @@ class ClosedLoop:
 
     def __init__(self, feed: Feed, target: Target, share: int) -> None:
         self.collector = Collector()
-        self.in_flight = InFlight(asyncio.get_running_loop())
+        self.in_flight = InFlight()
         self.is_through = False
         self._loop = asyncio.get_running_loop()
         self._next = feed.next
@@ -96,7 +92,6 @@ class ClosedLoop:
 
     def start(self, at: float) -> None:
         self._loop.call_later(max(0.0, at - time.monotonic()), self._begin)
-        self.in_flight.start()
 
     def stop(self, at: float) -> None:
         self._stop_at = at
@@ -104,7 +99,7 @@ class ClosedLoop:
             self.ended.set()
 
     def close(self) -> None:
-        self.in_flight.stop()
+        pass
 
     def _begin(self) -> None:
         for _ in range(self._share):
@@ -112,15 +107,13 @@ class ClosedLoop:
 
     def _send(self) -> None:
         exchange = Exchange(0.0, self._next(), self._finish)
-        in_flight = self.in_flight
-        in_flight.now += 1
-        in_flight.most = max(in_flight.most, in_flight.now)
         exchange.due = time.monotonic()
+        self.in_flight.begin(exchange.due)
         self._send_to(exchange)
 
     def _finish(self, exchange: Exchange) -> None:
         self.collector.add(exchange)
-        self.in_flight.now -= 1
+        self.in_flight.end(exchange.done)
         if exchange.failure is not None and exchange.done < self._stop_at:
             self._num_pausing += 1
             self._loop.call_later(PAUSE_S, self._resume)
@@ -143,7 +136,7 @@ class OpenLoop:
 
     def __init__(self, feed: Feed, target: Target, due: Iterator[float]) -> None:
         self.collector = Collector()
-        self.in_flight = InFlight(asyncio.get_running_loop())
+        self.in_flight = InFlight()
         self.ended = asyncio.Event()
         self.is_through = False
         self._loop = asyncio.get_running_loop()
@@ -164,7 +157,6 @@ class OpenLoop:
             self._end_sending()
         else:
             self._alarm.set(self._next_due)
-        self.in_flight.start()
 
     def stop(self, at: float) -> None:
         self._stop_at = at
@@ -174,7 +166,6 @@ class OpenLoop:
         self._end_if_done()
 
     def close(self) -> None:
-        self.in_flight.stop()
         self._alarm.close()
 
     def _advance(self) -> None:
@@ -189,7 +180,6 @@ class OpenLoop:
             self._item = self._next_item()
 
     def _ring(self) -> None:
-        in_flight = self.in_flight
         for _ in range(MAX_AT_ONCE):
             due = self._next_due
             if due is None:
@@ -197,8 +187,7 @@ class OpenLoop:
                 return
             if due > time.monotonic():
                 break
-            in_flight.now += 1
-            in_flight.most = max(in_flight.most, in_flight.now)
+            self.in_flight.begin(due)
             self._send_to(Exchange(due, self._item, self._finish))
             self._advance()
         if self._next_due is None:
@@ -208,7 +197,7 @@ class OpenLoop:
 
     def _finish(self, exchange: Exchange) -> None:
         self.collector.add(exchange)
-        self.in_flight.now -= 1
+        self.in_flight.end(exchange.done)
         if self._next_due is None:
             self._end_if_done()
 

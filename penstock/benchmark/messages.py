@@ -75,9 +75,8 @@ class Progress(msgspec.Struct, tag="progress"):
     columns: Columns
     in_flight: int
     max_in_flight: int
-    # Sampled at random moments, since the load began.
-    in_flight_sum: float
-    num_in_flight_samples: int
+    # The number under way, summed over time since the load began.
+    in_flight_area_s: float
     num_connections: int
     num_waited: int
     # Of this process, since it started.

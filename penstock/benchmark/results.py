@@ -40,7 +40,7 @@ class GeneratorUse(msgspec.Struct):
     cpu_shares: list[float]
     # due -> sent.
     lateness: Histogram
-    # Mean number under way, sampled by the clock, independently of the latencies.
+    # Mean number under way over the whole span, whoever was due when.
     mean_in_flight: float
     max_in_flight: int
     num_connections: int

@@ -11,7 +11,7 @@ import pytest
 from penstock.benchmark import loops
 from penstock.benchmark.exchange import Columns, Exchange, floats
 from penstock.benchmark.inputs import Origin, Sample
-from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, share_of, shared_times
+from penstock.benchmark.loops import ClosedLoop, Feed, InFlight, OpenLoop, share_of, shared_times
 from penstock.benchmark.pacer import Flat, Open, due_times
 
 
@@ -132,6 +132,19 @@ def test_a_closed_loop_that_is_stopped_while_it_pauses_ends() -> None:
         loop.close()
 
     run(scenario)
+
+
+def test_the_number_under_way_is_summed_over_time() -> None:
+    """One for 4 seconds, another for 2 of them: 6 request-seconds."""
+    zero = time.monotonic()
+    in_flight = InFlight()
+    in_flight.begin(zero + 1)
+    in_flight.begin(zero + 3)
+    assert in_flight.area_s(zero + 4) == pytest.approx(4.0)
+    in_flight.end(zero + 5)
+    in_flight.end(zero + 5)
+    assert in_flight.area_s(zero + 9) == pytest.approx(6.0)
+    assert (in_flight.now, in_flight.most) == (0, 2)
 
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:

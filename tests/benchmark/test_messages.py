@@ -56,7 +56,7 @@ def test_questions(question: Question) -> None:
     [
         Opened(Description("v2 HTTP", "http://x"), Origin("random", True), 0.1, first_s=0.2),
         Prepared(),
-        Progress(1.0, COLUMNS, 3, 4, 5.0, 6, 7, 8, 9.0),
+        Progress(1.0, COLUMNS, 3, 4, 5.0, 7, 8, 9.0),
         Ended(True),
         Counted(None),
         Counted(Counters(1, 2, 3, 4, 5, 6, 7, 8, 9, busy_ns=10)),
