@@ -117,15 +117,17 @@ class Meter:
         watching = SystemWatch(start)
         ending: Ending | None = None
         while ending is None:
-            await self._tick(recorder)
+            left_s = start + ends_s - time.monotonic()
+            await self._tick(recorder, min(TICK_S, max(0.0, left_s)))
             now = time.monotonic()
             watching.look(now)
             windows = recorder.windows(now)
             self._tell(load, "measuring", (now - start, ends_s), windows)
             ending = self._ending(load, windows, now - start, ends_s)
         end = time.monotonic()
-        if ending == "through":
-            end = start + (pacer.duration_s(load) or 0.0) + INSTANT_S
+        if ending in ("time", "through"):
+            # What was due since, and noticed too late not to be sent, is not part of it.
+            end = start + ends_s + (INSTANT_S if ending == "through" else 0.0)
         after = await self._counters() if ending != "lost" else None
         recorder.stop(end)
         self._tell(load, "draining", (end - start, ends_s), windows)
@@ -180,8 +182,8 @@ class Meter:
         progress.columns = Columns(b"", b"", b"", b"")
         self._reports.setdefault(index, []).append(progress)
 
-    async def _tick(self, recorder: Recorder) -> None:
-        await asyncio.sleep(TICK_S)
+    async def _tick(self, recorder: Recorder, wait_s: float = TICK_S) -> None:
+        await asyncio.sleep(wait_s)
         if problems := self.crew.problem():
             raise ConfigError(problems)
         self._drain_into(recorder)

@@ -1,0 +1,150 @@
+"""Generators as real processes: asked together, and missed when they die."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from null_models import make
+
+from penstock.benchmark.crew import Crew
+from penstock.benchmark.exchange import floats
+from penstock.benchmark.inputs import InputSpec
+from penstock.benchmark.messages import Count, Counted, Ended, Go, Progress, SetUp, Stop
+from penstock.benchmark.pacer import Closed, Flat, Load, Open
+from penstock.benchmark.targets import TargetSpec
+from penstock.errors import ConfigError
+
+
+def setup(address: object, index: int = 0, num_processes: int = 1) -> SetUp:
+    target = TargetSpec(str(address))
+    return SetUp(target, InputSpec(), index, num_processes, is_first=index == 0)
+
+
+Scenario = Callable[[Crew, list[Progress]], Coroutine[None, None, None]]
+
+
+def run(scenario: Scenario) -> None:
+    async def whole() -> None:
+        heard: list[Progress] = []
+        crew = Crew(lambda _, progress: heard.append(progress))
+        try:
+            await scenario(crew, heard)
+        finally:
+            await crew.close()
+
+    asyncio.run(whole())
+
+
+async def measure(crew: Crew, load: Load, duration_s: float) -> tuple[float, float]:
+    await crew.prepare(load, 3)
+    start = time.monotonic() + 0.02
+    crew.ask(Go(start))
+    await asyncio.sleep(duration_s)
+    end = time.monotonic()
+    crew.ask(Stop(end, 10.0))
+    await crew.expect(Ended)
+    return start, end
+
+
+def test_two_generators_share_an_open_load(tmp_path: Path) -> None:
+    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+        model = make(tmp_path, a_ms=1)
+        first, second = await crew.start([setup(model, 0, 2), setup(model, 1, 2)])
+        assert first.first_s > 0 and first.load_s > 0 and second.first_s is None
+        load = Open(Flat(200.0), "constant")
+        start, end = await measure(crew, load, 0.6)
+        due = np.sort(np.concatenate([floats(each.columns.due) for each in heard]))
+        num_due = int((end - start) * 200) + 1
+        assert len(due) == pytest.approx(num_due, abs=1)
+        assert np.diff(due) == pytest.approx(1 / 200, abs=1e-6)
+        assert not any(failed for each in heard for failed in each.columns.failed)
+        # What one asks for, the server has done.
+        crew.members[0].ask(Count())
+        counted = await crew.members[0].expect(Counted)
+        assert counted.counters.num_success >= len(due) // 2
+
+    run(scenario)
+
+
+def test_a_load_can_follow_another(tmp_path: Path) -> None:
+    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+        await crew.start([setup(make(tmp_path, a_ms=1))])
+        for load in (Closed(4), Open(Flat(50.0)), Closed(1)):
+            heard.clear()
+            await measure(crew, load, 0.2)
+            assert sum(len(each.columns.failed) for each in heard) > 2
+            assert heard[-1].in_flight == 0
+
+    run(scenario)
+
+
+def test_patience_ends(tmp_path: Path) -> None:
+    """What is under way when it does, has failed; the generator can be used again."""
+
+    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+        await crew.start([setup(make(tmp_path, a_ms=1500))])
+        await crew.prepare(Closed(2), 0)
+        crew.ask(Go(time.monotonic()))
+        await asyncio.sleep(0.1)
+        crew.ask(Stop(time.monotonic(), 0.1))
+        await crew.expect(Ended)
+        assert [each.columns.failures for each in heard if each.columns.failures] == [["cancelled"]]
+        await crew.prepare(Closed(1), 0)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        ("no/such/folder", "there is no such folder"),
+        ("http://127.0.0.1:1/v2/models/x", "http://127.0.0.1:1"),
+        ("gopher://x", "no protocol 'gopher'"),
+    ],
+)
+def test_what_cannot_be_opened_is_said_in_words(address: str, text: str) -> None:
+    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+        with pytest.raises(ConfigError, match=text):
+            await crew.start([setup(address)])
+
+    run(scenario)
+
+
+def test_a_generator_that_dies_is_noticed(tmp_path: Path) -> None:
+    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+        await crew.start([setup(make(tmp_path, a_ms=1))])
+        await crew.prepare(Closed(1), 0)
+        crew.ask(Go(time.monotonic()))
+        assert crew.problem() == []
+        (child,) = (
+            each
+            for each in psutil.Process().children()
+            if "penstock.benchmark.generator" in each.cmdline()
+        )
+        os.kill(child.pid, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while not crew.problem():
+                await asyncio.sleep(0.01)
+        assert crew.problem() == ["a generator process ended by signal 9"]
+        crew.ask(Stop(time.monotonic(), 1.0))
+        with pytest.raises(ConfigError, match="signal 9"):
+            await crew.expect(Ended)
+
+    run(scenario)
+
+
+def test_generators_go_when_the_conductor_does(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        crew = Crew(lambda *_: None)
+        await crew.start([setup(make(tmp_path, a_ms=1))])
+        children = psutil.Process().children()
+        await crew.close()
+        assert [each for each in children if each.is_running()] == []
+
+    asyncio.run(scenario())
