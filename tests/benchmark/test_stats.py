@@ -295,6 +295,14 @@ def test_the_same_law_twice_is_rarely_called_different(percent):
     assert share_of(findings, "improvement") <= 0.07
 
 
+@pytest.mark.parametrize("percent", [50, 99])
+def test_nor_is_the_same_queue(percent):
+    runs = queue_runs(20, 200)
+    pairs = zip(runs[:100], runs[100:], strict=True)
+    findings = [compare(a, b, "latency", percent).finding for a, b in pairs]
+    assert share_of(findings, "regression") <= 0.07
+
+
 @pytest.mark.parametrize(("percent", "power"), [(50, 0.99), (99, 0.6)])
 def test_ten_percent_slower_is_mostly_found(percent, power):
     pairs = [(base, law(1000 + seed, 0.011)) for seed, base in enumerate(baselines()[:60])]
