@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from statistics import NormalDist
 from typing import Literal
 
@@ -22,10 +23,11 @@ from penstock.types import Array
 
 BUCKETS_PER_OCTAVE = 128
 # Longer than any test; what takes longer is counted here.
-MAX_NS = 2.0**62
+MAX_S = 1e9
 # Batches as long as possible, and enough of them to know their spread.
 MIN_BATCHES = 20
 CONFIDENCE = 0.95
+COMMONER = 4
 # Of the false alarms that a comparison may raise.
 ALPHA = 0.05
 # Two-sided 95 % points of Student's t where the approximation below is too wide.
@@ -44,8 +46,8 @@ class Histogram(msgspec.Struct):
     def add(self, seconds: Array) -> None:
         """NaN is no duration and is not counted."""
         values = np.asarray(seconds, np.float64)
-        nanoseconds = np.minimum(values[~np.isnan(values)] * 1e9, MAX_NS)
-        buckets, counts = np.unique(_buckets(nanoseconds), return_counts=True)
+        durations = values[~np.isnan(values)]
+        buckets, counts = np.unique(_buckets(durations), return_counts=True)
         for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
             self.counts[bucket] = self.counts.get(bucket, 0) + count
 
@@ -86,7 +88,7 @@ class Histogram(msgspec.Struct):
         """How many are shorter; a bucket that is cut counts in proportion."""
         if math.isinf(seconds):
             return self.total
-        cut = int(_buckets(np.array([min(seconds * 1e9, MAX_NS)]))[0])
+        cut = int(_buckets(np.array([seconds]))[0])
         low, high = _edges(cut)
         part = self.counts.get(cut, 0) * min(max((seconds - low) / (high - low), 0.0), 1.0)
         return part + sum(count for bucket, count in self.counts.items() if bucket < cut)
@@ -97,8 +99,9 @@ class Histogram(msgspec.Struct):
         return self.num_below(seconds) / total if total else math.nan
 
 
-def _buckets(nanoseconds: Array) -> Array:
-    mantissas, octaves = np.frexp(np.maximum(nanoseconds, 0.5))
+def _buckets(seconds: Array) -> Array:
+    nanoseconds = np.clip(seconds, 0.5e-9, MAX_S) * 1e9
+    mantissas, octaves = np.frexp(nanoseconds)
     inside = ((2 * mantissas - 1) * BUCKETS_PER_OCTAVE).astype(np.int64)
     return np.where(octaves > 0, octaves * BUCKETS_PER_OCTAVE + inside, 0)
 
@@ -137,6 +140,10 @@ class Window(msgspec.Struct):
     @property
     def num_failed(self) -> int:
         return self.num_due - self.num_good
+
+    def copy(self) -> Window:
+        metrics = {name: Histogram(dict(each.counts)) for name, each in self.metrics.items()}
+        return msgspec.structs.replace(self, failures=dict(self.failures), metrics=metrics)
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -191,10 +198,14 @@ def add_counts(window: Window, other: Window) -> None:
 
 
 def histogram(windows: Iterable[Window], metric: str = "latency") -> Histogram:
-    whole = Histogram()
-    for window in windows:
-        whole.merge(_metric(window, metric))
-    return whole
+    """Of all windows together."""
+    parts = [_metric(window, metric).counts for window in windows]
+    size = sum(map(len, parts))
+    buckets = np.fromiter(chain.from_iterable(parts), np.int64, size)
+    counts = np.fromiter(chain.from_iterable(part.values() for part in parts), np.int64, size)
+    sums = np.bincount(buckets, counts).astype(np.int64)
+    filled = np.flatnonzero(sums)
+    return Histogram(dict(zip(filled.tolist(), sums[filled].tolist(), strict=True)))
 
 
 def _metric(window: Window, metric: str) -> Histogram:
@@ -301,11 +312,10 @@ def percentile_interval(
     than for independent requests; so many ranks lower and higher are its ends.
     """
     share = percent / 100
-    histograms = [_metric(window, metric) for window in windows]
-    never = [window.num_failed if with_failures else 0 for window in windows]
     whole = histogram(windows, metric)
     num_good = whole.total
-    total = num_good + sum(never)
+    num_never = sum(window.num_failed for window in windows) if with_failures else 0
+    total = num_good + num_never
     if not total:
         return Interval(math.nan, math.nan, math.nan)
 
@@ -315,15 +325,27 @@ def percentile_interval(
     value = at(_rank(share, total))
     if len(windows) < 2:
         return Interval(value, math.nan, math.nan)
-    sizes = np.array(
-        [each.total + lost for each, lost in zip(histograms, never, strict=True)], np.float64
-    )
-    below = np.array([each.num_below(value) for each in histograms], np.float64)
-    seen = _error_of_sum(below, sizes, float(np.sum(below)) / total)
-    error = max(seen, math.sqrt(share * (1 - share) * total))
+    histograms = [_metric(window, metric) for window in windows]
+    never = [window.num_failed if with_failures else 0 for window in windows]
+    sizes = np.array([each.total for each in histograms], np.float64) + never
+    cluster = 1.0
+    for level in _levels(share):
+        limit_s = at(_rank(level, total))
+        below = np.array([each.num_below(limit_s) for each in histograms], np.float64)
+        seen = _error_of_sum(below, sizes, float(np.sum(below)) / total)
+        cluster = max(cluster, seen**2 / (level * (1 - level) * total))
+    error = math.sqrt(cluster * share * (1 - share) * total)
     ranks = student_t(num_batches(len(windows)) - 1, confidence) * error
     low, high = share * total - ranks, share * total + ranks
     return Interval(value, at(math.ceil(low)) if low > 0 else 0.0, at(math.ceil(high)))
+
+
+def _levels(share: float) -> list[float]:
+    """Where it is looked how much slow requests cluster: at the percentile and, for a tail, where
+    four times as many exceed. A run that happened to see few clusters of the slowest would
+    otherwise believe that they do not cluster, just when its percentile is too low."""
+    common = 1 - COMMONER * (1 - share)
+    return [share, common] if common >= 0.5 else [share]
 
 
 def compare(
