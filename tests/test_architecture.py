@@ -34,6 +34,8 @@ ORDER = [
     {"__main__"},
 ]
 PURE = [
+    "benchmark/targets/http_messages.py",
+    "benchmark/targets/v2_requests.py",
     "slo.py",
     "wire/*.py",
     "serving/batch_times.py",
@@ -70,6 +72,7 @@ WITHOUT_OWN_TEST = {
     "backends/__init__.py": "tests/suites/backend.py is its contract",
     "backends/checks.py": "the tests of the backends that use it",
     "backends/torch_weights.py": "tests/backends/test_pytorch.py loads weights through it",
+    "benchmark/targets/__init__.py": "tests/suites/target.py and benchmark/targets/test_kinds.py",
     "config.py": "values only; tests/test_repository.py resolves them",
     "errors.py": "names only",
     "onnx_file.py": "tests/test_repository.py reads files through it",

@@ -15,9 +15,7 @@ from penstock.benchmark.targets.http_messages import parse_url
 URL = parse_url("http://server:8000/")
 OK = b"HTTP/1.1 200 OK\r\n"
 PLAIN = OK + b"Content-Length: 5\r\n\r\nhello"
-BUSY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 16\r\n\r\n" + b'{"error":"full"}'
-)
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 16\r\n\r\n" + b'{"error":"full"}'
 CHUNKED = (
     OK + b"Transfer-Encoding: chunked\r\n\r\n4;ext=1\r\nhell\r\n1\r\no\r\n0\r\nTrailer: 1\r\n\r\n"
 )

@@ -102,7 +102,11 @@ def test_a_penstock_server_describes_itself(served):
                 ),
                 has_batch=True,
             )
-        async with described(TargetSpec(f"http://{served.address}", model="single")) as (_, _, form):
+        async with described(TargetSpec(f"http://{served.address}", model="single")) as (
+            _,
+            _,
+            form,
+        ):
             assert form == RequestForm("tensors", (TensorSpec("x", "INT32", (1,)),), False)
         for_json = TargetSpec(address, is_binary=False)
         async with described(for_json) as (_, other, _):
@@ -150,7 +154,11 @@ def test_a_model_that_cannot_be_used_is_told(served, model, is_binary, problem):
 
 def test_a_failed_request_is_told_by_status_and_text(served):
     async def scenario() -> None:
-        async with described(TargetSpec(f"http://{served.address}/v2/models/null")) as (target, _, _):
+        async with described(TargetSpec(f"http://{served.address}/v2/models/null")) as (
+            target,
+            _,
+            _,
+        ):
             failures = {
                 (await Sent(target, target.encode(number(13))).end()).failure for _ in range(3)
             }
@@ -189,7 +197,11 @@ def test_every_nth_request_asks_where_its_time_went(served):
 
 def test_counters_of_penstock_have_both_waits_and_the_busy_time(served):
     async def scenario() -> None:
-        async with described(TargetSpec(f"http://{served.address}/v2/models/null")) as (target, _, _):
+        async with described(TargetSpec(f"http://{served.address}/v2/models/null")) as (
+            target,
+            _,
+            _,
+        ):
             await Sent(target, target.encode(Sample({"x": np.ones((3, 1), np.int32)}))).end()
             before = await target.counters()
             await Sent(target, target.encode(Sample({"x": np.ones((3, 1), np.int32)}))).end()
@@ -275,13 +287,16 @@ CONFIG = {
     ],
     "parameters": {},
 }
-SAMPLE = Sample(
-    {"a": np.array([[1, 2, 3]], np.float32), "b": np.array([["word"]], object)}
-)
+SAMPLE = Sample({"a": np.array([[1, 2, 3]], np.float32), "b": np.array([["word"]], object)})
 
 
 def triton(**more: tuple[int, object]) -> Other:
-    answers = {"v2": (200, TRITON), "m": (200, METADATA), "ready": (200, b""), "config": (200, CONFIG)}
+    answers = {
+        "v2": (200, TRITON),
+        "m": (200, METADATA),
+        "ready": (200, b""),
+        "config": (200, CONFIG),
+    }
     return Other(**{**answers, "infer": (200, {"outputs": []}), **more})
 
 
@@ -306,8 +321,18 @@ def test_triton_is_described_and_asked_in_binary():
     length = int(headers[b"inference-header-content-length"])
     assert json.loads(body[:length]) == {
         "inputs": [
-            {"name": "a", "datatype": "FP32", "shape": [1, 3], "parameters": {"binary_data_size": 12}},
-            {"name": "b", "datatype": "BYTES", "shape": [1, 1], "parameters": {"binary_data_size": 8}},
+            {
+                "name": "a",
+                "datatype": "FP32",
+                "shape": [1, 3],
+                "parameters": {"binary_data_size": 12},
+            },
+            {
+                "name": "b",
+                "datatype": "BYTES",
+                "shape": [1, 1],
+                "parameters": {"binary_data_size": 8},
+            },
         ],
         "parameters": {"binary_data_output": True},
     }
@@ -347,10 +372,13 @@ def test_statistics_of_triton_are_summed_over_versions():
     server = triton(stats=(200, {"model_stats": [stats, stats | {"version": "2"}]}))
 
     async def scenario() -> None:
-        async with server.serve() as origin, described(TargetSpec(f"{origin}/v2/models/m")) as (
-            target,
-            _,
-            _,
+        async with (
+            server.serve() as origin,
+            described(TargetSpec(f"{origin}/v2/models/m")) as (
+                target,
+                _,
+                _,
+            ),
         ):
             assert await target.counters() == Counters(
                 num_success=12,
@@ -375,10 +403,13 @@ def test_statistics_that_say_nothing_are_none(answer):
     server = triton(stats=(200, answer))
 
     async def scenario() -> None:
-        async with server.serve() as origin, described(TargetSpec(f"{origin}/v2/models/m")) as (
-            target,
-            _,
-            _,
+        async with (
+            server.serve() as origin,
+            described(TargetSpec(f"{origin}/v2/models/m")) as (
+                target,
+                _,
+                _,
+            ),
         ):
             assert await target.counters() is None
 
@@ -392,10 +423,13 @@ def test_mlserver_is_asked_in_json_and_its_first_dimension_is_the_batch():
     )
 
     async def scenario() -> None:
-        async with server.serve() as origin, described(TargetSpec(f"{origin}/v2/models/m")) as (
-            target,
-            what,
-            form,
+        async with (
+            server.serve() as origin,
+            described(TargetSpec(f"{origin}/v2/models/m")) as (
+                target,
+                what,
+                form,
+            ),
         ):
             assert what.protocol == "v2 HTTP, JSON"
             assert (what.num_instances, what.max_batch_size) == (None, None)
@@ -419,10 +453,13 @@ def test_without_a_configuration_fixed_dimensions_are_no_batch():
     server = triton(m=(200, fixed), config=(404, {}))
 
     async def scenario() -> None:
-        async with server.serve() as origin, described(TargetSpec(f"{origin}/v2/models/m")) as (
-            _,
-            _,
-            form,
+        async with (
+            server.serve() as origin,
+            described(TargetSpec(f"{origin}/v2/models/m")) as (
+                _,
+                _,
+                form,
+            ),
         ):
             assert not form.has_batch
             assert [spec.shape for spec in form.inputs] == [(1, 3), (-1, 1)]
@@ -436,7 +473,10 @@ UNKNOWN = (400, {"error": "Request for unknown model: 'm' is not found"})
 @pytest.mark.parametrize(
     "answers, problem",
     [
-        ({"v2": (404, {})}, r"what answers at http://127.* is no v2 server \(GET /v2: status 404\)"),
+        (
+            {"v2": (404, {})},
+            r"what answers at http://127.* is no v2 server \(GET /v2: status 404\)",
+        ),
         ({"v2": (200, b"<html>")}, "is no v2 server"),
         ({"v2": (200, {"status": "ok"})}, "is no v2 server"),
         ({"v2": (401, {"error": "no"})}, "no; give a key by --api-key or PENSTOCK_API_KEY"),
