@@ -492,6 +492,7 @@ UNKNOWN = (400, {"error": "Request for unknown model: 'm' is not found"})
         ),
         ({"ready": (400, b"")}, "model 'm' is not ready: status 400"),
         ({"ready": (503, {"error": "loading"})}, "model 'm' is not ready: loading"),
+        ({"m": (200, METADATA | {"inputs": []})}, "model 'm' does not say what inputs it takes"),
         ({"m": (200, b"{}")}, "/v2/models/m: this does not describe a v2 model"),
         (
             {"m": (200, METADATA | {"inputs": [tensor("a", "FP4", [1])]})},
