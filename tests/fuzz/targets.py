@@ -13,6 +13,10 @@ import msgspec
 from tritonclient.grpc import service_pb2
 
 from penstock import pbtxt, slo
+from penstock.benchmark.exchange import Exchange as LoadExchange
+from penstock.benchmark.targets import http_connection
+from penstock.benchmark.targets.http_client import HttpClient
+from penstock.benchmark.targets.http_messages import parse_url
 from penstock.config import HttpLimits
 from penstock.errors import ConfigError, PenstockError, TooLarge
 from penstock.protocols.gate import read_keys
@@ -126,6 +130,13 @@ class Wire:
     def close(self) -> None:
         self.is_closed = True
 
+    abort = close
+
+    def get_extra_info(self, name: str) -> "Wire":
+        return self
+
+    def setsockopt(self, *option: int) -> None: ...
+
     def pause_reading(self) -> None: ...
 
     def resume_reading(self) -> None: ...
@@ -168,6 +179,39 @@ def _answers(*pieces: bytes) -> bytes:
             connection.data_received(piece)
     connection.connection_lost(None)
     return wire.sent
+
+
+def http_answer(data: bytes) -> None:
+    """An answer means the same whether it comes at once or in two pieces, cut where the first byte
+    says, and whether or not one like it came before; and it ends its exchange exactly once."""
+    if not data:
+        return
+    cut, answer = data[0], data[1:]
+    client = HttpClient(parse_url("http://a"), 60.0, 1)
+    fresh = HttpClient(parse_url("http://a"), 60.0, 1)
+    outcomes = [
+        _outcome(client, answer),
+        _outcome(client, answer),
+        _outcome(client, answer[:cut], answer[cut:]),
+        _outcome(fresh, answer[:cut], answer[cut:]),
+    ]
+    assert outcomes == outcomes[:1] * 4
+
+
+def _outcome(client: HttpClient, *pieces: bytes) -> str | None:
+    """Why the exchange failed, if it did."""
+    connection, wire = http_connection.Connection(client), Wire()
+    connection.connection_made(wire)  # type: ignore[arg-type]
+    ended: list[LoadExchange] = []
+    connection.start(LoadExchange(0.0, b"question", ended.append))
+    for piece in pieces:
+        if piece and not wire.is_closed:
+            connection.data_received(piece)
+    connection.eof_received()
+    connection.connection_lost(None)
+    assert len(ended) == 1
+    assert client.num_connections == 0
+    return ended[0].failure
 
 
 _TENSOR = b'{"name":"x","datatype":"INT32","shape":[2],"data":[1,2]}'
@@ -213,6 +257,13 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
         config_pbtxt: [_CONFIG],
         slo_text: [b"p99 < 20ms, p50 ttft < 100ms, throughput >= 500/s at 200/s gamma 3"],
         api_keys: [_KEY, _KEY + _KEY],
+        http_answer: [
+            b"\x10HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc",
+            b"\x40HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3;a=b\r\nabc\r\n0\r\n\r\n",
+            b"\x20HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 No Content\r\n\r\n",
+            b"\x20HTTP/1.1 503 Busy\r\nContent-Length: 16\r\n\r\n" + b'{"error":"full"}',
+            b"\x12HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall the rest",
+        ],
         http: [get, post, get + get[1:], chunked + b"3;a=b\r\nabc\r\n0\r\nT: u\r\n\r\n"],
     }
 

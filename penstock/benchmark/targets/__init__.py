@@ -137,7 +137,7 @@ def kind_of(spec: TargetSpec) -> str:
     """One of CLASSES."""
     scheme, is_url, rest = spec.address.partition("://")
     if not is_url:
-        if not Path(spec.address).exists():
+        if not spec.address or not Path(spec.address).exists():
             raise ConfigError([f"{spec.address}: there is no such folder; expected {ADDRESSES}"])
         return "in process"
     if scheme in ("grpc", "grpcs"):

@@ -1,8 +1,8 @@
 """Any URL: a method, headers and a body in which `{name}` stands for a field of the input.
 
-In a body that is JSON a field is JSON: a text inside quotes is escaped, anything elsewhere is
-written as a value. In any other body a text stands as it is. `{{name}}` stands for `{name}` itself;
-braces around anything but a name are braces.
+In a body that is a JSON object or list a field is JSON: a text inside quotes is escaped, anything
+elsewhere is written as a value. In any other body a text stands as it is. `{{name}}` stands for
+`{name}` itself; braces around anything but a name are braces.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def _num_quotes(text: str) -> int:
 
 
 def _is_json(body: bytes) -> bool:
+    """An object or a list; a field alone may be anything."""
     try:
-        msgspec.json.decode(body)
+        return isinstance(msgspec.json.decode(body), dict | list)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-    return True
 
 
 def _from_numpy(value: Any) -> object:

@@ -110,7 +110,7 @@ class V2Http:
         if server.name == "penstock" and self._spec.timing_every > 0:
             self._until_timing = self._spec.timing_every
         form = self._request_form = _request_form(metadata, config)
-        self._check_datatypes(form)
+        self._check_form(form)
         place = self._place
         versions = metadata.versions or []
         description = Description(
@@ -256,7 +256,11 @@ class V2Http:
             return None, ""
         return config, hashlib.sha256(plain).hexdigest()
 
-    def _check_datatypes(self, form: RequestForm) -> None:
+    def _check_form(self, form: RequestForm) -> None:
+        """ConfigError when no request could be made."""
+        if not form.inputs:
+            text = "does not say what inputs it takes: declare them there, or give a body by --body"
+            raise ConfigError([f"{self._place.url.origin}: model '{self._place.model}' {text}"])
         problems = [
             f"input '{spec.name}': unknown datatype {spec.datatype}"
             for spec in form.inputs

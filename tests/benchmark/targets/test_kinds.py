@@ -1,0 +1,55 @@
+"""Which target an address stands for."""
+
+import pytest
+
+from penstock.benchmark.targets import CLASSES, TargetSpec, kind_of, open_target
+from penstock.benchmark.targets.plain import PlainHttp
+from penstock.benchmark.targets.v2_target import V2Http
+from penstock.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "spec, kind",
+    [
+        (TargetSpec("http://a:8000/v2/models/m"), "v2 HTTP"),
+        (TargetSpec("https://a/prefix/v2/models/m/versions/1/infer"), "v2 HTTP"),
+        (TargetSpec("http://a:8000", model="m"), "v2 HTTP"),
+        (TargetSpec("http://a:8000/v2"), "v2 HTTP"),
+        (TargetSpec("grpc://a:8001/m"), "v2 gRPC"),
+        (TargetSpec("grpcs://a:8001/m/1"), "v2 gRPC"),
+        (TargetSpec("openai+http://a:8000/v1", model="m"), "OpenAI"),
+        (TargetSpec("openai+https://a/v1"), "OpenAI"),
+        (TargetSpec("http://a/v1/chat/completions", model="m"), "OpenAI"),
+        (TargetSpec("http://a/v1/completions"), "OpenAI"),
+        (TargetSpec("http://a/v1/completions", body="{prompt}"), "HTTP"),
+        (TargetSpec("http://a/v2/models/m/infer", body="{}"), "HTTP"),
+        (TargetSpec("http://a/predict"), "HTTP"),
+        (TargetSpec("http://a"), "HTTP"),
+    ],
+)
+def test_an_address_says_what_it_is(spec, kind):
+    assert kind_of(spec) == kind
+    assert kind in CLASSES
+
+
+def test_a_folder_is_a_model_in_this_process(tmp_path):
+    assert kind_of(TargetSpec(str(tmp_path))) == "in process"
+
+
+@pytest.mark.parametrize(
+    "address, problem",
+    [
+        ("no/such/folder", "there is no such folder; expected http://host:port/v2/models/NAME"),
+        ("localhost:8000/v2/models/m", "there is no such folder; expected http://"),
+        ("redis://a", "no protocol 'redis' is known; expected http://"),
+        ("", "there is no such folder"),
+    ],
+)
+def test_anything_else_is_refused_with_what_was_expected(address, problem):
+    with pytest.raises(ConfigError, match=problem):
+        kind_of(TargetSpec(address))
+
+
+def test_a_target_is_made():
+    assert isinstance(open_target(TargetSpec("http://a/v2/models/m")), V2Http)
+    assert isinstance(open_target(TargetSpec("http://a/predict")), PlainHttp)
