@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import tokenize
+import warnings
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ UNREADABLE = (
     OSError,
     ValueError,
     TypeError,
+    OverflowError,
     EOFError,
     RuntimeError,
     SyntaxError,
@@ -66,13 +68,10 @@ def digest(paths: Sequence[Path]) -> str:
 def read_arrays(path: Path) -> dict[str, Array]:
     """Arrays by name; the one of an .npy file has the name ""."""
     try:
-        if path.suffix == ".npy":
-            # Mapped: it may be larger than memory.
-            arrays: dict[str, Array] = {"": np.asarray(np.lib.format.open_memmap(path, mode="r"))}
-        else:
-            with path.open("rb") as file:
-                loaded = np.load(file, allow_pickle=False)
-                arrays = {"": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+        with warnings.catch_warnings():
+            # That a file is from Python 2 is no news to act on.
+            warnings.simplefilter("ignore", UserWarning)
+            arrays = _loaded(path)
     except UNREADABLE as error:
         raise ConfigError([f"{path}: cannot be read: {_explained(error)}"]) from None
     problems = [
@@ -88,6 +87,15 @@ def read_arrays(path: Path) -> dict[str, Array]:
     if problems:
         raise ConfigError(problems)
     return arrays
+
+
+def _loaded(path: Path) -> dict[str, Array]:
+    if path.suffix == ".npy":
+        # Mapped: it may be larger than memory.
+        return {"": np.asarray(np.lib.format.open_memmap(path, mode="r"))}
+    with path.open("rb") as file:
+        loaded = np.load(file, allow_pickle=False)
+        return {"": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
 
 
 def read_rows(path: Path, as_arrays: bool = False) -> Rows:

@@ -94,6 +94,7 @@ def test_requests_out_of_order_are_sorted_with_their_tokens(tmp_path: Path) -> N
             "time\n1\nsoon\nnan\n",
             ["line 3: expected a time, got 'soon'", "line 4: expected a time"],
         ),
+        ('time\n"1\nsoon\n', ["line 3: expected a time, got 'soon'"]),
         ("time\n1\n2024-01-01\n", ["some times are dates and some are numbers"]),
         (
             "time,input_tokens\n1,2\n2,\n3\n4,-5\n5,2.5\n",
