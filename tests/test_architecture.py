@@ -215,6 +215,7 @@ def added_by_importing(module: str) -> set[str]:
         "penstock.wire.v2",
         "penstock.wire.frames",
         "penstock.serving.worker",
+        "penstock.benchmark.inputs",
     ],
 )
 def test_importing_needs_only_numpy_and_msgspec(module: str) -> None:

@@ -4,12 +4,14 @@ under coverage guidance by `make fuzz` (`run.py`)."""
 
 import asyncio
 import contextlib
+import io
 import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from tritonclient.grpc import service_pb2
 
 from penstock import pbtxt, slo
@@ -17,11 +19,15 @@ from penstock.benchmark.exchange import Exchange as LoadExchange
 from penstock.benchmark.targets import http_connection
 from penstock.benchmark.targets.http_client import HttpClient
 from penstock.benchmark.targets.http_messages import parse_url
+from penstock.benchmark.inputs import InputSpec, RequestForm, open_source
+from penstock.benchmark.inputs.lengths import draw as draw_lengths
+from penstock.benchmark.inputs.lengths import parse as parse_lengths
+from penstock.benchmark.inputs.traces import read_trace
 from penstock.config import HttpLimits
 from penstock.errors import ConfigError, PenstockError, TooLarge
 from penstock.protocols.gate import read_keys
 from penstock.protocols.http import Connection, Exchange, HttpServer
-from penstock.types import Request
+from penstock.types import Request, TensorSpec
 from penstock.wire import compression, frames, v2, v2_pb
 
 MAX_INFLATED = 1 << 16
@@ -115,6 +121,44 @@ def api_keys(data: bytes) -> None:
     path.write_bytes(data)
     with contextlib.suppress(ConfigError):
         read_keys(path)
+
+
+def lengths_text(data: bytes) -> None:
+    with contextlib.suppress(ConfigError):
+        lengths = parse_lengths(data.decode("utf-8", "replace").replace("list:", ""))
+        assert draw_lengths(lengths, np.random.default_rng(0), 10).min() >= 1
+
+
+def trace_file(data: bytes) -> None:
+    """The same bytes as a table and as lines of JSON."""
+    for suffix in ("csv", "jsonl"):
+        path = Path(_folder.name) / f"trace.{suffix}"
+        path.write_bytes(data)
+        with contextlib.suppress(ConfigError):
+            times = read_trace(path).times_s
+            assert times[0] == 0
+            assert all(earlier <= later for earlier, later in zip(times, times[1:], strict=False))
+
+
+def data_file(data: bytes) -> None:
+    """The same bytes as every format that this process reads without another library."""
+    for suffix in ("npy", "npz", "json", "jsonl"):
+        path = Path(_folder.name) / f"data.{suffix}"
+        path.write_bytes(data)
+        for form in _FORMS:
+            with contextlib.suppress(ConfigError):
+                open_source(InputSpec(str(path)), form, 0, 1).next()
+
+
+_FORMS = [
+    *(
+        RequestForm("tensors", (TensorSpec("x", datatype, shape),))
+        for datatype in ("FP16", "UINT64", "BF16", "BYTES", "BOOL")
+        for shape in ((2,), (), (-1, 2))
+    ),
+    RequestForm("prompt"),
+    RequestForm("messages"),
+]
 
 
 class Wire:
@@ -222,6 +266,12 @@ input { name: "x" data_type: TYPE_INT32 dims: [ -1 ] } output { name: "y" data_t
 """
 
 
+def _saved(save: Callable[[io.BytesIO, np.ndarray], None]) -> bytes:
+    file = io.BytesIO()
+    save(file, np.array([[1, 2]], np.uint8))
+    return file.getvalue()
+
+
 def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
     """Something to start from, so that luck is not needed to get past the first check."""
     request = service_pb2.ModelInferRequest(model_name="m", id="1")
@@ -263,6 +313,20 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
             b"\x20HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 No Content\r\n\r\n",
             b"\x20HTTP/1.1 503 Busy\r\nContent-Length: 16\r\n\r\n" + b'{"error":"full"}',
             b"\x12HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall the rest",
+        ],
+        lengths_text: [b"128", b"uniform:16:512", b"normal:128:30", b"lognormal:100:900"],
+        trace_file: [
+            b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n",
+            b"time_ms\n1\n2.5\n",
+            b'{"timestamp": 1, "input_length": 2, "output_length": 3}\n',
+        ],
+        data_file: [
+            b'{"x": [1, 2]}\n{"x": {"content": {"b64": "AAAAAA=="}, "shape": [2]}}\n',
+            b'{"data": [{"x": ["a", "b"]}, {"x": [true, false]}]}',
+            b'[{"prompt": "a", "max_tokens": 3}, {"messages": [{"role": "user", "content": "b"}]}]',
+            b'{"conversations": [{"from": "human", "value": "c"}]}',
+            _saved(np.save),
+            _saved(np.savez),
         ],
         http: [get, post, get + get[1:], chunked + b"3;a=b\r\nabc\r\n0\r\nT: u\r\n\r\n"],
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.benchmark.inputs.cycling import shares
 from penstock.benchmark.inputs.datasets import open_data
-from penstock.benchmark.inputs.examples import TextExamples
+from penstock.benchmark.inputs.example_sets import TextExamples
 from penstock.benchmark.inputs.files import digest
 from penstock.benchmark.inputs.lengths import Lengths, Sizes, drawn, followed
 from penstock.benchmark.inputs.prompts import RandomPrompts
@@ -38,11 +38,15 @@ def open_source(spec: InputSpec, form: RequestForm, index: int, num_processes: i
         raise ConfigError(problems)
     trace = read_trace(spec.trace_path) if spec.trace_path else None
     sizes = _sizes(spec, trace, index, num_processes)
+    if not _takes_limit(form):
+        sizes.answers = None
     if spec.path:
         return open_data(spec, form, sizes, (index, num_processes))
     trace_digest = digest([Path(spec.trace_path)]) if spec.trace_path else ""
     if form.kind == "tensors":
         return RandomTensors(form, spec.batch_size, (spec.seed, index), sizes, trace_digest)
+    if form.kind == "fields":
+        _check_fields(form, sizes)
     if form.kind == "fields" and not form.fields:
         origin = Origin("the same body for every request", is_random=False, num_examples=1)
         return TextExamples([Sample()], None, shares(1, spec.seed, index, num_processes), origin)
@@ -61,12 +65,13 @@ def _problems(spec: InputSpec, form: RequestForm) -> list[str]:
         problems.append(f"batch_size {spec.batch_size}: the target takes one example a request")
     if spec.lengths is not None:
         problems += _length_problems(spec, form)
-    takes_limit = form.kind in ("prompt", "messages") or "max_tokens" in form.fields
-    if spec.output_lengths is not None and not takes_limit:
+    if spec.output_lengths is not None and not _takes_limit(form):
         problems.append("output lengths: the target takes no 'max_tokens'")
-    if form.kind == "fields" and not spec.path:
-        problems += _field_problems(spec, form)
     return problems
+
+
+def _takes_limit(form: RequestForm) -> bool:
+    return form.kind in ("prompt", "messages") or "max_tokens" in form.fields
 
 
 def _length_problems(spec: InputSpec, form: RequestForm) -> list[str]:
@@ -80,13 +85,12 @@ def _length_problems(spec: InputSpec, form: RequestForm) -> list[str]:
     return []
 
 
-def _field_problems(spec: InputSpec, form: RequestForm) -> list[str]:
+def _check_fields(form: RequestForm, sizes: Sizes) -> None:
     """Without data only a prompt and its limit can be made up."""
-    missing = sorted(set(form.fields) - {"prompt", "max_tokens"})
-    if "max_tokens" in form.fields and spec.output_lengths is None and not spec.trace_path:
-        missing.append("max_tokens")
-    listed = ", ".join(f"{{{name}}}" for name in missing)
-    return [f"the body names {listed}: expected a data file that has them"] if missing else []
+    known = {"prompt"} if sizes.answers is None else {"prompt", "max_tokens"}
+    missing = ", ".join(f"{{{name}}}" for name in form.fields if name not in known)
+    if missing:
+        raise ConfigError([f"the body names {missing}: expected a data file with these fields"])
 
 
 def _sizes(spec: InputSpec, trace: Trace | None, index: int, num_processes: int) -> Sizes:

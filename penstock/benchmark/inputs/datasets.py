@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.benchmark.inputs.cycling import shares
-from penstock.benchmark.inputs.examples import (
+from penstock.benchmark.inputs.example_sets import (
     Columns,
     TensorExamples,
     TextExamples,
@@ -28,7 +28,7 @@ from penstock.benchmark.inputs.files import (
 from penstock.benchmark.inputs.images import Images, read_images
 from penstock.benchmark.inputs.lengths import Sizes
 from penstock.benchmark.inputs.prompts import samples_from_rows
-from penstock.benchmark.inputs.samples import InputSpec, Origin, RequestForm, Sample, Source
+from penstock.benchmark.inputs.samples import InputSpec, Origin, RequestForm, Source
 from penstock.errors import ConfigError
 from penstock.types import TensorSpec
 
@@ -52,9 +52,14 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
         account.notes += columns.notes
         origin = _origin(spec, columns.num_examples, account)
         return TensorExamples(columns, form.has_batch, order, origin)
-    samples = _samples(spec, form, path, account)
-    if sizes.answers_text:
-        account.notes.append(f"answers of at most so many tokens: {sizes.answers_text}")
+    rows = _rows(spec, form, path, account)
+    if sizes.answers is not None and form.kind == "fields":
+        # Each request's own limit takes the place of this one.
+        rows = replace(rows, rows=[{"max_tokens": 1, **row} for row in rows.rows])
+    samples = samples_from_rows(form, rows, path.name)
+    _note_left_out(account, len(samples), len(rows.rows), "in the others nobody asks anything")
+    if sizes.answers is not None:
+        account.notes.append(f"answer tokens (at most): {sizes.answers_text}")
     origin = _origin(spec, len(samples), account)
     return TextExamples(samples, sizes.answers, shares(len(samples), spec.seed, *place), origin)
 
@@ -87,26 +92,18 @@ def _columns(spec: InputSpec, form: RequestForm, path: Path, account: Account) -
     return from_arrays(form, arrays, path.name)
 
 
-def _samples(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> list[Sample]:
+def _rows(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> Rows:
     if not path.is_dir() and path.suffix in ROW_SUFFIXES:
-        rows = read_rows(path)
-    elif form.kind != "fields":
+        return read_rows(path)
+    if form.kind != "fields":
         listed = ", ".join(ROW_SUFFIXES)
         raise ConfigError([f"{path}: prompts are read from files that end in {listed}"])
-    elif path.is_dir():
+    if path.is_dir():
         name = _one_name(spec, form.fields, form.fields)
         images = _images(path, TensorSpec(name, "BYTES", (1,)), spec.seed, account)
         texts = [base64.b64encode(array.item()).decode() for array in images.examples]
         account.notes.append("files as base64")
-        rows = Rows([{name: text} for text in texts], range(1, len(texts) + 1), "image")
-    else:
-        rows = _array_rows(spec, form, path)
-    samples = samples_from_rows(form, rows, path.name)
-    _note_left_out(account, len(samples), len(rows.rows), "in the others nobody asks anything")
-    return samples
-
-
-def _array_rows(spec: InputSpec, form: RequestForm, path: Path) -> Rows:
+        return Rows([{name: text} for text in texts], range(1, len(texts) + 1), "image")
     arrays = read_arrays(path)
     if "" in arrays:
         arrays = {_one_name(spec, form.fields, form.fields): arrays[""]}

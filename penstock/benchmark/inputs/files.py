@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import hashlib
+import struct
+import tokenize
+import warnings
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -22,6 +25,21 @@ from penstock.types import Array
 ARRAY_SUFFIXES = (".npz", ".npy")
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
 MAX_PROBLEMS = 10
+# What numpy and zipfile raise for files that are broken in one way or another.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    OverflowError,
+    EOFError,
+    RuntimeError,
+    SyntaxError,
+    MemoryError,
+    struct.error,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 Row = dict[str, Any]
 
@@ -50,13 +68,11 @@ def digest(paths: Sequence[Path]) -> str:
 def read_arrays(path: Path) -> dict[str, Array]:
     """Arrays by name; the one of an .npy file has the name ""."""
     try:
-        loaded = np.load(path, allow_pickle=False, mmap_mode="r")
-        if isinstance(loaded, np.ndarray):
-            arrays = {"": np.asarray(loaded)}
-        else:
-            with loaded:
-                arrays = {name: loaded[name] for name in loaded.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        with warnings.catch_warnings():
+            # That a file is from Python 2 is no news to act on.
+            warnings.simplefilter("ignore", UserWarning)
+            arrays = _loaded(path)
+    except UNREADABLE as error:
         raise ConfigError([f"{path}: cannot be read: {_explained(error)}"]) from None
     problems = [
         f"{_where(path, name)}: expected an array whose first axis counts examples, got one value"
@@ -71,6 +87,15 @@ def read_arrays(path: Path) -> dict[str, Array]:
     if problems:
         raise ConfigError(problems)
     return arrays
+
+
+def _loaded(path: Path) -> dict[str, Array]:
+    if path.suffix == ".npy":
+        # Mapped: it may be larger than memory.
+        return {"": np.asarray(np.lib.format.open_memmap(path, mode="r"))}
+    with path.open("rb") as file:
+        loaded = np.load(file, allow_pickle=False)
+        return {"": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
 
 
 def read_rows(path: Path, as_arrays: bool = False) -> Rows:
@@ -94,7 +119,7 @@ def _where(path: Path, name: str) -> str:
 
 
 def _explained(error: Exception) -> str:
-    if "allow_pickle" in str(error):
+    if "allow_pickle" in str(error) or "Python objects" in str(error):
         return "it is no .npy or .npz file, or holds Python objects, which are never loaded"
     return getattr(error, "strerror", None) or str(error)
 
@@ -162,7 +187,8 @@ def _parquet(path: Path, as_arrays: bool) -> Rows:
             [f"{path}: Parquet files need pyarrow: pip install 'penstock[data]'"]
         ) from None
     try:
-        table = pyarrow.parquet.read_table(path)
+        with path.open("rb") as file:
+            table = pyarrow.parquet.read_table(file)
     except pyarrow.ArrowException as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from None
     if as_arrays:

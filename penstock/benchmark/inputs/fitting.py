@@ -121,7 +121,13 @@ def _array(spec: TensorSpec, value: object) -> Array:
         if spec.datatype == "BYTES":
             # As they are: numpy's own strings drop what looks like filling.
             return np.array(value, np.object_)
-        return np.asarray(value)
+        array = np.asarray(value)
+        if spec.datatype == "UINT64" and array.dtype.kind == "f":
+            # Of integers beyond INT64 numpy makes floats.
+            exact = np.asarray(value, np.object_)
+            if all(isinstance(element, int) for element in exact.ravel().tolist()):
+                return exact.astype(np.uint64)
+        return array
     except (ValueError, OverflowError):
         raise Misfit(spec, "lists of different lengths beside each other are no tensor") from None
 

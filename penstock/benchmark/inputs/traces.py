@@ -94,8 +94,12 @@ def _from_json(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Reco
 
 
 def _from_csv(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Record]]:
-    rows = list(csv.reader(line for _, line in lines))
     numbers = [number for number, _ in lines]
+    try:
+        # Each line by itself: a quotation mark too many must not swallow the lines after it.
+        rows = [next(csv.reader([line])) for _, line in lines]
+    except csv.Error as error:
+        raise ConfigError([f"{path}: cannot be read: {error}"]) from None
     header = [cell.strip() for cell in rows[0]]
     if any(_is_time(cell) for cell in header):
         if len(header) > 1:
