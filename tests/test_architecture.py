@@ -37,6 +37,7 @@ PURE = [
     "slo.py",
     "wire/*.py",
     "benchmark/targets/shared.py",
+    "benchmark/targets/sse.py",
     "serving/batch_times.py",
     "serving/batcher.py",
     "serving/explain.py",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from e2e.served import null_model
+from suites.target import TargetContract
 
 import penstock
 from penstock import repository, versions
@@ -66,6 +67,21 @@ async def ended(target: InProcess, item: Any, count: int = 1) -> list[Exchange]:
     async with asyncio.timeout(30):
         await event.wait()
     return done
+
+
+class TestContract(TargetContract):
+    @pytest.fixture(autouse=True)
+    def _model(self, tmp_path: Path) -> None:
+        self._path = null_model(tmp_path, "m") / "m"
+
+    def spec(self) -> TargetSpec:
+        return TargetSpec(str(self._path))
+
+    def sample(self) -> Sample:
+        return number()
+
+    def misfit(self) -> Sample:
+        return Sample({"x": np.zeros((1, 2), np.int32)})
 
 
 # What it is
