@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import suites.target
 from e2e.served import Served, null_model
 from suites.target import NetworkTargetContract
 from tritonclient.grpc import service_pb2
@@ -137,6 +138,21 @@ class TestContract(NetworkTargetContract):
 
     def misfit(self) -> Sample:
         return Sample({"x": np.zeros((1, 2), np.int32)})
+
+    def test_each_connection_is_one_of_its_own(self) -> None:
+        async def scenario() -> None:
+            async with self.relayed() as relay:
+                target = GrpcTarget(self.spec_at(relay.port))
+                try:
+                    await target.describe()
+                    num_asking = relay.num_accepted
+                    await target.open(2 * CALLS_PER_CONNECTION + 1)
+                    assert target.num_connections == 3
+                    assert relay.num_accepted == num_asking + 3
+                finally:
+                    await target.close()
+
+        suites.target.run(scenario())
 
 
 # What it is
