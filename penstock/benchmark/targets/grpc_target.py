@@ -85,7 +85,7 @@ class GrpcTarget:
     """`num_connections` are open, `num_waited` exchanges had to wait for one."""
 
     def __init__(self, spec: TargetSpec) -> None:
-        # Before it is imported: it would write of lost connections into the middle of what is shown.
+        # Before its import: it would write of lost connections into the middle of what is shown.
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         self._spec = spec
         self._address = parse_address(spec)
