@@ -13,7 +13,7 @@ import msgspec
 from tritonclient.grpc import service_pb2
 
 from penstock import pbtxt, slo
-from penstock.benchmark.exchange import Exchange as BenchExchange
+from penstock.benchmark.exchange import Exchange as LoadExchange
 from penstock.benchmark.targets.http_messages import Causes
 from penstock.benchmark.targets.openai import StreamReader
 from penstock.config import HttpLimits
@@ -67,7 +67,7 @@ def event_stream(data: bytes) -> None:
 
 
 def _read_stream(*pieces: bytes) -> object:
-    exchange = BenchExchange(0.0, b"", lambda exchange: None)
+    exchange = LoadExchange(0.0, b"", lambda exchange: None)
     reader = StreamReader(exchange, Causes(), lambda: 1.0)
     reader.head(200, {b"content-type": b"text/event-stream"})
     for piece in pieces:
