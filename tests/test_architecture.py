@@ -49,6 +49,7 @@ PURE = [
     "benchmark/steadiness.py",
     "benchmark/verdicts.py",
     "benchmark/targets/shared.py",
+    "benchmark/targets/sse.py",
     "serving/batch_times.py",
     "serving/batcher.py",
     "serving/explain.py",

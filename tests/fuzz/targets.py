@@ -23,6 +23,8 @@ from penstock.benchmark.inputs import InputSpec, RequestForm, open_source
 from penstock.benchmark.inputs.lengths import draw as draw_lengths
 from penstock.benchmark.inputs.lengths import parse as parse_lengths
 from penstock.benchmark.inputs.traces import read_trace
+from penstock.benchmark.targets.http_messages import Causes
+from penstock.benchmark.targets.openai import StreamReader
 from penstock.config import HttpLimits
 from penstock.errors import ConfigError, PenstockError, TooLarge
 from penstock.protocols.gate import read_keys
@@ -62,6 +64,26 @@ def _decoded(codec: v2.Codec, body: bytes, json_bytes: int | None) -> object:
     outputs = [(each.name, each.parameters) for each in request.outputs]
     rest = (request.priority, request.timeout_s, request.prefers_binary)
     return request.id, inputs, outputs, request.parameters, rest
+
+
+def event_stream(data: bytes) -> None:
+    """A streamed answer, which says the same wherever it is cut. The first byte says where."""
+    cut, stream = data[:1], data[1:]
+    position = cut[0] % (len(stream) + 1) if cut else 0
+    whole, halves = _read_stream(stream), _read_stream(stream[:position], stream[position:])
+    single = _read_stream(*(stream[i : i + 1] for i in range(len(stream))))
+    assert whole == halves == single, (whole, halves, single)
+
+
+def _read_stream(*pieces: bytes) -> object:
+    exchange = LoadExchange(0.0, b"", lambda exchange: None)
+    reader = StreamReader(exchange, Causes(), lambda: 1.0)
+    reader.head(200, {b"content-type": b"text/event-stream"})
+    for piece in pieces:
+        reader.chunk(piece)
+    failure, stream = reader.end(), exchange.stream
+    assert stream is not None
+    return failure, stream.times, stream.num_input_tokens, stream.num_output_tokens
 
 
 def v2_protobuf(data: bytes) -> None:
@@ -260,6 +282,8 @@ def _outcome(client: HttpClient, *pieces: bytes) -> str | None:
 
 _TENSOR = b'{"name":"x","datatype":"INT32","shape":[2],"data":[1,2]}'
 _SIZED = b'{"name":"x","datatype":"INT32","shape":[2],"parameters":{"binary_data_size":8}}'
+_PIECE = b'data: {"choices":[{"delta":{"content":"x"},"text":"y"}]}\n\n'
+_USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":2}}\n\n'
 _KEY = b'[[key]]\nname = "a"\nsecret = "0123456789abcdef"\nscopes = ["infer"]\n'
 _CONFIG = b"""backend: "null" max_batch_size: 4 dynamic_batching { preferred_batch_size: [2, 4] }
 input { name: "x" data_type: TYPE_INT32 dims: [ -1 ] } output { name: "y" data_type: TYPE_FP32 }
@@ -295,6 +319,10 @@ def _seeds() -> dict[Callable[[bytes], None], list[bytes]]:
             sized,
             SEPARATOR.join((text, text.replace(b"[1,2]", b"[3,4]"), text)),
             SEPARATOR.join((sized, sized)),
+        ],
+        event_stream: [
+            b"\x20" + b": ping\n\n" + _PIECE + _USAGE + b"data: [DONE]\n\n",
+            b"\x41" + _PIECE.replace(b"\n", b"\r\n") + b'data: {"error":{"message":"no"}}\r\n\r\n',
         ],
         v2_protobuf: [request.SerializeToString(), raw.SerializeToString()],
         compressed: [compression.deflate(whole, each) for each in compression.ENCODINGS],

@@ -8,6 +8,7 @@ Calls are those of grpc.aio, ended by callback: a tenth cheaper than its threads
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections import deque
@@ -84,6 +85,8 @@ class GrpcTarget:
     """`num_connections` are open, `num_waited` exchanges had to wait for one."""
 
     def __init__(self, spec: TargetSpec) -> None:
+        # Before its import: it would write of lost connections into the middle of what is shown.
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         self._spec = spec
         self._address = parse_address(spec)
         self._metadata = (("authorization", f"Bearer {spec.api_key}"),) if spec.api_key else None

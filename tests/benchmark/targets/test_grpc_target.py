@@ -10,7 +10,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import suites.target
 from e2e.served import Served, null_model
+from suites.target import NetworkTargetContract
 from tritonclient.grpc import service_pb2
 
 from penstock.benchmark.exchange import Exchange
@@ -115,6 +117,42 @@ def problem(target: GrpcTarget) -> str:
         description(target)
     (text,) = caught.value.problems
     return text
+
+
+class TestContract(NetworkTargetContract):
+    num_calls = CALLS_PER_CONNECTION
+
+    @pytest.fixture(autouse=True)
+    def _served(self, server: Served) -> None:
+        self._port = int(server.grpc_address.rpartition(":")[2])
+
+    def port(self) -> int:
+        return self._port
+
+    def spec_at(self, port: int, max_connections: int = 64) -> TargetSpec:
+        address = f"grpc://127.0.0.1:{port}/echo"
+        return TargetSpec(address, max_connections=max_connections, timeout_s=20.0)
+
+    def sample(self) -> Sample:
+        return number()
+
+    def misfit(self) -> Sample:
+        return Sample({"x": np.zeros((1, 2), np.int32)})
+
+    def test_each_connection_is_one_of_its_own(self) -> None:
+        async def scenario() -> None:
+            async with self.relayed() as relay:
+                target = GrpcTarget(self.spec_at(relay.port))
+                try:
+                    await target.describe()
+                    num_asking = relay.num_accepted
+                    await target.open(2 * CALLS_PER_CONNECTION + 1)
+                    assert target.num_connections == 3
+                    assert relay.num_accepted == num_asking + 3
+                finally:
+                    await target.close()
+
+        suites.target.run(scenario())
 
 
 # What it is

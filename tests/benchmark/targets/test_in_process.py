@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from e2e.served import null_model
+from suites.target import TargetContract
 
 import penstock
 from penstock import repository, versions
@@ -66,6 +67,21 @@ async def ended(target: InProcess, item: Any, count: int = 1) -> list[Exchange]:
     async with asyncio.timeout(30):
         await event.wait()
     return done
+
+
+class TestContract(TargetContract):
+    @pytest.fixture(autouse=True)
+    def _model(self, tmp_path: Path) -> None:
+        self._path = null_model(tmp_path, "m") / "m"
+
+    def spec(self) -> TargetSpec:
+        return TargetSpec(str(self._path))
+
+    def sample(self) -> Sample:
+        return number()
+
+    def misfit(self) -> Sample:
+        return Sample({"x": np.zeros((1, 2), np.int32)})
 
 
 # What it is
@@ -180,15 +196,30 @@ def test_loading_is_timed_and_every_exchange_ends_once(examples: Path) -> None:
     opened(TargetSpec(str(examples / "digits")), body)
 
 
+def test_inputs_of_different_sizes_are_told_apart(tmp_path: Path) -> None:
+    null_model(tmp_path, "m")
+
+    async def body(target: InProcess) -> None:
+        for num_rows in (1, 3, 2, 3, 1):
+            item = target.encode(Sample({"x": np.ones((num_rows, 1), np.int32)}))
+            before = await target.counters()
+            (exchange,) = await ended(target, item)
+            after = await target.counters()
+            assert exchange.failure is None
+            assert before is not None and after is not None
+            assert after.num_inferences - before.num_inferences == num_rows
+
+    opened(TargetSpec(str(tmp_path / "m")), body)
+
+
 def test_some_exchanges_say_where_their_time_went(tmp_path: Path) -> None:
     null_model(tmp_path, "m", a_ms=2)
 
     async def body(target: InProcess) -> None:
         item = target.encode(number())
         exchanges = [exchange for _ in range(6) for exchange in await ended(target, item)]
-        told = [exchange for exchange in exchanges if exchange.phases is not None]
-        assert len(told) == 2
-        for exchange in told:
+        assert [exchange.phases is not None for exchange in exchanges] == [False, False, True] * 2
+        for exchange in exchanges[2::3]:
             phases = exchange.phases
             assert phases is not None
             assert list(phases) == [*PHASES, "compute_output", "total"]
@@ -240,6 +271,8 @@ def test_an_answer_that_takes_too_long_is_none(tmp_path: Path) -> None:
         assert [exchange.failure for exchange in exchanges] == ["no answer within 0.2 s"]
         (other,) = await ended(target, target.encode(number(1)))
         assert other.failure == "no answer within 0.2 s"
+        # Its cancellation came back meanwhile, and ends nothing again.
+        assert len(exchanges) == 1
 
     opened(TargetSpec(str(tmp_path / "m"), timeout_s=0.2), body)
 

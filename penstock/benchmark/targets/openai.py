@@ -1,0 +1,370 @@
+"""A language model behind OpenAI's API (vLLM, SGLang, llama.cpp and others): chat or completions,
+always streamed, so that it is seen when each piece of an answer came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.benchmark.exchange import Exchange, Stream
+from penstock.benchmark.inputs import RequestForm, Sample
+from penstock.benchmark.targets import Counters, Description, TargetSpec
+from penstock.benchmark.targets.http_client import HttpClient, NoAnswer, ask
+from penstock.benchmark.targets.http_connection import LOST
+from penstock.benchmark.targets.http_messages import (
+    Answer,
+    Causes,
+    Url,
+    check_headers,
+    error_text,
+    parse_url,
+    request_bytes,
+)
+from penstock.benchmark.targets.shared import in_short
+from penstock.benchmark.targets.sse import EventParser, NotEvents
+from penstock.errors import ConfigError
+
+PATHS = {"chat": "/chat/completions", "completions": "/completions"}
+FORMS = {"chat": "messages", "completions": "prompt"}
+EVENTS = b"text/event-stream"
+DONE = b"[DONE]"
+CUT = "stream cut"
+# Of an answer that is an error.
+MAX_KEPT_BYTES = 65_536
+MAX_MODELS_TOLD = 20
+# Some servers show no list of models and answer nevertheless.
+WITHOUT_LIST = (404, 405, 501)
+# Who carries the requests of a server, rather than who answers them.
+CARRIERS = ("uvicorn", "nginx", "envoy", "istio-envoy", "cloudflare", "caddy", "granian")
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    """`delta` of a chat, `text` of a completion."""
+
+    delta: _Delta | None = None
+    text: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_events = msgspec.json.Decoder(_Event)
+
+
+class _Model(msgspec.Struct):
+    id: str
+    owned_by: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class StreamReader:
+    """Reads one answer. A piece is an event with text in it, of the answer or of its reasoning; an
+    event that only says whose turn it is, is none."""
+
+    def __init__(self, exchange: Exchange, causes: Causes, now: Callable[[], float]) -> None:
+        self._causes = causes
+        self._now = now
+        self._exchange = exchange
+        self._parser = EventParser()
+        self._stream = Stream()
+        self._status = 0
+        self._kind = b""
+        self._kept = bytearray()
+        self._num_told: int | None = None
+        self._is_done = False
+        self._failure: str | None = None
+
+    def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
+        self._status = status
+        self._kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if self._is_stream:
+            self._exchange.stream = self._stream
+
+    @property
+    def _is_stream(self) -> bool:
+        return self._status == 200 and self._kind == EVENTS
+
+    def chunk(self, data: bytes) -> None:
+        if not self._is_stream:
+            if len(self._kept) < MAX_KEPT_BYTES:
+                self._kept += data
+            return
+        if self._failure is None:
+            try:
+                self._take(self._parser.feed(data))
+            except NotEvents as error:
+                self._failure = f"error in the stream: {error}"
+
+    def end(self) -> str | None:
+        if self._status != 200:
+            return self._causes.of(self._status, bytes(self._kept))
+        if not self._is_stream:
+            kind = self._kind.decode("latin-1") or "of no content type"
+            return f"the answer is no event stream but {in_short(kind)}"
+        if self._failure is None:
+            self._take(self._parser.end())
+        if self._failure is None and not self._is_done:
+            self._failure = CUT
+        if self._failure is None and not self._stream.times:
+            self._failure = "empty answer"
+        stream = self._stream
+        stream.num_output_tokens = (
+            self._num_told if self._num_told is not None else len(stream.times)
+        )
+        return self._failure
+
+    def _take(self, events: list[bytes]) -> None:
+        now = self._now()
+        for data in events:
+            if self._is_done or self._failure is not None:
+                return
+            if data.strip() == DONE:
+                self._is_done = True
+            else:
+                self._take_event(data, now)
+
+    def _take_event(self, data: bytes, now: float) -> None:
+        try:
+            event = _events.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._failure = f"error in the stream: {in_short(str(error))}"
+            return
+        if event.error is not None:
+            self._failure = f"error in the stream: {in_short(error_text(data))}"
+            return
+        if event.usage is not None:
+            self._note_usage(event.usage)
+        if any(map(_has_text, event.choices or ())):
+            self._stream.times.append(now)
+
+    def _note_usage(self, usage: _Usage) -> None:
+        if usage.prompt_tokens is not None:
+            self._stream.num_input_tokens = usage.prompt_tokens
+        if usage.completion_tokens is not None:
+            self._num_told = usage.completion_tokens
+
+
+def _has_text(choice: _Choice) -> bool:
+    if choice.text:
+        return True
+    delta = choice.delta
+    return delta is not None and bool(
+        delta.content
+        or delta.reasoning_content
+        or delta.reasoning
+        or delta.refusal
+        or delta.tool_calls
+    )
+
+
+class Call(Exchange):
+    """The exchange of a client, whose end is the end of another."""
+
+    __slots__ = ("outer",)
+
+    def __init__(self, outer: Exchange, finish: Callable[[Exchange], None]) -> None:
+        super().__init__(outer.due, outer.item, finish)
+        self.outer = outer
+
+
+class OpenAI:
+    """`describe` comes first: it finds the model's name where none was given."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        self._spec = spec
+        self._url, self._base, self._api = find_place(spec)
+        self._extra = parse_extra(spec.extra)
+        self._headers = dict(spec.headers)
+        if spec.api_key:
+            self._headers["Authorization"] = f"Bearer {spec.api_key}"
+        check_headers(self._headers)
+        self._model = spec.model
+        self._is_described = False
+        self._causes = Causes()
+        self._client = HttpClient(
+            self._url, spec.timeout_s, spec.max_connections, self._read_answer
+        )
+
+    @property
+    def num_connections(self) -> int:
+        return self._client.num_connections
+
+    @property
+    def num_waited(self) -> int:
+        return self._client.num_waited
+
+    async def describe(self) -> tuple[Description, RequestForm]:
+        answer = await self._ask(f"{self._base}/models")
+        model = self._find_model(answer)
+        self._model = model.id
+        self._is_described = True
+        description = Description(
+            protocol=f"OpenAI {self._api}",
+            address=self._spec.address,
+            model=model.id,
+            server=await self._server(model, answer.headers.get(b"server", b"")),
+        )
+        return description, RequestForm(kind=FORMS[self._api])
+
+    async def counters(self) -> Counters | None:
+        return None
+
+    async def open(self, num_connections: int) -> None:
+        if not self._is_described:
+            await self.describe()
+        await self._client.open(num_connections)
+
+    def encode(self, sample: Sample) -> bytes:
+        field = FORMS[self._api]
+        value = sample.fields.get(field)
+        if not value:
+            given = ", ".join(map(str, sample.fields)) or "nothing"
+            raise ConfigError([f"input: expected '{field}' for OpenAI {self._api}, got {given}"])
+        body: dict[str, Any] = {
+            "model": self._model,
+            field: value,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": sample.max_tokens,
+            **self._extra,
+        }
+        try:
+            data = msgspec.json.encode(
+                {key: value for key, value in body.items() if value is not None}
+            )
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ConfigError([f"input: '{field}' cannot be written as JSON: {error}"]) from None
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        path = self._base + PATHS[self._api]
+        return request_bytes(self._url, "POST", path, headers | self._headers, data)
+
+    def send(self, exchange: Exchange) -> None:
+        self._client.send(Call(exchange, _finished))
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _read_answer(self, exchange: Exchange) -> StreamReader:
+        return StreamReader(exchange, self._causes, time.monotonic)
+
+    # Questions.
+
+    async def _ask(self, path: str) -> Answer:
+        origin = self._url.origin
+        try:
+            answer = await ask(self._url, request_bytes(self._url, "GET", path, self._headers))
+        except NoAnswer as error:
+            raise ConfigError([f"{origin}: the server cannot be reached: {error}"]) from None
+        if answer.status in (401, 403):
+            text = error_text(answer.body) or f"status {answer.status}"
+            raise ConfigError([f"{origin}: {text}; give a key by --api-key or PENSTOCK_API_KEY"])
+        return answer
+
+    def _find_model(self, answer: Answer) -> _Model:
+        asked, where = self._spec.model, f"{self._url.origin}{self._base}/models"
+        if asked and answer.status in WITHOUT_LIST:
+            return _Model(asked)
+        models = _models(answer, where)
+        found = [model for model in models if asked in ("", model.id)]
+        if len(found) == 1:
+            return found[0]
+        names = sorted({model.id for model in models})
+        told = ", ".join(names[:MAX_MODELS_TOLD]) or "none at all"
+        told += ", …" if len(names) > MAX_MODELS_TOLD else ""
+        if asked:
+            raise ConfigError([f"{where}: no model '{asked}'; there is {told}"])
+        raise ConfigError([f"{where}: say by --model which one is meant; there is {told}"])
+
+    async def _server(self, model: _Model, header: bytes) -> str:
+        """vLLM says its name as the models' owner, and its version under a path of its own."""
+        name = header.decode("latin-1").strip()
+        if not name or name.partition("/")[0].lower() in CARRIERS:
+            name = model.owned_by or ""
+        try:
+            answer = await self._ask(self._base.removesuffix("/v1") + "/version")
+            version = msgspec.json.decode(answer.body, type=_Version).version
+        except (ConfigError, msgspec.DecodeError, UnicodeDecodeError):
+            return name
+        return f"{name} {version}".strip() if answer.is_good else name
+
+
+def _models(answer: Answer, where: str) -> list[_Model]:
+    problem = f"status {answer.status}"
+    if answer.is_good:
+        try:
+            return msgspec.json.decode(answer.body, type=_Models).data
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            problem = str(error)
+    raise ConfigError([f"{where}: this is no OpenAI server ({problem})"])
+
+
+def _finished(call: Exchange) -> None:
+    assert isinstance(call, Call)
+    exchange = call.outer
+    exchange.sent, exchange.done = call.sent, call.done
+    exchange.stream, exchange.failure = call.stream, call.failure
+    if call.failure == LOST and call.stream is not None:
+        exchange.failure = CUT
+    exchange.finish(exchange)
+
+
+class Place(NamedTuple):
+    """Which server, and which of its APIs; `base` is the path in front of `/models`."""
+
+    url: Url
+    base: str
+    api: str
+
+
+def find_place(spec: TargetSpec) -> Place:
+    """ConfigError for an address that makes no sense."""
+    if spec.api not in PATHS:
+        raise ConfigError([f"--api {spec.api}: expected {' or '.join(PATHS)}"])
+    url = parse_url(spec.address.removeprefix("openai+"))
+    if "?" in url.path:
+        raise ConfigError([f"{spec.address}: expected no query"])
+    path = url.path.rstrip("/")
+    for api, end in PATHS.items():
+        if path.endswith(end):
+            return Place(url, path.removesuffix(end), api)
+    return Place(url, path or "/v1", spec.api)
+
+
+def parse_extra(text: str) -> dict[str, Any]:
+    """Further fields of each request; null takes away one of ours."""
+    if not text:
+        return {}
+    try:
+        extra = msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError([f"--extra {text}: expected a JSON object: {error}"]) from None
+    if not extra.get("stream", True):
+        raise ConfigError([f"--extra {text}: answers are always streamed"])
+    return extra
