@@ -53,6 +53,14 @@ def find(run: Run) -> list[Finding]:
     return sorted(found, key=lambda each: ORDER.index(each.severity))
 
 
+def grouped(found: Sequence[Finding]) -> list[list[Finding]]:
+    """What is said of several levels in the same words, together."""
+    groups: dict[tuple[Severity, str], list[Finding]] = {}
+    for each in found:
+        groups.setdefault((each.severity, each.text), []).append(each)
+    return list(groups.values())
+
+
 def _of_run(run: Run) -> Iterator[Finding]:
     if run.is_partial:
         reason = run.problem or "it was stopped before its end"

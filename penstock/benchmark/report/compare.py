@@ -4,7 +4,7 @@ was the same; what differs besides is said, for then the runs may not be compara
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -191,22 +191,29 @@ def _pairs(runs: Sequence[Named]) -> list[Pair]:
 def _table(pair: Pair) -> RenderableType:
     names = [Path(each.name).name for each in (pair.base, pair.other)]
     made = table.figure_table("load", "figure", *names, "ratio (95 % CI)", "verdict")
-    last = ""
-    for row in pair.rows:
+    for load, row in _with_load_once(pair):
         verdict = Text(row.verdict, style=VERDICT_STYLES[row.verdict])
-        cells = (row.figure, row.base, row.other, ratio_text(row.ratio))
-        made.add_row("" if row.load == last else row.load, *cells, verdict)
-        last = row.load
+        made.add_row(Text(load), row.figure, row.base, row.other, ratio_text(row.ratio), verdict)
     return made
+
+
+def _with_load_once(pair: Pair) -> Iterator[tuple[str, Row]]:
+    """The load stands in the first of its rows only."""
+    for last, row in zip((None, *pair.rows), pair.rows, strict=False):
+        is_new = last is None or last.load != row.load or row.figure == "throughput"
+        yield row.load if is_new else "", row
 
 
 def ratio_text(ratio: Interval) -> str:
     """Of two decimals: a hundredth is the least that one talks about."""
     if not math.isfinite(ratio.value):
         return units.UNKNOWN
-    if not (math.isfinite(ratio.low) and math.isfinite(ratio.high)):
-        return f"{ratio.value:.2f}"
-    return f"{ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+    low = f"{ratio.low:.2f}" if ratio.low > 0 else ""
+    high = f"{ratio.high:.2f}" if math.isfinite(ratio.high) else ""
+    if low and high:
+        return f"{ratio.value:.2f} ({low}-{high})"
+    one_sided = f"> {low}" if low else f"< {high}" if high else ""
+    return f"{ratio.value:.2f} ({one_sided})" if one_sided else f"{ratio.value:.2f}"
 
 
 def page(runs: Sequence[Named]) -> str:
@@ -249,10 +256,10 @@ def _head(pair: Pair) -> list[str]:
 def _cells(pair: Pair) -> list[list[Cell]]:
     return [
         [
-            *map(Cell, (row.load, row.figure, row.base, row.other, ratio_text(row.ratio))),
+            *map(Cell, (load, row.figure, row.base, row.other, ratio_text(row.ratio))),
             Cell(row.verdict, style=CELL_STYLES[row.verdict]),
         ]
-        for row in pair.rows
+        for load, row in _with_load_once(pair)
     ]
 
 

@@ -157,13 +157,14 @@ def _cards(run: Run, row: Figures) -> list[Card]:
     cards = [
         Card("throughput", f"{units.number(row.throughput.value)}/s", f"at {row.label}"),
         Card("p50", units.duration(row.latency["p50"].value), "median latency"),
-        Card("p99", units.duration(p99.value), f"{interval} {unit} (95 %)" if interval else ""),
-        Card("p99.9", units.duration(row.latency["p99.9"].value), ""),
+        Card("p99", units.duration(p99.value), f"{interval} {unit}" if interval else ""),
         Card("failed", str(row.num_failed), f"of {row.num_requests} requests"),
     ]
     if row.output_tokens_per_s is not None:
         cards.append(Card("tokens", f"{units.number(row.output_tokens_per_s)}/s", "output"))
         cards.append(Card("TTFT p99", _stream_value(row, "ttft"), "time to the first token"))
+    else:
+        cards.insert(3, Card("p99.9", units.duration(row.latency["p99.9"].value)))
     if row.goodput_percent is not None:
         cards.append(Card("goodput", f"{row.goodput_percent:.4g} %", "answered within the SLO"))
     if row.busiest is not None:
@@ -184,15 +185,8 @@ def _stream_value(row: Figures, metric: str) -> str:
 
 
 def finding_lines(run: Run) -> list[Line]:
-    is_single = len(run.levels) == 1
-    return [
-        Line(
-            each.severity,
-            each.text,
-            "" if each.level is None or is_single else summary.label_of(run.levels[each.level]),
-        )
-        for each in findings.find(run)
-    ]
+    grouped = findings.grouped(findings.find(run))
+    return [Line(each[0].severity, each[0].text, table.place_of(run, each)) for each in grouped]
 
 
 def _levels(run: Run, figures: list[Figures]) -> tuple[list[str], list[list[Cell]]]:

@@ -46,6 +46,10 @@ CDF_TICKS = {"0": 0.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "p9
 TYPICAL = (40.0, 60.0)
 SLOW = 95.0
 MIN_SAMPLES = 40
+# What is less of a request's time is not to be seen.
+MIN_SHARE = 0.002
+# Bars that differ by more are drawn as shares.
+MAX_SUM_RATIO = 20
 
 
 def figures_of_run(run: Run, figures: Sequence[Figures]) -> dict[str, list[Figure | None]]:
@@ -58,7 +62,7 @@ def figures_of_run(run: Run, figures: Sequence[Figures]) -> dict[str, list[Figur
         "over_time": [_over_time(run, level) for level in levels],
         "samples": [_samples(level.samples) for level in levels],
         "utilisation": [_utilisation(level) for level in levels],
-        "streams": [_streams(level) for level in levels],
+        "streams": [_streams(run, level) for level in levels],
     }
 
 
@@ -201,13 +205,15 @@ def _mark_knee(run: Run, figures: Sequence[Figures], figure: Figure) -> None:
 
 
 def _log_axis(title: str, values: Iterable[float]) -> Figure:
-    """Ticks at 1, 2, 5, 10 …, in plain numbers."""
+    """Ticks at 1, 2, 5, 10 …, in plain numbers; more where the values are close together."""
     finite = [value for value in values if math.isfinite(value) and value > 0]
     axis: Figure = {"title": title, "type": "log"}
     if not finite:
         return axis
     low, high = math.floor(math.log10(min(finite))), math.ceil(math.log10(max(finite)))
-    steps = (1,) if high - low > 4 else (1, 2, 5)
+    steps: tuple[float, ...] = (1.0,) if high - low > 4 else (1.0, 2.0, 5.0)
+    if max(finite) < 5 * min(finite):
+        steps = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
     ticks = [step * 10.0**power for power in range(low - 1, high + 1) for step in steps]
     return axis | {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
@@ -270,39 +276,62 @@ def add_limit(layout: Figure, term: Latency) -> None:
 
 
 def _breakdown(loads: Sequence[Load], figures: Sequence[Figures]) -> Figure | None:
+    title, names = summary.short_loads(list(loads))
     rows = [
         (name, row.breakdown.phases())
-        for name, row in zip(summary.short_loads(list(loads))[1], figures, strict=True)
+        for name, row in zip(names, figures, strict=True)
         if row.breakdown is not None
     ]
     if not rows:
         return None
-    names = list(dict.fromkeys(phase for _, phases in rows for phase in phases))
-    figure = _stacked([(name, phases) for name, phases in rows], names)
-    figure["layout"]["xaxis"] |= {"title": summary.short_loads(list(loads))[0]}
+    figure = _stacked(rows)
+    figure["layout"]["xaxis"]["title"] = title
     return figure
 
 
-def _stacked(rows: Sequence[tuple[str, dict[str, float]]], phases: Sequence[str]) -> Figure:
+def _stacked(rows: Sequence[tuple[str, dict[str, float]]]) -> Figure:
+    """In ms, or in shares where one bar would dwarf the others; the sum stands below each."""
+    sums = [sum(parts.values()) for _, parts in rows]
+    is_shares = max(sums) > MAX_SUM_RATIO * min(sums)
     data = [
-        {
-            "type": "bar",
-            "name": phase,
-            "x": [name for name, _ in rows],
-            "y": [parts.get(phase, 0.0) * 1e3 for _, parts in rows],
-            "marker": {"color": PHASE_COLOURS[phase]},
-            "hovertemplate": "%{y:.3g} ms<extra>" + phase + "</extra>",
-        }
-        for phase in phases
-        if any(parts.get(phase, 0.0) > 0 for _, parts in rows)
+        _phase_bars(rows, sums, phase, is_shares)
+        for phase in PHASE_COLOURS
+        if any(
+            parts.get(phase, 0.0) > MIN_SHARE * whole
+            for (_, parts), whole in zip(rows, sums, strict=True)
+        )
+    ]
+    texts = [
+        f"{name}<br>{units.duration(whole)}" for (name, _), whole in zip(rows, sums, strict=True)
     ]
     layout: Figure = {
         "barmode": "stack",
-        "bargap": 0.35,
-        "xaxis": {"type": "category"},
-        "yaxis": {"title": "mean, ms", "rangemode": "tozero"},
+        "xaxis": {"tickvals": list(range(len(rows))), "ticktext": texts, "showgrid": False},
+        "yaxis": {"title": "share, %" if is_shares else "mean, ms", "rangemode": "tozero"},
     }
+    if len(rows) == 1:
+        layout["xaxis"]["range"] = [-1, 1]
     return {"data": data, "layout": layout}
+
+
+def _phase_bars(
+    rows: Sequence[tuple[str, dict[str, float]]], sums: Sequence[float], phase: str, is_share: bool
+) -> Figure:
+    times_s = [parts.get(phase, 0.0) for _, parts in rows]
+    shares = [
+        100 * time_s / whole if whole else 0.0 for time_s, whole in zip(times_s, sums, strict=True)
+    ]
+    return {
+        "type": "bar",
+        "name": phase,
+        # By number: two levels of one load are two bars.
+        "x": list(range(len(rows))),
+        "y": shares if is_share else [time_s * 1e3 for time_s in times_s],
+        "customdata": [units.duration(time_s) for time_s in times_s],
+        "marker": {"color": PHASE_COLOURS[phase]},
+        "width": 0.6 if len(rows) > 2 else 0.4,
+        "hovertemplate": "%{customdata}<extra>" + phase + "</extra>",
+    }
 
 
 # What the server's timing header says, in the words of the breakdown.
@@ -323,8 +352,7 @@ def _samples(samples: Sequence[TimingSample]) -> Figure | None:
     first, last, slow = (round(len(ordered) * p / 100) for p in (*TYPICAL, SLOW))
     groups = {"typical (p40-p60)": ordered[first:last], "slow (p95 and above)": ordered[slow:]}
     rows = [(name, _mean_phases(group)) for name, group in groups.items()]
-    names = ["network and client", "server overhead", *SAMPLE_PHASES.values()]
-    return _stacked(rows, names)
+    return _stacked(rows)
 
 
 def _mean_phases(samples: Sequence[TimingSample]) -> dict[str, float]:
@@ -375,7 +403,8 @@ def _over_time(run: Run, level: Level) -> Figure | None:
                 "hovertemplate": "%{y} failed<extra></extra>",
             }
         )
-        layout["yaxis2"] = _second_axis("failed requests")
+        # They stay low, so that the lines above can be seen.
+        layout["yaxis2"] = _second_axis("failed requests") | {"range": [0, 3 * max(failures)]}
     return {"data": data, "layout": layout}
 
 
@@ -429,10 +458,16 @@ def _utilisation(level: Level) -> Figure | None:
     return {"data": [*data, trace], "layout": layout}
 
 
-def _streams(level: Level) -> Figure | None:
+def _streams(run: Run, level: Level) -> Figure | None:
     data = []
     for metric, colour in STREAM_COLOURS.items():
         trace = cdf_trace(stats.histogram(level.windows, metric), metric.upper(), colour)
         if trace["x"]:
             data.append(trace)
-    return {"data": data, "layout": cdf_layout(data, "ms")} if data else None
+    if not data:
+        return None
+    layout = cdf_layout(data, "ms")
+    for term in _limits(run):
+        if term.metric in STREAM_COLOURS:
+            add_limit(layout, term)
+    return {"data": data, "layout": layout}

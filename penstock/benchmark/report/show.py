@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.benchmark.report import compare, files, page, table
+from penstock.benchmark.report import compare, page, run_files, table
 from penstock.benchmark.report.compare import Named
 from penstock.benchmark.results import Run
 from penstock.errors import ConfigError
@@ -25,15 +25,15 @@ def show(paths: Sequence[Path], html: Path | None, csv: Path | None, console: Co
         return
     console.print(compare.shown(runs))
     if html is not None:
-        files.write_text(compare.page(runs), html)
+        run_files.write_text(compare.page(runs), html)
 
 
 def show_run(run: Run, html: Path | None, csv: Path | None, console: Console) -> None:
     console.print(table.shown(run))
     if html is not None:
-        files.write_text(page.page(run), html)
+        run_files.write_text(page.page(run), html)
     if csv is not None:
-        files.write_text(files.csv_text(run), csv)
+        run_files.write_text(run_files.csv_text(run), csv)
 
 
 def _read(paths: Sequence[Path]) -> list[Named]:
@@ -42,7 +42,7 @@ def _read(paths: Sequence[Path]) -> list[Named]:
     problems: list[str] = []
     for path in paths:
         try:
-            found.append(Named(str(path), files.read_run(path)))
+            found.append(Named(str(path), run_files.read_run(path)))
         except ConfigError as error:
             problems += error.problems
     if problems:

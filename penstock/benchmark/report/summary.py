@@ -14,7 +14,6 @@ import msgspec
 from penstock import slo as promises
 from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
-from penstock.benchmark.report import units
 from penstock.benchmark.results import Level, Run
 from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.targets import Counters
@@ -220,7 +219,7 @@ def short_loads(loads: list[Load]) -> tuple[str, list[str]]:
         if isinstance(load, Open) and isinstance(load.profile, Flat)
     ]
     if len(flats) == len(loads) and len({(kind, cv) for _, kind, cv in flats}) == 1:
-        return f"{flats[0][1]} /s", [units.number(rate) for rate, _, _ in flats]
+        return f"{flats[0][1]} /s", [f"{rate:.4g}" for rate, _, _ in flats]
     return "load", [pacer.label(load) for load in loads]
 
 

@@ -25,6 +25,8 @@ OUTCOME_STYLES: dict[Outcome, str] = {
     "no SLO": "bold",
 }
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+# More levels than that are counted, not named.
+MAX_PLACES = 3
 TPOT_FORMULA = "TPOT = (last token - first token) / (output tokens - 1)"
 
 
@@ -43,7 +45,7 @@ def shown(run: Run) -> Group:
             parts += ["", *_breakdown_table(loads, figures)]
     answers = answers_of(run)
     parts += [Text(text, style="bold") for text in ([""] if answers else []) + answers]
-    found = findings.find(run)
+    found = findings.grouped(findings.find(run))
     if found:
         parts += ["", *(finding_line(run, each) for each in found)]
     return Group(*parts)
@@ -90,20 +92,30 @@ def cold_start_text(run: Run) -> str | None:
     return ", ".join(parts) or None
 
 
-def finding_line(run: Run, finding: Finding) -> Text:
-    place = ""
-    if finding.level is not None and len(run.levels) > 1:
-        place = f"{summary.label_of(run.levels[finding.level])}: "
+def finding_line(run: Run, group: Sequence[Finding]) -> Text:
+    place, finding = place_of(run, group), group[0]
     style = SEVERITY_STYLES[finding.severity]
-    return Text.assemble((f"{finding.severity}: ", style), place, finding.text)
+    return Text.assemble(
+        (f"{finding.severity}: ", style), f"{place}: " if place else "", finding.text
+    )
+
+
+def place_of(run: Run, group: Sequence[Finding]) -> str:
+    """The levels that a finding is about; empty when it is about all there is."""
+    indices = [each.level for each in group if each.level is not None]
+    if not indices or len(run.levels) == 1:
+        return ""
+    if len(indices) > MAX_PLACES:
+        return f"{len(indices)} of {len(run.levels)} levels"
+    return ", ".join(summary.label_of(run.levels[index]) for index in indices)
 
 
 def figure_table(first: str, *others: str) -> Table:
     """Words on the left, figures on the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column(first, overflow="fold")
+    table.add_column(Text(first), overflow="fold")
     for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(Text(name), justify="right", no_wrap=True)
     return table
 
 
@@ -124,7 +136,7 @@ def _levels_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:
         cells.append(_failed(row))
         if has_utilisation:
             cells.append(_busy(row))
-        table.add_row(name, *cells)
+        table.add_row(Text(name), *cells)
     return table
 
 
@@ -156,7 +168,7 @@ def _streams_table(loads: Sequence[Load], figures: Sequence[Figures]) -> Table:
                 cells.append(units.number(value / scale))
         tokens = row.output_tokens_per_s
         cells.append(units.UNKNOWN if tokens is None else units.number(tokens))
-        table.add_row(name, *cells)
+        table.add_row(Text(name), *cells)
     return table
 
 
@@ -169,7 +181,7 @@ def _breakdown_table(
     columns = ("request", "overhead", "queue", "input", "infer", "output", "outside")
     table = figure_table(head, *columns)
     for name, part in zip(names, parts, strict=True):
-        table.add_row(name, *_breakdown_cells(part, unit, len(columns)))
+        table.add_row(Text(name), *_breakdown_cells(part, unit, len(columns)))
     title = f"In the server, mean per request in {unit} (outside: network and client)"
     return Text(title, style="bold"), table
 

@@ -182,7 +182,8 @@ def _known_cells(run: Run, figures: Figures) -> list[str]:
         inside = (parts.queue_s, parts.input_s, parts.infer_s, parts.output_s)
         unsent_s = parts.unsent_s
     # All that is not known to be elsewhere, so that the columns add up to the mean latency.
-    network_s = max(0.0, figures.mean_s - unsent_s - sum(inside))
+    network_s = figures.mean_s - unsent_s - sum(inside)
+    network_s = 0.0 if network_s < 0 else network_s
     cells = [f"{figures.throughput.value * run.batch_size:.6g}"]
     cells += map(_microseconds, (unsent_s, network_s, *inside, 0.0))
     cells += [_microseconds(figures.latency[name].value) for name in ("p50", "p90", "p95", "p99")]
