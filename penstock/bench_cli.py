@@ -316,13 +316,13 @@ def bench(target: str, **flags: Any) -> None:
       http://…                                       any other URL, with --body
       models/NAME                                    a model's folder: in this process
     """
-    from penstock.benchmark.report import files
+    from penstock.benchmark.report import run_files
 
     outputs = Outputs(flags["json_path"], flags["html_path"], flags["csv_path"])
     try:
         plan = make_plan(target, flags)
         outputs.check()
-        baseline = files.read_run(Path(flags["baseline"])) if flags["baseline"] else None
+        baseline = run_files.read_run(Path(flags["baseline"])) if flags["baseline"] else None
         run = asyncio.run(_measure(plan, outputs))
         outputs.show(run)
     except ConfigError as error:
@@ -380,10 +380,10 @@ class Outputs:
 
     def keep(self, run: Run) -> None:
         """While it goes on: what was measured survives whatever comes."""
-        from penstock.benchmark.report import files
+        from penstock.benchmark.report import run_files
 
         if self.json_path:
-            files.write_run(run, Path(self.json_path))
+            run_files.write_run(run, Path(self.json_path))
 
     def show(self, run: Run) -> None:
         from penstock import terminal

@@ -111,6 +111,8 @@ class Run(msgspec.Struct):
     duration_s: float
     precision_percent: float  # half the width of the interval that ends a level; 0: never
     statistic: str  # the percentile that decides, "p99"
+    # Rows in each request: inferences are so many times the requests.
+    batch_size: int = 1
     slo: str = ""
     price_per_hour: float | None = None
     cold_start: ColdStart | None = None

@@ -10,13 +10,13 @@ import numpy as np
 import psutil
 import pytest
 from null_models import make
-from penstock.benchmark.report.live import Progress
 
 from penstock import slo
 from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.level import is_lost
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay
 from penstock.benchmark.plan import Decides, Plan, decides_for
+from penstock.benchmark.report.live import Progress
 from penstock.benchmark.results import Run
 from penstock.benchmark.run import Conductor
 from penstock.benchmark.stats import Window, percentile_interval, throughput_interval

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.benchmark import stats
-from penstock.benchmark.report import files
+from penstock.benchmark.report import run_files
 from penstock.benchmark.results import Level, Run
 
 
@@ -25,7 +25,7 @@ def start(*flags: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str], path: Path) -> Benched:
     out, errors = process.communicate(timeout=600)
-    run = files.read_run(path) if path.exists() else None
+    run = run_files.read_run(path) if path.exists() else None
     return Benched(process.returncode, out, errors, run)
 
 

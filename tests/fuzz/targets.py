@@ -16,14 +16,13 @@ from tritonclient.grpc import service_pb2
 
 from penstock import pbtxt, slo
 from penstock.benchmark.exchange import Exchange as LoadExchange
-from penstock.benchmark.targets import http_connection
-from penstock.benchmark.targets.http_client import HttpClient
-from penstock.benchmark.targets.http_messages import parse_url
 from penstock.benchmark.inputs import InputSpec, RequestForm, open_source
 from penstock.benchmark.inputs.lengths import draw as draw_lengths
 from penstock.benchmark.inputs.lengths import parse as parse_lengths
 from penstock.benchmark.inputs.traces import read_trace
-from penstock.benchmark.targets.http_messages import Causes
+from penstock.benchmark.targets import http_connection
+from penstock.benchmark.targets.http_client import HttpClient
+from penstock.benchmark.targets.http_messages import Causes, parse_url
 from penstock.benchmark.targets.openai import StreamReader
 from penstock.config import HttpLimits
 from penstock.errors import ConfigError, PenstockError, TooLarge

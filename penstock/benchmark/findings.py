@@ -1,0 +1,225 @@
+"""What a reader of a run must know before believing it, or may learn from it. Pure.
+
+An error makes the numbers wrong or void, a warning makes them doubtful or the server's state
+risky, a note explains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.benchmark import pacer, steadiness
+from penstock.benchmark.pacer import Closed, Open
+from penstock.benchmark.report import headline, summary, units
+from penstock.benchmark.report.summary import PERCENTILES, Figures
+from penstock.benchmark.results import Level, Run
+
+Severity = Literal["error", "warning", "note"]
+ORDER: tuple[Severity, ...] = ("error", "warning", "note")
+
+# A generator process above this share of a core is late for reasons of its own.
+MAX_CPU_SHARE = 0.85
+MIN_LATENESS_S = 1e-3
+MAX_LATENESS_SHARE = 0.10
+LITTLE_TOLERANCE = 0.05
+# Fewer requests say nothing about Little's law.
+MIN_REQUESTS = 100
+# This many requests must lie beyond a percentile for it to be more than a chance.
+MIN_BEYOND = 10
+CLOSE_TO_FULL_PERCENT = 90.0
+HEADROOM_PERCENT = 60.0
+SHARED_CPU_PERCENT = 95.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`level` is the place in `Run.levels`; None: it is about the whole run."""
+
+    severity: Severity
+    text: str
+    level: int | None = None
+
+
+def find(run: Run) -> list[Finding]:
+    """The worst first; those of one severity in the order of the levels."""
+    figures = [summary.figures_of(run, level) for level in run.levels]
+    found = [*_of_run(run), *_too_few(run, figures), *_load_of_server(run, figures)]
+    for index, (level, row) in enumerate(zip(run.levels, figures, strict=True)):
+        for severity, text in _of_level(run, level, row):
+            found.append(Finding(severity, text, index))
+    return sorted(found, key=lambda each: ORDER.index(each.severity))
+
+
+def grouped(found: Sequence[Finding]) -> list[list[Finding]]:
+    """What is said of several levels in the same words, together."""
+    groups: dict[tuple[Severity, str], list[Finding]] = {}
+    for each in found:
+        groups.setdefault((each.severity, each.text), []).append(each)
+    return list(groups.values())
+
+
+def _of_run(run: Run) -> Iterator[Finding]:
+    if run.is_partial:
+        reason = run.problem or "it was stopped before its end"
+        yield Finding("error", f"This run is partial: {reason}.")
+    elif run.problem:
+        yield Finding("warning", run.problem)
+    if run.origin.is_random:
+        text = "Inputs are random: what depends on real data (branches, caches, lengths) is not"
+        yield Finding("note", f"{text} seen.")
+    if any(isinstance(level.load, Closed) for level in run.levels):
+        text = "Closed loop: a client sends only when its last request was answered, so waiting"
+        yield Finding("note", f"{text} that real arrivals would see is not in these percentiles.")
+
+
+def _of_level(run: Run, level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
+    if not figures.num_requests:
+        yield "error", "No request was due in the time measured: nothing can be said."
+        return
+    yield from _failures(figures)
+    yield from _generator_limits(level, figures)
+    yield from _shared_machine(run, level)
+    if (text := _little(level, figures)) is not None:
+        yield "warning", text
+    if (text := _warm_up(level)) is not None:
+        yield "warning", text
+    if _is_growing(level):
+        text = "Latency grew all the time: more arrives than the server can answer, the queue"
+        yield "error", f"{text} grows, and percentiles say how long was measured, nothing else."
+    elif (text := _imprecision(run, level, figures)) is not None:
+        yield "warning", text
+
+
+def _failures(figures: Figures) -> Iterator[tuple[Severity, str]]:
+    if not figures.num_failed:
+        return
+    causes = ", ".join(f"{amount} x {cause}" for cause, amount in figures.failures.items())
+    share = units.share(figures.num_failed, figures.num_requests)
+    text = f"{figures.num_failed} of {figures.num_requests} requests failed ({share}): {causes}."
+    is_most = figures.num_failed * 2 > figures.num_requests
+    yield "error" if is_most else "warning", f"{text} Percentiles are of the good answers only."
+
+
+def _generator_limits(level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
+    use = level.generator
+    causes = []
+    busiest = max(use.cpu_shares, default=0.0)
+    if busiest >= MAX_CPU_SHARE:
+        causes.append(f"a generator process used {busiest:.0%} of its core (try --processes)")
+    late_s = use.lateness.percentile(99.0) if use.lateness.total else 0.0
+    p50_s = figures.latency["p50"].value
+    if late_s > max(MIN_LATENESS_S, 0.0 if math.isnan(p50_s) else MAX_LATENESS_SHARE * p50_s):
+        causes.append(f"1 % of requests left {units.duration(late_s)} late or more")
+    if use.num_waited:
+        waited = units.count(use.num_waited, "request")
+        causes.append(
+            f"{waited} waited because all {use.num_connections} connections were busy"
+            " (--max-connections)"
+        )
+    if causes:
+        text = f"LIMITED BY THE GENERATOR: {'; '.join(causes)}."
+        yield "error", f"{text} The figures are partly its own, not the server's."
+
+
+def _shared_machine(run: Run, level: Level) -> Iterator[tuple[Severity, str]]:
+    if not run.environment.is_server_local or not level.system:
+        return
+    cpu = sum(sample.cpu_percent for sample in level.system) / len(level.system)
+    if cpu > SHARED_CPU_PERCENT:
+        text = f"Server and generator share a machine whose CPU was {cpu:.0f} % busy: they took"
+        yield "warning", f"{text} time from each other. Another machine for the load would not."
+
+
+def _little(level: Level, figures: Figures) -> str | None:
+    """N = X R: what is under way, what comes out, and how long it takes cannot disagree."""
+    if figures.num_requests < MIN_REQUESTS or figures.num_failed or not level.service.total:
+        return None
+    if isinstance(level.load, Closed):
+        expected = float(level.load.concurrency)
+        seen = figures.throughput.value * level.service.mean()
+        words = f"throughput x service time is {units.number(seen)}, concurrency is"
+    else:
+        # Of an endless load: whether what is under way is what its rate and latency make it.
+        expected = level.generator.mean_in_flight
+        rate = figures.num_requests / level.measured_s if level.measured_s > 0 else math.nan
+        seen = rate * figures.mean_s
+        words = f"rate x latency is {units.number(seen)}, the mean number under way was"
+    # One request more or less is no news.
+    allowed = max(LITTLE_TOLERANCE * expected, 0.5)
+    if math.isnan(seen) or abs(seen - expected) <= allowed:
+        return None
+    text = f"Little's law does not hold: {words} {units.number(expected)}."
+    return f"{text} The level was not steady, or clients were idle."
+
+
+def _warm_up(level: Level) -> str | None:
+    warm_up = level.warm_up
+    if warm_up is None or warm_up.is_steady:
+        return None
+    first, last = units.duration(warm_up.first_s), units.duration(warm_up.last_s)
+    text = f"Latency still changed when the warm-up of {warm_up.duration_s:.0f} s was over"
+    return f"{text} (median {first} at first, {last} at last)."
+
+
+def _is_growing(level: Level) -> bool:
+    """Only where arrivals do not wait for answers and their rate stays the same."""
+    is_flat = isinstance(level.load, Open) and isinstance(level.load.profile, pacer.Flat)
+    return is_flat and steadiness.trend(level.windows).is_growing
+
+
+def _imprecision(run: Run, level: Level, figures: Figures) -> str | None:
+    measured = figures.latency.get(run.statistic)
+    is_asked = level.ending == "time" and run.precision_percent > 0
+    if not is_asked or measured is None or not measured.value > 0:
+        return None
+    span, error = f"{level.measured_s:.0f} s", 100 * measured.relative_error
+    if not math.isfinite(error):
+        return f"How high {run.statistic} may be cannot be said from {span}: measure longer."
+    if error <= run.precision_percent:
+        return None
+    # The width of an interval falls with the root of the time.
+    needed_s = level.measured_s * (error / run.precision_percent) ** 2
+    text = f"{run.statistic} is known to ±{units.number(error)} % only: {span} were not enough"
+    return f"{text}; about {_round_up(needed_s)} s would be."
+
+
+def _round_up(seconds: float) -> int:
+    """To two digits."""
+    step = int(10 ** max(0, math.floor(math.log10(seconds)) - 1))
+    return math.ceil(seconds / step) * step
+
+
+def _too_few(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
+    """Percentiles that hardly any request lies beyond: chance decides where they are."""
+    for name, percent in PERCENTILES.items():
+        needed = math.ceil(MIN_BEYOND / (1 - percent / 100) - 1e-6)
+        short = [row.num_good for row in figures if row.num_requests and row.num_good < needed]
+        if not short:
+            continue
+        at = "" if len(figures) == 1 else f" at {len(short)} of {len(figures)} levels"
+        text = f"{name} comes from {units.count(min(short), 'good answer')}"
+        if len(set(short)) > 1:
+            text = f"{name} comes from {min(short)} to {max(short)} good answers"
+        severity: Severity = "warning" if name == run.statistic else "note"
+        yield Finding(severity, f"{text}{at}; below {needed} it is mostly chance.")
+
+
+def _load_of_server(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
+    """Of the highest load that keeps the SLO: what a spike would do there."""
+    kept = [i for i, level in enumerate(run.levels) if headline.level_outcome(run, level) == "kept"]
+    if not kept:
+        return
+    index = max(kept, key=lambda i: (figures[i].throughput.value, -i))
+    if (busiest := figures[index].busiest) is None:
+        return
+    name, percent = busiest
+    verb = "were" if name == "instances" else "was"
+    if percent >= CLOSE_TO_FULL_PERCENT:
+        text = f"The SLO is kept, but {name} {verb} {percent:.0f} % busy: one traffic spike from"
+        yield Finding("warning", f"{text} trouble.", index)
+    elif percent <= HEADROOM_PERCENT:
+        text = f"Headroom: the SLO is kept and {name} {verb} only {percent:.0f} % busy."
+        yield Finding("note", text, index)

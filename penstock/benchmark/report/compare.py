@@ -1,0 +1,298 @@
+"""Runs side by side. The first is what the others are held against, level by level where the load
+was the same; what differs besides is said, for then the runs may not be comparable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from penstock.benchmark import stats
+from penstock.benchmark.report import plots, summary, table, units
+from penstock.benchmark.report.headline import headline_of
+from penstock.benchmark.report.page import Cell, Line, rendered
+from penstock.benchmark.report.plots import Figure
+from penstock.benchmark.results import Level, Run
+from penstock.benchmark.stats import Comparison, Interval
+from penstock.slo import Latency
+
+Verdict = Literal["faster", "slower", "no difference shown"]
+WORDS: dict[str, Verdict] = {
+    "improvement": "faster",
+    "regression": "slower",
+    "no difference shown": "no difference shown",
+}
+VERDICT_STYLES: dict[Verdict, str] = {
+    "faster": "green",
+    "slower": "red",
+    "no difference shown": "dim",
+}
+CELL_STYLES: dict[Verdict, str] = {
+    "faster": "kept-text",
+    "slower": "missed-text",
+    "no difference shown": "",
+}
+DASHES = ("solid", "dash", "dot", "dashdot")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A run and what it is called, as a rule its file."""
+
+    name: str
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of one load in both runs; `ratio` is the other over the base."""
+
+    load: str
+    figure: str
+    base: str
+    other: str
+    ratio: Interval
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    base: Named
+    other: Named
+    rows: tuple[Row, ...]
+    # What else is not the same, in words.
+    differences: tuple[str, ...]
+
+
+def pair_of(base: Named, other: Named, tolerance: float = 0.0) -> Pair:
+    rows = [
+        row
+        for ours, theirs in matched(base.run, other.run)
+        for row in _rows(ours, theirs, tolerance)
+    ]
+    return Pair(base, other, tuple(rows), tuple(differences(base.run, other.run)))
+
+
+def matched(base: Run, other: Run) -> list[tuple[Level, Level]]:
+    """Levels of the same load; each is used once."""
+    left = list(other.levels)
+    found = []
+    for ours in base.levels:
+        theirs = next((level for level in left if level.load == ours.load), None)
+        if theirs is not None:
+            left.remove(theirs)
+            found.append((ours, theirs))
+    return found
+
+
+def _rows(ours: Level, theirs: Level, tolerance: float) -> list[Row]:
+    label = summary.label_of(ours)
+    a, b = ours.windows, theirs.windows
+    speeds = [units.number(stats.throughput_interval(each).value) + "/s" for each in (a, b)]
+    rows = [_row(label, "throughput", speeds, stats.compare_throughput(a, b, tolerance))]
+    metrics = [name for name in ("latency", "ttft", "tpot") if _has(a, name) and _has(b, name)]
+    for metric in metrics:
+        for name in ("p50", "p99"):
+            percent = summary.PERCENTILES[name]
+            values = [stats.percentile_interval(each, metric, percent) for each in (a, b)]
+            texts = [units.duration(each.value) for each in values]
+            figure = name if metric == "latency" else f"{name} {metric.upper()}"
+            compared = stats.compare(a, b, metric, percent, tolerance)
+            rows.append(_row(label, figure, texts, compared))
+    return rows
+
+
+def _has(windows: Sequence[stats.Window], metric: str) -> bool:
+    return any(metric in window.metrics for window in windows)
+
+
+def _row(load: str, figure: str, texts: list[str], compared: Comparison) -> Row:
+    verdict = WORDS[compared.finding]
+    return Row(load, figure, texts[0], texts[1], compared.ratio, verdict)
+
+
+def differences(base: Run, other: Run) -> list[str]:
+    """What makes two runs something else than the same thing measured twice."""
+    ours, theirs = base.target, other.target
+    known = {
+        "protocol": (ours.protocol, theirs.protocol),
+        "server": (ours.server, theirs.server),
+        "model": (ours.model, theirs.model),
+        "model files": (ours.model_digest, theirs.model_digest),
+        "model configuration": (ours.config_digest, theirs.config_digest),
+        "inputs": (_inputs(base), _inputs(other)),
+        "rows a request": (str(base.batch_size), str(other.batch_size)),
+        "hardware": (_hardware(base), _hardware(other)),
+    }
+    found = [
+        f"{name}: {mine or 'not known'} against {yours or 'not known'}"
+        for name, (mine, yours) in known.items()
+        if mine != yours
+    ]
+    matching = matched(base, other)
+    alone = len(base.levels) + len(other.levels) - 2 * len(matching)
+    if not matching:
+        found.append("load: no level of one has a level of the same load in the other")
+    elif alone:
+        found.append(f"load: {units.count(alone, 'level')} of one only")
+    return found
+
+
+def _inputs(run: Run) -> str:
+    digest = f" ({run.origin.digest})" if run.origin.digest else ""
+    return run.origin.text + digest
+
+
+def _hardware(run: Run) -> str:
+    machine = run.environment
+    gpus = f", {', '.join(machine.gpus)}" if machine.gpus else ""
+    return f"{machine.host_cpu}, {units.count(machine.num_cores, 'core')}{gpus}"
+
+
+def summary_text(pair: Pair) -> str:
+    """In one sentence, by the tail: what p99 did at how many loads."""
+    tails = [row.verdict for row in pair.rows if row.figure == "p99"]
+    if not tails:
+        return f"{pair.other.name} and {pair.base.name} have no load in common"
+    counts = {word: tails.count(word) for word in ("faster", "slower") if word in tails}
+    if not counts:
+        return f"{pair.other.name}: no difference to {pair.base.name} shown (p99)"
+    parts = [f"{word} at {number} of {len(tails)}" for word, number in counts.items()]
+    loads = "load" if len(tails) == 1 else "loads"
+    return f"{pair.other.name} against {pair.base.name}: {', '.join(parts)} {loads} (p99)"
+
+
+def shown(runs: Sequence[Named]) -> Group:
+    """For a terminal."""
+    parts: list[RenderableType] = []
+    for pair in _pairs(runs):
+        parts.append(Text(summary_text(pair), style="bold"))
+        parts += [
+            Text(f"warning: not the same: {each}", style="yellow") for each in pair.differences
+        ]
+        if pair.rows:
+            parts.append(_table(pair))
+    for each in runs:
+        verdict = headline_of(each.run)
+        style = table.OUTCOME_STYLES[verdict.outcome]
+        parts.append(Text.assemble(f"{each.name}: ", (verdict.text, style)))
+    return Group(*parts)
+
+
+def _pairs(runs: Sequence[Named]) -> list[Pair]:
+    return [pair_of(runs[0], other) for other in runs[1:]]
+
+
+def _table(pair: Pair) -> RenderableType:
+    names = [Path(each.name).name for each in (pair.base, pair.other)]
+    made = table.figure_table("load", "figure", *names, "ratio (95 % CI)", "verdict")
+    for load, row in _with_load_once(pair):
+        verdict = Text(row.verdict, style=VERDICT_STYLES[row.verdict])
+        made.add_row(Text(load), row.figure, row.base, row.other, ratio_text(row.ratio), verdict)
+    return made
+
+
+def _with_load_once(pair: Pair) -> Iterator[tuple[str, Row]]:
+    """The load stands in the first of its rows only."""
+    for last, row in zip((None, *pair.rows), pair.rows, strict=False):
+        is_new = last is None or last.load != row.load or row.figure == "throughput"
+        yield row.load if is_new else "", row
+
+
+def ratio_text(ratio: Interval) -> str:
+    """Of two decimals: a hundredth is the least that one talks about."""
+    if not math.isfinite(ratio.value):
+        return units.UNKNOWN
+    low = f"{ratio.low:.2f}" if ratio.low > 0 else ""
+    high = f"{ratio.high:.2f}" if math.isfinite(ratio.high) else ""
+    if low and high:
+        return f"{ratio.value:.2f} ({low}-{high})"
+    one_sided = f"> {low}" if low else f"< {high}" if high else ""
+    return f"{ratio.value:.2f} ({one_sided})" if one_sided else f"{ratio.value:.2f}"
+
+
+def page(runs: Sequence[Named]) -> str:
+    pairs = _pairs(runs)
+    values = {
+        "title": "; ".join(map(summary_text, pairs)),
+        "sentences": [summary_text(pair) for pair in pairs],
+        "style": _style(pairs),
+        "verdicts": [(each.name, headline_of(each.run).text) for each in runs],
+        "warnings": [
+            Line("warning", f"not the same: {each}", f"{pair.base.name}, {pair.other.name}")
+            for pair in pairs
+            for each in pair.differences
+        ],
+        "tables": [
+            (f"{pair.other.name} against {pair.base.name}", _head(pair), _cells(pair))
+            for pair in pairs
+            if pair.rows
+        ],
+        "labels": [summary.label_of(level) for level in runs[0].run.levels],
+        "commands": [(each.name, each.run.command) for each in runs],
+    }
+    return rendered("compare.html.jinja", values, _figures(runs))
+
+
+def _style(pairs: Sequence[Pair]) -> str:
+    """Green and red by the tail alone, as the sentence says it."""
+    tails = {row.verdict for pair in pairs for row in pair.rows if row.figure == "p99"}
+    if {"faster", "slower"} <= tails:
+        return "mixed"
+    if "slower" in tails:
+        return "missed"
+    return "kept" if "faster" in tails else "plain"
+
+
+def _head(pair: Pair) -> list[str]:
+    return ["load", "figure", pair.base.name, pair.other.name, "ratio (95 % CI)", "verdict"]
+
+
+def _cells(pair: Pair) -> list[list[Cell]]:
+    return [
+        [
+            *map(Cell, (load, row.figure, row.base, row.other, ratio_text(row.ratio))),
+            Cell(row.verdict, style=CELL_STYLES[row.verdict]),
+        ]
+        for load, row in _with_load_once(pair)
+    ]
+
+
+def _figures(runs: Sequence[Named]) -> dict[str, list[Figure | None]]:
+    return {
+        "curve": [_curve(runs)],
+        "cdf": [_cdf(runs, index) for index in range(len(runs[0].run.levels))],
+    }
+
+
+def _cdf(runs: Sequence[Named], index: int) -> Figure | None:
+    """All runs at the load of one level of the first."""
+    load = runs[0].run.levels[index].load
+    data = []
+    for number, (each, colour) in enumerate(zip(runs, plots.colours(len(runs)), strict=True)):
+        level = next((level for level in each.run.levels if level.load == load), None)
+        if level is not None:
+            seen, dash = stats.histogram(level.windows, "latency"), DASHES[number % len(DASHES)]
+            data.append(plots.cdf_trace(seen, each.name, colour, dash))
+    data = [trace for trace in data if trace["x"]]
+    if not data:
+        return None
+    layout = plots.cdf_layout(data)
+    slo = summary.slo_of(runs[0].run)
+    for term in () if slo is None else slo.terms:
+        if isinstance(term, Latency) and term.metric == "latency":
+            plots.add_limit(layout, term)
+    return {"data": data, "layout": layout}
+
+
+def _curve(runs: Sequence[Named]) -> Figure | None:
+    traces = [
+        plots.curve_trace(each.run, each.name, "p99", colour)
+        for each, colour in zip(runs, plots.colours(len(runs)), strict=True)
+    ]
+    return plots.curve_figure(traces) if any(len(t["x"]) > 1 for t in traces) else None

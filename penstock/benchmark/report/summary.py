@@ -1,0 +1,228 @@
+"""The figures of a level as plain values that every report shows. Pure.
+
+Percentiles are of good answers; the SLO is judged elsewhere, with failed requests counted as never
+answered.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock import slo as promises
+from penstock.benchmark import pacer, stats, verdicts
+from penstock.benchmark.pacer import Closed, Flat, Load, Open
+from penstock.benchmark.results import Level, Run
+from penstock.benchmark.stats import Interval, Window
+from penstock.benchmark.targets import Counters
+from penstock.slo import Goodput, Latency, Slo
+
+PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
+# Of streams; time to the first token, between two pieces, and per token after the first.
+STREAM_METRICS = ("ttft", "itl", "tpot")
+NANOSECOND = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Where a request's mean time went, in seconds; inside the server by its own account."""
+
+    # due -> sent, and everything between client and server.
+    unsent_s: float
+    outside_s: float
+    overhead_s: float
+    queue_s: float
+    input_s: float
+    infer_s: float
+    output_s: float
+    # The two parts of the queue, where the server tells them apart.
+    batch_wait_s: float | None = None
+    instance_wait_s: float | None = None
+
+    @property
+    def server_s(self) -> float:
+        return self.overhead_s + self.queue_s + self.input_s + self.infer_s + self.output_s
+
+    def phases(self) -> dict[str, float]:
+        """All parts in the order in which a request passes them; their sum is its latency."""
+        found = {"waiting to be sent": self.unsent_s, "network and client": self.outside_s}
+        found["server overhead"] = self.overhead_s
+        if self.batch_wait_s is None or self.instance_wait_s is None:
+            found["queue"] = self.queue_s
+        else:
+            found["queue: for a batch"] = self.batch_wait_s
+            found["queue: for an instance"] = self.instance_wait_s
+        found["compute input"] = self.input_s
+        found["compute infer"] = self.infer_s
+        found["compute output"] = self.output_s
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One level in numbers. Durations in seconds, rates per second."""
+
+    label: str
+    num_requests: int
+    num_good: int
+    failures: dict[str, int]
+    throughput: Interval
+    mean_s: float
+    # By percentile: latency, then each metric of streams that was seen.
+    latency: dict[str, Interval]
+    streams: dict[str, dict[str, Interval]]
+    # Percent of requests that were answered well and in time; None without limits on latency.
+    goodput_percent: float | None
+    input_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+    breakdown: Breakdown | None
+    # Percent, by resource of the server; empty where nothing of it can be seen.
+    utilisation: dict[str, float]
+
+    @property
+    def num_failed(self) -> int:
+        return sum(self.failures.values())
+
+    @property
+    def busiest(self) -> tuple[str, float] | None:
+        """The resource that would be exhausted first."""
+        return max(self.utilisation.items(), key=lambda item: item[1], default=None)
+
+
+def figures_of(run: Run, level: Level) -> Figures:
+    windows, limits = level.windows, slo_of(run)
+    failures: dict[str, int] = {}
+    for window in windows:
+        for cause, amount in window.failures.items():
+            failures[cause] = failures.get(cause, 0) + amount
+    span_s = sum(window.length_s for window in windows)
+    num_tokens = (
+        sum(window.num_input_tokens for window in windows),
+        sum(window.num_output_tokens for window in windows),
+    )
+    metrics = {name for window in windows for name in window.metrics}
+    return Figures(
+        label=label_of(level),
+        num_requests=sum(window.num_due for window in windows),
+        num_good=sum(window.num_good for window in windows),
+        failures=dict(sorted(failures.items(), key=lambda item: -item[1])),
+        throughput=stats.throughput_interval(windows),
+        mean_s=stats.histogram(windows, "latency").mean(),
+        latency=_percentiles(windows, "latency"),
+        streams={name: _percentiles(windows, name) for name in STREAM_METRICS if name in metrics},
+        goodput_percent=_goodput(windows, limits),
+        input_tokens_per_s=num_tokens[0] / span_s if num_tokens[1] and span_s else None,
+        output_tokens_per_s=num_tokens[1] / span_s if num_tokens[1] and span_s else None,
+        breakdown=breakdown_of(level),
+        utilisation=utilisation_of(run, level),
+    )
+
+
+def _percentiles(windows: list[Window], metric: str) -> dict[str, Interval]:
+    return {
+        name: stats.percentile_interval(windows, metric, percent)
+        for name, percent in PERCENTILES.items()
+    }
+
+
+def _goodput(windows: list[Window], limits: Slo | None) -> float | None:
+    if limits is None or not any(isinstance(term, Latency) for term in limits.terms):
+        return None
+    # Asked for whether or not the SLO has a term for it; the limits are those of the SLO.
+    asked = Slo((*(term for term in limits.terms if term.name != "goodput"), Goodput(100.0)))
+    percent = verdicts.measured(windows, asked)["goodput"].value
+    return None if math.isnan(percent) else percent
+
+
+def breakdown_of(level: Level) -> Breakdown | None:
+    server = level.server
+    if server is None or not server.num_success:
+        return None
+
+    def mean_s(total_ns: int) -> float:
+        return total_ns / server.num_success * NANOSECOND
+
+    latency_s, service_s = stats.histogram(level.windows, "latency").mean(), level.service.mean()
+    inside_s = mean_s(server.success_ns)
+    parts_ns = server.queue_ns + server.compute_input_ns
+    parts_ns += server.compute_infer_ns + server.compute_output_ns
+    has_waits = server.batch_wait_ns is not None and server.instance_wait_ns is not None
+    return Breakdown(
+        unsent_s=max(0.0, latency_s - service_s),
+        outside_s=max(0.0, min(latency_s, service_s) - inside_s),
+        overhead_s=max(0.0, inside_s - mean_s(parts_ns)),
+        queue_s=mean_s(server.queue_ns),
+        input_s=mean_s(server.compute_input_ns),
+        infer_s=mean_s(server.compute_infer_ns),
+        output_s=mean_s(server.compute_output_ns),
+        batch_wait_s=mean_s(server.batch_wait_ns or 0) if has_waits else None,
+        instance_wait_s=mean_s(server.instance_wait_ns or 0) if has_waits else None,
+    )
+
+
+def utilisation_of(run: Run, level: Level) -> dict[str, float]:
+    """Means over the level. The machine counts only when the server runs on it."""
+    found: dict[str, float] = {}
+    if run.environment.is_server_local and level.system:
+        found["CPU"] = _mean([sample.cpu_percent for sample in level.system])
+        for index in range(min(len(sample.gpu_percent) for sample in level.system)):
+            name = "GPU" if len(run.environment.gpus) <= 1 else f"GPU {index}"
+            found[name] = _mean([sample.gpu_percent[index] for sample in level.system])
+    busy = _instances_busy(level.server, run.target.num_instances, level.measured_s)
+    if busy is not None:
+        found["instances"] = busy
+    return found
+
+
+def _instances_busy(
+    server: Counters | None, num_instances: int | None, measured_s: float
+) -> float | None:
+    if server is None or server.busy_ns is None or not num_instances or measured_s <= 0:
+        return None
+    return min(100.0, 100 * server.busy_ns * NANOSECOND / (measured_s * num_instances))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def slo_of(run: Run) -> Slo | None:
+    return promises.parse(run.slo) if run.slo else None
+
+
+def label_of(level: Level) -> str:
+    return pacer.label(level.load)
+
+
+def in_order(run: Run) -> Run:
+    """The same run with its levels from low load to high, where they are of one kind: a search
+    goes up and down."""
+    if len({type(level.load) for level in run.levels}) != 1:
+        return run
+    order = sorted(range(len(run.levels)), key=lambda i: load_size(run.levels[i].load))
+    knee = run.knee
+    if knee is not None and 0 <= knee.level < len(order):
+        knee = msgspec.structs.replace(knee, level=order.index(knee.level))
+    levels = [run.levels[index] for index in order]
+    return msgspec.structs.replace(run, levels=levels, knee=knee)
+
+
+def short_loads(loads: list[Load]) -> tuple[str, list[str]]:
+    """A column's name and its cells: as short as levels of one kind allow."""
+    if all(isinstance(load, Closed) for load in loads):
+        return "concurrency", [str(load.concurrency) for load in loads if isinstance(load, Closed)]
+    flats = [
+        (load.profile.rate, load.arrivals, load.cv)
+        for load in loads
+        if isinstance(load, Open) and isinstance(load.profile, Flat)
+    ]
+    if len(flats) == len(loads) and len({(kind, cv) for _, kind, cv in flats}) == 1:
+        return f"{flats[0][1]} /s", [f"{rate:.4g}" for rate, _, _ in flats]
+    return "load", [pacer.label(load) for load in loads]
+
+
+def load_size(load: Load) -> float:
+    """What orders levels of one kind: concurrency or mean rate."""
+    return float(load.concurrency) if isinstance(load, Closed) else pacer.mean_rate(load)
