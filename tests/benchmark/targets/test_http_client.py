@@ -199,6 +199,26 @@ def test_a_server_that_closes_idle_connections_costs_no_request(idle_s, is_sent_
     run(scenario())
 
 
+def test_what_is_sent_again_goes_before_what_waits():
+    async def scenario() -> None:
+        past = [0.0]
+        async with (
+            Server().serve() as server,
+            client_of(server, 1, now=lambda: time.monotonic() + past[0]) as client,
+        ):
+            await client.open(1)
+            past[0] += 2 * STALE_S
+            sent = [Sent(client, message(server, f"/{i}")) for i in range(3)]
+            assert b" /0 " in await (await server.peer(0)).request()
+            server.peers[0].leave()
+            for i, each in enumerate(sent):
+                assert b" /%d " % i in await (await server.peer(1)).request()
+                server.peers[1].reply()
+                assert (await each.end()).failure is None
+
+    run(scenario())
+
+
 def test_an_answer_that_ends_the_connection_is_followed_by_another_connection():
     async def scenario() -> None:
         answer = OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")

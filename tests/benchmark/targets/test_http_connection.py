@@ -187,6 +187,8 @@ def test_a_large_answer_is_remembered_though_it_comes_in_parts():
         OK + b"Server-Timing: total;dur=1\r\nContent-Length: 2\r\n\r\nhi",
         b"HTTP/1.1 100 Continue\r\n\r\n" + PLAIN,
         b"HTTP/1.1 204 No Content\r\n\r\n",
+        # It has no body, whatever it says.
+        b"HTTP/1.1 204 No Content\r\nContent-Length: 5\r\n\r\n",
         OK + b"X: " + b"x" * 2000 + b"\r\nContent-Length: 2\r\n\r\nhi",
     ],
 )
@@ -213,6 +215,8 @@ def test_server_timing_is_taken_along_each_time():
         )
         assert exchange.phases == {"queue": pytest.approx(number / 1e3 + 0.0005), "total": 0.009}
     assert wire.answer(PLAIN).phases is None
+    hints = b"HTTP/1.1 103 Early Hints\r\nServer-Timing: early;dur=1\r\n\r\n"
+    assert wire.answer(hints + PLAIN).phases is None
 
 
 def test_the_end_of_the_connection_may_be_the_end_of_the_answer():
