@@ -11,7 +11,7 @@ much batches differ says how far the whole may be off (batch means, Student's t)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal
@@ -188,11 +188,10 @@ class Comparison(msgspec.Struct, frozen=True):
     finding: Finding
 
 
-def merged(windows: Iterable[Window]) -> Window:
-    """Neighbours, as one."""
-    whole = Window(math.inf, 0.0)
-    for window in windows:
-        whole.start_s = min(whole.start_s, window.start_s)
+def merged(windows: Sequence[Window]) -> Window:
+    """Neighbours, as one; there must be some."""
+    whole = windows[0].copy()
+    for window in windows[1:]:
         whole.length_s += window.length_s
         add_counts(whole, window)
     return whole

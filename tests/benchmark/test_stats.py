@@ -136,7 +136,7 @@ LOAD = 0.8
 def independent_runs(num=200):
     def run(seed):
         random = np.random.default_rng(seed)
-        return windows_of(np.arange(10_000) / 1000, random.exponential(MEAN_S, 10_000), 10)
+        return windows_of(np.arange(5_000) / 500, random.exponential(MEAN_S, 5_000), 10)
 
     return [run(seed) for seed in range(num)]
 
@@ -180,7 +180,7 @@ def test_the_true_percentile_is_in_the_interval(case, percent):
     if (case, percent) == ("a short run of a queue", 99):
         assert np.mean([math.isinf(each.high) for each in intervals]) > 0.3
     else:
-        assert 0.8 < width < 1.6
+        assert 0.8 < width < 1.8
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -188,14 +188,14 @@ def test_the_true_mean_is_in_the_interval(case):
     runs, mean_s = CASES[case][0](), CASES[case][1]
     coverage, width = judged([mean_interval(windows) for windows in runs], mean_s)
     assert coverage >= 0.9
-    assert 0.8 < width < 1.6
+    assert 0.8 < width < 1.8
 
 
 def test_the_true_throughput_is_in_the_interval():
     intervals = [throughput_interval(windows) for windows in queue_runs(20, 200)]
     coverage, width = judged(intervals, LOAD / MEAN_S)
     assert coverage >= 0.9
-    assert 0.8 < width < 1.6
+    assert 0.8 < width < 1.8
 
 
 def test_an_interval_for_independent_requests_would_be_wrong_for_a_queue():
