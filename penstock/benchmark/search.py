@@ -59,8 +59,11 @@ class KneeSearch:
         self._tried: list[int] = []
         self._throughputs: dict[int, float] = {}
         self._alone_s = math.nan
+        self._is_through = False
 
     def next(self) -> Closed | None:
+        if self._is_through:
+            return None
         if not self._tried:
             return Closed(1)
         if not self._is_level() and self._highest < self._max_concurrency:
@@ -69,6 +72,8 @@ class KneeSearch:
         return Closed(near) if near is not None and near not in self._throughputs else None
 
     def add(self, load: Closed, windows: Sequence[Window]) -> None:
+        # Measuring next to the knee moves it a little; that is not followed.
+        self._is_through = bool(self._tried) and load.concurrency < self._highest
         self._tried.append(load.concurrency)
         self._throughputs[load.concurrency] = throughput_interval(windows).value
         if load.concurrency == 1:
@@ -110,7 +115,7 @@ class KneeSearch:
     def _near_knee(self) -> int | None:
         if not self._tried or not self._plateau() * self._alone_s > 0:
             return None
-        return min(max(1, round(self._plateau() * self._alone_s)), self._max_concurrency)
+        return min(max(1, round(self._plateau() * self._alone_s)), self._highest)
 
 
 class MaxRateSearch:

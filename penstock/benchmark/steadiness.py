@@ -12,7 +12,14 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from penstock.benchmark.stats import Window, histogram, merged, student_t
+from penstock.benchmark.stats import (
+    NO_DURATIONS,
+    Histogram,
+    Window,
+    histogram,
+    merged,
+    student_t,
+)
 from penstock.types import Array
 
 # A change from third to third that is called none.
@@ -65,7 +72,7 @@ def _is_steady(windows: Sequence[Window]) -> bool:
     if num_groups < MIN_GROUPS:
         return False
     groups = _groups(windows, num_groups)[num_groups // 3 :]
-    medians = np.array([histogram([group]).percentile(50) for group in groups])
+    medians = np.array([_latency(group).percentile(50) for group in groups])
     rates = np.array([group.num_arrived / group.length_s for group in groups])
     return _is_same(medians, is_shown=True) and _is_same(rates, is_shown=False)
 
@@ -73,6 +80,10 @@ def _is_steady(windows: Sequence[Window]) -> bool:
 def _groups(windows: Sequence[Window], num: int) -> list[Window]:
     ends = np.linspace(0, len(windows), num + 1).astype(int).tolist()
     return [merged(windows[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+def _latency(window: Window) -> Histogram:
+    return window.metrics.get("latency", NO_DURATIONS)
 
 
 def _is_same(values: Array, is_shown: bool) -> bool:
@@ -99,7 +110,7 @@ def _is_same(values: Array, is_shown: bool) -> bool:
 def trend(windows: Sequence[Window]) -> Trend:
     """Does latency grow over the span? Then the queue does: the load is above capacity."""
     num_groups = min(len(windows), NUM_TREND_GROUPS)
-    means = np.array([histogram([each]).mean() for each in _groups(windows, num_groups)])
+    means = np.array([_latency(each).mean() for each in _groups(windows, num_groups)])
     means = means[~np.isnan(means)]
     count = len(means)
     if count < MIN_TREND_GROUPS:

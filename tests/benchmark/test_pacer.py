@@ -65,8 +65,8 @@ def test_constant_arrivals_begin_at_zero_and_do_not_drift():
 def test_the_first_second_is_like_any_other(cv):
     """Bursty arrivals that began with a whole gap would send too many or too few at first."""
     load = Open(Flat(2), "gamma", cv)
-    counts = [np.count_nonzero(first_times(load, 64, seed) < 1) for seed in range(4000)]
-    assert np.mean(counts) == pytest.approx(2, abs=0.2)
+    counts = [np.count_nonzero(first_times(load, 64, seed) < 1) for seed in range(2000)]
+    assert np.mean(counts) == pytest.approx(2, abs=0.3)
 
 
 @pytest.mark.parametrize(("arrivals", "cv"), KINDS)

@@ -72,6 +72,23 @@ def test_a_server_that_breaks_down_under_load_has_its_knee_before():
     assert knee.concurrency == pytest.approx(8, rel=0.05)
 
 
+def test_next_to_the_knee_is_measured_once_however_noisy_it_is():
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        tried, knee = found_knee(lambda num: min(num, 300) * random.normal(10, 0.1))
+        assert tried[:10] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+        assert len(tried) <= 12
+        assert knee.concurrency == pytest.approx(300, rel=0.1)
+        assert abs(tried[knee.level] - 300) < 45
+
+
+def test_a_server_that_is_slowest_alone_has_no_knee_beyond_what_was_tried():
+    """It waits for a batch that does not come."""
+    tried, knee = found_knee(lambda num: 10 if num == 1 else 400)
+    assert max(tried) == 8
+    assert tried[knee.level] == 8
+
+
 def test_without_a_plateau_it_says_so():
     tried, knee = found_knee(lambda num: 10.0 * num, KneeSearch(max_concurrency=48))
     assert tried == [1, 2, 4, 8, 16, 32, 48]

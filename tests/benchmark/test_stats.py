@@ -88,6 +88,14 @@ def test_a_window_survives_json():
     assert msgspec.json.decode(msgspec.json.encode(window), type=Window) == window
 
 
+def test_an_interval_of_which_an_end_is_not_known_survives_json():
+    written = msgspec.json.encode(Interval(2.0, math.nan, math.inf))
+    read = msgspec.json.decode(written, type=Interval)
+    assert read.value == 2
+    assert math.isnan(read.low)
+    assert math.isnan(read.high)
+
+
 def test_a_copy_shares_nothing():
     window = Window(0.0, 1.0, 1, 1, 1, {"a": 1}, {"latency": filled([0.1])})
     twin = window.copy()
@@ -128,7 +136,7 @@ LOAD = 0.8
 def independent_runs(num=200):
     def run(seed):
         random = np.random.default_rng(seed)
-        return windows_of(np.arange(10_000) / 1000, random.exponential(MEAN_S, 10_000), 10)
+        return windows_of(np.arange(5_000) / 500, random.exponential(MEAN_S, 5_000), 10)
 
     return [run(seed) for seed in range(num)]
 
@@ -172,7 +180,7 @@ def test_the_true_percentile_is_in_the_interval(case, percent):
     if (case, percent) == ("a short run of a queue", 99):
         assert np.mean([math.isinf(each.high) for each in intervals]) > 0.3
     else:
-        assert 0.8 < width < 1.6
+        assert 0.8 < width < 1.8
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -180,14 +188,14 @@ def test_the_true_mean_is_in_the_interval(case):
     runs, mean_s = CASES[case][0](), CASES[case][1]
     coverage, width = judged([mean_interval(windows) for windows in runs], mean_s)
     assert coverage >= 0.9
-    assert 0.8 < width < 1.6
+    assert 0.8 < width < 1.8
 
 
 def test_the_true_throughput_is_in_the_interval():
     intervals = [throughput_interval(windows) for windows in queue_runs(20, 200)]
     coverage, width = judged(intervals, LOAD / MEAN_S)
     assert coverage >= 0.9
-    assert 0.8 < width < 1.6
+    assert 0.8 < width < 1.8
 
 
 def test_an_interval_for_independent_requests_would_be_wrong_for_a_queue():
@@ -200,6 +208,20 @@ def test_an_interval_for_independent_requests_would_be_wrong_for_a_queue():
         ends = (whole.at_rank(round(whole.total / 2 + sign * half)) for sign in (-1, 1))
         inside.append(next(ends) <= truth <= next(ends))
     assert np.mean(inside) < 0.5
+
+
+def test_a_stall_is_seen_by_all_who_were_due():
+    """A server that pauses 1 s in 20 s: of all requests 1 % wait longer than 0.8 s. A client that
+    stops sending meanwhile would have seen one slow request."""
+    due = np.arange(20_000) / 1000
+    service_s = np.full(len(due), 0.0001)
+    service_s[10_000] = 1.0
+    windows = windows_of(due, queued(due, service_s), 20)
+    p99 = percentile_interval(windows, "latency", 99)
+    # What waited is served ten times as fast as it came.
+    assert p99.value == pytest.approx(1 - 0.2 * 0.9, rel=0.01)
+    assert p99.high > 0.9
+    assert percentile_interval(windows, "latency", 50).high < 0.001
 
 
 def test_few_requests_do_not_tell_how_high_a_percentile_may_be():

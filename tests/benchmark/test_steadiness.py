@@ -48,7 +48,7 @@ def test_what_does_not_change_is_soon_called_steady(noise):
     assert np.median([time or PATIENCE_S for time in times]) <= 4
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
 @pytest.mark.parametrize("decay_s", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("excess", [0.5, 5.0])
 def test_a_decay_is_not_called_steady_before_it_has_decayed(noise, decay_s, excess):
@@ -71,7 +71,7 @@ def test_a_slow_ramp_is_not_called_steady(per_s):
     def level(seconds):
         return math.exp(per_s * seconds)
 
-    times = [settled_s(series(level, 0.01, seed), patience_s=10) for seed in range(30)]
+    times = [settled_s(series(level, 0.01, seed), patience_s=10) for seed in range(20)]
     assert np.mean([time is None for time in times]) >= 0.9
 
 
