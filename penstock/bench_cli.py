@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import shlex
 import signal
 import sys
@@ -226,9 +227,9 @@ INTERRUPTED = 130
 @click.option(
     "--method",
     type=click.Choice(["GET", "POST", "PUT"]),
-    default="POST",
-    show_default=True,
-    help="Method for a plain URL. Change it when the server wants another.",
+    default=None,
+    help="Method for a plain URL: POST with --body, GET without. Change it when the server wants "
+    "another.",
 )
 @click.option(
     "-H",
@@ -271,10 +272,10 @@ INTERRUPTED = 130
 )
 @click.option(
     "--seed",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Of arrivals and random inputs. Change it to see whether a result depends on them.",
+    type=click.IntRange(0, 2**31 - 1),
+    default=None,
+    help="Of arrivals and random inputs; a new one each time unless given, so that no cache knows "
+    "the inputs, and the run remembers it. Give it to send the same again.",
 )
 @click.option(
     "--price",
@@ -459,6 +460,8 @@ def make_plan(target: str, flags: dict[str, Any]) -> Plan:
     from penstock import slo as slos
     from penstock.benchmark.plan import Plan, decides_for
 
+    if flags["seed"] is None:
+        flags = {**flags, "seed": secrets.randbelow(2**31)}
     reading = Reading(flags)
     slo: Slo | None = reading.maybe("slo", slos.parse)
     duration_s = reading.maybe("duration", slos.parse_duration)
@@ -600,7 +603,7 @@ def _target(address: str, reading: Reading) -> TargetSpec:
         is_binary=flags["tensors"] == "binary",
         batch_size=flags["batch_size"],
         api=flags["api"],
-        method=flags["method"],
+        method=flags["method"] or ("POST" if flags["body"] else "GET"),
         headers=headers,
         body=reading.maybe("body", _read_body) or "",
         api_key=flags["api_key"],

@@ -88,7 +88,7 @@ def test_patience_ends(tmp_path: Path) -> None:
     """What is under way when it does, has failed; the generator can be used again."""
 
     async def scenario(crew: Crew, heard: list[Progress]) -> None:
-        await crew.start([setup(make(tmp_path, a_ms=1500))])
+        await crew.start([setup(make(tmp_path, max_batch=1, a_ms=700))])
         await crew.prepare(Closed(2), 0)
         crew.ask(Go(time.monotonic()))
         await asyncio.sleep(0.1)

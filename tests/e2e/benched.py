@@ -32,7 +32,7 @@ def finish(process: subprocess.Popen[str], path: Path) -> Benched:
 def bench(folder: Path, *flags: str) -> Benched:
     path = folder / "run.json"
     path.unlink(missing_ok=True)
-    return finish(start(*flags, "--json", str(path)), path)
+    return finish(start(*flags, "--seed", "0", "--json", str(path)), path)
 
 
 def percentile_s(level: Level, percent: float) -> float:

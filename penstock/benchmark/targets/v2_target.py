@@ -6,7 +6,6 @@ time. Messages are made by `v2_requests` and carried by `http_client`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,12 @@ from penstock.benchmark.targets.http_messages import (
     error_text,
     request_bytes,
 )
-from penstock.benchmark.targets.shared import counters_of, tensors_of, without_batch
+from penstock.benchmark.targets.shared import (
+    config_digest,
+    counters_of,
+    tensors_of,
+    without_batch,
+)
 from penstock.benchmark.targets.v2_requests import Form, find_place
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, TensorSpec
@@ -251,10 +255,10 @@ class V2Http:
             return None, ""
         try:
             config = msgspec.json.decode(answer.body, type=_Config, strict=False)
-            plain = msgspec.json.encode(msgspec.json.decode(answer.body), order="sorted")
+            digest = config_digest(msgspec.json.decode(answer.body))
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None, ""
-        return config, hashlib.sha256(plain).hexdigest()
+        return config, digest
 
     def _check_form(self, form: RequestForm) -> None:
         """ConfigError when no request could be made."""

@@ -1,0 +1,66 @@
+"""CI goes on when the SLO is kept and nothing is slower for sure."""
+
+import made_runs
+import pytest
+from made_runs import Server
+
+from penstock import slo
+from penstock.benchmark.gate import Check, checks
+from penstock.benchmark.pacer import Closed, Flat, Load, Open
+from penstock.benchmark.plan import Decides
+from penstock.benchmark.results import Run
+
+LOAD = Open(Flat(100.0))
+
+
+def run_of(median_s: float, load: Load = LOAD, seed: int = 0) -> Run:
+    return made_runs.run([made_runs.level(load, Server(median_s=median_s), 20.0, seed)])
+
+
+def judged(run: Run, text: str = "", baseline: Run | None = None) -> list[Check]:
+    return checks(run, slo.parse(text) if text else None, baseline, Decides(), 0.05)
+
+
+@pytest.mark.parametrize(("limit", "is_passed"), [("1s", True), ("1ms", False)])
+def test_the_slo_is_judged_at_every_level(limit: str, is_passed: bool) -> None:
+    (check,) = judged(run_of(0.010), f"p99 < {limit}")
+    assert check.is_passed == is_passed
+    assert "100/s poisson: p99 < " in check.text
+
+
+def test_a_term_that_was_not_measured_shuts_the_gate() -> None:
+    (check,) = judged(run_of(0.010), "memory <= 1GiB")
+    assert not check.is_passed
+    assert "not measured" in check.text
+
+
+def test_nothing_measured_keeps_nothing() -> None:
+    assert [check.is_passed for check in judged(made_runs.run([]), "p99 < 1s")] == [False]
+
+
+def test_a_partial_run_never_passes() -> None:
+    run = run_of(0.010)
+    run.is_partial, run.problem = True, "interrupted"
+    assert not judged(run, "p99 < 1s")[0].is_passed
+
+
+def test_a_slower_run_is_a_regression() -> None:
+    latency, throughput = judged(run_of(0.013, seed=1), baseline=run_of(0.010))
+    assert not latency.is_passed and "regression" in latency.text
+    assert throughput.is_passed  # An open loop sends as much to a slow server.
+
+
+def test_the_same_server_again_is_none() -> None:
+    assert all(check.is_passed for check in judged(run_of(0.010, seed=1), "", run_of(0.010)))
+
+
+def test_a_faster_run_is_none() -> None:
+    checked = judged(run_of(0.007, seed=1), baseline=run_of(0.010))
+    assert all(check.is_passed for check in checked)
+    assert "improvement" in checked[0].text
+
+
+def test_only_like_is_compared_with_like() -> None:
+    (check,) = judged(run_of(0.010, Closed(4)), baseline=run_of(0.010))
+    assert not check.is_passed
+    assert "100/s poisson" in check.text

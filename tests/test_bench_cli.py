@@ -1,0 +1,196 @@
+"""Flags become a plan, or an error that names what is wrong; commands end as CI expects."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from penstock import bench_cli
+from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, Replay, Step, Steps
+from penstock.benchmark.plan import Decides, Plan
+from penstock.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def plan(*arguments: str) -> Plan:
+    context = click.Context(bench_cli.bench)
+    bench_cli.bench.parse_args(context, ["http://127.0.0.1:8000/v2/models/m", *arguments])
+    flags: dict[str, Any] = dict(context.params)
+    return bench_cli.make_plan(flags.pop("target"), flags)
+
+
+def problems(*arguments: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(*arguments)
+    return "\n".join(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loads"),
+    [
+        ([], (Closed(1),)),
+        (["--concurrency", "1:4"], (Closed(1), Closed(2), Closed(4))),
+        (["--concurrency", "1,9"], (Closed(1), Closed(9))),
+        (["--rate", "200"], (Open(Flat(200.0)),)),
+        (
+            ["--rate", "10,20", "--arrivals", "constant"],
+            (Open(Flat(10.0), "constant"), Open(Flat(20.0), "constant")),
+        ),
+        (
+            ["--rate", "10", "--arrivals", "gamma", "--cv", "3"],
+            (Open(Flat(10.0), "gamma", 3.0),),
+        ),
+        (["--ramp", "10:100", "--duration", "30s"], (Open(Ramp(10.0, 100.0, 30.0)),)),
+        (["--steps", "10:2s,50:500ms"], (Open(Steps((Step(10.0, 2.0), Step(50.0, 0.5)))),)),
+        # The SLO's own rate, when nothing else is asked for.
+        (["--slo", "p99 < 20ms at 200/s gamma 2"], (Open(Flat(200.0), "gamma", 2.0),)),
+        (["--slo", "p99 < 20ms at 200/s", "--concurrency", "4"], (Closed(4),)),
+    ],
+)
+def test_loads(arguments: list[str], loads: tuple[object, ...]) -> None:
+    assert plan(*arguments).loads == loads
+
+
+def test_a_trace_is_replayed_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("time\n5.0\n6.0\n8.0\n")
+    made = plan("--trace", str(path), "--rate-scale", "2")
+    assert made.loads == (Replay((0.0, 1.0, 3.0), 2.0, "trace.csv"),)
+    assert made.duration_s is None
+    assert made.inputs.trace_path == str(path)
+
+
+def test_questions_choose_their_own_loads() -> None:
+    assert plan("--find-knee").question == "knee"
+    asked = plan("--max-rate", "--slo", "p95 < 5ms at 10/s constant")
+    assert (asked.question, asked.loads, asked.arrivals) == ("max rate", (), "constant")
+
+
+def test_the_rest_of_a_plan() -> None:
+    made = plan(
+        "--slo", "p95 < 20ms", "--duration", "3s", "--precision", "2", "--warm-up", "0s",
+        "--processes", "2", "--seed", "7", "-b", "4", "--tensors", "json", "-H", "a: b",
+        "--timeout", "5s",
+    )  # fmt: skip
+    assert (made.duration_s, made.precision, made.max_warm_up_s) == (3.0, 0.02, 0.0)
+    assert (made.num_processes, made.seed, made.decides) == (2, 7, Decides(95.0))
+    assert (made.target.is_binary, made.target.headers) == (False, {"a": "b"})
+    assert (made.inputs.batch_size, made.target.timeout_s) == (4, 5.0)
+
+
+def test_seeds_differ_unless_given() -> None:
+    assert plan().seed != plan().seed
+    assert plan().inputs.seed != 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--concurrency", "1", "--rate", "5"], "--concurrency and --rate do not go together"),
+        (["--find-knee", "--max-rate", "--slo", "p99 < 1ms"], "--find-knee and --max-rate"),
+        (["--max-rate"], "--max-rate: needs --slo"),
+        (["--gate"], "--gate: nothing to judge by"),
+        (["--slo", "p98 < 1ms"], "--slo: 'p98 < 1ms': 'p98' is not a term"),
+        (["--duration", "soon"], "--duration: 'soon' is not a duration"),
+        (["--timeout", "-1s"], "--timeout"),
+        (["--warm-up", "x"], "--warm-up"),
+        (["--concurrency", "0"], "--concurrency"),
+        (["--concurrency", "8:1"], "--concurrency"),
+        (["--rate", "fast"], "--rate"),
+        (["--steps", "10"], "--steps"),
+        (["--cv", "3"], "--cv: the spread of gamma arrivals"),
+        (["--rate-scale", "3"], "--rate-scale: there is no --trace"),
+        (["--trace", "no/such.csv"], "--trace: no/such.csv"),
+        (["--lengths", "uniform:9"], "--lengths"),
+        (["--header", "nocolon"], "--header 'nocolon': expected 'Name: value'"),
+        (["--body", "@no/such/file"], "--body: no/such/file cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments: list[str], text: str) -> None:
+    assert text in problems(*arguments)
+
+
+def test_all_problems_come_at_once() -> None:
+    text = problems("--duration", "x", "--rate", "y", "--slo", "z")
+    assert "--duration" in text and "--rate" in text and "--slo" in text
+
+
+def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+IN_PROCESS = str(ROOT / "examples" / "repository" / "identity")
+SHORT = ["--duration", "500ms", "--warm-up", "500ms", "--concurrency", "2"]
+
+
+def test_a_run_and_its_report(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"run.{name}" for name in ("json", "html", "csv")}
+    outputs = [text for name, path in files.items() for text in (f"--{name}", str(path))]
+    done = run_bench(IN_PROCESS, *SHORT, *outputs, "--slo", "p99 < 30s")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("SLO kept: p99")
+    assert "SLO kept" in files["html"].read_text()
+    assert files["csv"].read_text().startswith("Concurrency,Inferences/Second")
+    shown = subprocess.run(
+        [sys.executable, "-m", "penstock", "report", str(files["json"])],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout == done.stdout
+
+
+def test_the_gate_is_shut_by_a_missed_slo() -> None:
+    done = run_bench(IN_PROCESS, *SHORT, "--slo", "p99 < 1us", "--gate")
+    assert done.returncode == 1
+    assert done.stdout.startswith("SLO missed")
+    assert "FAIL" in done.stdout
+
+
+def test_the_gate_opens_for_a_run_like_the_baseline(tmp_path: Path) -> None:
+    saved = tmp_path / "before.json"
+    assert run_bench(IN_PROCESS, *SHORT, "--json", str(saved)).returncode == 0
+    flags = ["--gate", "--baseline", str(saved), "--tolerance", "1000"]
+    done = run_bench(IN_PROCESS, *SHORT, *flags)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("pass") == 2
+
+
+def test_a_baseline_with_another_load_shuts_the_gate(tmp_path: Path) -> None:
+    saved = tmp_path / "before.json"
+    run_bench(IN_PROCESS, *SHORT, "--json", str(saved))
+    flags = ["--gate", "--baseline", str(saved), "--concurrency", "3"]
+    done = run_bench(IN_PROCESS, "--duration", "300ms", "--warm-up", "0s", *flags)
+    assert done.returncode == 1
+    assert "the baseline holds concurrency 2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["no/such/model"], "no/such/model: there is no such folder"),
+        ([IN_PROCESS, "--baseline", "no.json"], "no.json"),
+        ([IN_PROCESS, "--json", "no/such/folder/run.json"], "there is no folder"),
+        ([IN_PROCESS, "--data", "no.npz"], "no.npz"),
+        (["http://127.0.0.1:9/v2/models/m"], "127.0.0.1:9"),
+    ],
+)
+def test_bad_input_ends_with_an_error_in_words(arguments: list[str], text: str) -> None:
+    done = run_bench(*arguments)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_report_of_something_else_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    done = CliRunner().invoke(bench_cli.report, [str(tmp_path / "x.json")])
+    assert done.exit_code == 2
+    assert "x.json" in done.output
