@@ -14,10 +14,14 @@ import msgspec
 
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.stats import Interval, Window, mean_interval, throughput_interval
+from penstock.benchmark.steadiness import trend
 from penstock.benchmark.verdicts import Verdict, measured, verdicts
-from penstock.slo import Latency, Slo
+from penstock.errors import ConfigError
+from penstock.slo import Goodput, Latency, Slo
 
 MAX_CONCURRENCY = 1024
+# No generator sends more; a search that gets here has found no limit.
+MAX_RATE = 1e6
 # Throughput that grew by less over two doublings has reached its plateau.
 MIN_GAIN = 0.05
 PRECISION = 0.03
@@ -120,19 +124,26 @@ class KneeSearch:
 
 class MaxRateSearch:
     """Doubles the rate until the SLO is missed (or halves it until it is kept), then halves the
-    bracket on a logarithmic scale until it is narrow."""
+    bracket on a logarithmic scale until it is narrow.
+
+    Terms on latency and goodput decide; a low rate would miss one on throughput. A rate at which
+    the queue grows is not kept, even if the measurement ended before it was too long."""
 
     def __init__(
         self,
         slo: Slo,
         start: float,
         *,
-        max_rate: float = math.inf,
+        max_rate: float = MAX_RATE,
         precision: float = PRECISION,
         arrivals: str = "poisson",
         cv: float = 1.0,
     ) -> None:
-        self._slo = slo
+        terms = tuple(term for term in slo.terms if isinstance(term, Latency | Goodput))
+        if not terms:
+            raise ConfigError([f"'{slo}': the highest rate needs a limit on latency or goodput"])
+        self._text = str(slo)
+        self._slo = Slo(terms)
         self._start = min(start, max_rate)
         self._max_rate = max_rate
         self._precision = precision
@@ -142,6 +153,8 @@ class MaxRateSearch:
         self._windows: dict[float, list[Window]] = {}
         self._num_tries: dict[float, int] = {}
         self._verdicts: dict[float, tuple[Verdict, ...]] = {}
+        # Rates at which the queue grew, each time.
+        self._growing: set[float] = set()
         self._reason = ""
 
     def next(self) -> Open | None:
@@ -152,6 +165,10 @@ class MaxRateSearch:
         assert isinstance(load.profile, Flat)
         rate = load.profile.rate
         known = self._windows.setdefault(rate, [])
+        if not trend(windows).is_growing:
+            self._growing.discard(rate)
+        elif not known:
+            self._growing.add(rate)
         known.extend(windows)
         self._num_tries[rate] = self._num_tries.get(rate, 0) + 1
         self._verdicts[rate] = verdicts(self._slo, measured(known, self._slo))
@@ -194,15 +211,14 @@ class MaxRateSearch:
         return None
 
     def _is_kept(self, rate: float) -> bool:
-        """Terms that windows know nothing of do not count."""
-        known = [each for each in self._verdicts[rate] if each.outcome != "not measured"]
-        return bool(known) and all(verdict.outcome == "kept" for verdict in known)
+        is_kept = all(verdict.outcome == "kept" for verdict in self._verdicts[rate])
+        return is_kept and rate not in self._growing
 
     def _is_close(self, rate: float) -> bool:
-        known = [each for each in self._verdicts[rate] if each.outcome != "not measured"]
+        """Whether the verdict may be otherwise in truth."""
         if self._is_kept(rate):
-            return any(verdict.is_close for verdict in known)
-        missed = [verdict for verdict in known if verdict.outcome == "missed"]
+            return any(verdict.is_close for verdict in self._verdicts[rate])
+        missed = [each for each in self._verdicts[rate] if each.outcome == "missed"]
         return all(verdict.is_close for verdict in missed)
 
     @property
@@ -223,7 +239,7 @@ class MaxRateSearch:
         if not self._verdicts:
             return None
         rate = Interval(self._estimate(), self._surely_kept(), self._surely_missed())
-        return MaxRate(rate, str(self._slo), self._missing_end())
+        return MaxRate(rate, self._text, self._missing_end())
 
     def _missing_end(self) -> str:
         if self._low is None:

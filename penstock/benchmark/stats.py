@@ -27,6 +27,7 @@ MAX_S = 1e9
 # Batches as long as possible, and enough of them to know their spread.
 MIN_BATCHES = 20
 CONFIDENCE = 0.95
+# How slow requests cluster is also looked at where so many times as many are slow.
 COMMONER = 4
 # Of the false alarms that a comparison may raise.
 ALPHA = 0.05
@@ -357,7 +358,7 @@ def percentile_interval(
         return whole.at_rank(rank) if rank <= num_good else math.inf
 
     value = at(_rank(share, total))
-    if len(windows) < 2:
+    if len(windows) < 2 or share >= 1:
         return Interval(value, math.nan, math.nan)
     sizes = table.totals() + never
     cluster = 1.0

@@ -9,6 +9,7 @@ from simulated import due_until, queued, windows_of
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.search import Knee, KneeSearch, MaxRateSearch
 from penstock.benchmark.stats import Interval
+from penstock.errors import ConfigError
 from penstock.slo import parse
 
 SERVICE_S = 0.001
@@ -224,6 +225,31 @@ def test_a_generator_at_its_limit_ends_the_search_and_is_named():
     assert search.next() is None
     assert search.max_rate.rate.value == 200
     assert search.max_rate.reason.endswith("was tried: the load generator was at its limit")
+
+
+def test_a_queue_that_only_grows_is_not_kept_however_short_the_measurement():
+    """In 10 s a load of 1.05 makes a queue of half a second, and p99 < 1 s is not missed yet."""
+    search = MaxRateSearch(parse("p99 < 1s"), start=300)
+    _, answer = found_rate(search, lambda load, seed: queue_level(load, seed, 10.0, warm_up_s=0.0))
+    assert answer.rate.value == pytest.approx(1000, rel=0.05)
+
+
+def test_terms_that_a_low_rate_would_miss_do_not_decide():
+    slo = parse("p99 < 5ms, throughput >= 500/s, memory <= 1GiB")
+    search = MaxRateSearch(slo, start=100, arrivals="constant")
+    _, answer = found_rate(search, lambda load, seed: queue_level(load, seed, 10.0))
+    assert answer.rate.value == pytest.approx(1000, rel=0.03)
+    assert answer.slo == str(slo)
+    with pytest.raises(ConfigError, match="the highest rate needs a limit on latency or goodput"):
+        MaxRateSearch(parse("throughput >= 500/s"), start=100)
+
+
+def test_a_server_that_answers_nothing_keeps_nothing():
+    search = MaxRateSearch(parse("p99 < 5ms"), start=100)
+    empty = windows_of(np.array([]), np.array([]), 5)
+    tried, answer = found_rate(search, lambda load, seed: empty)
+    assert len(tried) == 11
+    assert math.isnan(answer.rate.value)
 
 
 def test_before_anything_was_measured_there_is_no_answer():

@@ -261,6 +261,13 @@ def test_one_window_has_a_value_and_no_interval():
         assert math.isnan(interval.high)
 
 
+def test_the_slowest_request_has_no_interval():
+    windows = windows_of(np.arange(100) / 10, np.linspace(0.01, 0.02, 100), 10)
+    slowest = percentile_interval(windows, "latency", 100)
+    assert slowest.value == pytest.approx(0.02, rel=0.004)
+    assert math.isnan(slowest.high)
+
+
 def test_all_of_few_is_not_surely_all():
     sizes = np.full(10, 5.0)
     share = share_interval(sizes, sizes)
