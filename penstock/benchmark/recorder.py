@@ -68,12 +68,12 @@ class Recorder:
         for index, part in self._split(done[is_arrived]):
             self._window(index).num_arrived += len(part)
         is_in_slo = self._is_in_slo(columns, done - due, is_good) if self._limits else is_good
+        places = np.flatnonzero(is_mine)
         for index, rows in self._split(due[is_mine]):
-            mine = np.flatnonzero(is_mine)[rows]
-            self._add_requests(self._window(index), columns, failed[mine], (done - due)[mine])
-            if self._limits:
-                window = self._window(index)
-                window.num_in_slo = (window.num_in_slo or 0) + int(is_in_slo[mine].sum())
+            mine, window = places[rows], self._window(index)
+            self._add_requests(window, columns, failed[mine], done[mine] - due[mine])
+            if window.num_in_slo is not None:
+                window.num_in_slo += int(is_in_slo[mine].sum())
         self.service.add((done - sent)[is_mine & is_good])
         self.lateness.add((sent - due)[is_mine & (sent > 0)])
         self._add_streams(columns)
@@ -89,7 +89,9 @@ class Recorder:
     def _split(self, times: Array) -> list[tuple[int, Array]]:
         """Windows and the places of the times that fall into them."""
         indices = self._indices(times)
-        return [(int(index), np.flatnonzero(indices == index)) for index in np.unique(indices)]
+        order = np.argsort(indices, kind="stable")
+        found, begins = np.unique(indices[order], return_index=True)
+        return list(zip(found.tolist(), np.split(order, begins[1:]), strict=bool(len(found))))
 
     def _window(self, index: int) -> Window:
         if index not in self._windows:
@@ -123,9 +125,9 @@ class Recorder:
         tpot = floats(columns.tpot)
         num_in = np.frombuffer(columns.num_input_tokens, np.int64)
         num_out = np.frombuffer(columns.num_output_tokens, np.int64)
+        places = np.flatnonzero(is_mine)
         for index, rows in self._split(due[is_mine]):
-            mine = np.flatnonzero(is_mine)[rows]
-            window = self._window(index)
+            mine, window = places[rows], self._window(index)
             window.num_input_tokens += int(num_in[mine].sum())
             window.num_output_tokens += int(num_out[mine].sum())
             _add_metric(window, "ttft", ttft[mine])
@@ -169,7 +171,7 @@ class Recorder:
         num_windows = int(np.ceil(span_s / length_s - 1e-9))
         found = []
         for index in range(num_windows):
-            window = merged([self._window(index)])
+            window = self._window(index).copy()
             window.length_s = min(length_s, span_s - index * length_s)
             found.append(window)
         if len(found) > 1 and found[-1].length_s < length_s / 2:

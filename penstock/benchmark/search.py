@@ -59,8 +59,11 @@ class KneeSearch:
         self._tried: list[int] = []
         self._throughputs: dict[int, float] = {}
         self._alone_s = math.nan
+        self._is_through = False
 
     def next(self) -> Closed | None:
+        if self._is_through:
+            return None
         if not self._tried:
             return Closed(1)
         if not self._is_level() and self._highest < self._max_concurrency:
@@ -69,6 +72,8 @@ class KneeSearch:
         return Closed(near) if near is not None and near not in self._throughputs else None
 
     def add(self, load: Closed, windows: Sequence[Window]) -> None:
+        # Measuring next to the knee moves it a little; that is not followed.
+        self._is_through = bool(self._tried) and load.concurrency < self._highest
         self._tried.append(load.concurrency)
         self._throughputs[load.concurrency] = throughput_interval(windows).value
         if load.concurrency == 1:
@@ -110,7 +115,7 @@ class KneeSearch:
     def _near_knee(self) -> int | None:
         if not self._tried or not self._plateau() * self._alone_s > 0:
             return None
-        return min(max(1, round(self._plateau() * self._alone_s)), self._max_concurrency)
+        return min(max(1, round(self._plateau() * self._alone_s)), self._highest)
 
 
 class MaxRateSearch:
@@ -217,14 +222,7 @@ class MaxRateSearch:
         """None while nothing was measured."""
         if not self._verdicts:
             return None
-        sure = [rate for rate in self._verdicts if not self._is_close(rate)]
-        end = self._high or math.inf
-        surely_kept = max((r for r in sure if self._is_kept(r) and r < end), default=math.nan)
-        begin = self._low or 0.0
-        surely_missed = min(
-            (r for r in sure if not self._is_kept(r) and r > begin), default=math.nan
-        )
-        rate = Interval(self._estimate(), surely_kept, surely_missed)
+        rate = Interval(self._estimate(), self._surely_kept(), self._surely_missed())
         return MaxRate(rate, str(self._slo), self._missing_end())
 
     def _missing_end(self) -> str:
@@ -240,21 +238,55 @@ class MaxRateSearch:
         low, high = self._low, self._high
         if low is None:
             return math.nan
-        if high is None:
+        return low if high is None else self._crossing("value", low, high, low)
+
+    def _surely_kept(self) -> float:
+        """Where even the upper end of the worst latency's interval crosses its limit, and never
+        inside the bracket, of which nothing is known. NaN: at no rate it is below."""
+        end = self._high or math.inf
+        kept = [r for r in self._verdicts if self._is_kept(r) and r < end and not self._is_close(r)]
+        if not kept:
+            return math.nan
+        low = max(kept)
+        above = min((rate for rate in self._verdicts if rate > low), default=None)
+        if above is None or self._low is None:
             return low
-        below, above = self._excess(low), self._excess(high)
-        if below is None or above is None or not below < 0 <= above < math.inf:
-            return low
+        return min(self._low, self._crossing("high", low, above, low))
+
+    def _surely_missed(self) -> float:
+        """The same with the lower end. NaN: at no rate it is above."""
+        begin = self._low or 0.0
+        missed = [
+            r
+            for r in self._verdicts
+            if not self._is_kept(r) and r > begin and not self._is_close(r)
+        ]
+        if not missed:
+            return math.nan
+        high = min(missed)
+        below = max((rate for rate in self._verdicts if rate < high), default=None)
+        if below is None or self._high is None:
+            return high
+        return max(self._high, self._crossing("low", below, high, high))
+
+    def _crossing(self, of: str, low: float, high: float, otherwise: float) -> float:
+        """Where the worst latency (its value, or an end of its interval) crosses its limit between
+        two rates, on logarithmic scales."""
+        below, above = self._excess(of, low), self._excess(of, high)
+        if not -math.inf < below < 0 <= above < math.inf:
+            return otherwise
         return low * math.exp(math.log(high / low) * -below / (above - below))
 
-    def _excess(self, rate: float) -> float | None:
-        """How far the worst latency is above its limit, as a logarithm; None when something else
+    def _excess(self, of: str, rate: float) -> float:
+        """How far the worst latency is above its limit, as a logarithm; NaN when something else
         than a latency decided."""
-        excesses = []
+        worst = -math.inf
         for verdict in self._verdicts[rate]:
             if not isinstance(verdict.term, Latency):
-                if verdict.outcome == "missed":
-                    return None
-            elif verdict.measured is not None and verdict.measured.value > 0:
-                excesses.append(math.log(verdict.measured.value / verdict.term.limit_s))
-        return max(excesses, default=None)
+                if verdict.outcome == "missed" or verdict.is_close:
+                    return math.nan
+            elif verdict.measured is not None:
+                seconds: float = getattr(verdict.measured, of)
+                excess = math.log(seconds / verdict.term.limit_s) if seconds > 0 else -math.inf
+                worst = max(worst, excess)
+        return worst

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from statistics import NormalDist
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
@@ -22,14 +23,21 @@ from penstock.types import Array
 
 BUCKETS_PER_OCTAVE = 128
 # Longer than any test; what takes longer is counted here.
-MAX_NS = 2.0**62
+MAX_S = 1e9
 # Batches as long as possible, and enough of them to know their spread.
 MIN_BATCHES = 20
 CONFIDENCE = 0.95
+COMMONER = 4
 # Of the false alarms that a comparison may raise.
 ALPHA = 0.05
 # Two-sided 95 % points of Student's t where the approximation below is too wide.
 FEW_DEGREES = {1: 12.706, 2: 4.303, 3: 3.182}
+
+if TYPE_CHECKING:
+    Number = float
+else:
+    # What may be in a file, where NaN cannot be.
+    Number = float | None
 
 Finding = Literal["regression", "improvement", "no difference shown"]
 
@@ -44,8 +52,8 @@ class Histogram(msgspec.Struct):
     def add(self, seconds: Array) -> None:
         """NaN is no duration and is not counted."""
         values = np.asarray(seconds, np.float64)
-        nanoseconds = np.minimum(values[~np.isnan(values)] * 1e9, MAX_NS)
-        buckets, counts = np.unique(_buckets(nanoseconds), return_counts=True)
+        durations = values[~np.isnan(values)]
+        buckets, counts = np.unique(_buckets(durations), return_counts=True)
         for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
             self.counts[bucket] = self.counts.get(bucket, 0) + count
 
@@ -63,33 +71,27 @@ class Histogram(msgspec.Struct):
 
     def at_rank(self, rank: int) -> float:
         """The duration that so many are not longer than; the first is 1. NaN when empty."""
-        buckets = sorted(self.counts)
-        if not buckets:
+        if not self.counts:
             return math.nan
-        ranks = np.cumsum([self.counts[bucket] for bucket in buckets])
-        index = min(int(np.searchsorted(ranks, rank)), len(buckets) - 1)
-        low, high = _edges(buckets[index])
-        count = self.counts[buckets[index]]
-        inside = (rank - (ranks[index] - count) - 0.5) / count
-        return low + (high - low) * min(max(float(inside), 0.0), 1.0)
+        buckets = np.array(sorted(self.counts))
+        counts = [self.counts[bucket] for bucket in buckets.tolist()]
+        ranks = np.cumsum(counts)
+        index = min(int(np.searchsorted(ranks, rank)), len(counts) - 1)
+        low, high = (float(edge[0]) for edge in _edges(buckets[index : index + 1]))
+        inside = (rank - (int(ranks[index]) - counts[index]) - 0.5) / counts[index]
+        return low + (high - low) * min(max(inside, 0.0), 1.0)
 
     def mean(self) -> float:
         """Seconds; NaN when empty."""
-        total = self.total
-        return self.sum_s / total if total else math.nan
-
-    @property
-    def sum_s(self) -> float:
-        return sum(count * sum(_edges(bucket)) / 2 for bucket, count in self.counts.items())
+        if not self.counts:
+            return math.nan
+        lows, highs = _edges(np.array(list(self.counts)))
+        return float(np.average((lows + highs) / 2, weights=list(self.counts.values())))
 
     def num_below(self, seconds: float) -> float:
         """How many are shorter; a bucket that is cut counts in proportion."""
-        if math.isinf(seconds):
-            return self.total
-        cut = int(_buckets(np.array([min(seconds * 1e9, MAX_NS)]))[0])
-        low, high = _edges(cut)
-        part = self.counts.get(cut, 0) * min(max((seconds - low) / (high - low), 0.0), 1.0)
-        return part + sum(count for bucket, count in self.counts.items() if bucket < cut)
+        shares = _shares_below(np.array(list(self.counts), np.int64), seconds)
+        return float(shares @ np.array(list(self.counts.values()), np.float64))
 
     def share_below(self, seconds: float) -> float:
         """Between 0 and 1; NaN when empty."""
@@ -97,20 +99,28 @@ class Histogram(msgspec.Struct):
         return self.num_below(seconds) / total if total else math.nan
 
 
-def _buckets(nanoseconds: Array) -> Array:
-    mantissas, octaves = np.frexp(np.maximum(nanoseconds, 0.5))
+def _buckets(seconds: Array) -> Array:
+    nanoseconds = np.clip(seconds, 0.5e-9, MAX_S) * 1e9
+    mantissas, octaves = np.frexp(nanoseconds)
     inside = ((2 * mantissas - 1) * BUCKETS_PER_OCTAVE).astype(np.int64)
     return np.where(octaves > 0, octaves * BUCKETS_PER_OCTAVE + inside, 0)
 
 
-def _edges(bucket: int) -> tuple[float, float]:
+def _edges(buckets: Array) -> tuple[Array, Array]:
     """In seconds."""
-    if bucket == 0:
-        return 0.0, 1e-9
-    octave, inside = divmod(bucket, BUCKETS_PER_OCTAVE)
-    width = math.ldexp(1e-9, octave - 1) / BUCKETS_PER_OCTAVE
-    low = (BUCKETS_PER_OCTAVE + inside) * width
-    return low, low + width
+    return _lows(buckets), _lows(np.where(buckets > 0, buckets + 1, BUCKETS_PER_OCTAVE))
+
+
+def _lows(buckets: Array) -> Array:
+    octaves, inside = np.divmod(buckets, BUCKETS_PER_OCTAVE)
+    lows = np.ldexp((1 + inside / BUCKETS_PER_OCTAVE) * 1e-9, octaves - 1)
+    return np.where(buckets > 0, lows, 0.0)
+
+
+def _shares_below(buckets: Array, seconds: float) -> Array:
+    lows, highs = _edges(buckets)
+    shares: Array = np.clip((seconds - lows) / (highs - lows), 0.0, 1.0)
+    return shares
 
 
 def _rank(share: float, total: int) -> int:
@@ -138,15 +148,28 @@ class Window(msgspec.Struct):
     def num_failed(self) -> int:
         return self.num_due - self.num_good
 
+    def copy(self) -> Window:
+        metrics = {name: Histogram(dict(each.counts)) for name, each in self.metrics.items()}
+        return msgspec.structs.replace(self, failures=dict(self.failures), metrics=metrics)
+
+
+NO_DURATIONS = Histogram()
+
 
 class Interval(msgspec.Struct, frozen=True):
     """An estimate and the range that holds the truth 19 times of 20; NaN: cannot be said.
 
-    An infinite `high` says that so few requests do not tell how high it may be."""
+    An infinite `high` says that so few requests do not tell how high it may be. JSON has neither:
+    both are written as null, and null is read as NaN."""
 
-    value: float
-    low: float
-    high: float
+    value: Number
+    low: Number
+    high: Number
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, math.nan)
 
     @property
     def relative_error(self) -> float:
@@ -190,15 +213,41 @@ def add_counts(window: Window, other: Window) -> None:
         window.num_in_slo = (window.num_in_slo or 0) + other.num_in_slo
 
 
-def histogram(windows: Iterable[Window], metric: str = "latency") -> Histogram:
-    whole = Histogram()
-    for window in windows:
-        whole.merge(_metric(window, metric))
-    return whole
+class _Table:
+    """The histograms of one metric, side by side: all buckets, and which window each is of."""
+
+    def __init__(self, windows: Sequence[Window], metric: str) -> None:
+        parts = [window.metrics.get(metric, NO_DURATIONS).counts for window in windows]
+        sizes = [len(part) for part in parts]
+        values = chain.from_iterable(part.values() for part in parts)
+        self._owners = np.repeat(np.arange(len(parts)), sizes)
+        self._buckets = np.fromiter(chain.from_iterable(parts), np.int64, sum(sizes))
+        self._counts = np.fromiter(values, np.int64, sum(sizes))
+        self._num_windows = len(parts)
+
+    def whole(self) -> Histogram:
+        sums = np.bincount(self._buckets, self._counts).astype(np.int64)
+        filled = np.flatnonzero(sums)
+        return Histogram(dict(zip(filled.tolist(), sums[filled].tolist(), strict=True)))
+
+    def totals(self) -> Array:
+        """Of each window."""
+        return self._summed(self._counts)
+
+    def sums_s(self) -> Array:
+        lows, highs = _edges(self._buckets)
+        return self._summed(self._counts * (lows + highs) / 2)
+
+    def nums_below(self, seconds: float) -> Array:
+        return self._summed(self._counts * _shares_below(self._buckets, seconds))
+
+    def _summed(self, parts: Array) -> Array:
+        return np.bincount(self._owners, parts, self._num_windows)
 
 
-def _metric(window: Window, metric: str) -> Histogram:
-    return window.metrics.get(metric) or Histogram()
+def histogram(windows: Sequence[Window], metric: str = "latency") -> Histogram:
+    """Of all windows together."""
+    return _Table(windows, metric).whole()
 
 
 def _batched(values: Array, num_windows: int) -> Array:
@@ -278,12 +327,8 @@ def mean_interval(
     windows: Sequence[Window], metric: str = "latency", confidence: float = CONFIDENCE
 ) -> Interval:
     """Of good answers."""
-    histograms = [_metric(window, metric) for window in windows]
-    return ratio_interval(
-        np.array([each.sum_s for each in histograms], np.float64),
-        np.array([each.total for each in histograms], np.float64),
-        confidence,
-    )
+    table = _Table(windows, metric)
+    return ratio_interval(table.sums_s(), table.totals(), confidence)
 
 
 def percentile_interval(
@@ -301,10 +346,10 @@ def percentile_interval(
     than for independent requests; so many ranks lower and higher are its ends.
     """
     share = percent / 100
-    histograms = [_metric(window, metric) for window in windows]
-    never = [window.num_failed if with_failures else 0 for window in windows]
-    whole = histogram(windows, metric)
+    table = _Table(windows, metric)
+    whole = table.whole()
     num_good = whole.total
+    never = [window.num_failed if with_failures else 0 for window in windows]
     total = num_good + sum(never)
     if not total:
         return Interval(math.nan, math.nan, math.nan)
@@ -315,15 +360,25 @@ def percentile_interval(
     value = at(_rank(share, total))
     if len(windows) < 2:
         return Interval(value, math.nan, math.nan)
-    sizes = np.array(
-        [each.total + lost for each, lost in zip(histograms, never, strict=True)], np.float64
-    )
-    below = np.array([each.num_below(value) for each in histograms], np.float64)
-    seen = _error_of_sum(below, sizes, float(np.sum(below)) / total)
-    error = max(seen, math.sqrt(share * (1 - share) * total))
+    sizes = table.totals() + never
+    cluster = 1.0
+    for level in _levels(share):
+        limit_s = at(_rank(level, total))
+        below = table.nums_below(limit_s)
+        seen = _error_of_sum(below, sizes, float(np.sum(below)) / total)
+        cluster = max(cluster, seen**2 / (level * (1 - level) * total))
+    error = math.sqrt(cluster * share * (1 - share) * total)
     ranks = student_t(num_batches(len(windows)) - 1, confidence) * error
     low, high = share * total - ranks, share * total + ranks
     return Interval(value, at(math.ceil(low)) if low > 0 else 0.0, at(math.ceil(high)))
+
+
+def _levels(share: float) -> list[float]:
+    """Where it is looked how much slow requests cluster: at the percentile and, for a tail, where
+    four times as many exceed. A run that happened to see few clusters of the slowest would
+    otherwise believe that they do not cluster, just when its percentile is too low."""
+    common = 1 - COMMONER * (1 - share)
+    return [share, common] if common >= 0.5 else [share]
 
 
 def compare(

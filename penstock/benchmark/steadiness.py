@@ -17,6 +17,8 @@ from penstock.types import Array
 
 # A change from third to third that is called none.
 TOLERANCE = 0.05
+# Of a drift: rather wait for more than begin too early.
+DRIFT_CONFIDENCE = 0.8
 # The last two thirds are compared; each needs so many groups of windows to know its noise.
 MIN_GROUPS = 12
 MAX_GROUPS = 60
@@ -86,7 +88,9 @@ def _is_same(values: Array, is_shown: bool) -> bool:
     noise = math.sqrt((float(before.var(ddof=1)) + float(after.var(ddof=1))) / 2)
     error = noise * math.sqrt(2 / size)
     # What goes on like this changes by three times as much until the time so far has doubled.
-    is_drifting = 3 * change > TOLERANCE and change > student_t(2 * size - 2) * error
+    is_drifting = (
+        3 * change > TOLERANCE and change > student_t(2 * size - 2, DRIFT_CONFIDENCE) * error
+    )
     if is_drifting:
         return False
     return not is_shown or change + error <= max(TOLERANCE, noise)
