@@ -56,6 +56,31 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class _Unjudged:
+    """A figure of both runs, compared in both directions: is the other worse, is the base."""
+
+    load: str
+    figure: str
+    texts: list[str]
+    # Base to other, and other to base.
+    both: list[Comparison]
+
+    @property
+    def p_value(self) -> float:
+        """How likely chance alone would show so much in either direction; 1: not known."""
+        least = min(each.p_value for each in self.both)
+        return 1.0 if math.isnan(least) else min(1.0, 2 * least)
+
+    def judged(self, is_shown: bool) -> Row:
+        verdict: Verdict = "no difference shown"
+        if is_shown:
+            is_worse = self.both[0].p_value < self.both[1].p_value
+            verdict = "slower" if is_worse else "faster"
+        base, other = self.texts
+        return Row(self.load, self.figure, base, other, self.both[0].ratio, verdict)
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     base: Named
     other: Named
@@ -105,30 +130,6 @@ def _rows(ours: Level, theirs: Level, tolerance: float) -> list[_Unjudged]:
 
 def _has(windows: Sequence[stats.Window], metric: str) -> bool:
     return any(metric in window.metrics for window in windows)
-
-
-@dataclass(frozen=True, slots=True)
-class _Unjudged:
-    """A figure of both runs, compared in both directions: is the other worse, is the base."""
-
-    load: str
-    figure: str
-    texts: list[str]
-    both: list[Comparison]
-
-    @property
-    def p_value(self) -> float:
-        """How likely chance alone would show so much in either direction; 1: not known."""
-        least = min(each.p_value for each in self.both)
-        return 1.0 if math.isnan(least) else min(1.0, 2 * least)
-
-    def judged(self, is_shown: bool) -> Row:
-        verdict: Verdict = "no difference shown"
-        if is_shown:
-            is_worse = self.both[0].p_value < self.both[1].p_value
-            verdict = "slower" if is_worse else "faster"
-        base, other = self.texts
-        return Row(self.load, self.figure, base, other, self.both[0].ratio, verdict)
 
 
 def _judged(rows: Sequence[_Unjudged]) -> list[Row]:
