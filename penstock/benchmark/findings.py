@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.benchmark import pacer, steadiness
+from penstock.benchmark import pacer, stats, steadiness
 from penstock.benchmark.pacer import Closed, Open
 from penstock.benchmark.report import headline, summary, units
 from penstock.benchmark.report.summary import PERCENTILES, Figures
@@ -82,15 +82,16 @@ def _of_level(run: Run, level: Level, figures: Figures) -> Iterator[tuple[Severi
     yield from _failures(figures)
     yield from _generator_limits(level, figures)
     yield from _shared_machine(run, level)
-    if (text := _little(level, figures)) is not None:
-        yield "warning", text
     if (text := _warm_up(level)) is not None:
         yield "warning", text
     if _is_growing(level):
+        # Neither Little's law nor an interval is news then.
         text = "Latency grew all the time: more arrives than the server can answer, the queue"
         yield "error", f"{text} grows, and percentiles say how long was measured, nothing else."
-    elif (text := _imprecision(run, level, figures)) is not None:
-        yield "warning", text
+        return
+    for check in (_little(level, figures), _imprecision(run, level, figures)):
+        if check is not None:
+            yield "warning", check
 
 
 def _failures(figures: Figures) -> Iterator[tuple[Severity, str]]:
@@ -134,25 +135,27 @@ def _shared_machine(run: Run, level: Level) -> Iterator[tuple[Severity, str]]:
 
 
 def _little(level: Level, figures: Figures) -> str | None:
-    """N = X R: what is under way, what comes out, and how long it takes cannot disagree."""
+    """N = X R: what is under way, what comes out, and how long it takes cannot disagree by more
+    than they are known."""
     if figures.num_requests < MIN_REQUESTS or figures.num_failed or not level.service.total:
         return None
     if isinstance(level.load, Closed):
         expected = float(level.load.concurrency)
         seen = figures.throughput.value * level.service.mean()
         words = f"throughput x service time is {units.number(seen)}, concurrency is"
+        allowed = (LITTLE_TOLERANCE + figures.throughput.relative_error) * expected
     else:
-        # Of an endless load: whether what is under way is what its rate and latency make it.
         expected = level.generator.mean_in_flight
-        rate = figures.num_requests / level.measured_s if level.measured_s > 0 else math.nan
-        seen = rate * figures.mean_s
+        seen = figures.num_requests / level.measured_s * figures.mean_s
         words = f"rate x latency is {units.number(seen)}, the mean number under way was"
-    # One request more or less is no news.
-    allowed = max(LITTLE_TOLERANCE * expected, 0.5)
-    if math.isnan(seen) or abs(seen - expected) <= allowed:
+        error = stats.mean_interval(level.windows).relative_error
+        # Small numbers that were sampled are rough.
+        allowed = max((LITTLE_TOLERANCE + error) * expected, 0.5)
+    # Not known how well: nothing to say.
+    if not abs(seen - expected) > allowed:
         return None
     text = f"Little's law does not hold: {words} {units.number(expected)}."
-    return f"{text} The level was not steady, or clients were idle."
+    return f"{text} The level was not steady, or clients were idle between requests."
 
 
 def _warm_up(level: Level) -> str | None:

@@ -71,6 +71,16 @@ def test_littles_law_of_a_closed_loop() -> None:
     assert "concurrency is 9.00" in text
 
 
+def test_idle_clients_of_a_closed_loop() -> None:
+    """One client that is idle an eighth of the time."""
+    run = made_runs.run([made_runs.level(Closed(1), HEALTHY, 20.0)])
+    run.levels[0].ending = "precise"
+    assert not any("Little" in text for text in texts(run, "warning"))
+    service = run.levels[0].service
+    run.levels[0].service = made_runs.histogram([service.mean() * 7 / 8] * 1000)
+    assert any("is 0.87" in text for text in texts(run, "warning"))
+
+
 def test_littles_law_of_an_open_loop() -> None:
     run = healthy()
     run.levels[0].generator.mean_in_flight *= 1.5

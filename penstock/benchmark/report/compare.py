@@ -22,11 +22,6 @@ from penstock.benchmark.stats import Comparison, Interval
 from penstock.slo import Latency
 
 Verdict = Literal["faster", "slower", "no difference shown"]
-WORDS: dict[str, Verdict] = {
-    "improvement": "faster",
-    "regression": "slower",
-    "no difference shown": "no difference shown",
-}
 VERDICT_STYLES: dict[Verdict, str] = {
     "faster": "green",
     "slower": "red",
@@ -61,6 +56,31 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class _Unjudged:
+    """A figure of both runs, compared in both directions: is the other worse, is the base."""
+
+    load: str
+    figure: str
+    texts: list[str]
+    # Base to other, and other to base.
+    both: list[Comparison]
+
+    @property
+    def p_value(self) -> float:
+        """How likely chance alone would show so much in either direction; 1: not known."""
+        least = min(each.p_value for each in self.both)
+        return 1.0 if math.isnan(least) else min(1.0, 2 * least)
+
+    def judged(self, is_shown: bool) -> Row:
+        verdict: Verdict = "no difference shown"
+        if is_shown:
+            is_worse = self.both[0].p_value < self.both[1].p_value
+            verdict = "slower" if is_worse else "faster"
+        base, other = self.texts
+        return Row(self.load, self.figure, base, other, self.both[0].ratio, verdict)
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     base: Named
     other: Named
@@ -75,7 +95,7 @@ def pair_of(base: Named, other: Named, tolerance: float = 0.0) -> Pair:
         for ours, theirs in matched(base.run, other.run)
         for row in _rows(ours, theirs, tolerance)
     ]
-    return Pair(base, other, tuple(rows), tuple(differences(base.run, other.run)))
+    return Pair(base, other, tuple(_judged(rows)), tuple(differences(base.run, other.run)))
 
 
 def matched(base: Run, other: Run) -> list[tuple[Level, Level]]:
@@ -90,11 +110,12 @@ def matched(base: Run, other: Run) -> list[tuple[Level, Level]]:
     return found
 
 
-def _rows(ours: Level, theirs: Level, tolerance: float) -> list[Row]:
+def _rows(ours: Level, theirs: Level, tolerance: float) -> list[_Unjudged]:
     label = summary.label_of(ours)
     a, b = ours.windows, theirs.windows
     speeds = [units.number(stats.throughput_interval(each).value) + "/s" for each in (a, b)]
-    rows = [_row(label, "throughput", speeds, stats.compare_throughput(a, b, tolerance))]
+    both = [stats.compare_throughput(*each, tolerance) for each in ((a, b), (b, a))]
+    rows = [_Unjudged(label, "throughput", speeds, both)]
     metrics = [name for name in ("latency", "ttft", "tpot") if _has(a, name) and _has(b, name)]
     for metric in metrics:
         for name in ("p50", "p99"):
@@ -102,8 +123,8 @@ def _rows(ours: Level, theirs: Level, tolerance: float) -> list[Row]:
             values = [stats.percentile_interval(each, metric, percent) for each in (a, b)]
             texts = [units.duration(each.value) for each in values]
             figure = name if metric == "latency" else f"{name} {metric.upper()}"
-            compared = stats.compare(a, b, metric, percent, tolerance)
-            rows.append(_row(label, figure, texts, compared))
+            both = [stats.compare(*each, metric, percent, tolerance) for each in ((a, b), (b, a))]
+            rows.append(_Unjudged(label, figure, texts, both))
     return rows
 
 
@@ -111,9 +132,16 @@ def _has(windows: Sequence[stats.Window], metric: str) -> bool:
     return any(metric in window.metrics for window in windows)
 
 
-def _row(load: str, figure: str, texts: list[str], compared: Comparison) -> Row:
-    verdict = WORDS[compared.finding]
-    return Row(load, figure, texts[0], texts[1], compared.ratio, verdict)
+def _judged(rows: Sequence[_Unjudged]) -> list[Row]:
+    """Who compares twenty figures finds one by chance; so all together may be wrong no more often
+    than one alone (Holm's procedure)."""
+    shown: set[int] = set()
+    order = sorted(range(len(rows)), key=lambda index: rows[index].p_value)
+    for num_before, index in enumerate(order):
+        if rows[index].p_value > stats.ALPHA / (len(rows) - num_before):
+            break
+        shown.add(index)
+    return [row.judged(index in shown) for index, row in enumerate(rows)]
 
 
 def differences(base: Run, other: Run) -> list[str]:

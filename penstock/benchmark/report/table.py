@@ -61,7 +61,8 @@ def about(run: Run) -> dict[str, str]:
         found["model"] = model + (f" ({server})" if server else "")
     rows = f", {run.batch_size} rows a request" if run.batch_size > 1 else ""
     found["inputs"] = run.origin.text + rows
-    found["run"] = f"{run.created}, {units.duration(run.duration_s)} in all"
+    measured = units.duration(sum(level.measured_s for level in run.levels))
+    found["run"] = f"{run.created}, {measured} measured at {units.count(len(run.levels), 'level')}"
     return found
 
 

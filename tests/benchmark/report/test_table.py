@@ -54,6 +54,7 @@ def test_who_was_asked_for_what_with_what() -> None:
     assert "model   digits/3 (penstock 0.1.0, onnxruntime)" in lines
     inputs = "450 examples of digits.npz, shuffled anew each time round, 8 rows a request"
     assert f"inputs  {inputs}" in lines
+    assert "run     2026-03-01T12:00:00Z, 10.0 s measured at 1 level" in lines
 
 
 def test_levels_are_rows_in_the_order_of_their_load() -> None:

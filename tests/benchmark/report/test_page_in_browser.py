@@ -1,0 +1,134 @@
+"""The page as a real browser sees it: drawn, without errors, the verdict first."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from benchmark import made_runs
+from PIL import Image
+
+from penstock.benchmark.report import compare, page
+from penstock.benchmark.report.compare import Named
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+# All that a browser does besides showing a page is off.
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=10000",
+)
+# How wide the page would like to be.
+MEASURE = "<script>document.title = document.documentElement.scrollWidth</script>"
+LAPTOP = "--window-size=1366,768"
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium to look at the page with")
+
+
+def browse(html: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    (folder / "page.html").write_text(html)
+    profile = f"--user-data-dir={folder / 'profile'}"
+    address = (folder / "page.html").as_uri()
+    command = [CHROMIUM, *FLAGS, profile, *flags, address]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=90)
+
+
+def body_of(document: str) -> str:
+    """What is seen: no scripts."""
+    return re.sub(r"<script.*?</script>", "", document[document.index("<body") :], flags=re.DOTALL)
+
+
+def drawn(body: str) -> dict[str, bool]:
+    """By plot: whether it holds lines or bars. A hidden one is not in it."""
+    found = {}
+    for card in re.split(r'<section class="card', body)[1:]:
+        head, _, rest = card.partition(">")
+        name = re.search(r'data-plot="(\w+)"', rest)
+        if name is not None and "hidden" not in head:
+            has_marks = re.search(r'<path class="(js-line|point)|<g class="point"', rest)
+            found[name[1]] = "<svg" in rest and has_marks is not None
+    return found
+
+
+def console_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "plots"),
+    [
+        (
+            "sweep",
+            "SLO kept up to concurrency 16, then missed: p99 36.",
+            {"curve", "cdf", "breakdown", "over_time", "samples", "utilisation"},
+        ),
+        (
+            "streams",
+            "SLO kept at every level: p99 ttft ",
+            {"curve", "cdf", "over_time", "streams", "utilisation"},
+        ),
+        (
+            "partial",
+            "SLO missed: p99 infinite",
+            {"cdf", "breakdown", "over_time", "samples", "utilisation"},
+        ),
+    ],
+)
+def test_every_plot_is_drawn_without_errors(
+    name: str, first: str, plots: set[str], tmp_path: Path
+) -> None:
+    makers = {
+        "sweep": lambda: made_runs.sweep("p99 < 20ms"),
+        "streams": made_runs.streams,
+        "partial": made_runs.partial,
+    }
+    html = page.page(makers[name]()).replace("</body>", f"{MEASURE}</body>")
+    done = browse(html, tmp_path, LAPTOP, "--dump-dom")
+    body = body_of(done.stdout)
+    seen = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", body)).strip()
+    assert seen.startswith(first)
+    assert drawn(body) == dict.fromkeys(plots, True)
+    assert console_lines(done) == []
+    width = re.search(r"<title>(\d+)</title>", done.stdout)
+    assert width is not None and 0 < int(width[1]) <= 1366
+
+
+def test_a_comparison_is_drawn(tmp_path: Path) -> None:
+    runs = [Named("a.json", made_runs.sweep()), Named("b.json", made_runs.sweep())]
+    done = browse(compare.page(runs), tmp_path, LAPTOP, "--dump-dom")
+    assert drawn(body_of(done.stdout)) == {"cdf": True, "curve": True}
+    assert console_lines(done) == []
+
+
+def test_an_error_in_the_page_would_be_seen(tmp_path: Path) -> None:
+    html = page.page(made_runs.open_loop()).replace("draw();\n</script>", "drew();\n</script>")
+    done = browse(html, tmp_path, LAPTOP, "--dump-dom")
+    assert any("drew is not defined" in line for line in console_lines(done))
+    assert not any(drawn(body_of(done.stdout)).values())
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_a_picture_of_it_is_not_blank(is_dark: bool, tmp_path: Path) -> None:
+    picture = tmp_path / "page.png"
+    flags = [f"--screenshot={picture}", "--window-size=1366,2400"]
+    flags += ["--force-dark-mode"] if is_dark else []
+    browse(page.page(made_runs.sweep("p99 < 20ms")), tmp_path, *flags)
+    with Image.open(picture) as image:
+        assert image.size == (1366, 2400)
+        counts = image.convert("RGB").getcolors(maxcolors=1 << 24)
+    colours = {colour: count for count, colour in counts}
+    most = max(colours, key=lambda colour: colours[colour])
+    # The background is most of it, and far from all.
+    assert 0.2 < colours[most] / (1366 * 2400) < 0.9
+    assert len(colours) > 50
+    assert (sum(most) < 3 * 64) is is_dark
