@@ -24,8 +24,6 @@ DEFAULT_TOKENS = 128
 NUM_WORDS = 65_536
 # So many words at the beginning are a number, the prompt's own.
 NUM_OWN_WORDS = 4
-# Any factor that shares none with the number of words will do: it makes neighbours differ.
-SPREAD = 1_000_003
 MAX_PROBLEMS = 10
 
 
@@ -77,10 +75,9 @@ class RandomPrompts:
 
 def own_words(number: int, count: int) -> list[str]:
     """A number in words, its last digit first, so that the first word changes most."""
-    value = number * SPREAD % len(WORDS) ** NUM_OWN_WORDS
     words = []
     for _ in range(count):
-        value, digit = divmod(value, len(WORDS))
+        number, digit = divmod(number, len(WORDS))
         words.append(WORDS[digit])
     return words
 
