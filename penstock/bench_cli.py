@@ -255,7 +255,7 @@ INTERRUPTED = 130
     "clients wait.",
 )
 @click.option(
-    "--connections",
+    "--max-connections",
     type=click.IntRange(1, 60000),
     default=1024,
     show_default=True,
@@ -434,11 +434,11 @@ def _interruptible(conductor: Conductor) -> Iterator[None]:
 
 def _conclude(run: Run, baseline: Run | None, plan: Plan, is_gate: bool, tolerance: float) -> int:
     """Exit status: 0 as asked, 1 the gate is shut or the server was lost, 130 interrupted."""
-    from penstock.benchmark import gate
+    from penstock.benchmark import ci_gate
 
     if run.problem == "interrupted":
         return INTERRUPTED
-    checks = gate.checks(run, plan.slo, baseline, plan.decides, tolerance)
+    checks = ci_gate.checks(run, plan.slo, baseline, tolerance)
     if is_gate or baseline is not None:
         for check in checks:
             mark = (
@@ -608,7 +608,7 @@ def _target(address: str, reading: Reading) -> TargetSpec:
         body=reading.maybe("body", _read_body) or "",
         api_key=flags["api_key"],
         timeout_s=reading.maybe("timeout", slos.parse_duration) or 0.0,
-        max_connections=flags["connections"],
+        max_connections=flags["max_connections"],
         extra=flags["extra"],
     )
 

@@ -42,7 +42,7 @@ PURE = [
     "slo.py",
     "wire/*.py",
     "benchmark/exchange.py",
-    "benchmark/gate.py",
+    "benchmark/ci_gate.py",
     "benchmark/messages.py",
     "benchmark/plan.py",
     "benchmark/findings.py",

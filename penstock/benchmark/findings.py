@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.benchmark import pacer, stats, steadiness
-from penstock.benchmark.pacer import Closed, Open
+from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.report import headline, summary, units
 from penstock.benchmark.report.summary import PERCENTILES, Figures
 from penstock.benchmark.results import Level, Run
@@ -50,7 +50,26 @@ def find(run: Run) -> list[Finding]:
     for index, (level, row) in enumerate(zip(run.levels, figures, strict=True)):
         for severity, text in _of_level(run, level, row):
             found.append(Finding(severity, text, index))
-    return sorted(found, key=lambda each: ORDER.index(each.severity))
+    deciding = deciding_levels(run)
+    told = [each for each in found if each.level is None or each.level in deciding]
+    return sorted(told, key=lambda each: ORDER.index(each.severity))
+
+
+def deciding_levels(run: Run) -> set[int]:
+    """The levels an answer rests on. A search goes where servers break in order to find out; what
+    happens there is no news."""
+    every = set(range(len(run.levels)))
+    if run.max_rate is None:
+        return every
+    rates = {
+        index: level.load.profile.rate
+        for index, level in enumerate(run.levels)
+        if isinstance(level.load, Open) and isinstance(level.load.profile, Flat)
+    }
+    answer = run.max_rate.rate.value
+    kept = [rate for rate in rates.values() if rate <= answer * (1 + 1e-9)]
+    best = max(kept, default=min(rates.values(), default=0.0))
+    return {index for index, rate in rates.items() if rate == best}
 
 
 def grouped(found: Sequence[Finding]) -> list[list[Finding]]:
@@ -162,7 +181,10 @@ def _warm_up(level: Level) -> str | None:
     warm_up = level.warm_up
     if warm_up is None or warm_up.is_steady:
         return None
-    first, last = units.duration(warm_up.first_s), units.duration(warm_up.last_s)
+    first, last = (
+        "no answer" if each is None else units.duration(each)
+        for each in (warm_up.first_s, warm_up.last_s)
+    )
     text = f"Latency still changed when the warm-up of {warm_up.duration_s:.0f} s was over"
     return f"{text} (median {first} at first, {last} at last)."
 

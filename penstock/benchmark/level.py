@@ -7,6 +7,7 @@ asks the crew and folds what it reports.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -97,7 +98,10 @@ class Meter:
             is_over = state.is_over or elapsed_s >= patience_s or self._is_hopeless(windows)
             if is_over or self.is_interrupted or is_lost(windows):
                 num_requests = sum(window.num_due for window in windows)
-                return WarmUp(elapsed_s, num_requests, state.is_steady, state.first_s, state.last_s)
+                ends = [
+                    None if math.isnan(each) else each for each in (state.first_s, state.last_s)
+                ]
+                return WarmUp(elapsed_s, num_requests, state.is_steady, *ends)
 
     def _is_hopeless(self, windows: list[Window]) -> bool:
         """A rate that is far too high never becomes steady, and need not for the verdict."""
@@ -277,6 +281,10 @@ def is_lost(windows: list[Window]) -> bool:
 def is_loss(failure: str) -> bool:
     """Whether nobody was there to answer, as opposed to an answer that says no."""
     return failure.startswith(("connection", "UNAVAILABLE"))
+
+
+def _known(number: float) -> float | None:
+    return None if math.isnan(number) else number
 
 
 def _first_rate(load: Open | Replay) -> float:

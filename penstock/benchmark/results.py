@@ -28,9 +28,9 @@ class WarmUp(msgspec.Struct):
     num_requests: int
     # False: still changing when the patience was at an end.
     is_steady: bool
-    # Median latency of its first and its last part.
-    first_s: float
-    last_s: float
+    # Median latency of its first and its last part; None where nothing was answered.
+    first_s: float | None
+    last_s: float | None
 
 
 class GeneratorUse(msgspec.Struct):

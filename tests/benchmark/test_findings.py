@@ -227,8 +227,19 @@ def test_a_level_in_which_nothing_was_due() -> None:
 
 def test_the_worst_comes_first() -> None:
     run = made_runs.max_rate()
+    run.max_rate = None
     ranks = [findings.ORDER.index(each.severity) for each in findings.find(run)]
     assert ranks == sorted(ranks) and set(ranks) == {0, 1, 2}
+
+
+def test_only_what_a_search_rests_on_is_told() -> None:
+    """It goes above capacity to find it; that queues grow there is no finding."""
+    run = made_runs.max_rate()
+    rates = [level.load.profile.rate for level in run.levels]
+    best = max(rate for rate in rates if rate <= run.max_rate.rate.value)
+    assert findings.deciding_levels(run) == {rates.index(best)}
+    told = {each.level for each in findings.find(run)}
+    assert told <= {None, rates.index(best)}
 
 
 def test_the_same_words_for_several_levels_are_one_group() -> None:

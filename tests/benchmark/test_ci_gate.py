@@ -5,9 +5,8 @@ import pytest
 from made_runs import Server
 
 from penstock import slo
-from penstock.benchmark.gate import Check, checks
+from penstock.benchmark.ci_gate import Check, checks
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
-from penstock.benchmark.plan import Decides
 from penstock.benchmark.results import Run
 
 LOAD = Open(Flat(100.0))
@@ -18,7 +17,7 @@ def run_of(median_s: float, load: Load = LOAD, seed: int = 0) -> Run:
 
 
 def judged(run: Run, text: str = "", baseline: Run | None = None) -> list[Check]:
-    return checks(run, slo.parse(text) if text else None, baseline, Decides(), 0.05)
+    return checks(run, slo.parse(text) if text else None, baseline, 0.05)
 
 
 @pytest.mark.parametrize(("limit", "is_passed"), [("1s", True), ("1ms", False)])
@@ -44,10 +43,15 @@ def test_a_partial_run_never_passes() -> None:
     assert not judged(run, "p99 < 1s")[0].is_passed
 
 
+def by_figure(checked: list[Check]) -> dict[str, Check]:
+    return {check.text.split(": ")[1].split()[0]: check for check in checked}
+
+
 def test_a_slower_run_is_a_regression() -> None:
-    latency, throughput = judged(run_of(0.013, seed=1), baseline=run_of(0.010))
-    assert not latency.is_passed and "regression" in latency.text
-    assert throughput.is_passed  # An open loop sends as much to a slow server.
+    found = by_figure(judged(run_of(0.013, seed=1), baseline=run_of(0.010)))
+    assert not found["p50"].is_passed and "slower" in found["p50"].text
+    assert not found["p99"].is_passed
+    assert found["throughput"].is_passed  # An open loop sends as much to a slow server.
 
 
 def test_the_same_server_again_is_none() -> None:
@@ -57,7 +61,15 @@ def test_the_same_server_again_is_none() -> None:
 def test_a_faster_run_is_none() -> None:
     checked = judged(run_of(0.007, seed=1), baseline=run_of(0.010))
     assert all(check.is_passed for check in checked)
-    assert "improvement" in checked[0].text
+    assert "faster" in by_figure(checked)["p50"].text
+
+
+def test_more_failures_shut_the_gate() -> None:
+    """Failing fast must not look like an improvement."""
+    server = Server(median_s=0.010, fail_share=0.1)
+    failing = made_runs.run([made_runs.level(LOAD, server, 20.0, 1)])
+    (check,) = (each for each in judged(failing, "", run_of(0.010)) if "failed" in each.text)
+    assert not check.is_passed
 
 
 def test_only_like_is_compared_with_like() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from penstock.benchmark import pacer, stats, verdicts
-from penstock.benchmark.plan import Decides
+from penstock.benchmark.report import compare
+from penstock.benchmark.report.compare import Named
 from penstock.benchmark.results import Level, Run
 from penstock.slo import Latency, Slo, Term
 
@@ -19,17 +22,15 @@ class Check:
     text: str
 
 
-def checks(
-    run: Run, slo: Slo | None, baseline: Run | None, figure: Decides, tolerance: float
-) -> list[Check]:
-    """`figure` is the percentile that is compared. Empty where there is nothing to judge."""
+def checks(run: Run, slo: Slo | None, baseline: Run | None, tolerance: float) -> list[Check]:
+    """Empty where there is nothing to judge."""
     found: list[Check] = []
     if run.is_partial:
         found.append(Check(False, f"the run is partial: {run.problem}"))
     if slo is not None:
         found += _slo_checks(run, slo)
     if baseline is not None:
-        found += _baseline_checks(run, baseline, figure, tolerance)
+        found += _baseline_checks(run, baseline, tolerance)
     return found
 
 
@@ -45,32 +46,28 @@ def _slo_checks(run: Run, slo: Slo) -> Iterator[Check]:
             yield Check(is_kept, f"{pacer.label(level.load)}: {text}")
 
 
-def _baseline_checks(run: Run, baseline: Run, figure: Decides, tolerance: float) -> Iterator[Check]:
-    levels = {pacer.label(level.load): level for level in baseline.levels}
-    matched = 0
-    for level in run.levels:
-        before = levels.get(pacer.label(level.load))
-        if before is not None:
-            matched += 1
-            yield from _compared(before, level, figure, tolerance)
-    if matched == 0:
-        have = ", ".join(levels) or "nothing"
+def _baseline_checks(run: Run, baseline: Run, tolerance: float) -> Iterator[Check]:
+    pair = compare.pair_of(Named("baseline", baseline), Named("run", run), tolerance)
+    if not pair.rows:
+        have = ", ".join(pacer.label(level.load) for level in baseline.levels) or "nothing"
         yield Check(False, f"the baseline holds {have}: nothing to compare with")
+    for row in pair.rows:
+        ratio = compare.ratio_text(row.ratio)
+        text = f"{row.load}: {row.figure} {row.other}, was {row.base} ({ratio}): {row.verdict}"
+        yield Check(row.verdict != "slower", text)
+    for before, level in compare.matched(baseline, run):
+        yield _failure_check(before, level)
 
 
-def _compared(before: Level, level: Level, figure: Decides, tolerance: float) -> Iterator[Check]:
-    name = pacer.label(level.load)
-    latency = stats.compare(before.windows, level.windows, figure.metric, figure.percent, tolerance)
-    yield _check(f"{name}: {figure.name} {figure.metric}", latency)
-    yield _check(
-        f"{name}: throughput", stats.compare_throughput(before.windows, level.windows, tolerance)
-    )
+def _failure_check(before: Level, level: Level) -> Check:
+    was, now = _failed(before), _failed(level)
+    text = f"{pacer.label(level.load)}: {now.value:.2%} of requests failed, was {was.value:.2%}"
+    return Check(not now.low > was.high, text)
 
 
-def _check(what: str, found: stats.Comparison) -> Check:
-    ratio = found.ratio
-    text = f"{ratio.value:.3f} of the baseline's ({ratio.low:.3f} to {ratio.high:.3f})"
-    return Check(found.finding != "regression", f"{what} {text}: {found.finding}")
+def _failed(level: Level) -> stats.Interval:
+    failed = np.array([window.num_failed for window in level.windows], np.float64)
+    return stats.share_interval(failed, np.array([each.num_due for each in level.windows], float))
 
 
 def _shown(term: Term, found: stats.Interval | None) -> str:
