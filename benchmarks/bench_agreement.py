@@ -135,7 +135,7 @@ def run_bench(port: int, data: Input, connections: int, seconds: int) -> Figures
         (level,) = json.loads(path.read_text())["levels"]
     summary = level["summary"]
     return Figures(
-        summary["throughput"]["value"],
+        summary["throughput_per_s"]["value"],
         summary["latency_ms"]["p50"]["value"],
         summary["latency_ms"]["p99"]["value"],
         sum(level["generator"]["cpu_shares"]),

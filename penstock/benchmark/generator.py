@@ -97,6 +97,8 @@ class Generator:
         await self._target.open(1)
         opened = Opened(description, source.origin, time.monotonic() - began)
         opened.load_s = getattr(self._target, "load_s", None)
+        if opened.load_s is not None:
+            opened.connect_s = None  # There was nothing to connect to.
         if setup.is_first:
             first = await self._ask_once()
             opened.first_s = first.done - first.sent
@@ -167,7 +169,7 @@ class Generator:
                 in_flight_area_s=in_flight.area_s(now),
                 num_connections=getattr(self._target, "num_connections", 0),
                 num_waited=getattr(self._target, "num_waited", 0),
-                cpu_s=time.process_time(),
+                cpu_s=time.thread_time(),
             )
         )
 

@@ -57,7 +57,7 @@ class Count(msgspec.Struct, tag="count"):
 class Opened(msgspec.Struct, tag="opened"):
     description: Description
     origin: Origin
-    connect_s: float
+    connect_s: float | None
     load_s: float | None = None
     first_s: float | None = None
     # Why the first request failed.
@@ -79,7 +79,7 @@ class Progress(msgspec.Struct, tag="progress"):
     in_flight_area_s: float
     num_connections: int
     num_waited: int
-    # Of this process, since it started.
+    # Of the thread that sends, since it started: a model in the same process has its own.
     cpu_s: float
 
 

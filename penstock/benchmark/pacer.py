@@ -188,7 +188,7 @@ def label(load: Load) -> str:
 
 
 def _text(number: float) -> str:
-    return str(int(number)) if number == int(number) else f"{number:.4g}"
+    return f"{number:.0f}" if number == int(number) or number >= 1000 else f"{number:.4g}"
 
 
 def parse_concurrency(text: str) -> list[int]:

@@ -367,10 +367,29 @@ def percentile_interval(
         below = table.nums_below(limit_s)
         seen = _error_of_sum(below, sizes, float(np.sum(below)) / total)
         cluster = max(cluster, seen**2 / (level * (1 - level) * total))
-    error = math.sqrt(cluster * share * (1 - share) * total)
-    ranks = student_t(num_batches(len(windows)) - 1, confidence) * error
-    low, high = share * total - ranks, share * total + ranks
-    return Interval(value, at(math.ceil(low)) if low > 0 else 0.0, at(math.ceil(high)))
+    beyond = (1 - share) * total
+    points = student_t(num_batches(len(windows)) - 1, confidence)
+    fewest, most = _count_range(beyond / (cluster * share), points, is_rare=share > 0.5)
+    low, high = total - beyond * most, total - beyond * fewest
+    return Interval(
+        value,
+        at(math.ceil(low)) if low > 0 else 0.0,
+        # Less than one request beyond it: nothing that was seen is sure to be as high.
+        at(math.ceil(high)) if beyond * fewest >= 1 else math.inf,
+    )
+
+
+def _count_range(count: float, points: float, *, is_rare: bool) -> tuple[float, float]:
+    """How few and how many independent events could have been expected where `count` were seen,
+    as multiples of it. For rare events the Poisson limits by Wilson and Hilferty: a handful
+    bounds its expectation from below, which a symmetric range would deny."""
+    if not is_rare:
+        half = points / math.sqrt(count)
+        return max(0.0, 1 - half), 1 + half
+    least = 1 - 1 / (9 * count) - points / (3 * math.sqrt(count))
+    more = count + 1
+    most = 1 - 1 / (9 * more) + points / (3 * math.sqrt(more))
+    return max(0.0, least) ** 3, most**3 * more / count
 
 
 def _levels(share: float) -> list[float]:

@@ -58,7 +58,7 @@ def check_percentiles(found: Benched, expected: np.ndarray, percents: list[float
 
 
 @pytest.mark.parametrize(
-    ("model", "rate", "c_s", "max_batch"), [("alone", 15, 0.0, 1), ("batched", 40, C_S, MAX_BATCH)]
+    ("model", "rate", "c_s", "max_batch"), [("alone", 12, 0.0, 1), ("batched", 40, C_S, MAX_BATCH)]
 )
 def test_percentiles_at_poisson_arrivals(
     server: Served, tmp_path: Path, model: str, rate: float, c_s: float, max_batch: int

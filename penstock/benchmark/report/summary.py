@@ -219,7 +219,9 @@ def short_loads(loads: list[Load]) -> tuple[str, list[str]]:
         if isinstance(load, Open) and isinstance(load.profile, Flat)
     ]
     if len(flats) == len(loads) and len({(kind, cv) for _, kind, cv in flats}) == 1:
-        return f"{flats[0][1]} /s", [f"{rate:.4g}" for rate, _, _ in flats]
+        return f"{flats[0][1]} /s", [
+            f"{rate:.0f}" if rate >= 1000 else f"{rate:.4g}" for rate, _, _ in flats
+        ]
     return "load", [pacer.label(load) for load in loads]
 
 
