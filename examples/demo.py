@@ -1,7 +1,9 @@
-"""The main job in half a minute: serve real models, break a worker under load, lose nothing.
+"""The main job in half a minute: serve real models, break a worker under load, lose nothing; then
+measure what users would see.
 
 Starts `penstock serve` on the example repository, sends the held-out digits with `tritonclient`
-from several threads, kills the workers in the middle, and prints what happened. Run by `make demo`.
+from several threads, kills the workers in the middle, and prints what happened; then runs `penstock
+bench` with the same digits and an SLO, and writes a page. Run by `make demo`.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +34,7 @@ NUM_CLIENTS = 4
 BEFORE_S = 2.0
 AFTER_S = 2.0
 BARS = " ▁▂▃▄▅▆▇█"
+PAGE = "demo.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,7 @@ def main() -> None:
         while not any(answer.finished - answer.latency_s > killed_at for answer in clients.answers):
             time.sleep(0.01)
         time.sleep(AFTER_S)
+    bench_status = bench(console, server.address, digits)
     code, num_left = server.stop()
     report(console, clients.answers, began, killed_at)
     lost = [answer.error for answer in clients.answers if answer.error]
@@ -134,8 +140,21 @@ def main() -> None:
         f"{num_killed} workers killed, {len(lost)} of {len(clients.answers)} requests lost; "
         f"SIGTERM: exit code {code}, {num_left} processes left behind."
     )
-    if lost or code or num_left:
+    console.print(f"What the load test found, as a page: {PAGE}")
+    if lost or code or num_left or bench_status:
         raise SystemExit(f"the demo failed: {lost[:3]}")
+
+
+def bench(console: Console, address: str, digits: Digits) -> int:
+    """`penstock bench` as a user starts it; its exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "digits.npz"
+        np.savez(data, image=digits.images)
+        flags = ["--data", str(data), "--rate", "300", "--slo", "p99 < 20 ms"]
+        shown = ["penstock", "bench", f"http://{address}/v2/models/digits", *flags]
+        console.print(f"\n[bold]$ {shlex.join(shown)} --html {PAGE}[/bold]", soft_wrap=True)
+        command = [sys.executable, "-m", *shown, "--duration", "6s", "--html", PAGE]
+        return subprocess.run(command, check=False).returncode
 
 
 def report(console: Console, answers: Sequence[Answer], began: float, killed_at: float) -> None:
