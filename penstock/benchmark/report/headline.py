@@ -150,8 +150,15 @@ def term_text(verdict: Verdict) -> str:
     if measured is None or verdict.outcome == "not measured":
         return f"{head} was not measured ({term})"
     sign = OPPOSITES[sign] if verdict.outcome == "missed" else sign
-    close = ", too close to be sure" if verdict.is_close else ""
-    return f"{head} {_measured_text(term, measured)} {sign} {_spaced(limit)}{close}"
+    return f"{head} {_measured_text(term, measured)} {sign} {_spaced(limit)}{_doubt(verdict)}"
+
+
+def _doubt(verdict: Verdict) -> str:
+    if not verdict.is_close or verdict.measured is None:
+        return ""
+    # A range without an end holds every limit; that is no closeness.
+    is_known = math.isfinite(verdict.measured.low + verdict.measured.high)
+    return ", too close to be sure" if is_known else ", measured too briefly to be sure"
 
 
 def _sign(term: Term) -> str:

@@ -43,6 +43,12 @@ def test_a_limit_inside_the_interval_is_said_to_be_close() -> None:
     assert "too close to be sure" in headline_of(run).text
 
 
+def test_an_interval_without_an_end_is_too_brief_a_measurement() -> None:
+    run = made_runs.open_loop(8.0, "p99 < 1s")
+    text = headline_of(run).text
+    assert text.startswith("SLO kept") and "measured too briefly to be sure" in text
+
+
 def test_no_slo_and_nothing_measured() -> None:
     assert headline_of(made_runs.open_loop(400.0, "")).text == "No SLO was given"
     found = headline_of(made_runs.empty())
