@@ -115,9 +115,13 @@ def test_an_answer_that_is_a_bound_says_why() -> None:
 def test_findings_come_last_and_name_their_levels() -> None:
     run = made_runs.max_rate()
     run.max_rate = None
+    for level in run.levels:
+        if level.load.profile.rate in (800, 850):
+            level.generator.num_waited = 3
     text = shown(run, 200)
     assert "error: 1100/s poisson: Latency grew all the time" in text
-    assert "warning: 800/s poisson, 850/s poisson, 900/s poisson: How high p99" in text
+    assert "error: 800/s poisson, 850/s poisson: LIMITED BY THE GENERATOR: 3 requests" in text
+    assert "warning: 900/s poisson: p99 is known to" in text
     assert text.splitlines()[-1].startswith("note: ")
     single = shown(made_runs.partial(), 200)
     assert "error: This run is partial: the server no longer answered after 10 s." in single
