@@ -21,13 +21,9 @@ from penstock.benchmark.messages import (
     encode,
 )
 from penstock.benchmark.pacer import Load
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
 
 A = TypeVar("A")
-
-
-class GeneratorDied(PenstockError):
-    """A process of ours ended before it was told to."""
 
 
 class Member:
