@@ -7,6 +7,7 @@ was stdout. It ends when stdin does. Nothing is decided here: not when to stop, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -58,6 +59,8 @@ class Generator:
         self._running: ClosedLoop | OpenLoop | None = None
         self._report: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._give_up_at = 0.0
+        self._num_waited_before = 0
 
     async def answer(self, question: Question) -> None:
         match question:
@@ -67,14 +70,16 @@ class Generator:
                 await self._prepare(question)
             case Go():
                 assert self._running is not None
-                gc.collect()
                 gc.disable()  # A full collection would be a pause in the middle of a measurement.
                 self._running.start(question.start)
                 self._plan_report()
             case Stop():
                 assert self._running is not None
-                self._running.stop(question.at)
-                self._ending = asyncio.ensure_future(self._end(question))
+                self._give_up_at = max(question.at, time.monotonic()) + question.patience_s
+                if self._ending is None:
+                    self._running.stop(question.at)
+                    self._ending = asyncio.ensure_future(self._end())
+                    self._ending.add_done_callback(_raise_failure)
             case Count():
                 assert self._target is not None
                 self._tell(Counted(await self._target.counters()))
@@ -129,24 +134,34 @@ class Generator:
         await self._target.open(num_connections)
         place = (setup.index, setup.num_processes)
         self._running = make_loop(question.load, question.seed, place, self._feed, self._target)
+        self._ending = None
+        self._num_waited_before = self._num_waited
+        gc.collect()
         self._tell(Prepared())
 
-    async def _end(self, question: Stop) -> None:
+    async def _end(self) -> None:
         """Wait for what is under way, then give it up."""
         assert self._running is not None and self._target is not None
-        try:
-            late_s = max(0.0, question.at - time.monotonic())
-            async with asyncio.timeout(late_s + question.patience_s):
-                await self._running.ended.wait()
-        except TimeoutError:
+        ended = self._running.ended
+        while not ended.is_set() and (left_s := self._give_up_at - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, REPORT_S)):
+                    await ended.wait()
+        if not ended.is_set():
+            while not self._running.give_up():
+                await asyncio.sleep(0)
             await self._target.close()  # Fails what is under way; `open` makes it usable again.
-            await self._running.ended.wait()
+            await ended.wait()
         if self._report is not None:
             self._report.cancel()
         self._tell_progress()
         self._running.close()
         gc.enable()
         self._tell(Ended(self._running.is_through))
+
+    @property
+    def _num_waited(self) -> int:
+        return getattr(self._target, "num_waited", 0)
 
     def _plan_report(self) -> None:
         self._report = asyncio.get_running_loop().call_later(REPORT_S, self._make_report)
@@ -168,10 +183,16 @@ class Generator:
                 max_in_flight=in_flight.most,
                 in_flight_area_s=in_flight.area_s(now),
                 num_connections=getattr(self._target, "num_connections", 0),
-                num_waited=getattr(self._target, "num_waited", 0),
+                num_waited=self._num_waited - self._num_waited_before,
                 cpu_s=time.thread_time(),
             )
         )
+
+
+def _raise_failure(task: asyncio.Task[None]) -> None:
+    """Into the event loop's handler, so that nobody waits for an end that does not come."""
+    if not task.cancelled():
+        task.result()
 
 
 async def run(questions: asyncio.StreamReader, tell: Callable[[Answer], None]) -> None:

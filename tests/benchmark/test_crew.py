@@ -100,6 +100,25 @@ def test_patience_ends(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_patience_can_become_shorter(tmp_path: Path) -> None:
+    """Said twice, answered once."""
+
+    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+        await crew.start([setup(make(tmp_path, max_batch=1, a_ms=3000))])
+        await crew.prepare(Closed(1), 0)
+        crew.ask(Go(time.monotonic()))
+        await asyncio.sleep(0.1)
+        crew.ask(Stop(time.monotonic(), 60.0))
+        crew.ask(Stop(time.monotonic(), 0.1))
+        await crew.expect(Ended)
+        assert [each.columns.failures for each in heard if each.columns.failures] == [["cancelled"]]
+        crew.ask(Stop(time.monotonic(), 0.1))
+        # The next answer is the one to the next question.
+        await crew.prepare(Closed(1), 0)
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(
     ("address", "text"),
     [
