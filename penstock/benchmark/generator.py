@@ -98,12 +98,14 @@ class Generator:
         description, form = await self._target.describe()
         source = open_source(setup.inputs, form, setup.index, setup.num_processes)
         self._feed = Feed(source, self._target)
+        # Who connected in order to describe does not connect now; a model here never does.
+        is_connected = self._num_connections > 0
         began = time.monotonic()
         await self._target.open(1)
         opened = Opened(description, source.origin, time.monotonic() - began)
         opened.load_s = getattr(self._target, "load_s", None)
-        if opened.load_s is not None:
-            opened.connect_s = None  # There was nothing to connect to.
+        if is_connected:
+            opened.connect_s = None
         if setup.is_first:
             first = await self._ask_once()
             opened.first_s = first.done - first.sent
@@ -160,6 +162,10 @@ class Generator:
         self._tell(Ended(self._running.is_through))
 
     @property
+    def _num_connections(self) -> int:
+        return getattr(self._target, "num_connections", 0)
+
+    @property
     def _num_waited(self) -> int:
         return getattr(self._target, "num_waited", 0)
 
@@ -182,7 +188,7 @@ class Generator:
                 in_flight=in_flight.now,
                 max_in_flight=in_flight.most,
                 in_flight_area_s=in_flight.area_s(now),
-                num_connections=getattr(self._target, "num_connections", 0),
+                num_connections=self._num_connections,
                 num_waited=self._num_waited - self._num_waited_before,
                 cpu_s=time.thread_time(),
             )

@@ -22,7 +22,7 @@ from penstock.benchmark.report.live import Phase
 from penstock.benchmark.report.live import Progress as Shown
 from penstock.benchmark.results import Ending, GeneratorUse, Level, SystemSample, WarmUp
 from penstock.benchmark.stats import Interval, Window
-from penstock.benchmark.steadiness import steadiness
+from penstock.benchmark.steadiness import steadiness, trend
 from penstock.benchmark.targets import Counters
 from penstock.benchmark.verdicts import (
     has_overdue,
@@ -187,7 +187,8 @@ class Meter:
         if self._searched is not None and isinstance(load, Open):
             is_over = is_decided(windows, self._searched, self._num_in_flight)
             return "decided" if is_over else None
-        is_over = elapsed_s >= ends_s * MIN_SHARE and self._is_precise(windows)
+        is_growing = isinstance(load, Open) and trend(windows).is_growing
+        is_over = elapsed_s >= ends_s * MIN_SHARE and not is_growing and self._is_precise(windows)
         return "precise" if is_over else None
 
     def _is_precise(self, windows: list[Window]) -> bool:
@@ -195,8 +196,8 @@ class Meter:
         if not figure.relative_error <= self._plan.precision:
             return False
         # Streams take as long as they take: first tokens say nothing of how many are under way.
-        is_latency = self._plan.decides.metric == "latency"
-        return not (is_latency and has_overdue(windows, self._num_in_flight, figure.value))
+        within_s = figure.value if self._plan.decides.metric == "latency" else math.inf
+        return not has_overdue(windows, self._num_in_flight, within_s)
 
     async def _stop(self, at: float, patience_s: float) -> None:
         """Whoever interrupts does not want to wait for the last answers."""

@@ -155,6 +155,8 @@ class MaxRateSearch:
         self._verdicts: dict[float, tuple[Verdict, ...]] = {}
         # Rates at which the queue grew, each time.
         self._growing: set[float] = set()
+        # A rate so low that nothing was due: it says nothing, and lower ones would not either.
+        self._is_silent = False
         self._reason = ""
 
     def next(self) -> Open | None:
@@ -164,6 +166,9 @@ class MaxRateSearch:
     def add(self, load: Open, windows: Sequence[Window]) -> None:
         assert isinstance(load.profile, Flat)
         rate = load.profile.rate
+        if not any(window.num_due for window in windows):
+            self._is_silent = True
+            return
         known = self._windows.setdefault(rate, [])
         if not trend(windows).is_growing:
             self._growing.discard(rate)
@@ -179,6 +184,8 @@ class MaxRateSearch:
         self._reason = reason
 
     def _next_rate(self) -> float | None:
+        if self._is_silent:
+            return None
         if not self._verdicts:
             return self._start
         doubted = self._doubted()

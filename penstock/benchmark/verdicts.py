@@ -110,11 +110,13 @@ def of_each_request(slo: Slo) -> Slo:
 
 
 def has_overdue(windows: Sequence[Window], num_in_flight: int, within_s: float) -> bool:
-    """Whether more are under way than were due in twice that time. Windows only know what has
-    ended; a server that stalls looks as fast as ever until the first late answer."""
+    """Whether more are under way than were due in twice that time, or more than half of what has
+    ended. Windows only know what has ended; a server that stalls looks as fast as ever until the
+    first late answer."""
     span_s = sum(window.length_s for window in windows)
-    num_due = sum(window.num_due for window in windows) + num_in_flight
-    return num_in_flight * span_s > 2 * num_due * within_s
+    num_ended = sum(window.num_due for window in windows)
+    is_late = num_in_flight * span_s > 2 * (num_ended + num_in_flight) * within_s
+    return is_late or 2 * num_in_flight > num_ended
 
 
 def is_decided(windows: Sequence[Window], slo: Slo, num_in_flight: int = 0) -> bool:

@@ -207,6 +207,11 @@ def test_a_stall_that_is_not_over_is_seen_by_what_is_under_way(num_in_flight, ex
     assert has_overdue(law(), num_in_flight, 0.046) == expected
 
 
+def test_when_most_are_under_way_nothing_is_known_of_them():
+    assert not has_overdue(law(), 9_000, math.inf)
+    assert has_overdue(law(), 11_000, math.inf)
+
+
 def test_nothing_is_called_kept_while_too_many_are_under_way():
     slo = parse("p99 < 100ms")
     assert is_decided(law(), slo, num_in_flight=20)
