@@ -70,7 +70,6 @@ class Generator:
                 await self._prepare(question)
             case Go():
                 assert self._running is not None
-                gc.disable()  # A full collection would be a pause in the middle of a measurement.
                 self._running.start(question.start)
                 self._plan_report()
             case Stop():
@@ -138,7 +137,11 @@ class Generator:
         self._running = make_loop(question.load, question.seed, place, self._feed, self._target)
         self._ending = None
         self._num_waited_before = self._num_waited
+        # Collections while the load runs look only at what is new: they are short, and lost
+        # connections do not pile up.
+        gc.unfreeze()
         gc.collect()
+        gc.freeze()
         self._tell(Prepared())
 
     async def _end(self) -> None:
@@ -158,7 +161,6 @@ class Generator:
             self._report.cancel()
         self._tell_progress()
         self._running.close()
-        gc.enable()
         self._tell(Ended(self._running.is_through))
 
     @property
