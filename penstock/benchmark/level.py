@@ -256,14 +256,19 @@ class Meter:
             span_s = last.at - first.at
             cpu_shares.append((last.cpu_s - first.cpu_s) / span_s)
             in_flight += (last.in_flight_area_s - first.in_flight_area_s) / span_s
-        lasts = [reports[-1] for reports in self._reports.values()]
         return GeneratorUse(
             cpu_shares=cpu_shares,
             lateness=recorder.lateness,
             mean_in_flight=in_flight,
-            max_in_flight=sum(each.max_in_flight for each in lasts),
-            num_connections=sum(each.num_connections for each in lasts),
+            max_in_flight=self._most("max_in_flight"),
+            # The last report has none where all were given up.
+            num_connections=self._most("num_connections"),
             num_waited=num_waited,
+        )
+
+    def _most(self, field: str) -> int:
+        return sum(
+            max(getattr(each, field) for each in reports) for reports in self._reports.values()
         )
 
     def _figure(self, windows: list[Window]) -> Interval:

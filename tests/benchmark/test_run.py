@@ -269,6 +269,7 @@ def test_a_level_after_one_that_was_given_up() -> None:
         precision=0.0,
     )
     assert failures(stuck) and stuck.generator.num_waited > 5
+    assert stuck.generator.num_connections == 1
     assert failures(free) == {} and free.generator.num_waited == 0
 
 
