@@ -194,7 +194,7 @@ def test_who_interrupts_does_not_wait_for_the_last_answers(tmp_path: Path) -> No
         if progress.phase == "draining":
             asyncio.get_running_loop().call_later(0.3, conductor.interrupt)
 
-    model = make(tmp_path, max_batch=1, a_ms=2500)
+    model = make(tmp_path, max_batch=1, a_ms=5000)
     run, _ = measure(plan_for(model, Closed(1), max_warm_up_s=0.0), meddle)
     (level,) = run.levels
     assert run.problem == "interrupted"
