@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import shlex
 import signal
@@ -371,11 +372,8 @@ class Outputs:
 
     def check(self) -> None:
         """Before minutes of measuring: ConfigError for a file that could not be written."""
-        problems = [
-            f"{path}: there is no folder {Path(path).parent}"
-            for path in (self.json_path, self.html_path, self.csv_path)
-            if path and not Path(path).parent.is_dir()
-        ]
+        names = (self.json_path, self.html_path, self.csv_path)
+        problems = [problem for name in names if name and (problem := _no_place(Path(name)))]
         if problems:
             raise ConfigError(problems)
 
@@ -399,6 +397,17 @@ class Outputs:
         return Path(name) if name else None
 
 
+def _no_place(path: Path) -> str:
+    """Why a file cannot be written there; empty if it can."""
+    if not path.parent.is_dir():
+        return f"{path}: there is no folder {path.parent}"
+    if path.is_dir():
+        return f"{path}: is a folder; expected the name of a file"
+    if not os.access(path.parent, os.W_OK):
+        return f"{path}: the folder {path.parent} cannot be written to"
+    return ""
+
+
 async def _measure(plan: Plan, outputs: Outputs) -> Run:
     from penstock.benchmark.report.live import Live
     from penstock.benchmark.run import Conductor
@@ -411,13 +420,14 @@ async def _measure(plan: Plan, outputs: Outputs) -> Run:
 
 @contextlib.contextmanager
 def _interruptible(conductor: Conductor) -> Iterator[None]:
-    """The first Ctrl-C ends the level and keeps what was measured; the second ends everything."""
+    """The first Ctrl-C ends the level and keeps what was measured; the second ends everything, and
+    so does the first where nothing was measured yet."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
 
     def interrupt() -> None:
-        if conductor.is_interrupted:
+        if conductor.is_interrupted or not conductor.is_measuring:
             task.cancel()
         conductor.interrupt()
 

@@ -1,5 +1,7 @@
 """Flags become a plan, or an error that names what is wrong; commands end as CI expects."""
 
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +179,7 @@ def test_a_baseline_with_another_load_shuts_the_gate(tmp_path: Path) -> None:
         (["no/such/model"], "no/such/model: there is no such folder"),
         ([IN_PROCESS, "--baseline", "no.json"], "no.json"),
         ([IN_PROCESS, "--json", "no/such/folder/run.json"], "there is no folder"),
+        ([IN_PROCESS, "--json", str(ROOT)], f"{ROOT}: is a folder; expected the name of a file"),
         ([IN_PROCESS, "--data", "no.npz"], "no.npz"),
         (["http://127.0.0.1:9/v2/models/m"], "127.0.0.1:9"),
     ],
@@ -187,6 +190,22 @@ def test_bad_input_ends_with_an_error_in_words(arguments: list[str], text: str) 
     assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_interrupted_before_anything_was_measured_it_ends_at_once() -> None:
+    """Here a server takes the first request and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        command = [sys.executable, "-m", "penstock", "bench", address, "--timeout", "600s"]
+        bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        server.settimeout(60)
+        connection, _ = server.accept()
+        with connection:
+            assert connection.recv(1000).startswith(b"GET / ")
+            bench.send_signal(signal.SIGINT)
+            out, errors = bench.communicate(timeout=60)
+    assert (bench.returncode, out) == (130, "")
+    assert "Traceback" not in errors
 
 
 def test_a_report_of_something_else_is_an_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 from penstock.benchmark import pacer, stats, verdicts
 from penstock.benchmark.report import compare
 from penstock.benchmark.report.compare import Named
-from penstock.benchmark.results import Level, Run
+from penstock.benchmark.results import Level, MaxRate, Run
 from penstock.slo import Latency, Slo, Term
 
 
@@ -36,6 +37,7 @@ def checks(run: Run, slo: Slo | None, baseline: Run | None, tolerance: float) ->
 
 def _slo_checks(run: Run, slo: Slo) -> Iterator[Check]:
     if run.max_rate is not None:
+        yield _max_rate_check(run.max_rate, slo)
         return
     if not run.levels:
         yield Check(False, f"{slo}: nothing was measured")
@@ -44,6 +46,16 @@ def _slo_checks(run: Run, slo: Slo) -> Iterator[Check]:
             is_kept = verdict.outcome == "kept"
             text = f"{verdict.term}: {verdict.outcome}{_shown(verdict.term, verdict.measured)}"
             yield Check(is_kept, f"{pacer.label(level.load)}: {text}")
+
+
+def _max_rate_check(found: MaxRate, slo: Slo) -> Check:
+    """Levels above the highest rate miss the SLO by nature; the answer must be there, and not be
+    below the rate that the SLO names."""
+    rate = found.rate.value
+    if math.isnan(rate):
+        return Check(False, f"{slo}: {found.reason}")
+    is_enough = slo.rate is None or rate >= slo.rate.per_s
+    return Check(is_enough, f"{slo}: kept up to {rate:.4g}/s")
 
 
 def _baseline_checks(run: Run, baseline: Run, tolerance: float) -> Iterator[Check]:

@@ -7,6 +7,7 @@ was stdout. It ends when stdin does. Nothing is decided here: not when to stop, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -58,6 +59,8 @@ class Generator:
         self._running: ClosedLoop | OpenLoop | None = None
         self._report: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._give_up_at = 0.0
+        self._num_waited_before = 0
 
     async def answer(self, question: Question) -> None:
         match question:
@@ -67,14 +70,15 @@ class Generator:
                 await self._prepare(question)
             case Go():
                 assert self._running is not None
-                gc.collect()
-                gc.disable()  # A full collection would be a pause in the middle of a measurement.
                 self._running.start(question.start)
                 self._plan_report()
             case Stop():
                 assert self._running is not None
-                self._running.stop(question.at)
-                self._ending = asyncio.ensure_future(self._end(question))
+                self._give_up_at = max(question.at, time.monotonic()) + question.patience_s
+                if self._ending is None:
+                    self._running.stop(question.at)
+                    self._ending = asyncio.ensure_future(self._end())
+                    self._ending.add_done_callback(_raise_failure)
             case Count():
                 assert self._target is not None
                 self._tell(Counted(await self._target.counters()))
@@ -93,12 +97,14 @@ class Generator:
         description, form = await self._target.describe()
         source = open_source(setup.inputs, form, setup.index, setup.num_processes)
         self._feed = Feed(source, self._target)
+        # Who connected in order to describe does not connect now; a model here never does.
+        is_connected = self._num_connections > 0
         began = time.monotonic()
         await self._target.open(1)
         opened = Opened(description, source.origin, time.monotonic() - began)
         opened.load_s = getattr(self._target, "load_s", None)
-        if opened.load_s is not None:
-            opened.connect_s = None  # There was nothing to connect to.
+        if is_connected:
+            opened.connect_s = None
         if setup.is_first:
             first = await self._ask_once()
             opened.first_s = first.done - first.sent
@@ -129,24 +135,41 @@ class Generator:
         await self._target.open(num_connections)
         place = (setup.index, setup.num_processes)
         self._running = make_loop(question.load, question.seed, place, self._feed, self._target)
+        self._ending = None
+        self._num_waited_before = self._num_waited
+        # Collections while the load runs look only at what is new: they are short, and lost
+        # connections do not pile up.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
         self._tell(Prepared())
 
-    async def _end(self, question: Stop) -> None:
+    async def _end(self) -> None:
         """Wait for what is under way, then give it up."""
         assert self._running is not None and self._target is not None
-        try:
-            late_s = max(0.0, question.at - time.monotonic())
-            async with asyncio.timeout(late_s + question.patience_s):
-                await self._running.ended.wait()
-        except TimeoutError:
+        ended = self._running.ended
+        while not ended.is_set() and (left_s := self._give_up_at - time.monotonic()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, REPORT_S)):
+                    await ended.wait()
+        if not ended.is_set():
+            while not self._running.give_up():
+                await asyncio.sleep(0)
             await self._target.close()  # Fails what is under way; `open` makes it usable again.
-            await self._running.ended.wait()
+            await ended.wait()
         if self._report is not None:
             self._report.cancel()
         self._tell_progress()
         self._running.close()
-        gc.enable()
         self._tell(Ended(self._running.is_through))
+
+    @property
+    def _num_connections(self) -> int:
+        return getattr(self._target, "num_connections", 0)
+
+    @property
+    def _num_waited(self) -> int:
+        return getattr(self._target, "num_waited", 0)
 
     def _plan_report(self) -> None:
         self._report = asyncio.get_running_loop().call_later(REPORT_S, self._make_report)
@@ -167,11 +190,17 @@ class Generator:
                 in_flight=in_flight.now,
                 max_in_flight=in_flight.most,
                 in_flight_area_s=in_flight.area_s(now),
-                num_connections=getattr(self._target, "num_connections", 0),
-                num_waited=getattr(self._target, "num_waited", 0),
+                num_connections=self._num_connections,
+                num_waited=self._num_waited - self._num_waited_before,
                 cpu_s=time.thread_time(),
             )
         )
+
+
+def _raise_failure(task: asyncio.Task[None]) -> None:
+    """Into the event loop's handler, so that nobody waits for an end that does not come."""
+    if not task.cancelled():
+        task.result()
 
 
 async def run(questions: asyncio.StreamReader, tell: Callable[[Answer], None]) -> None:

@@ -22,9 +22,15 @@ from penstock.benchmark.report.live import Phase
 from penstock.benchmark.report.live import Progress as Shown
 from penstock.benchmark.results import Ending, GeneratorUse, Level, SystemSample, WarmUp
 from penstock.benchmark.stats import Interval, Window
-from penstock.benchmark.steadiness import steadiness
+from penstock.benchmark.steadiness import steadiness, trend
 from penstock.benchmark.targets import Counters
-from penstock.benchmark.verdicts import is_decided, measured, verdicts
+from penstock.benchmark.verdicts import (
+    has_overdue,
+    is_decided,
+    measured,
+    of_each_request,
+    verdicts,
+)
 from penstock.errors import ConfigError
 
 TICK_S = 0.25
@@ -37,6 +43,8 @@ MIN_SHARE = 1 / 3
 LOST_S = 3.0
 # What is under way when somebody interrupts, or when the outcome is known, may take so long.
 SHORT_PATIENCE_S = 1.0
+# Reports of a generator that are kept; of more every second one is dropped.
+MAX_REPORTS = 1000
 # The last request of a trace is due when the trace ends, and belongs to it.
 INSTANT_S = 1e-6
 
@@ -49,6 +57,10 @@ class Meter:
         self._watch = watch
         self.crew = Crew(self._heard)
         self.is_interrupted = False
+        # What decides a search for the highest rate; None in other runs.
+        self._searched = None
+        if plan.question == "max rate" and plan.slo is not None:
+            self._searched = of_each_request(plan.slo)
         self._index = 0
         self._waiting: list[Columns] = []
         # Of each generator, while a level runs.
@@ -59,8 +71,12 @@ class Meter:
         self._index += 1
         length_s = pacer.duration_s(load)
         is_warmed = self._plan.max_warm_up_s > 0
-        warm_up = await self._warm_up_for(load) if is_warmed and length_s is not None else None
-        start = await self._begin(load, self._plan.seed)
+        # Each level has arrivals of its own: one that is measured again is to tell something new.
+        seed = self._plan.seed + 2 * (self._index - 1)
+        warm_up = None
+        if is_warmed and length_s is not None and math.isfinite(_first_rate(load)):
+            warm_up = await self._warm_up_for(load, seed + 1)
+        start = await self._begin(load, seed)
         if is_warmed and length_s is None:
             warm_up = await self._warm_up(load, start)
             start = time.monotonic()
@@ -77,11 +93,10 @@ class Meter:
 
     # Warm-up.
 
-    async def _warm_up_for(self, load: Load) -> WarmUp:
+    async def _warm_up_for(self, load: Load, seed: int) -> WarmUp:
         """Loads that change have no steady state: a flat one goes before."""
-        assert not isinstance(load, Closed)
         flat = Open(Flat(_first_rate(load)))
-        start = await self._begin(flat, self._plan.seed + 1)
+        start = await self._begin(flat, seed)
         warm_up = await self._warm_up(flat, start)
         await self._stop(time.monotonic(), self._plan.target.timeout_s)
         return warm_up
@@ -105,10 +120,13 @@ class Meter:
 
     def _is_hopeless(self, windows: list[Window]) -> bool:
         """A rate that is far too high never becomes steady, and need not for the verdict."""
-        plan = self._plan
-        if plan.question != "max rate" or plan.slo is None or not is_decided(windows, plan.slo):
+        if self._searched is None or not is_decided(windows, self._searched):
             return False
-        found = verdicts(plan.slo, measured(windows, plan.slo))
+        return self._is_missed(windows)
+
+    def _is_missed(self, windows: list[Window]) -> bool:
+        assert self._searched is not None
+        found = verdicts(self._searched, measured(windows, self._searched))
         return any(verdict.outcome == "missed" for verdict in found)
 
     # Counting.
@@ -117,6 +135,9 @@ class Meter:
         self, load: Load, start: float, ends_s: float, warm_up: WarmUp | None
     ) -> Level:
         recorder = Recorder(start, self._plan.slo)
+        last = start + ends_s + (INSTANT_S if _is_through(load, ends_s) else 0.0)
+        # What is due later, and noticed too late not to be sent, is not part of it.
+        recorder.stop(last)
         before = await self._counters()
         watching = SystemWatch(start)
         ending: Ending | None = None
@@ -128,14 +149,14 @@ class Meter:
             windows = recorder.windows(now)
             self._tell(load, "measuring", (now - start, ends_s), windows)
             ending = self._ending(load, windows, now - start, ends_s)
-        end = time.monotonic()
-        if ending in ("time", "through"):
-            # What was due since, and noticed too late not to be sent, is not part of it.
-            end = start + ends_s + (INSTANT_S if ending == "through" else 0.0)
+        end = min(time.monotonic(), last)
         after = await self._counters() if ending != "lost" else None
         recorder.stop(end)
         self._tell(load, "draining", (end - start, ends_s), windows)
-        is_short = ending in ("interrupted", "lost", "decided")
+        # Who is cancelled counts as never answered: that must not turn a promise that was kept.
+        is_short = ending in ("interrupted", "lost") or (
+            ending == "decided" and self._is_missed(windows)
+        )
         await self._stop(end, SHORT_PATIENCE_S if is_short else self._plan.target.timeout_s)
         self._drain_into(recorder)
         watching.close()
@@ -155,24 +176,42 @@ class Meter:
     def _ending(
         self, load: Load, windows: list[Window], elapsed_s: float, ends_s: float
     ) -> Ending | None:
-        plan = self._plan
-        length_s = pacer.duration_s(load)
         if self.is_interrupted:
             return "interrupted"
         if is_lost(windows):
             return "lost"
         if elapsed_s >= ends_s:
-            return "through" if length_s is not None and length_s <= ends_s else "time"
-        if length_s is not None or plan.precision == 0:
+            return "through" if _is_through(load, ends_s) else "time"
+        if pacer.duration_s(load) is not None or self._plan.precision == 0:
             return None
-        if plan.question == "max rate" and plan.slo is not None and isinstance(load, Open):
-            return "decided" if is_decided(windows, plan.slo) else None
-        is_tight = self._figure(windows).relative_error <= plan.precision
-        return "precise" if elapsed_s >= ends_s * MIN_SHARE and is_tight else None
+        if self._searched is not None and isinstance(load, Open):
+            is_over = is_decided(windows, self._searched, self._num_in_flight)
+            return "decided" if is_over else None
+        is_growing = isinstance(load, Open) and trend(windows).is_growing
+        is_over = elapsed_s >= ends_s * MIN_SHARE and not is_growing and self._is_precise(windows)
+        return "precise" if is_over else None
+
+    def _is_precise(self, windows: list[Window]) -> bool:
+        figure = self._figure(windows)
+        if not figure.relative_error <= self._plan.precision:
+            return False
+        # Streams take as long as they take: first tokens say nothing of how many are under way.
+        within_s = figure.value if self._plan.decides.metric == "latency" else math.inf
+        return not has_overdue(windows, self._num_in_flight, within_s)
 
     async def _stop(self, at: float, patience_s: float) -> None:
+        """Whoever interrupts does not want to wait for the last answers."""
         self.crew.ask(Stop(at, patience_s))
-        await self.crew.expect(Ended)
+        ended = asyncio.ensure_future(self.crew.expect(Ended))
+        was_interrupted = self.is_interrupted
+        try:
+            while not (await asyncio.wait({ended}, timeout=TICK_S))[0]:
+                if self.is_interrupted and not was_interrupted:
+                    was_interrupted = True
+                    self.crew.ask(Stop(at, min(patience_s, SHORT_PATIENCE_S)))
+            await ended
+        finally:
+            ended.cancel()
 
     async def _counters(self) -> Counters | None:
         member = self.crew.members[0]
@@ -184,7 +223,14 @@ class Meter:
     def _heard(self, index: int, progress: Progress) -> None:
         self._waiting.append(progress.columns)
         progress.columns = Columns(b"", b"", b"", b"")
-        self._reports.setdefault(index, []).append(progress)
+        reports = self._reports.setdefault(index, [])
+        if len(reports) >= MAX_REPORTS:
+            del reports[1::2]
+        reports.append(progress)
+
+    @property
+    def _num_in_flight(self) -> int:
+        return sum(reports[-1].in_flight for reports in self._reports.values())
 
     async def _tick(self, recorder: Recorder, wait_s: float = TICK_S) -> None:
         await asyncio.sleep(wait_s)
@@ -198,23 +244,31 @@ class Meter:
         self._waiting.clear()
 
     def _use(self, recorder: Recorder, start: float, end: float) -> GeneratorUse:
-        cpu_shares, in_flight = [], 0.0
+        cpu_shares, in_flight, num_waited = [], 0.0, 0
         for reports in self._reports.values():
-            inside = [each for each in reports if start <= each.at <= end + TICK_S]
+            before = [each.num_waited for each in reports if each.at < start]
+            num_waited += reports[-1].num_waited - (before[-1] if before else 0)
+            # Not while the last answers are waited for: less and less is under way then.
+            inside = [each for each in reports if start <= each.at <= end]
             if len(inside) < 2:
                 continue
             first, last = inside[0], inside[-1]
             span_s = last.at - first.at
             cpu_shares.append((last.cpu_s - first.cpu_s) / span_s)
             in_flight += (last.in_flight_area_s - first.in_flight_area_s) / span_s
-        lasts = [reports[-1] for reports in self._reports.values()]
         return GeneratorUse(
             cpu_shares=cpu_shares,
             lateness=recorder.lateness,
             mean_in_flight=in_flight,
-            max_in_flight=sum(each.max_in_flight for each in lasts),
-            num_connections=sum(each.num_connections for each in lasts),
-            num_waited=sum(each.num_waited for each in lasts),
+            max_in_flight=self._most("max_in_flight"),
+            # The last report has none where all were given up.
+            num_connections=self._most("num_connections"),
+            num_waited=num_waited,
+        )
+
+    def _most(self, field: str) -> int:
+        return sum(
+            max(getattr(each, field) for each in reports) for reports in self._reports.values()
         )
 
     def _figure(self, windows: list[Window]) -> Interval:
@@ -280,14 +334,17 @@ def is_lost(windows: list[Window]) -> bool:
 
 def is_loss(failure: str) -> bool:
     """Whether nobody was there to answer, as opposed to an answer that says no."""
-    return failure.startswith(("connection", "UNAVAILABLE"))
+    return failure.startswith(("connection", "no connection", "UNAVAILABLE"))
 
 
-def _known(number: float) -> float | None:
-    return None if math.isnan(number) else number
+def _is_through(load: Load, ends_s: float) -> bool:
+    length_s = pacer.duration_s(load)
+    return length_s is not None and length_s <= ends_s
 
 
-def _first_rate(load: Open | Replay) -> float:
+def _first_rate(load: Load) -> float:
+    """Infinite for a trace without duration."""
+    assert not isinstance(load, Closed)
     if isinstance(load, Replay) or isinstance(load.profile, Flat):
         return pacer.mean_rate(load)
     if isinstance(load.profile, pacer.Ramp):

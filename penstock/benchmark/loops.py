@@ -23,6 +23,12 @@ PAUSE_S = 0.02
 # So many at once, then the event loop gets its turn to read answers.
 MAX_AT_ONCE = 32
 MAX_KEPT_BYTES = 256 << 20
+# More than any target has under way; what is due beyond leaves later, and counts from when it was
+# due. Memory is bounded however far a server is behind.
+MAX_UNDER_WAY = 100_000
+MAX_BYTES_UNDER_WAY = 1 << 30
+# Requests that are given up at a time, then reports get their turn.
+MAX_GIVEN_UP = 20_000
 
 
 class Feed:
@@ -98,6 +104,10 @@ class ClosedLoop:
         if at <= time.monotonic() and self.in_flight.now == 0 and self._num_pausing == 0:
             self.ended.set()
 
+    def give_up(self) -> bool:
+        """Whether nothing is left that was due and has not left: always so here."""
+        return True
+
     def close(self) -> None:
         pass
 
@@ -148,6 +158,8 @@ class OpenLoop:
         self._next_due: float | None = None
         # Ready before it is due: encoding takes no time of the request's.
         self._item: Any = None
+        self._is_held = False
+        self._is_given_up = False
         self._alarm = Alarm(self._loop, self._ring)
 
     def start(self, at: float) -> None:
@@ -165,6 +177,21 @@ class OpenLoop:
             self._alarm.cancel()
         self._end_if_done()
 
+    def give_up(self) -> bool:
+        """What was due and has not left never will; some of it at a time, True when all is."""
+        self._is_given_up = True
+        self._alarm.cancel()
+        now = time.monotonic()
+        for _ in range(MAX_GIVEN_UP):
+            if self._next_due is None:
+                break
+            exchange = Exchange(self._next_due, None, self._finish)
+            exchange.done, exchange.failure = now, "cancelled"
+            self.collector.add(exchange)
+            self._advance()
+        self._end_if_done()
+        return self._next_due is None
+
     def close(self) -> None:
         self._alarm.close()
 
@@ -176,7 +203,7 @@ class OpenLoop:
             return
         due = self._start + offset
         self._next_due = due if due < self._stop_at else None
-        if self._next_due is not None:
+        if self._next_due is not None and not self._is_given_up:
             self._item = self._next_item()
 
     def _ring(self) -> None:
@@ -187,6 +214,9 @@ class OpenLoop:
                 return
             if due > time.monotonic():
                 break
+            if self._is_full():
+                self._is_held = True
+                return
             self.in_flight.begin(due)
             self._send_to(Exchange(due, self._item, self._finish))
             self._advance()
@@ -200,6 +230,14 @@ class OpenLoop:
         self.in_flight.end(exchange.done)
         if self._next_due is None:
             self._end_if_done()
+        elif self._is_held and not self._is_given_up:
+            self._is_held = False
+            self._alarm.set(self._next_due)
+
+    def _is_full(self) -> bool:
+        size = len(self._item) if isinstance(self._item, bytes) else 0
+        num = self.in_flight.now
+        return num >= MAX_UNDER_WAY or num * size > MAX_BYTES_UNDER_WAY
 
     def _end_sending(self) -> None:
         self._alarm.cancel()

@@ -44,7 +44,7 @@ class Go(msgspec.Struct, tag="go"):
 
 class Stop(msgspec.Struct, tag="stop"):
     """Send nothing that is due at this moment or later; what is under way may take `patience_s`.
-    Answered by Ended."""
+    Answered by Ended, once: said again, it only changes the patience."""
 
     at: float
     patience_s: float
@@ -78,6 +78,7 @@ class Progress(msgspec.Struct, tag="progress"):
     # The number under way, summed over time since the load began.
     in_flight_area_s: float
     num_connections: int
+    # Since the load began.
     num_waited: int
     # Of the thread that sends, since it started: a model in the same process has its own.
     cpu_s: float

@@ -46,8 +46,11 @@ class Plan:
 
 
 def decides_for(slo: Slo | None) -> Decides:
-    """The tightest tail an SLO speaks of; p99 latency where it speaks of none."""
-    for term in () if slo is None else slo.terms:
-        if isinstance(term, Latency) and term.is_tail:
-            return Decides(float(term.statistic[1:]), term.metric)
-    return Decides()
+    """The farthest tail an SLO speaks of: nearer ones are known when it is. p99 latency where it
+    speaks of none."""
+    tails = [
+        Decides(float(term.statistic[1:]), term.metric)
+        for term in (() if slo is None else slo.terms)
+        if isinstance(term, Latency) and term.is_tail
+    ]
+    return max(tails, key=lambda each: each.percent, default=Decides())

@@ -86,6 +86,8 @@ class Conductor:
         self._plan = plan
         self._keep = keep
         self._meter = Meter(plan, watch)
+        # False while the target is opened: there is nothing to keep yet.
+        self.is_measuring = False
 
     @property
     def is_interrupted(self) -> bool:
@@ -100,16 +102,25 @@ class Conductor:
         partial."""
         try:
             run = await self._open()
+            self.is_measuring = True
             run.is_partial = True
             try:
                 run.problem = await self._measure_levels(run)
             except ConfigError as error:
                 run.problem = "; ".join(error.problems)
             run.is_partial = bool(run.problem)
-            self._keep(run)
+            self._keep_last(run)
             return run
         finally:
             await self._meter.crew.close()
+
+    def _keep_last(self, run: Run) -> None:
+        """A file that cannot be written is no reason not to show what was measured."""
+        try:
+            self._keep(run)
+        except ConfigError as error:
+            run.is_partial = True
+            run.problem = run.problem or "; ".join(error.problems)
 
     async def _open(self) -> Run:
         plan = self._plan

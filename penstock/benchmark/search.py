@@ -15,9 +15,9 @@ import msgspec
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.stats import Interval, Window, mean_interval, throughput_interval
 from penstock.benchmark.steadiness import trend
-from penstock.benchmark.verdicts import Verdict, measured, verdicts
+from penstock.benchmark.verdicts import Verdict, measured, of_each_request, verdicts
 from penstock.errors import ConfigError
-from penstock.slo import Goodput, Latency, Slo
+from penstock.slo import Latency, Slo
 
 MAX_CONCURRENCY = 1024
 # No generator sends more; a search that gets here has found no limit.
@@ -139,11 +139,11 @@ class MaxRateSearch:
         arrivals: str = "poisson",
         cv: float = 1.0,
     ) -> None:
-        terms = tuple(term for term in slo.terms if isinstance(term, Latency | Goodput))
-        if not terms:
+        deciding = of_each_request(slo)
+        if not deciding.terms:
             raise ConfigError([f"'{slo}': the highest rate needs a limit on latency or goodput"])
         self._text = str(slo)
-        self._slo = Slo(terms)
+        self._slo = deciding
         self._start = min(start, max_rate)
         self._max_rate = max_rate
         self._precision = precision
@@ -155,6 +155,8 @@ class MaxRateSearch:
         self._verdicts: dict[float, tuple[Verdict, ...]] = {}
         # Rates at which the queue grew, each time.
         self._growing: set[float] = set()
+        # A rate so low that nothing was due: it says nothing, and lower ones would not either.
+        self._is_silent = False
         self._reason = ""
 
     def next(self) -> Open | None:
@@ -164,6 +166,9 @@ class MaxRateSearch:
     def add(self, load: Open, windows: Sequence[Window]) -> None:
         assert isinstance(load.profile, Flat)
         rate = load.profile.rate
+        if not any(window.num_due for window in windows):
+            self._is_silent = True
+            return
         known = self._windows.setdefault(rate, [])
         if not trend(windows).is_growing:
             self._growing.discard(rate)
@@ -179,6 +184,8 @@ class MaxRateSearch:
         self._reason = reason
 
     def _next_rate(self) -> float | None:
+        if self._is_silent:
+            return None
         if not self._verdicts:
             return self._start
         doubted = self._doubted()

@@ -104,9 +104,25 @@ def verdicts(slo: Slo, measured: Mapping[str, Interval]) -> tuple[Verdict, ...]:
     return tuple(Verdict(term, measured.get(term.name)) for term in slo.terms)
 
 
-def is_decided(windows: Sequence[Window], slo: Slo) -> bool:
+def of_each_request(slo: Slo) -> Slo:
+    """Its terms on latency and goodput: a low rate would miss one on throughput."""
+    return Slo(tuple(term for term in slo.terms if isinstance(term, Latency | Goodput)), slo.rate)
+
+
+def has_overdue(windows: Sequence[Window], num_in_flight: int, within_s: float) -> bool:
+    """Whether more are under way than were due in twice that time, or more than half of what has
+    ended. Windows only know what has ended; a server that stalls looks as fast as ever until the
+    first late answer."""
+    span_s = sum(window.length_s for window in windows)
+    num_ended = sum(window.num_due for window in windows)
+    is_late = num_in_flight * span_s > 2 * (num_ended + num_in_flight) * within_s
+    return is_late or 2 * num_in_flight > num_ended
+
+
+def is_decided(windows: Sequence[Window], slo: Slo, num_in_flight: int = 0) -> bool:
     """Whether more of the same cannot change the verdict: one term is missed for sure, or all are
-    kept for sure and latency is not growing. Not before enough requests were seen."""
+    kept for sure, latency is not growing and nothing is overdue. Not before enough requests were
+    seen."""
     num_due = sum(window.num_due for window in windows)
     if num_due < _min_early_requests(slo):
         return False
@@ -118,7 +134,10 @@ def is_decided(windows: Sequence[Window], slo: Slo) -> bool:
     if any(verdict.outcome == "missed" and not verdict.is_close for verdict in judged):
         return True
     is_kept = all(verdict.outcome == "kept" and not verdict.is_close for verdict in judged)
-    return bool(judged) and is_kept and not trend(windows).is_growing
+    if not judged or not is_kept or trend(windows).is_growing:
+        return False
+    limit_s = limits(slo).get("latency", math.inf)
+    return not has_overdue(windows, num_in_flight, limit_s)
 
 
 def _min_early_requests(slo: Slo) -> float:

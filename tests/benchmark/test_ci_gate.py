@@ -1,5 +1,7 @@
 """CI goes on when the SLO is kept and nothing is slower for sure."""
 
+import math
+
 import made_runs
 import pytest
 from made_runs import Server
@@ -7,7 +9,8 @@ from made_runs import Server
 from penstock import slo
 from penstock.benchmark.ci_gate import Check, checks
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
-from penstock.benchmark.results import Run
+from penstock.benchmark.results import MaxRate, Run
+from penstock.benchmark.stats import Interval
 
 LOAD = Open(Flat(100.0))
 
@@ -76,3 +79,21 @@ def test_only_like_is_compared_with_like() -> None:
     (check,) = judged(run_of(0.010, Closed(4)), baseline=run_of(0.010))
     assert not check.is_passed
     assert "100/s poisson" in check.text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text", "is_passed"),
+    [
+        (Interval(120.0, 115.0, 125.0), "p99 < 1s", True),
+        (Interval(120.0, 115.0, 125.0), "p99 < 1s at 100/s", True),
+        (Interval(120.0, 115.0, 125.0), "p99 < 1s at 200/s", False),
+        (Interval(math.nan, math.nan, 1.0), "p99 < 1s", False),
+    ],
+)
+def test_a_search_passes_when_it_found_a_rate_and_enough_of_it(
+    rate: Interval, text: str, is_passed: bool
+) -> None:
+    run = run_of(0.010)
+    run.max_rate = MaxRate(rate, text, "missed even at 1/s")
+    (check,) = judged(run, text)
+    assert check.is_passed == is_passed

@@ -12,13 +12,28 @@ import psutil
 import pytest
 from null_models import make
 
+from penstock.benchmark import generator
 from penstock.benchmark.crew import Crew
 from penstock.benchmark.exchange import floats
 from penstock.benchmark.inputs import InputSpec
-from penstock.benchmark.messages import Count, Counted, Ended, Go, Progress, SetUp, Stop
+from penstock.benchmark.messages import (
+    Answer,
+    Broken,
+    Count,
+    Counted,
+    Ended,
+    Go,
+    Prepare,
+    Prepared,
+    Progress,
+    SetUp,
+    Stop,
+    encode,
+)
 from penstock.benchmark.pacer import Closed, Flat, Load, Open
 from penstock.benchmark.targets import TargetSpec
-from penstock.errors import ConfigError
+from penstock.benchmark.targets.in_process import InProcess
+from penstock.errors import BackendFailed, ConfigError
 
 
 def setup(address: object, index: int = 0, num_processes: int = 1) -> SetUp:
@@ -98,6 +113,55 @@ def test_patience_ends(tmp_path: Path) -> None:
         await crew.prepare(Closed(1), 0)
 
     run(scenario)
+
+
+def test_patience_can_become_shorter(tmp_path: Path) -> None:
+    """Said twice, answered once."""
+
+    async def scenario(crew: Crew, heard: list[Progress]) -> None:
+        await crew.start([setup(make(tmp_path, max_batch=1, a_ms=1500))])
+        await crew.prepare(Closed(1), 0)
+        crew.ask(Go(time.monotonic()))
+        await asyncio.sleep(0.1)
+        crew.ask(Stop(time.monotonic(), 60.0))
+        crew.ask(Stop(time.monotonic(), 0.1))
+        await crew.expect(Ended)
+        assert [each.columns.failures for each in heard if each.columns.failures] == [["cancelled"]]
+        crew.ask(Stop(time.monotonic(), 0.1))
+        # The next answer is the one to the next question.
+        await crew.prepare(Closed(1), 0)
+
+    run(scenario)
+
+
+def test_an_end_that_goes_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it for ever."""
+
+    class Stubborn(InProcess):
+        async def close(self) -> None:
+            await super().close()
+            raise BackendFailed("it does not go")
+
+    monkeypatch.setattr(generator, "open_target", Stubborn)
+    told: list[Answer] = []
+
+    async def scenario() -> None:
+        questions = asyncio.StreamReader()
+
+        def hear(answer: Answer) -> None:
+            told.append(answer)
+            if isinstance(answer, Prepared):
+                moment = time.monotonic()
+                questions.feed_data(encode(Go(moment)) + encode(Stop(moment + 0.1, 0.0)))
+
+        model = make(tmp_path, max_batch=1, a_ms=500)
+        questions.feed_data(encode(setup(model)) + encode(Prepare(Closed(1), 0)))
+        with pytest.raises(BackendFailed):
+            async with asyncio.timeout(10):
+                await generator.run(questions, hear)
+
+    asyncio.run(scenario())
+    assert told[-1] == Broken(["it does not go"])
 
 
 @pytest.mark.parametrize(

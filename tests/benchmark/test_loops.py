@@ -233,3 +233,69 @@ def test_the_processes_together_send_the_whole_schedule(num_processes: int) -> N
         share = shared_times(load, 5, index, num_processes)
         taken += itertools.takewhile(lambda due: due <= whole[-1], share)
     assert sorted(taken) == whole.tolist()
+
+
+def test_a_server_that_is_far_behind_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held back leaves as soon as there is room, and counts from when it was due."""
+    monkeypatch.setattr(loops, "MAX_UNDER_WAY", 3)
+
+    async def scenario() -> None:
+        target = Scripted()
+        loop = OpenLoop(Feed(Numbers(), target), target, iter([0.0] * 5 + [0.01] * 3))
+        start = time.monotonic()
+        loop.start(start)
+        await asyncio.sleep(0.05)
+        assert len(target.under_way) == 3
+        for num_answered in range(1, 9):
+            target.answer(target.under_way[0])
+            await asyncio.sleep(0.01)
+            assert len(target.under_way) == min(3, 8 - num_answered)
+        assert loop.ended.is_set()
+        due = [each - start for each in due_of(loop.collector.take())]
+        assert due == pytest.approx([0.0] * 5 + [0.01] * 3, abs=1e-6)
+        loop.close()
+
+    run(scenario)
+
+
+def test_large_requests_are_held_back_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "MAX_BYTES_UNDER_WAY", 4)
+
+    async def scenario() -> None:
+        target = Scripted()
+        loop = OpenLoop(Feed(Numbers(), target), target, iter([0.0] * 9))  # One byte each.
+        loop.start(time.monotonic())
+        await asyncio.sleep(0.05)
+        assert len(target.under_way) == 5
+        loop.close()
+
+    run(scenario)
+
+
+def test_what_never_left_is_given_up_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loops, "MAX_UNDER_WAY", 2)
+    monkeypatch.setattr(loops, "MAX_GIVEN_UP", 4)
+
+    async def scenario() -> None:
+        target = Scripted()
+        loop = OpenLoop(Feed(Numbers(), target), target, itertools.count(0.0, 0.001))
+        start = time.monotonic()
+        loop.start(start)
+        await asyncio.sleep(0.05)
+        loop.stop(start + 0.0095)  # Ten were due, two have left.
+        assert [loop.give_up() for _ in range(3)] == [False, True, True]
+        assert not loop.ended.is_set()
+        target.failure = "cancelled"
+        while target.under_way:
+            target.answer(target.under_way[0])
+        assert loop.ended.is_set()
+        assert target.num_sent == 2
+        columns = loop.collector.take()
+        assert (len(columns.failed), columns.failures) == (10, ["cancelled"])
+        assert sorted(each - start for each in due_of(columns)) == pytest.approx(
+            [index / 1000 for index in range(10)], abs=1e-6
+        )
+        assert np.count_nonzero(floats(columns.sent)) == 2
+        loop.close()
+
+    run(scenario)

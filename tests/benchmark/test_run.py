@@ -1,9 +1,12 @@
 """A whole run in process: levels, trouble, interruption; what was measured is kept."""
 
 import asyncio
+import itertools
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +16,14 @@ from null_models import make
 
 from penstock import slo
 from penstock.benchmark.inputs import InputSpec
-from penstock.benchmark.level import is_lost
-from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay
+from penstock.benchmark.level import Meter, is_lost
+from penstock.benchmark.messages import SetUp
+from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay, due_times
 from penstock.benchmark.plan import Decides, Plan, decides_for
 from penstock.benchmark.report.live import Progress
-from penstock.benchmark.results import Run
+from penstock.benchmark.results import Level, Run
 from penstock.benchmark.run import Conductor
-from penstock.benchmark.stats import Window, percentile_interval, throughput_interval
+from penstock.benchmark.stats import Window, merged, percentile_interval, throughput_interval
 from penstock.benchmark.targets import TargetSpec
 from penstock.errors import ConfigError
 
@@ -148,6 +152,137 @@ def test_the_highest_rate_is_looked_for(tmp_path: Path) -> None:
     assert not run.max_rate.rate.value > max(rates)
 
 
+def num_due(level: Level) -> int:
+    return sum(each.num_due for each in level.windows)
+
+
+def test_what_is_due_after_the_end_does_not_count(tmp_path: Path) -> None:
+    """Not even when the conductor is late: here it stands still for a while."""
+
+    def meddle(_: Conductor, progress: Progress) -> None:
+        if progress.phase == "measuring" and progress.elapsed_s > 0.45:
+            time.sleep(0.3)
+
+    model = make(tmp_path, a_ms=0)
+    load = Open(Flat(100.0), "constant")
+    run, _ = measure(plan_for(model, load, duration_s=0.6, max_warm_up_s=0.0), meddle)
+    (level,) = run.levels
+    assert (num_due(level), level.generator.lateness.total) == (60, 60)
+
+
+def test_a_level_that_is_measured_again_has_other_arrivals(tmp_path: Path) -> None:
+    load = Open(Flat(200.0), "poisson")
+    plan = plan_for(make(tmp_path, a_ms=0), load, load, max_warm_up_s=0.0, seed=5)
+    run, _ = measure(plan)
+    expected = []
+    for seed in (5, 7):
+        times = next(itertools.islice(due_times(load, seed), 1, None))
+        expected.append(int((times < 0.6).sum()) + 1)
+    assert expected[0] != expected[1]
+    assert [num_due(level) for level in run.levels] == expected
+
+
+def test_a_trace_without_duration_is_sent_once(tmp_path: Path) -> None:
+    """It has no rate, so nothing goes before it."""
+    run, _ = measure(plan_for(make(tmp_path, a_ms=1), Replay((7.0, 7.0)), duration_s=None))
+    (level,) = run.levels
+    assert (level.warm_up, num_due(level), level.ending) == (None, 2, "through")
+
+
+def test_who_interrupts_does_not_wait_for_the_last_answers(tmp_path: Path) -> None:
+    def meddle(conductor: Conductor, progress: Progress) -> None:
+        if progress.phase == "draining":
+            asyncio.get_running_loop().call_later(0.3, conductor.interrupt)
+
+    model = make(tmp_path, max_batch=1, a_ms=5000)
+    run, _ = measure(plan_for(model, Closed(1), max_warm_up_s=0.0), meddle)
+    (level,) = run.levels
+    assert run.problem == "interrupted"
+    assert [each.failures for each in level.windows if each.failures] == [{"cancelled": 1}]
+
+
+@asynccontextmanager
+async def answering(after_s: float) -> AsyncIterator[str]:
+    """The address of a server that answers everybody after a while, however many they are."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                await asyncio.sleep(after_s)
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        finally:
+            writer.transport.abort()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, backlog=1000)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+
+
+def measure_slow(after_s: float, *loads: Load, **more: object) -> list[Level]:
+    """Levels of a server that is slow and never full."""
+
+    async def whole() -> list[Level]:
+        async with answering(after_s) as address:
+            settings: dict[str, object] = {"max_connections": 1000, "timeout_s": 60.0}
+            settings |= {name: more.pop(name) for name in tuple(settings) if name in more}
+            target = TargetSpec(address, method="GET", **settings)
+            plan = Plan(target, InputSpec(), loads, max_warm_up_s=0.0, **more)
+            meter = Meter(plan, lambda _: None)
+            try:
+                await meter.crew.start([SetUp(target, plan.inputs, 0, 1, is_first=True)])
+                return [await meter.measure(load, plan.duration_s) for load in loads]
+            finally:
+                await meter.crew.close()
+
+    return asyncio.run(whole())
+
+
+def failures(level: Level) -> dict[str, int]:
+    return merged(level.windows).failures
+
+
+def test_answers_that_are_slow_and_in_time_are_waited_for() -> None:
+    """A search that has seen enough must not turn what was kept into failures."""
+    (level,) = measure_slow(
+        1.5,
+        Open(Flat(300.0), "constant"),
+        question="max rate",
+        slo=slo.parse("p50 < 60s"),
+        duration_s=30.0,
+    )
+    assert level.ending == "decided"
+    assert failures(level) == {}
+
+
+def test_a_level_after_one_that_was_given_up() -> None:
+    """Its target works again, and what waited for a connection before is not its own."""
+    stuck, free = measure_slow(
+        0.5,
+        Open(Flat(20.0), "constant"),
+        Closed(1),
+        max_connections=1,
+        timeout_s=1.0,
+        duration_s=1.2,
+        precision=0.0,
+    )
+    assert failures(stuck) and stuck.generator.num_waited > 5
+    assert stuck.generator.num_connections == 1
+    assert failures(free) == {} and free.generator.num_waited == 0
+
+
+def test_a_file_that_cannot_be_written_does_not_hide_the_run(tmp_path: Path) -> None:
+    def keep(_: Run) -> None:
+        raise ConfigError(["run.json: cannot be written: No space left on device"])
+
+    plan = plan_for(make(tmp_path, a_ms=1), Closed(1), Closed(2), max_warm_up_s=0.0)
+    run = asyncio.run(Conductor(plan, lambda _: None, keep).measure())
+    assert run.is_partial and "No space left" in run.problem
+    assert len(run.levels) == 1
+
+
 def window(num_good: int, **failures: int) -> Window:
     named = {text.replace("_", " "): count for text, count in failures.items()}
     num_due = num_good + sum(named.values())
@@ -161,6 +296,7 @@ def window(num_good: int, **failures: int) -> Window:
         ([window(0, connection_refused=5)] * 2, False),  # Too soon.
         ([window(9)] + [window(0, connection_lost=1)] + [window(0)] * 3, False),
         ([window(1, connection_refused=5)] * 4, False),
+        ([window(0, **{"no_connection:_no_route_to_host": 5})] * 4, True),
         ([window(0, status_503=5)] * 4, False),  # It is there, and says no.
         ([window(0)] * 4, False),
     ],
@@ -176,6 +312,7 @@ def test_a_server_is_lost_when_only_broken_connections_come(
     [
         ("p99 < 20ms", Decides()),
         ("p95 < 20ms, p50 < 5ms", Decides(95.0)),
+        ("p90 < 20ms, p99.9 < 50ms, p99 < 30ms", Decides(99.9)),
         ("p50 < 5ms, throughput >= 100/s", Decides()),
         ("p99.9 ttft < 1s", Decides(99.9, "ttft")),
     ],

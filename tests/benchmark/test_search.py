@@ -246,10 +246,24 @@ def test_terms_that_a_low_rate_would_miss_do_not_decide():
 
 def test_a_server_that_answers_nothing_keeps_nothing():
     search = MaxRateSearch(parse("p99 < 5ms"), start=100)
-    empty = windows_of(np.array([]), np.array([]), 5)
-    tried, answer = found_rate(search, lambda load, seed: empty)
+    due = np.linspace(0, 5, 50, endpoint=False)
+    refused = windows_of(due, np.full(50, 0.001), 5, None, np.full(50, True))
+    tried, answer = found_rate(search, lambda load, seed: refused)
     assert len(tried) == 11
     assert math.isnan(answer.rate.value)
+
+
+def test_a_rate_at_which_nothing_was_due_is_no_evidence():
+    """Nothing keeps the SLO, and at some rate nobody asks within the time of a level."""
+
+    def level(load, seed):
+        due = np.arange(0, 2, 1 / load.profile.rate)[1:]
+        return windows_of(due, np.full(len(due), 0.01), 2)
+
+    search = MaxRateSearch(parse("p99 < 5ms"), start=8, arrivals="constant")
+    tried, answer = found_rate(search, level)
+    assert tried == [8, 4, 2, 1, 0.5]
+    assert answer.reason == "missed even at 1/s, the lowest rate that was tried"
 
 
 def test_before_anything_was_measured_there_is_no_answer():

@@ -8,7 +8,14 @@ from simulated import columns, poisson, queued, windows_of
 
 from penstock.benchmark.recorder import Recorder
 from penstock.benchmark.stats import Interval
-from penstock.benchmark.verdicts import Verdict, is_decided, measured, verdicts
+from penstock.benchmark.verdicts import (
+    Verdict,
+    has_overdue,
+    is_decided,
+    measured,
+    of_each_request,
+    verdicts,
+)
 from penstock.slo import Latency, Throughput, judge, parse
 
 
@@ -186,3 +193,33 @@ def test_early_decisions_are_rarely_wrong():
                 decided.append(verdict.outcome == wanted)
     assert len(decided) > 20
     assert np.mean(decided) >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("num_in_flight", "expected"),
+    [
+        (0, False),
+        (15, False),  # 1000/s for 10 ms each are 10.
+        (150, True),  # Nobody is answered any more.
+    ],
+)
+def test_a_stall_that_is_not_over_is_seen_by_what_is_under_way(num_in_flight, expected):
+    assert has_overdue(law(), num_in_flight, 0.046) == expected
+
+
+def test_when_most_are_under_way_nothing_is_known_of_them():
+    assert not has_overdue(law(), 9_000, math.inf)
+    assert has_overdue(law(), 11_000, math.inf)
+
+
+def test_nothing_is_called_kept_while_too_many_are_under_way():
+    slo = parse("p99 < 100ms")
+    assert is_decided(law(), slo, num_in_flight=20)
+    assert not is_decided(law(), slo, num_in_flight=500)
+    # What is missed stays missed.
+    assert is_decided(law(), parse("p99 < 10ms"), num_in_flight=500)
+
+
+def test_terms_of_each_request_are_those_that_more_load_does_not_help():
+    slo = parse("p99 < 20ms, throughput >= 500/s, goodput >= 99 %, memory <= 1GiB at 200/s")
+    assert str(of_each_request(slo)) == "p99 < 20ms, goodput >= 99% at 200/s poisson"

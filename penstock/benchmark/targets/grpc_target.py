@@ -229,6 +229,7 @@ class GrpcTarget:
     # Exchanges.
 
     async def open(self, num_connections: int) -> None:
+        self._is_closed = False
         wanted = -(-num_connections // CALLS_PER_CONNECTION)
         while self.num_connections < min(max(1, wanted), self._spec.max_connections):
             self._add_connection()

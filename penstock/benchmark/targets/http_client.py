@@ -72,7 +72,9 @@ class HttpClient:
         return len(self._connections)
 
     async def open(self, num_connections: int) -> None:
-        """So many connections, if that many are allowed; ConfigError when they cannot be made."""
+        """So many connections, if that many are allowed; ConfigError when they cannot be made.
+        What was closed is usable again."""
+        self._is_closed = False
         missing = min(num_connections, self._max_connections) - len(self._connections)
         try:
             for start in range(0, missing, MAX_OPENING):
@@ -97,6 +99,7 @@ class HttpClient:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         tasks = list(self._connecting)
         for task in tasks:
             task.cancel()

@@ -319,6 +319,15 @@ def test_closing_cancels_what_is_under_way_and_what_waits(server: Served) -> Non
     )
 
 
+def test_what_was_closed_opens_again(server: Served) -> None:
+    async def body(target: GrpcTarget) -> Exchange:
+        await target.close()
+        await target.open(1)
+        return await one(target, target.encode(number()))
+
+    assert run(target_of(server), body).failure is None
+
+
 # Other servers
 
 

@@ -326,6 +326,30 @@ def test_close_cancels_what_is_under_way_waits_or_connects():
     run(scenario())
 
 
+def test_what_was_closed_opens_again():
+    """A level that was given up is followed by another one."""
+
+    async def scenario() -> None:
+        async with Server().serve() as server:
+            client = HttpClient(server.url, 0.2, 2)
+            await client.open(1)
+            await client.close()
+            await client.open(2)
+            assert client.num_connections == 2
+            ended: list[Exchange] = []
+            client.send(Exchange(time.monotonic(), message(server), ended.append))
+            client.send(Exchange(time.monotonic(), message(server), ended.append))
+            peer = await server.peer(2)
+            await peer.request()
+            peer.reply()
+            # Late ones are swept as before.
+            await until(lambda: len(ended) == 2)
+            assert [exchange.failure for exchange in ended] == [None, "no answer within 0.2 s"]
+            await client.close()
+
+    run(scenario())
+
+
 def test_who_sends_again_when_cancelled_is_cancelled_again_and_not_at_once():
     async def scenario() -> None:
         async with Server().serve() as server:
