@@ -7,7 +7,8 @@ import datetime
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.benchmark import stats, system
+from penstock.benchmark import pacer, stats, system
+from penstock.benchmark.findings import MAX_CPU_SHARE
 from penstock.benchmark.level import Meter
 from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed, Load, Open
@@ -74,7 +75,20 @@ class MaxRateChoice:
         self._search.add(load, level.windows)
 
     def answer(self, run: Run) -> None:
-        run.max_rate = self._search.max_rate
+        run.max_rate = found = self._search.max_rate
+        if found is None or found.reason:
+            return
+        # What ended the search is the lowest rate above the answer.
+        above = [level for level in run.levels if pacer.mean_rate(_open(level)) > found.rate.value]
+        lowest = min(above, key=lambda level: pacer.mean_rate(_open(level)), default=None)
+        if lowest is not None and max(lowest.generator.cpu_shares, default=0.0) >= MAX_CPU_SHARE:
+            rate = pacer.label(lowest.load)
+            found.reason = f"at {rate} the generator was the limit: the server may do more"
+
+
+def _open(level: Level) -> Open:
+    assert isinstance(level.load, Open)
+    return level.load
 
 
 class Conductor:

@@ -157,7 +157,6 @@ class MaxRateSearch:
         self._growing: set[float] = set()
         # A rate so low that nothing was due: it says nothing, and lower ones would not either.
         self._is_silent = False
-        self._reason = ""
 
     def next(self) -> Open | None:
         rate = self._next_rate()
@@ -177,11 +176,6 @@ class MaxRateSearch:
         known.extend(windows)
         self._num_tries[rate] = self._num_tries.get(rate, 0) + 1
         self._verdicts[rate] = verdicts(self._slo, measured(known, self._slo))
-
-    def limit(self, max_rate: float, reason: str) -> None:
-        """Nothing above this rate can be sent, because of something other than the server."""
-        self._max_rate = min(self._max_rate, max_rate)
-        self._reason = reason
 
     def _next_rate(self) -> float | None:
         if self._is_silent:
@@ -252,8 +246,7 @@ class MaxRateSearch:
         if self._low is None:
             return f"missed even at {min(self._verdicts):.4g}/s, the lowest rate that was tried"
         if self._high is None:
-            why = f": {self._reason}" if self._reason else ""
-            return f"kept even at {max(self._verdicts):.4g}/s, the highest rate that was tried{why}"
+            return f"kept even at {max(self._verdicts):.4g}/s, the highest rate that was tried"
         return ""
 
     def _estimate(self) -> float:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import made_runs
 import numpy as np
 import psutil
 import pytest
@@ -22,7 +23,8 @@ from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay, due
 from penstock.benchmark.plan import Decides, Plan, decides_for
 from penstock.benchmark.report.live import Progress
 from penstock.benchmark.results import Level, Run
-from penstock.benchmark.run import Conductor
+from penstock.benchmark.run import Conductor, MaxRateChoice
+from penstock.benchmark.search import MaxRateSearch
 from penstock.benchmark.stats import Window, merged, percentile_interval, throughput_interval
 from penstock.benchmark.targets import TargetSpec
 from penstock.errors import ConfigError
@@ -281,6 +283,18 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_run(tmp_path: Path) -> 
     run = asyncio.run(Conductor(plan, lambda _: None, keep).measure())
     assert run.is_partial and "No space left" in run.problem
     assert len(run.levels) == 1
+
+
+@pytest.mark.parametrize(("cpu_share", "is_said"), [(0.99, True), (0.3, False)])
+def test_a_search_that_the_generator_ended_says_so(cpu_share: float, is_said: bool) -> None:
+    run = made_runs.max_rate()
+    search = MaxRateSearch(slo.parse("p99 < 20ms"), 800.0)
+    choice = MaxRateChoice(search)
+    for level in run.levels:
+        level.generator.cpu_shares = [cpu_share]
+        choice.add(level.load, level)
+    choice.answer(run)
+    assert ("the generator was the limit" in run.max_rate.reason) == is_said
 
 
 def window(num_good: int, **failures: int) -> Window:

@@ -216,17 +216,6 @@ def test_a_cap_that_is_kept_is_said_to_be_the_cap():
     assert answer.reason == "kept even at 300/s, the highest rate that was tried"
 
 
-def test_a_generator_at_its_limit_ends_the_search_and_is_named():
-    search = MaxRateSearch(parse("p99 < 5ms"), start=100, arrivals="constant")
-    for _ in range(2):
-        load = search.next()
-        search.add(load, queue_level(load, 0, 20.0))
-    search.limit(200, "the load generator was at its limit")
-    assert search.next() is None
-    assert search.max_rate.rate.value == 200
-    assert search.max_rate.reason.endswith("was tried: the load generator was at its limit")
-
-
 def test_a_queue_that_only_grows_is_not_kept_however_short_the_measurement():
     """In 10 s a load of 1.05 makes a queue of half a second, and p99 < 1 s is not missed yet."""
     search = MaxRateSearch(parse("p99 < 1s"), start=300)
