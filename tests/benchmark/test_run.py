@@ -1,6 +1,7 @@
 """A whole run in process: levels, trouble, interruption; what was measured is kept."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -191,18 +192,6 @@ def test_a_trace_without_duration_is_sent_once(tmp_path: Path) -> None:
     assert (level.warm_up, num_due(level), level.ending) == (None, 2, "through")
 
 
-def test_who_interrupts_does_not_wait_for_the_last_answers(tmp_path: Path) -> None:
-    def meddle(conductor: Conductor, progress: Progress) -> None:
-        if progress.phase == "draining":
-            asyncio.get_running_loop().call_later(0.3, conductor.interrupt)
-
-    model = make(tmp_path, max_batch=1, a_ms=5000)
-    run, _ = measure(plan_for(model, Closed(1), max_warm_up_s=0.0), meddle)
-    (level,) = run.levels
-    assert run.problem == "interrupted"
-    assert [each.failures for each in level.windows if each.failures] == [{"cancelled": 1}]
-
-
 @asynccontextmanager
 async def answering(after_s: float) -> AsyncIterator[str]:
     """The address of a server that answers everybody after a while, however many they are."""
@@ -244,6 +233,44 @@ def measure_slow(after_s: float, *loads: Load, **more: object) -> list[Level]:
 
 def failures(level: Level) -> dict[str, int]:
     return merged(level.windows).failures
+
+
+def test_who_interrupts_does_not_wait_for_the_last_answers() -> None:
+    """The first answer comes in time, the second would take ten minutes."""
+
+    async def whole() -> Run:
+        async with answering_once_then_never() as address:
+
+            def meddle(progress: Progress) -> None:
+                if progress.phase == "draining":
+                    asyncio.get_running_loop().call_later(0.1, conductor.interrupt)
+
+            target = TargetSpec(address, method="GET", timeout_s=600.0)
+            plan = Plan(target, InputSpec(), (Closed(1),), duration_s=0.3, max_warm_up_s=0.0)
+            conductor = Conductor(plan, meddle, lambda _: None)
+            return await conductor.measure()
+
+    run = asyncio.run(whole())
+    assert run.problem == "interrupted"
+    assert failures(run.levels[0]) == {"cancelled": 1}
+
+
+@asynccontextmanager
+async def answering_once_then_never() -> AsyncIterator[str]:
+    answered = []
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                if not answered:
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+                answered.append(True)
+        writer.transport.abort()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x"
 
 
 def test_answers_that_are_slow_and_in_time_are_waited_for() -> None:
