@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 import shlex
 import signal
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.slo import Slo
 
 INTERRUPTED = 130
+SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
 
 
 @click.command()
@@ -257,10 +259,9 @@ INTERRUPTED = 130
 @click.option(
     "--max-connections",
     type=click.IntRange(1, 60000),
-    default=1024,
-    show_default=True,
-    help="Most connections at once, per process. Raise it when the report says that requests "
-    "waited for one.",
+    default=None,
+    help="Most connections at once, per process; 1024, or the highest concurrency, unless given. "
+    "Raise it when the report says that requests waited for one.",
 )
 @click.option(
     "--processes",
@@ -370,17 +371,22 @@ class Outputs:
     csv_path: str
 
     def check(self) -> None:
-        """Before minutes of measuring: ConfigError for a file that could not be written."""
-        problems = [
-            f"{path}: there is no folder {Path(path).parent}"
-            for path in (self.json_path, self.html_path, self.csv_path)
-            if path and not Path(path).parent.is_dir()
-        ]
+        """Before minutes of measuring: ConfigError for files that could not be written."""
+        from penstock.benchmark.report import run_files
+
+        names = [each for each in (self.json_path, self.html_path, self.csv_path) if each]
+        problems = [text for name in names if (text := run_files.problem_of(Path(name)))]
+        problems += [f"{name}: two outputs cannot share a file" for name in _repeated(names)]
         if problems:
             raise ConfigError(problems)
 
     def keep(self, run: Run) -> None:
-        """While it goes on: what was measured survives whatever comes."""
+        """While it goes on: what was measured survives whatever comes. A disk that is full now
+        does not end the measuring; `show` tries again, and tells."""
+        with contextlib.suppress(ConfigError):
+            self._write(run)
+
+    def _write(self, run: Run) -> None:
         from penstock.benchmark.report import run_files
 
         if self.json_path:
@@ -393,10 +399,15 @@ class Outputs:
         show.show_run(
             run, self._path(self.html_path), self._path(self.csv_path), terminal.console()
         )
+        self._write(run)
 
     @staticmethod
     def _path(name: str) -> Path | None:
         return Path(name) if name else None
+
+
+def _repeated(names: list[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
 
 
 async def _measure(plan: Plan, outputs: Outputs) -> Run:
@@ -467,7 +478,7 @@ def make_plan(target: str, flags: dict[str, Any]) -> Plan:
     duration_s = reading.maybe("duration", slos.parse_duration)
     inputs = _inputs(reading)
     loads = _loads(reading, slo, duration_s)
-    spec = _target(target, reading)
+    spec = _target(target, reading, loads)
     question = _question(reading, slo, loads)
     warm_up_s = (
         0.0 if flags["warm_up"] in ("0", "0s") else reading.maybe("warm_up", slos.parse_duration)
@@ -492,8 +503,20 @@ def make_plan(target: str, flags: dict[str, Any]) -> Plan:
         cv=flags["cv"] or (rate.cv if rate and rate.cv else 1.0),
         seed=flags["seed"],
         price_per_hour=flags["price"],
-        command=shlex.join(["penstock", *sys.argv[1:]]),
+        command=_command(sys.argv[1:], flags),
     )
+
+
+def _command(arguments: list[str], flags: dict[str, Any]) -> str:
+    """As it was typed, without what must stay secret: runs are shown around."""
+    secret_texts = [flags["api_key"]] if flags["api_key"] else []
+    for header in flags["header"]:
+        name, _, value = header.partition(":")
+        if value.strip() and SECRET_HEADERS.search(name):
+            secret_texts.append(value.strip())
+    for text in secret_texts:
+        arguments = [each.replace(text, "...") for each in arguments]
+    return shlex.join(["penstock", *arguments])
 
 
 class Reading:
@@ -523,6 +546,7 @@ class Reading:
 
 LOADS = ("concurrency", "rate", "ramp", "steps", "trace", "find_knee", "max_rate")
 DURATION_S = 10.0
+MAX_CONNECTIONS = 1024
 
 
 def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
@@ -538,6 +562,8 @@ def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple
     cv = flags["cv"] or (rate.cv if rate and rate.cv else 1.0)
     if flags["cv"] and arrivals != "gamma":
         reading.problems.append("--cv: the spread of gamma arrivals; give --arrivals gamma too")
+    if flags["arrivals"] and (closed := reading.given("concurrency", "trace", "find_knee")):
+        reading.problems.append(f"--arrivals: {closed[0]} has arrivals of its own; leave one out")
     if flags["rate_scale"] and not flags["trace"]:
         reading.problems.append("--rate-scale: there is no --trace to scale")
     counts = reading.maybe("concurrency", pacer.parse_concurrency) or []
@@ -560,7 +586,7 @@ def _question(reading: Reading, slo: Slo | None, loads: tuple[Load, ...]) -> str
         return "knee"
     if not reading.flags["max_rate"]:
         return ""
-    if slo is None:
+    if not reading.flags["slo"]:
         reading.problems.append("--max-rate: needs --slo, as in --slo 'p99 < 20 ms'")
     return "max rate"
 
@@ -585,8 +611,9 @@ def _inputs(reading: Reading) -> InputSpec:
     )
 
 
-def _target(address: str, reading: Reading) -> TargetSpec:
+def _target(address: str, reading: Reading, loads: tuple[Load, ...]) -> TargetSpec:
     from penstock import slo as slos
+    from penstock.benchmark.pacer import Closed
     from penstock.benchmark.targets import TargetSpec
 
     flags = reading.flags
@@ -596,6 +623,7 @@ def _target(address: str, reading: Reading) -> TargetSpec:
         if not colon or not name.strip():
             reading.problems.append(f"--header '{text}': expected 'Name: value'")
         headers[name.strip()] = value.strip()
+    counts = [load.concurrency for load in loads if isinstance(load, Closed)]
     return TargetSpec(
         address=address,
         model=flags["model"],
@@ -608,7 +636,7 @@ def _target(address: str, reading: Reading) -> TargetSpec:
         body=reading.maybe("body", _read_body) or "",
         api_key=flags["api_key"],
         timeout_s=reading.maybe("timeout", slos.parse_duration) or 0.0,
-        max_connections=flags["max_connections"],
+        max_connections=flags["max_connections"] or max([MAX_CONNECTIONS, *counts]),
         extra=flags["extra"],
     )
 

@@ -83,6 +83,24 @@ def test_the_rest_of_a_plan() -> None:
     assert (made.inputs.batch_size, made.target.timeout_s) == (4, 5.0)
 
 
+def test_connections_follow_the_concurrency_unless_given() -> None:
+    assert plan("--concurrency", "8").target.max_connections == 1024
+    assert plan("--concurrency", "8,5000").target.max_connections == 5000
+    assert plan("--concurrency", "5000", "--max-connections", "9").target.max_connections == 9
+
+
+def test_a_run_does_not_remember_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--api-key", "s3cret", "-H", "X-Auth-Token: t0ken", "-H", "X-Team: blue"]
+    monkeypatch.setattr(sys, "argv", ["penstock", "bench", "http://x", *flags])
+    command = plan(*flags).command
+    assert "s3cret" not in command and "t0ken" not in command
+    assert "--api-key ... " in command and "X-Team: blue" in command
+
+
+def test_a_wrong_slo_is_not_called_missing() -> None:
+    assert "needs --slo" not in problems("--max-rate", "--slo", "nonsense")
+
+
 def test_seeds_differ_unless_given() -> None:
     assert plan().seed != plan().seed
     assert plan().inputs.seed != 0
@@ -104,6 +122,7 @@ def test_seeds_differ_unless_given() -> None:
         (["--rate", "fast"], "--rate"),
         (["--steps", "10"], "--steps"),
         (["--cv", "3"], "--cv: the spread of gamma arrivals"),
+        (["--arrivals", "gamma", "--concurrency", "4"], "--arrivals: --concurrency has arrivals"),
         (["--rate-scale", "3"], "--rate-scale: there is no --trace"),
         (["--trace", "no/such.csv"], "--trace: no/such.csv"),
         (["--lengths", "uniform:9"], "--lengths"),
@@ -177,6 +196,8 @@ def test_a_baseline_with_another_load_shuts_the_gate(tmp_path: Path) -> None:
         (["no/such/model"], "no/such/model: there is no such folder"),
         ([IN_PROCESS, "--baseline", "no.json"], "no.json"),
         ([IN_PROCESS, "--json", "no/such/folder/run.json"], "there is no folder"),
+        ([IN_PROCESS, "--json", str(ROOT)], "is a folder; expected the name of a file"),
+        ([IN_PROCESS, "--html", "x", "--csv", "x"], "x: two outputs cannot share a file"),
         ([IN_PROCESS, "--data", "no.npz"], "no.npz"),
         (["http://127.0.0.1:9/v2/models/m"], "127.0.0.1:9"),
     ],

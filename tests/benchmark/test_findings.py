@@ -51,14 +51,14 @@ def test_lateness_is_held_against_latency() -> None:
 def test_a_generator_whose_core_is_full(share: float, is_found: bool) -> None:
     run = healthy()
     run.levels[0].generator.cpu_shares = [0.2, share]
-    assert any("used 85% of its core" in text for text in texts(run, "error")) is is_found
+    assert any("used 85 % of its core" in text for text in texts(run, "error")) is is_found
 
 
 def test_all_connections_busy() -> None:
     run = healthy()
     run.levels[0].generator.num_waited = 1
     (text,) = texts(run, "error")
-    assert "1 request waited because all 64 connections were busy" in text
+    assert "1 request waited for a connection (--max-connections)" in text
 
 
 def test_littles_law_of_a_closed_loop() -> None:
@@ -115,7 +115,7 @@ def test_time_was_up_before_the_interval_was_tight() -> None:
     run.precision_percent = 1.0
     (text,) = texts(run, "warning")
     assert text.startswith("p99 is known to ±")
-    assert "20 s were not enough; about " in text
+    assert "20.0 s were not enough; about " in text
     seconds = float(text.split("about ")[1].split()[0])
     error = float(text.split("±")[1].split()[0])
     assert seconds == pytest.approx(20 * error**2, rel=0.1)
@@ -123,10 +123,29 @@ def test_time_was_up_before_the_interval_was_tight() -> None:
     assert texts(run, "warning") == []
 
 
+def test_wide_intervals_of_several_levels_share_a_line() -> None:
+    run = made_runs.sweep()
+    run.precision_percent = 0.5
+    for level in run.levels:
+        level.ending = "time"
+    wide = [each for each in findings.find(run) if "is known to" in each.text]
+    assert len(wide) > 2
+    ((first, *_),) = findings.grouped(wide)
+    assert " to ±" in first.text and first.text.endswith(" s a level would be.")
+
+
+def test_nobody_is_told_to_measure_for_days() -> None:
+    run = healthy()
+    run.levels[0].ending = "time"
+    run.precision_percent = 0.01
+    (text,) = texts(run, "warning")
+    assert text.endswith("not enough, by far; or something disturbs the server, or its machine.")
+
+
 def test_nothing_can_be_said_of_a_high_end() -> None:
     run = made_runs.open_loop(10.0, "")
     (text, *_) = [text for text in texts(run, "warning") if "How high" in text]
-    assert text == "How high p99 may be cannot be said from 10 s: measure longer."
+    assert text == "How high p99 may be cannot be said from 10.0 s: measure longer."
 
 
 def test_too_few_for_a_percentile() -> None:
@@ -135,10 +154,20 @@ def test_too_few_for_a_percentile() -> None:
     assert f"p99 comes from {num} good answers; below 1000 it is mostly chance." in texts(
         run, "warning"
     )
-    assert f"p99.9 comes from {num} good answers; below 10000 it is mostly chance." in texts(
-        run, "note"
-    )
-    assert not any(text.startswith(("p50", "p90", "p95 ")) for text in texts(run, "note"))
+    assert f"p99.9 comes from {num} good answers: mostly chance." in texts(run, "note")
+
+
+def test_the_other_percentiles_of_too_few_share_a_line() -> None:
+    run = made_runs.open_loop(5.0)
+    num = sum(window.num_good for window in run.levels[0].windows)
+    assert 20 <= num < 100
+    (text,) = [text for text in texts(run, "note") if "chance" in text]
+    assert text == f"p90, p95 and p99.9 come from {num} good answers: mostly chance."
+
+
+def test_no_good_answer_at_all_is_told_by_its_failures_alone() -> None:
+    run = made_runs.open_loop(400.0, server=Server(fail_share=1.0))
+    assert not any("chance" in finding.text for finding in findings.find(run))
 
 
 def test_too_few_is_said_once_for_all_levels() -> None:

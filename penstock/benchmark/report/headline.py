@@ -58,7 +58,7 @@ def headline_of(run: Run) -> Headline:
 def _headline(run: Run) -> Headline:
     limits = slo_of(run)
     if limits is None:
-        return Headline("no SLO", "No SLO was given")
+        return Headline("no SLO", _without_slo(run))
     if run.max_rate is not None:
         return _of_max_rate(run.max_rate)
     levels = _levels_at(in_order(run), limits)
@@ -75,6 +75,19 @@ def _headline(run: Run) -> Headline:
         return Headline("partly kept", _partly_text(judged))
     place = " at every level" if len(judged) > 1 else ""
     return Headline("missed", f"SLO missed{place}: {_first(judged, 'missed').text}")
+
+
+def _without_slo(run: Run) -> str:
+    """The most that was answered, and what that took."""
+    answered = [level for level in run.levels if any(each.num_good for each in level.windows)]
+    if not answered:
+        return "No SLO was given"
+    rates = [stats.throughput_interval(level.windows).value for level in answered]
+    rate = max(rates)
+    best = answered[rates.index(rate)]
+    p99 = stats.percentile_interval(best.windows, "latency", 99.0)
+    text = f"{units.number(rate)}/s with p99 {units.duration_interval(p99)}"
+    return f"No SLO was given: {text} at {label_of(best)}"
 
 
 def level_outcome(run: Run, level: Level) -> promises.Outcome:
@@ -150,8 +163,13 @@ def term_text(verdict: Verdict) -> str:
     if measured is None or verdict.outcome == "not measured":
         return f"{head} was not measured ({term})"
     sign = OPPOSITES[sign] if verdict.outcome == "missed" else sign
-    close = ", too close to be sure" if verdict.is_close else ""
+    close = _close_text(measured) if verdict.is_close else ""
     return f"{head} {_measured_text(term, measured)} {sign} {_spaced(limit)}{close}"
+
+
+def _close_text(measured: Interval) -> str:
+    is_open = not (math.isfinite(measured.low) and math.isfinite(measured.high))
+    return f", too {'few' if is_open else 'close'} to be sure"
 
 
 def _sign(term: Term) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.benchmark.stats import Interval
 
@@ -81,6 +81,12 @@ def size(num_bytes: float) -> str:
 def count(amount: int, noun: str) -> str:
     """`1 request`, `2 requests`."""
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
+
+
+def listed(words: Sequence[str]) -> str:
+    """`p90, p95 and p99.9`."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def share(part: float, whole: float) -> str:
