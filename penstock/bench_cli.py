@@ -329,6 +329,8 @@ def bench(target: str, **flags: Any) -> None:
         outputs.show(run)
     except ConfigError as error:
         _fail(error)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     sys.exit(_conclude(run, baseline, plan, flags["gate"], flags["tolerance"] / 100))
 
 

@@ -32,6 +32,10 @@ MIN_BEYOND = 10
 CLOSE_TO_FULL_PERCENT = 90.0
 HEADROOM_PERCENT = 60.0
 SHARED_CPU_PERCENT = 95.0
+# A silence is at least so long, this many times the usual latency, and misses so many answers.
+MIN_SILENCE_S = 0.5
+SILENCE_RATIO = 5
+MIN_MISSING = 20
 # Nobody measures a level for longer.
 LONGEST_ADVICE_S = 3600.0
 
@@ -104,6 +108,7 @@ def _of_level(run: Run, level: Level, figures: Figures) -> Iterator[tuple[Severi
     yield from _failures(figures)
     yield from _generator_limits(level, figures)
     yield from _shared_machine(run, level)
+    yield from _silence(level, figures)
     if (text := _warm_up(level)) is not None:
         yield "warning", text
     if _is_growing(level):
@@ -133,16 +138,28 @@ def _generator_limits(level: Level, figures: Figures) -> Iterator[tuple[Severity
         causes.append(
             f"a generator process used {busiest * 100:.0f} % of its core (try --processes)"
         )
-    late_s = use.lateness.percentile(99.0) if use.lateness.total else 0.0
-    p50_s = figures.latency["p50"].value
-    if late_s > max(MIN_LATENESS_S, 0.0 if math.isnan(p50_s) else MAX_LATENESS_SHARE * p50_s):
-        causes.append(f"1 % of requests left {units.duration(late_s)} late or more")
+    if (text := _lateness(level, figures)) is not None:
+        causes.append(text)
     if use.num_waited:
         waited = units.count(use.num_waited, "request")
         causes.append(f"{waited} waited for a connection (--max-connections)")
     if causes:
         text = f"LIMITED BY THE GENERATOR: {'; '.join(causes)}."
         yield "error", f"{text} The figures are partly its own, not the server's."
+
+
+def _lateness(level: Level, figures: Figures) -> str | None:
+    """Whether the generator's own lateness is a part of any percentile up to p99."""
+    lateness = level.generator.lateness
+    for name, percent in PERCENTILES.items():
+        if percent > 99 or not lateness.total:
+            break
+        late_s, latency_s = lateness.percentile(percent), figures.latency[name].value
+        share_s = 0.0 if math.isnan(latency_s) else MAX_LATENESS_SHARE * latency_s
+        if late_s > max(MIN_LATENESS_S, share_s):
+            share = f"{100 - percent:g} % of requests"
+            return f"{share} left {units.duration(late_s)} late or more"
+    return None
 
 
 def _shared_machine(run: Run, level: Level) -> Iterator[tuple[Severity, str]]:
@@ -152,6 +169,29 @@ def _shared_machine(run: Run, level: Level) -> Iterator[tuple[Severity, str]]:
     if cpu > SHARED_CPU_PERCENT:
         text = f"Server and generator share a machine whose CPU was {cpu:.0f} % busy: they took"
         yield "warning", f"{text} time from each other. Another machine for the load would not."
+
+
+def _silence(level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
+    """A time without any answer, where many were to come. In a closed loop hardly any request
+    sees it, and no percentile tells."""
+    is_even = isinstance(level.load, Closed) or (
+        isinstance(level.load, Open) and isinstance(level.load.profile, Flat)
+    )
+    if not is_even or level.ending in ("interrupted", "lost"):
+        return
+    longest_s = silent_s = 0.0
+    for window in level.windows:
+        silent_s = 0.0 if window.num_arrived else silent_s + window.length_s
+        longest_s = max(longest_s, silent_s)
+    missing = figures.throughput.value * longest_s
+    usual_s = max(MIN_SILENCE_S, SILENCE_RATIO * figures.latency["p50"].value)
+    if not (longest_s >= usual_s and missing >= MIN_MISSING):
+        return
+    span = f"{units.duration(longest_s)} of {units.duration(level.measured_s)}"
+    if silent_s == longest_s:
+        yield "error", f"No answer came in the last {span}: the server stopped answering."
+    else:
+        yield "warning", f"For {span} no answer came at all: the server stood still."
 
 
 def _little(level: Level, figures: Figures) -> str | None:
@@ -180,14 +220,26 @@ def _little(level: Level, figures: Figures) -> str | None:
 
 def _warm_up(level: Level) -> str | None:
     warm_up = level.warm_up
-    if warm_up is None or warm_up.is_steady:
+    if warm_up is None or warm_up.is_steady or level.ending in ("interrupted", "lost"):
         return None
     first, last = (
         "no answer" if each is None else units.duration(each)
         for each in (warm_up.first_s, warm_up.last_s)
     )
+    medians = f"(median {first} at first, {last} at last)."
+    if _is_same(warm_up.first_s, warm_up.last_s):
+        text = (
+            f"The warm-up of {warm_up.duration_s:.0f} s was too short, or the load too uneven, to"
+        )
+        return f"{text} tell that latency was steady {medians}"
     text = f"Latency still changed when the warm-up of {warm_up.duration_s:.0f} s was over"
-    return f"{text} (median {first} at first, {last} at last)."
+    return f"{text} {medians}"
+
+
+def _is_same(first_s: float | None, last_s: float | None) -> bool:
+    if first_s is None or last_s is None:
+        return False
+    return math.isclose(first_s, last_s, rel_tol=steadiness.TOLERANCE)
 
 
 def _is_growing(level: Level) -> bool:

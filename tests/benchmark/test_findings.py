@@ -47,6 +47,23 @@ def test_lateness_is_held_against_latency() -> None:
         assert len(texts(run, "error")) == num_found
 
 
+def test_lateness_that_no_percentile_shows_is_no_news() -> None:
+    """Of a run whose slowest are slow for another reason."""
+    run = made_runs.run([made_runs.level(Open(Flat(200.0)), Server(stall_at_s=4.0, stall_s=1.0))])
+    late = [0.0001] * 98 + [0.003] * 2
+    run.levels[0].generator.lateness = made_runs.histogram(late)
+    assert not any("LIMITED" in text for text in texts(run, "error"))
+    run.levels[0].generator.lateness = made_runs.histogram([0.003] * 100)
+    assert any("50 % of requests left " in text for text in texts(run, "error"))
+
+
+def test_a_warm_up_too_short_to_tell() -> None:
+    run = healthy()
+    run.levels[0].warm_up = WarmUp(3.0, 1000, False, 0.0200, 0.0205)
+    (text,) = texts(run, "warning")
+    assert text.startswith("The warm-up of 3 s was too short, or the load too uneven, to tell")
+
+
 @pytest.mark.parametrize(("share", "is_found"), [(0.84, False), (0.85, True)])
 def test_a_generator_whose_core_is_full(share: float, is_found: bool) -> None:
     run = healthy()
@@ -59,6 +76,28 @@ def test_all_connections_busy() -> None:
     run.levels[0].generator.num_waited = 1
     (text,) = texts(run, "error")
     assert "1 request waited for a connection (--max-connections)" in text
+
+
+def silenced(run: Run, *places: int) -> Run:
+    for place in places:
+        run.levels[0].windows[place].num_arrived = 0
+    return run
+
+
+def test_a_server_that_stood_still_is_told_even_in_a_closed_loop() -> None:
+    run = made_runs.run([made_runs.level(Closed(8), HEALTHY, 20.0)])
+    assert not any("no answer" in text.lower() for text in texts(run, "warning"))
+    length_s = run.levels[0].windows[0].length_s
+    num = round(2.0 / length_s)
+    (text,) = [t for t in texts(silenced(run, *range(3, 3 + num)), "warning") if "answer" in t]
+    assert text == "For 2.00 s of 20.0 s no answer came at all: the server stood still."
+    (text,) = texts(silenced(run, *range(-num - 1, 0)), "error")
+    assert text.startswith("No answer came in the last 2.") and "stopped answering" in text
+
+
+def test_a_short_silence_is_nothing() -> None:
+    run = made_runs.run([made_runs.level(Closed(8), HEALTHY, 20.0)])
+    assert not any("answer came" in each.text for each in findings.find(silenced(run, 3)))
 
 
 def test_littles_law_of_a_closed_loop() -> None:
@@ -93,6 +132,8 @@ def test_a_warm_up_that_ran_out_of_patience() -> None:
     run.levels[0].warm_up = WarmUp(30.0, 1000, False, 0.05, 0.02)
     (text,) = texts(run, "warning")
     assert "warm-up of 30 s was over (median 50.0 ms at first, 20.0 ms at last)" in text
+    run.levels[0].ending = "interrupted"
+    assert texts(run, "warning") == []
 
 
 def test_a_queue_that_grows() -> None:

@@ -168,6 +168,8 @@ def term_text(verdict: Verdict) -> str:
 
 
 def _close_text(measured: Interval) -> str:
+    if math.isinf(measured.value):
+        return ""
     is_open = not (math.isfinite(measured.low) and math.isfinite(measured.high))
     return f", too {'few' if is_open else 'close'} to be sure"
 

@@ -51,6 +51,8 @@ def range_of(interval: Interval, scale: float = 1.0) -> str:
     low, high = interval.low / scale, interval.high / scale
     if math.isnan(low) and math.isnan(high):
         return ""
+    if low <= 0 and not math.isfinite(high):
+        return ""
     if not math.isfinite(low):
         return f"< {number(high)}" if math.isfinite(high) else ""
     return f"{number(low)}-{number(high)}" if math.isfinite(high) else f"> {number(low)}"
