@@ -79,6 +79,10 @@ def _headline(run: Run) -> Headline:
 
 def _without_slo(run: Run) -> str:
     """The most that was answered, and what that took."""
+    if run.knee is not None:
+        knee = run.knee
+        plateau = f"a plateau of {units.number(knee.throughput)}/s"
+        return f"No SLO was given: {plateau}, knee at concurrency {units.number(knee.concurrency)}"
     answered = [level for level in run.levels if any(each.num_good for each in level.windows)]
     if not answered:
         return "No SLO was given"

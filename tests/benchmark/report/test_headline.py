@@ -50,7 +50,14 @@ def test_an_interval_without_an_end_is_not_said_to_be_close() -> None:
 
 def test_without_an_slo_the_most_that_was_answered() -> None:
     pattern = r"No SLO was given: \d+/s with p99 [\d.]+ ms \(.*\) at concurrency 64"
-    assert re.fullmatch(pattern, headline_of(made_runs.sweep("")).text)
+    run = made_runs.sweep("")
+    run.knee = None
+    assert re.fullmatch(pattern, headline_of(run).text)
+
+
+def test_without_an_slo_the_knee_that_was_asked_for() -> None:
+    expected = "No SLO was given: a plateau of 960/s, knee at concurrency 4.30"
+    assert headline_of(made_runs.sweep("")).text == expected
 
 
 def test_no_slo_and_nothing_measured() -> None:

@@ -94,7 +94,7 @@ def test_streams_have_their_columns_and_the_formula() -> None:
 
 
 def test_what_was_asked_is_answered() -> None:
-    assert "Knee: concurrency 4.30, 960/s (alone a request takes 4.40 ms)" in shown(
+    assert "Knee: concurrency 4.30, the plateau of 960/s x 4.40 ms alone" in shown(
         made_runs.sweep()
     )
     text = shown(made_runs.max_rate())
