@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import secrets
 import shlex
@@ -454,11 +455,7 @@ def _conclude(run: Run, baseline: Run | None, plan: Plan, is_gate: bool, toleran
     checks = ci_gate.checks(run, plan.slo, baseline, tolerance)
     if is_gate or baseline is not None:
         for check in checks:
-            mark = (
-                click.style("pass", fg="green")
-                if check.is_passed
-                else click.style("FAIL", fg="red")
-            )
+            mark = _coloured("pass", "green") if check.is_passed else _coloured("FAIL", "red")
             click.echo(f"{mark}  {check.text}")
     if is_gate and not all(check.is_passed for check in checks):
         return 1
@@ -486,6 +483,7 @@ def make_plan(target: str, flags: dict[str, Any]) -> Plan:
         0.0 if flags["warm_up"] in ("0", "0s") else reading.maybe("warm_up", slos.parse_duration)
     )
     _check_gate(reading, slo)
+    _check_unused(reading, spec)
     if reading.problems:
         raise ConfigError(reading.problems)
     is_endless = flags["trace"] is None and flags["steps"] is None
@@ -549,6 +547,14 @@ class Reading:
 LOADS = ("concurrency", "rate", "ramp", "steps", "trace", "find_knee", "max_rate")
 DURATION_S = 10.0
 MAX_CONNECTIONS = 1024
+# Kinds of targets, in words.
+KINDS = {
+    "v2 HTTP": "v2 over HTTP",
+    "v2 gRPC": "v2 over gRPC",
+    "in process": "a model in this process",
+    "OpenAI": "OpenAI servers",
+    "HTTP": "plain URLs",
+}
 
 
 def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
@@ -596,6 +602,29 @@ def _question(reading: Reading, slo: Slo | None, loads: tuple[Load, ...]) -> str
 def _check_gate(reading: Reading, slo: Slo | None) -> None:
     if reading.flags["gate"] and slo is None and not reading.flags["baseline"]:
         reading.problems.append("--gate: nothing to judge by; give --slo, --baseline or both")
+
+
+def _check_unused(reading: Reading, spec: TargetSpec) -> None:
+    """A flag that would do nothing is a mistake somebody wants to hear of."""
+    from penstock.benchmark.targets import kind_of
+
+    flags = reading.flags
+    try:
+        kind = kind_of(spec)
+    except ConfigError as error:
+        reading.problems += error.problems
+        return
+    given = {
+        "--tensors json": (flags["tensors"] == "json", "v2 HTTP"),
+        "--api completions": (flags["api"] == "completions", "OpenAI"),
+        "--extra": (bool(flags["extra"]), "OpenAI"),
+        "--method": (bool(flags["method"]), "HTTP"),
+    }
+    for name, (is_given, only_kind) in given.items():
+        if is_given and kind != only_kind:
+            reading.problems.append(f"{name}: is for {KINDS[only_kind]}; this is {KINDS[kind]}")
+    if flags["data_name"] and not flags["data"]:
+        reading.problems.append("--data-name: there is no --data to name the input of")
 
 
 def _inputs(reading: Reading) -> InputSpec:
@@ -652,7 +681,12 @@ def _read_body(text: str) -> str:
         raise ValueError(f"{text[1:]} cannot be read: {error}") from None
 
 
+def _coloured(text: str, colour: str) -> str:
+    """click takes colours away where there is no terminal, but does not know NO_COLOR."""
+    return text if os.environ.get("NO_COLOR") else click.style(text, fg=colour)
+
+
 def _fail(error: ConfigError) -> NoReturn:
     for problem in error.problems:
-        click.secho(f"error: {problem}", fg="red", err=True)
+        click.echo(_coloured(f"error: {problem}", "red"), err=True)
     sys.exit(2)

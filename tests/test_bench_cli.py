@@ -127,6 +127,11 @@ def test_seeds_differ_unless_given() -> None:
         (["--trace", "no/such.csv"], "--trace: no/such.csv"),
         (["--lengths", "uniform:9"], "--lengths"),
         (["--header", "nocolon"], "--header 'nocolon': expected 'Name: value'"),
+        (["--extra", "{}"], "--extra: is for OpenAI servers; this is v2 over HTTP"),
+        (["--api", "completions"], "--api completions: is for OpenAI servers"),
+        (["--method", "PUT"], "--method: is for plain URLs; this is v2 over HTTP"),
+        (["--body", "{}", "--tensors", "json"], "--tensors json: is for v2 over HTTP"),
+        (["--data-name", "x"], "--data-name: there is no --data"),
         (["--body", "@no/such/file"], "--body: no/such/file cannot be read"),
     ],
 )
@@ -208,6 +213,15 @@ def test_bad_input_ends_with_an_error_in_words(arguments: list[str], text: str) 
     assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("value", "is_coloured"), [("", True), ("1", False)])
+def test_colours_can_be_switched_off(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_coloured: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", value)
+    done = CliRunner().invoke(bench_cli.bench, ["no/such/model"], color=True)
+    assert ("\x1b[31m" in done.output) is is_coloured
 
 
 def test_a_report_of_something_else_is_an_error(tmp_path: Path) -> None:

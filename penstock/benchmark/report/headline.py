@@ -101,12 +101,16 @@ def level_outcome(run: Run, level: Level) -> promises.Outcome:
 
 
 def _judged(run: Run, level: Level, limits: Slo) -> _Judged:
+    return _Judged(level, verdicts_of(run, level, limits))
+
+
+def verdicts_of(run: Run, level: Level, limits: Slo) -> tuple[Verdict, ...]:
     """With what a million answers cost, where the price is known."""
     measured = verdicts.measured(level.windows, limits)
     if run.price_per_hour is not None:
         throughput = stats.throughput_interval(level.windows)
         measured["cost"] = _cost(run.price_per_hour, throughput)
-    return _Judged(level, verdicts.verdicts(limits, measured))
+    return verdicts.verdicts(limits, measured)
 
 
 def _cost(price_per_hour: float, throughput: Interval) -> Interval:
