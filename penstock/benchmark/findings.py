@@ -149,10 +149,11 @@ def _generator_limits(level: Level, figures: Figures) -> Iterator[tuple[Severity
 
 
 def _lateness(level: Level, figures: Figures) -> str | None:
-    """Whether the generator's own lateness is a part of any percentile up to p99."""
+    """Whether the generator's own lateness is a part of any percentile up to p99. A few late
+    requests are the machine's noise."""
     lateness = level.generator.lateness
     for name, percent in PERCENTILES.items():
-        if percent > 99 or not lateness.total:
+        if percent > 99 or lateness.total * (1 - percent / 100) < MIN_BEYOND - 1e-6:
             break
         late_s, latency_s = lateness.percentile(percent), figures.latency[name].value
         share_s = 0.0 if math.isnan(latency_s) else MAX_LATENESS_SHARE * latency_s

@@ -28,10 +28,10 @@ def test_a_healthy_run_has_no_findings() -> None:
     assert findings.find(healthy()) == []
 
 
-@pytest.mark.parametrize("num_late", [0, 3])
+@pytest.mark.parametrize("num_late", [0, 30])
 def test_a_generator_that_is_late_by_itself_is_loud(num_late: int) -> None:
     run = healthy()
-    lateness = [0.0001] * 97 + [0.02] * num_late
+    lateness = [0.0001] * 970 + [0.02] * num_late
     run.levels[0].generator.lateness = made_runs.histogram(lateness)
     expected = ["LIMITED BY THE GENERATOR: 1 % of requests left 20.0 ms late or more."]
     found = [text.partition(" The figures")[0] for text in texts(run, "error")]
@@ -43,17 +43,19 @@ def test_lateness_is_held_against_latency() -> None:
     for median_s, num_found in ((0.004, 1), (0.1, 0)):
         server = Server(num_instances=100, median_s=median_s)
         run = made_runs.run([made_runs.level(Open(Flat(100.0)), server)])
-        run.levels[0].generator.lateness = made_runs.histogram([0.002])
+        run.levels[0].generator.lateness = made_runs.histogram([0.002] * 1000)
         assert len(texts(run, "error")) == num_found
 
 
 def test_lateness_that_no_percentile_shows_is_no_news() -> None:
     """Of a run whose slowest are slow for another reason."""
     run = made_runs.run([made_runs.level(Open(Flat(200.0)), Server(stall_at_s=4.0, stall_s=1.0))])
-    late = [0.0001] * 98 + [0.003] * 2
+    late = [0.0001] * 980 + [0.003] * 20
     run.levels[0].generator.lateness = made_runs.histogram(late)
     assert not any("LIMITED" in text for text in texts(run, "error"))
-    run.levels[0].generator.lateness = made_runs.histogram([0.003] * 100)
+    run.levels[0].generator.lateness = made_runs.histogram([0.003] * 19)
+    assert not any("LIMITED" in text for text in texts(run, "error"))
+    run.levels[0].generator.lateness = made_runs.histogram([0.003] * 20)
     assert any("50 % of requests left " in text for text in texts(run, "error"))
 
 
