@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.slo import Slo
 
 INTERRUPTED = 130
+SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
 
 
 @click.command()
@@ -258,10 +260,9 @@ INTERRUPTED = 130
 @click.option(
     "--max-connections",
     type=click.IntRange(1, 60000),
-    default=1024,
-    show_default=True,
-    help="Most connections at once, per process. Raise it when the report says that requests "
-    "waited for one.",
+    default=None,
+    help="Most connections at once, per process; 1024, or the highest concurrency, unless given. "
+    "Raise it when the report says that requests waited for one.",
 )
 @click.option(
     "--processes",
@@ -329,6 +330,8 @@ def bench(target: str, **flags: Any) -> None:
         outputs.show(run)
     except ConfigError as error:
         _fail(error)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     sys.exit(_conclude(run, baseline, plan, flags["gate"], flags["tolerance"] / 100))
 
 
@@ -371,14 +374,22 @@ class Outputs:
     csv_path: str
 
     def check(self) -> None:
-        """Before minutes of measuring: ConfigError for a file that could not be written."""
-        names = (self.json_path, self.html_path, self.csv_path)
-        problems = [problem for name in names if name and (problem := _no_place(Path(name)))]
+        """Before minutes of measuring: ConfigError for files that could not be written."""
+        from penstock.benchmark.report import run_files
+
+        names = [each for each in (self.json_path, self.html_path, self.csv_path) if each]
+        problems = [text for name in names if (text := run_files.problem_of(Path(name)))]
+        problems += [f"{name}: two outputs cannot share a file" for name in _repeated(names)]
         if problems:
             raise ConfigError(problems)
 
     def keep(self, run: Run) -> None:
-        """While it goes on: what was measured survives whatever comes."""
+        """While it goes on: what was measured survives whatever comes. A disk that is full now
+        does not end the measuring; `show` tries again, and tells."""
+        with contextlib.suppress(ConfigError):
+            self._write(run)
+
+    def _write(self, run: Run) -> None:
         from penstock.benchmark.report import run_files
 
         if self.json_path:
@@ -391,21 +402,15 @@ class Outputs:
         show.show_run(
             run, self._path(self.html_path), self._path(self.csv_path), terminal.console()
         )
+        self._write(run)
 
     @staticmethod
     def _path(name: str) -> Path | None:
         return Path(name) if name else None
 
 
-def _no_place(path: Path) -> str:
-    """Why a file cannot be written there; empty if it can."""
-    if not path.parent.is_dir():
-        return f"{path}: there is no folder {path.parent}"
-    if path.is_dir():
-        return f"{path}: is a folder; expected the name of a file"
-    if not os.access(path.parent, os.W_OK):
-        return f"{path}: the folder {path.parent} cannot be written to"
-    return ""
+def _repeated(names: list[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
 
 
 async def _measure(plan: Plan, outputs: Outputs) -> Run:
@@ -451,11 +456,7 @@ def _conclude(run: Run, baseline: Run | None, plan: Plan, is_gate: bool, toleran
     checks = ci_gate.checks(run, plan.slo, baseline, tolerance)
     if is_gate or baseline is not None:
         for check in checks:
-            mark = (
-                click.style("pass", fg="green")
-                if check.is_passed
-                else click.style("FAIL", fg="red")
-            )
+            mark = _coloured("pass", "green") if check.is_passed else _coloured("FAIL", "red")
             click.echo(f"{mark}  {check.text}")
     if is_gate and not all(check.is_passed for check in checks):
         return 1
@@ -477,12 +478,13 @@ def make_plan(target: str, flags: dict[str, Any]) -> Plan:
     duration_s = reading.maybe("duration", slos.parse_duration)
     inputs = _inputs(reading)
     loads = _loads(reading, slo, duration_s)
-    spec = _target(target, reading)
+    spec = _target(target, reading, loads)
     question = _question(reading, slo, loads)
     warm_up_s = (
         0.0 if flags["warm_up"] in ("0", "0s") else reading.maybe("warm_up", slos.parse_duration)
     )
     _check_gate(reading, slo)
+    _check_unused(reading, spec)
     if reading.problems:
         raise ConfigError(reading.problems)
     is_endless = flags["trace"] is None and flags["steps"] is None
@@ -502,8 +504,20 @@ def make_plan(target: str, flags: dict[str, Any]) -> Plan:
         cv=flags["cv"] or (rate.cv if rate and rate.cv else 1.0),
         seed=flags["seed"],
         price_per_hour=flags["price"],
-        command=shlex.join(["penstock", *sys.argv[1:]]),
+        command=_command(sys.argv[1:], flags),
     )
+
+
+def _command(arguments: list[str], flags: dict[str, Any]) -> str:
+    """As it was typed, without what must stay secret: runs are shown around."""
+    secret_texts = [flags["api_key"]] if flags["api_key"] else []
+    for header in flags["header"]:
+        name, _, value = header.partition(":")
+        if value.strip() and SECRET_HEADERS.search(name):
+            secret_texts.append(value.strip())
+    for text in secret_texts:
+        arguments = [each.replace(text, "...") for each in arguments]
+    return shlex.join(["penstock", *arguments])
 
 
 class Reading:
@@ -533,6 +547,15 @@ class Reading:
 
 LOADS = ("concurrency", "rate", "ramp", "steps", "trace", "find_knee", "max_rate")
 DURATION_S = 10.0
+MAX_CONNECTIONS = 1024
+# Kinds of targets, in words.
+KINDS = {
+    "v2 HTTP": "v2 over HTTP",
+    "v2 gRPC": "v2 over gRPC",
+    "in process": "a model in this process",
+    "OpenAI": "OpenAI servers",
+    "HTTP": "plain URLs",
+}
 
 
 def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
@@ -548,6 +571,8 @@ def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple
     cv = flags["cv"] or (rate.cv if rate and rate.cv else 1.0)
     if flags["cv"] and arrivals != "gamma":
         reading.problems.append("--cv: the spread of gamma arrivals; give --arrivals gamma too")
+    if flags["arrivals"] and (closed := reading.given("concurrency", "trace", "find_knee")):
+        reading.problems.append(f"--arrivals: {closed[0]} has arrivals of its own; leave one out")
     if flags["rate_scale"] and not flags["trace"]:
         reading.problems.append("--rate-scale: there is no --trace to scale")
     counts = reading.maybe("concurrency", pacer.parse_concurrency) or []
@@ -570,7 +595,7 @@ def _question(reading: Reading, slo: Slo | None, loads: tuple[Load, ...]) -> str
         return "knee"
     if not reading.flags["max_rate"]:
         return ""
-    if slo is None:
+    if not reading.flags["slo"]:
         reading.problems.append("--max-rate: needs --slo, as in --slo 'p99 < 20 ms'")
     return "max rate"
 
@@ -578,6 +603,29 @@ def _question(reading: Reading, slo: Slo | None, loads: tuple[Load, ...]) -> str
 def _check_gate(reading: Reading, slo: Slo | None) -> None:
     if reading.flags["gate"] and slo is None and not reading.flags["baseline"]:
         reading.problems.append("--gate: nothing to judge by; give --slo, --baseline or both")
+
+
+def _check_unused(reading: Reading, spec: TargetSpec) -> None:
+    """A flag that would do nothing is a mistake somebody wants to hear of."""
+    from penstock.benchmark.targets import kind_of
+
+    flags = reading.flags
+    try:
+        kind = kind_of(spec)
+    except ConfigError as error:
+        reading.problems += error.problems
+        return
+    given = {
+        "--tensors json": (flags["tensors"] == "json", "v2 HTTP"),
+        "--api completions": (flags["api"] == "completions", "OpenAI"),
+        "--extra": (bool(flags["extra"]), "OpenAI"),
+        "--method": (bool(flags["method"]), "HTTP"),
+    }
+    for name, (is_given, only_kind) in given.items():
+        if is_given and kind != only_kind:
+            reading.problems.append(f"{name}: is for {KINDS[only_kind]}; this is {KINDS[kind]}")
+    if flags["data_name"] and not flags["data"]:
+        reading.problems.append("--data-name: there is no --data to name the input of")
 
 
 def _inputs(reading: Reading) -> InputSpec:
@@ -595,8 +643,9 @@ def _inputs(reading: Reading) -> InputSpec:
     )
 
 
-def _target(address: str, reading: Reading) -> TargetSpec:
+def _target(address: str, reading: Reading, loads: tuple[Load, ...]) -> TargetSpec:
     from penstock import slo as slos
+    from penstock.benchmark.pacer import Closed
     from penstock.benchmark.targets import TargetSpec
 
     flags = reading.flags
@@ -606,6 +655,7 @@ def _target(address: str, reading: Reading) -> TargetSpec:
         if not colon or not name.strip():
             reading.problems.append(f"--header '{text}': expected 'Name: value'")
         headers[name.strip()] = value.strip()
+    counts = [load.concurrency for load in loads if isinstance(load, Closed)]
     return TargetSpec(
         address=address,
         model=flags["model"],
@@ -618,7 +668,7 @@ def _target(address: str, reading: Reading) -> TargetSpec:
         body=reading.maybe("body", _read_body) or "",
         api_key=flags["api_key"],
         timeout_s=reading.maybe("timeout", slos.parse_duration) or 0.0,
-        max_connections=flags["max_connections"],
+        max_connections=flags["max_connections"] or max([MAX_CONNECTIONS, *counts]),
         extra=flags["extra"],
     )
 
@@ -632,7 +682,12 @@ def _read_body(text: str) -> str:
         raise ValueError(f"{text[1:]} cannot be read: {error}") from None
 
 
+def _coloured(text: str, colour: str) -> str:
+    """click takes colours away where there is no terminal, but does not know NO_COLOR."""
+    return text if os.environ.get("NO_COLOR") else click.style(text, fg=colour)
+
+
 def _fail(error: ConfigError) -> NoReturn:
     for problem in error.problems:
-        click.secho(f"error: {problem}", fg="red", err=True)
+        click.echo(_coloured(f"error: {problem}", "red"), err=True)
     sys.exit(2)

@@ -85,6 +85,24 @@ def test_the_rest_of_a_plan() -> None:
     assert (made.inputs.batch_size, made.target.timeout_s) == (4, 5.0)
 
 
+def test_connections_follow_the_concurrency_unless_given() -> None:
+    assert plan("--concurrency", "8").target.max_connections == 1024
+    assert plan("--concurrency", "8,5000").target.max_connections == 5000
+    assert plan("--concurrency", "5000", "--max-connections", "9").target.max_connections == 9
+
+
+def test_a_run_does_not_remember_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--api-key", "s3cret", "-H", "X-Auth-Token: t0ken", "-H", "X-Team: blue"]
+    monkeypatch.setattr(sys, "argv", ["penstock", "bench", "http://x", *flags])
+    command = plan(*flags).command
+    assert "s3cret" not in command and "t0ken" not in command
+    assert "--api-key ... " in command and "X-Team: blue" in command
+
+
+def test_a_wrong_slo_is_not_called_missing() -> None:
+    assert "needs --slo" not in problems("--max-rate", "--slo", "nonsense")
+
+
 def test_seeds_differ_unless_given() -> None:
     assert plan().seed != plan().seed
     assert plan().inputs.seed != 0
@@ -106,10 +124,16 @@ def test_seeds_differ_unless_given() -> None:
         (["--rate", "fast"], "--rate"),
         (["--steps", "10"], "--steps"),
         (["--cv", "3"], "--cv: the spread of gamma arrivals"),
+        (["--arrivals", "gamma", "--concurrency", "4"], "--arrivals: --concurrency has arrivals"),
         (["--rate-scale", "3"], "--rate-scale: there is no --trace"),
         (["--trace", "no/such.csv"], "--trace: no/such.csv"),
         (["--lengths", "uniform:9"], "--lengths"),
         (["--header", "nocolon"], "--header 'nocolon': expected 'Name: value'"),
+        (["--extra", "{}"], "--extra: is for OpenAI servers; this is v2 over HTTP"),
+        (["--api", "completions"], "--api completions: is for OpenAI servers"),
+        (["--method", "PUT"], "--method: is for plain URLs; this is v2 over HTTP"),
+        (["--body", "{}", "--tensors", "json"], "--tensors json: is for v2 over HTTP"),
+        (["--data-name", "x"], "--data-name: there is no --data"),
         (["--body", "@no/such/file"], "--body: no/such/file cannot be read"),
     ],
 )
@@ -179,7 +203,8 @@ def test_a_baseline_with_another_load_shuts_the_gate(tmp_path: Path) -> None:
         (["no/such/model"], "no/such/model: there is no such folder"),
         ([IN_PROCESS, "--baseline", "no.json"], "no.json"),
         ([IN_PROCESS, "--json", "no/such/folder/run.json"], "there is no folder"),
-        ([IN_PROCESS, "--json", str(ROOT)], f"{ROOT}: is a folder; expected the name of a file"),
+        ([IN_PROCESS, "--json", str(ROOT)], "is a folder; expected the name of a file"),
+        ([IN_PROCESS, "--html", "x", "--csv", "x"], "x: two outputs cannot share a file"),
         ([IN_PROCESS, "--data", "no.npz"], "no.npz"),
         (["http://127.0.0.1:9/v2/models/m"], "127.0.0.1:9"),
     ],
@@ -200,12 +225,24 @@ def test_interrupted_before_anything_was_measured_it_ends_at_once() -> None:
         bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         server.settimeout(60)
         connection, _ = server.accept()
+        while not (question := connection.recv(1000)):
+            connection.close()  # It only tried whether anybody is there.
+            connection, _ = server.accept()
         with connection:
-            assert connection.recv(1000).startswith(b"GET / ")
+            assert question.startswith(b"GET / ")
             bench.send_signal(signal.SIGINT)
             out, errors = bench.communicate(timeout=60)
     assert (bench.returncode, out) == (130, "")
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("value", "is_coloured"), [("", True), ("1", False)])
+def test_colours_can_be_switched_off(
+    monkeypatch: pytest.MonkeyPatch, value: str, is_coloured: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", value)
+    done = CliRunner().invoke(bench_cli.bench, ["no/such/model"], color=True)
+    assert ("\x1b[31m" in done.output) is is_coloured
 
 
 def test_a_report_of_something_else_is_an_error(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.benchmark import pacer, stats, verdicts
-from penstock.benchmark.report import compare
+from penstock.benchmark import pacer, stats
+from penstock.benchmark.report import compare, headline, units
 from penstock.benchmark.report.compare import Named
 from penstock.benchmark.results import Level, MaxRate, Run
 from penstock.slo import Latency, Slo, Term
@@ -42,7 +41,7 @@ def _slo_checks(run: Run, slo: Slo) -> Iterator[Check]:
     if not run.levels:
         yield Check(False, f"{slo}: nothing was measured")
     for level in run.levels:
-        for verdict in verdicts.verdicts(slo, verdicts.measured(level.windows, slo)):
+        for verdict in headline.verdicts_of(run, level, slo):
             is_kept = verdict.outcome == "kept"
             text = f"{verdict.term}: {verdict.outcome}{_shown(verdict.term, verdict.measured)}"
             yield Check(is_kept, f"{pacer.label(level.load)}: {text}")
@@ -52,7 +51,7 @@ def _max_rate_check(found: MaxRate, slo: Slo) -> Check:
     """Levels above the highest rate miss the SLO by nature; the answer must be there, and not be
     below the rate that the SLO names."""
     rate = found.rate.value
-    if math.isnan(rate):
+    if not rate > 0:
         return Check(False, f"{slo}: {found.reason}")
     is_enough = slo.rate is None or rate >= slo.rate.per_s
     return Check(is_enough, f"{slo}: kept up to {rate:.4g}/s")
@@ -73,7 +72,8 @@ def _baseline_checks(run: Run, baseline: Run, tolerance: float) -> Iterator[Chec
 
 def _failure_check(before: Level, level: Level) -> Check:
     was, now = _failed(before), _failed(level)
-    text = f"{pacer.label(level.load)}: {now.value:.2%} of requests failed, was {was.value:.2%}"
+    shares = [units.share(each.value, 1.0) for each in (now, was)]
+    text = f"{pacer.label(level.load)}: {shares[0]} of requests failed, was {shares[1]}"
     return Check(not now.low > was.high, text)
 
 
@@ -85,6 +85,5 @@ def _failed(level: Level) -> stats.Interval:
 def _shown(term: Term, found: stats.Interval | None) -> str:
     if found is None:
         return ""
-    scale, unit = (1e3, " ms") if isinstance(term, Latency) else (1.0, "")
-    low, value, high = found.low * scale, found.value * scale, found.high * scale
-    return f", {value:.4g}{unit} ({low:.4g} to {high:.4g})"
+    is_latency = isinstance(term, Latency)
+    return f", {units.duration_interval(found) if is_latency else units.interval(found)}"

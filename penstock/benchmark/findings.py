@@ -32,6 +32,12 @@ MIN_BEYOND = 10
 CLOSE_TO_FULL_PERCENT = 90.0
 HEADROOM_PERCENT = 60.0
 SHARED_CPU_PERCENT = 95.0
+# A silence is at least so long, this many times the usual latency, and misses so many answers.
+MIN_SILENCE_S = 0.5
+SILENCE_RATIO = 5
+MIN_MISSING = 20
+# Nobody measures a level for longer.
+LONGEST_ADVICE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,7 @@ def find(run: Run) -> list[Finding]:
     """The worst first; those of one severity in the order of the levels."""
     figures = [summary.figures_of(run, level) for level in run.levels]
     found = [*_of_run(run), *_too_few(run, figures), *_load_of_server(run, figures)]
+    found += _imprecision(run, figures)
     for index, (level, row) in enumerate(zip(run.levels, figures, strict=True)):
         for severity, text in _of_level(run, level, row):
             found.append(Finding(severity, text, index))
@@ -101,6 +108,7 @@ def _of_level(run: Run, level: Level, figures: Figures) -> Iterator[tuple[Severi
     yield from _failures(figures)
     yield from _generator_limits(level, figures)
     yield from _shared_machine(run, level)
+    yield from _silence(level, figures)
     if (text := _warm_up(level)) is not None:
         yield "warning", text
     if _is_growing(level):
@@ -108,9 +116,8 @@ def _of_level(run: Run, level: Level, figures: Figures) -> Iterator[tuple[Severi
         text = "Latency grew all the time: more arrives than the server can answer, the queue"
         yield "error", f"{text} grows, and percentiles say how long was measured, nothing else."
         return
-    for check in (_little(level, figures), _imprecision(run, level, figures)):
-        if check is not None:
-            yield "warning", check
+    if (text := _little(level, figures)) is not None:
+        yield "warning", text
 
 
 def _failures(figures: Figures) -> Iterator[tuple[Severity, str]]:
@@ -128,20 +135,32 @@ def _generator_limits(level: Level, figures: Figures) -> Iterator[tuple[Severity
     causes = []
     busiest = max(use.cpu_shares, default=0.0)
     if busiest >= MAX_CPU_SHARE:
-        causes.append(f"a generator process used {busiest:.0%} of its core (try --processes)")
-    late_s = use.lateness.percentile(99.0) if use.lateness.total else 0.0
-    p50_s = figures.latency["p50"].value
-    if late_s > max(MIN_LATENESS_S, 0.0 if math.isnan(p50_s) else MAX_LATENESS_SHARE * p50_s):
-        causes.append(f"1 % of requests left {units.duration(late_s)} late or more")
+        causes.append(
+            f"a generator process used {busiest * 100:.0f} % of its core (try --processes)"
+        )
+    if (text := _lateness(level, figures)) is not None:
+        causes.append(text)
     if use.num_waited:
         waited = units.count(use.num_waited, "request")
-        causes.append(
-            f"{waited} waited because all {use.num_connections} connections were busy"
-            " (--max-connections)"
-        )
+        causes.append(f"{waited} waited for a connection (--max-connections)")
     if causes:
         text = f"LIMITED BY THE GENERATOR: {'; '.join(causes)}."
         yield "error", f"{text} The figures are partly its own, not the server's."
+
+
+def _lateness(level: Level, figures: Figures) -> str | None:
+    """Whether the generator's own lateness is a part of any percentile up to p99. A few late
+    requests are the machine's noise."""
+    lateness = level.generator.lateness
+    for name, percent in PERCENTILES.items():
+        if percent > 99 or lateness.total * (1 - percent / 100) < MIN_BEYOND - 1e-6:
+            break
+        late_s, latency_s = lateness.percentile(percent), figures.latency[name].value
+        share_s = 0.0 if math.isnan(latency_s) else MAX_LATENESS_SHARE * latency_s
+        if late_s > max(MIN_LATENESS_S, share_s):
+            share = f"{100 - percent:g} % of requests"
+            return f"{share} left {units.duration(late_s)} late or more"
+    return None
 
 
 def _shared_machine(run: Run, level: Level) -> Iterator[tuple[Severity, str]]:
@@ -151,6 +170,29 @@ def _shared_machine(run: Run, level: Level) -> Iterator[tuple[Severity, str]]:
     if cpu > SHARED_CPU_PERCENT:
         text = f"Server and generator share a machine whose CPU was {cpu:.0f} % busy: they took"
         yield "warning", f"{text} time from each other. Another machine for the load would not."
+
+
+def _silence(level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
+    """A time without any answer, where many were to come. In a closed loop hardly any request
+    sees it, and no percentile tells."""
+    is_even = isinstance(level.load, Closed) or (
+        isinstance(level.load, Open) and isinstance(level.load.profile, Flat)
+    )
+    if not is_even or level.ending in ("interrupted", "lost"):
+        return
+    longest_s = silent_s = 0.0
+    for window in level.windows:
+        silent_s = 0.0 if window.num_arrived else silent_s + window.length_s
+        longest_s = max(longest_s, silent_s)
+    missing = figures.throughput.value * longest_s
+    usual_s = max(MIN_SILENCE_S, SILENCE_RATIO * figures.latency["p50"].value)
+    if not (longest_s >= usual_s and missing >= MIN_MISSING):
+        return
+    span = f"{units.duration(longest_s)} of {units.duration(level.measured_s)}"
+    if silent_s == longest_s:
+        yield "error", f"No answer came in the last {span}: the server stopped answering."
+    else:
+        yield "warning", f"For {span} no answer came at all: the server stood still."
 
 
 def _little(level: Level, figures: Figures) -> str | None:
@@ -179,14 +221,26 @@ def _little(level: Level, figures: Figures) -> str | None:
 
 def _warm_up(level: Level) -> str | None:
     warm_up = level.warm_up
-    if warm_up is None or warm_up.is_steady:
+    if warm_up is None or warm_up.is_steady or level.ending in ("interrupted", "lost"):
         return None
     first, last = (
         "no answer" if each is None else units.duration(each)
         for each in (warm_up.first_s, warm_up.last_s)
     )
+    medians = f"(median {first} at first, {last} at last)."
+    if _is_same(warm_up.first_s, warm_up.last_s):
+        text = (
+            f"The warm-up of {warm_up.duration_s:.0f} s was too short, or the load too uneven, to"
+        )
+        return f"{text} tell that latency was steady {medians}"
     text = f"Latency still changed when the warm-up of {warm_up.duration_s:.0f} s was over"
-    return f"{text} (median {first} at first, {last} at last)."
+    return f"{text} {medians}"
+
+
+def _is_same(first_s: float | None, last_s: float | None) -> bool:
+    if first_s is None or last_s is None:
+        return False
+    return math.isclose(first_s, last_s, rel_tol=steadiness.TOLERANCE)
 
 
 def _is_growing(level: Level) -> bool:
@@ -195,20 +249,49 @@ def _is_growing(level: Level) -> bool:
     return is_flat and steadiness.trend(level.windows).is_growing
 
 
-def _imprecision(run: Run, level: Level, figures: Figures) -> str | None:
-    measured = figures.latency.get(run.statistic)
-    is_asked = level.ending == "time" and run.precision_percent > 0
-    if not is_asked or measured is None or not measured.value > 0:
-        return None
-    span, error = f"{level.measured_s:.0f} s", 100 * measured.relative_error
-    if not math.isfinite(error):
-        return f"How high {run.statistic} may be cannot be said from {span}: measure longer."
-    if error <= run.precision_percent:
-        return None
+def _imprecision(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
+    """Once for all levels that ended before they were sure enough, by what the worst would need."""
+    errors: dict[int, float] = {}
+    for index, (level, row) in enumerate(zip(run.levels, figures, strict=True)):
+        measured = row.latency.get(run.statistic)
+        is_asked = level.ending == "time" and run.precision_percent > 0
+        if is_asked and not _is_growing(level) and measured is not None and measured.value > 0:
+            errors[index] = 100 * measured.relative_error
+    deciding = deciding_levels(run)
+    wide = {
+        index: error
+        for index, error in errors.items()
+        if index in deciding and not error <= run.precision_percent
+    }
+    unbounded = [index for index, error in wide.items() if not math.isfinite(error)]
+    bounded = [index for index in wide if index not in unbounded]
+    if bounded:
+        yield from _findings(bounded, _wide_text(run, [wide[index] for index in bounded], bounded))
+    if unbounded:
+        span = units.duration(max(run.levels[index].measured_s for index in unbounded))
+        text = f"How high {run.statistic} may be cannot be said from {span}: measure longer."
+        yield from _findings(unbounded, text)
+
+
+def _findings(indices: Sequence[int], text: str) -> Iterator[Finding]:
+    for index in indices:
+        yield Finding("warning", text, index)
+
+
+def _wide_text(run: Run, errors: Sequence[float], indices: Sequence[int]) -> str:
+    lowest, highest = units.number(min(errors)), units.number(max(errors))
+    known = f"±{highest} %" if lowest == highest else f"±{lowest} to ±{highest} %"
+    spans_s = [run.levels[index].measured_s for index in indices]
     # The width of an interval falls with the root of the time.
-    needed_s = level.measured_s * (error / run.precision_percent) ** 2
-    text = f"{run.statistic} is known to ±{units.number(error)} % only: {span} were not enough"
-    return f"{text}; about {_round_up(needed_s)} s would be."
+    needed_s = max(
+        span_s * (error / run.precision_percent) ** 2
+        for span_s, error in zip(spans_s, errors, strict=True)
+    )
+    text = f"{run.statistic} is known to {known} only: {units.duration(max(spans_s))} were not"
+    if needed_s > LONGEST_ADVICE_S:
+        return f"{text} enough, by far; or something disturbs the server, or its machine."
+    a_level = "" if len(errors) == 1 else " a level"
+    return f"{text} enough; about {_round_up(needed_s)} s{a_level} would be."
 
 
 def _round_up(seconds: float) -> int:
@@ -219,17 +302,27 @@ def _round_up(seconds: float) -> int:
 
 def _too_few(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
     """Percentiles that hardly any request lies beyond: chance decides where they are."""
+    answered = [row.num_good for row in figures if row.num_good]
+    short: dict[str, list[int]] = {}
     for name, percent in PERCENTILES.items():
         needed = math.ceil(MIN_BEYOND / (1 - percent / 100) - 1e-6)
-        short = [row.num_good for row in figures if row.num_requests and row.num_good < needed]
-        if not short:
-            continue
-        at = "" if len(figures) == 1 else f" at {len(short)} of {len(figures)} levels"
-        text = f"{name} comes from {units.count(min(short), 'good answer')}"
-        if len(set(short)) > 1:
-            text = f"{name} comes from {min(short)} to {max(short)} good answers"
-        severity: Severity = "warning" if name == run.statistic else "note"
-        yield Finding(severity, f"{text}{at}; below {needed} it is mostly chance.")
+        if found := [num_good for num_good in answered if num_good < needed]:
+            short[name] = found
+            text = f"{name} comes from {_amount(found, len(figures))}; below {needed} it is mostly"
+            if name == run.statistic:
+                yield Finding("warning", f"{text} chance.")
+    others = [name for name in short if name != run.statistic]
+    if others:
+        verb = "comes" if len(others) == 1 else "come"
+        amount = _amount(short[others[-1]], len(figures))
+        yield Finding("note", f"{units.listed(others)} {verb} from {amount}: mostly chance.")
+
+
+def _amount(short: Sequence[int], num_levels: int) -> str:
+    at = "" if num_levels == 1 else f" at {len(short)} of {num_levels} levels"
+    if len(set(short)) > 1:
+        return f"{min(short)} to {max(short)} good answers{at}"
+    return f"{units.count(short[0], 'good answer')}{at}"
 
 
 def _load_of_server(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:

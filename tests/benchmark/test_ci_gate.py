@@ -1,6 +1,7 @@
 """CI goes on when the SLO is kept and nothing is slower for sure."""
 
 import math
+import re
 
 import made_runs
 import pytest
@@ -34,6 +35,25 @@ def test_a_term_that_was_not_measured_shuts_the_gate() -> None:
     (check,) = judged(run_of(0.010), "memory <= 1GiB")
     assert not check.is_passed
     assert "not measured" in check.text
+
+
+def test_a_price_makes_cost_a_term_like_others() -> None:
+    run = run_of(0.010)
+    run.price_per_hour = 3.6
+    assert [check.is_passed for check in judged(run, "cost <= 20 per million")] == [True]
+    assert [check.is_passed for check in judged(run, "cost <= 1 per million")] == [False]
+
+
+def test_figures_read_as_in_the_report() -> None:
+    (check,) = judged(run_of(0.010), "p99 < 1s")
+    assert re.search(r"p99 < 1s: kept, \d\d\.\d ms \(\d\d\.\d-\d\d\.\d\)$", check.text)
+
+
+@pytest.mark.parametrize(("rate", "is_passed"), [(850.0, True), (0.0, False)])
+def test_a_search_that_found_no_rate_shuts_the_gate(rate: float, is_passed: bool) -> None:
+    run = made_runs.max_rate()
+    run.max_rate = MaxRate(Interval(rate, rate, rate), "p99 < 20ms")
+    assert [check.is_passed for check in judged(run, "p99 < 20ms")] == [is_passed]
 
 
 def test_nothing_measured_keeps_nothing() -> None:

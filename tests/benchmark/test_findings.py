@@ -28,10 +28,10 @@ def test_a_healthy_run_has_no_findings() -> None:
     assert findings.find(healthy()) == []
 
 
-@pytest.mark.parametrize("num_late", [0, 3])
+@pytest.mark.parametrize("num_late", [0, 30])
 def test_a_generator_that_is_late_by_itself_is_loud(num_late: int) -> None:
     run = healthy()
-    lateness = [0.0001] * 97 + [0.02] * num_late
+    lateness = [0.0001] * 970 + [0.02] * num_late
     run.levels[0].generator.lateness = made_runs.histogram(lateness)
     expected = ["LIMITED BY THE GENERATOR: 1 % of requests left 20.0 ms late or more."]
     found = [text.partition(" The figures")[0] for text in texts(run, "error")]
@@ -43,22 +43,63 @@ def test_lateness_is_held_against_latency() -> None:
     for median_s, num_found in ((0.004, 1), (0.1, 0)):
         server = Server(num_instances=100, median_s=median_s)
         run = made_runs.run([made_runs.level(Open(Flat(100.0)), server)])
-        run.levels[0].generator.lateness = made_runs.histogram([0.002])
+        run.levels[0].generator.lateness = made_runs.histogram([0.002] * 1000)
         assert len(texts(run, "error")) == num_found
+
+
+def test_lateness_that_no_percentile_shows_is_no_news() -> None:
+    """Of a run whose slowest are slow for another reason."""
+    run = made_runs.run([made_runs.level(Open(Flat(200.0)), Server(stall_at_s=4.0, stall_s=1.0))])
+    late = [0.0001] * 980 + [0.003] * 20
+    run.levels[0].generator.lateness = made_runs.histogram(late)
+    assert not any("LIMITED" in text for text in texts(run, "error"))
+    run.levels[0].generator.lateness = made_runs.histogram([0.003] * 19)
+    assert not any("LIMITED" in text for text in texts(run, "error"))
+    run.levels[0].generator.lateness = made_runs.histogram([0.003] * 20)
+    assert any("50 % of requests left " in text for text in texts(run, "error"))
+
+
+def test_a_warm_up_too_short_to_tell() -> None:
+    run = healthy()
+    run.levels[0].warm_up = WarmUp(3.0, 1000, False, 0.0200, 0.0205)
+    (text,) = texts(run, "warning")
+    assert text.startswith("The warm-up of 3 s was too short, or the load too uneven, to tell")
 
 
 @pytest.mark.parametrize(("share", "is_found"), [(0.84, False), (0.85, True)])
 def test_a_generator_whose_core_is_full(share: float, is_found: bool) -> None:
     run = healthy()
     run.levels[0].generator.cpu_shares = [0.2, share]
-    assert any("used 85% of its core" in text for text in texts(run, "error")) is is_found
+    assert any("used 85 % of its core" in text for text in texts(run, "error")) is is_found
 
 
 def test_all_connections_busy() -> None:
     run = healthy()
     run.levels[0].generator.num_waited = 1
     (text,) = texts(run, "error")
-    assert "1 request waited because all 64 connections were busy" in text
+    assert "1 request waited for a connection (--max-connections)" in text
+
+
+def silenced(run: Run, *places: int) -> Run:
+    for place in places:
+        run.levels[0].windows[place].num_arrived = 0
+    return run
+
+
+def test_a_server_that_stood_still_is_told_even_in_a_closed_loop() -> None:
+    run = made_runs.run([made_runs.level(Closed(8), HEALTHY, 20.0)])
+    assert not any("no answer" in text.lower() for text in texts(run, "warning"))
+    length_s = run.levels[0].windows[0].length_s
+    num = round(2.0 / length_s)
+    (text,) = [t for t in texts(silenced(run, *range(3, 3 + num)), "warning") if "answer" in t]
+    assert text == "For 2.00 s of 20.0 s no answer came at all: the server stood still."
+    (text,) = texts(silenced(run, *range(-num - 1, 0)), "error")
+    assert text.startswith("No answer came in the last 2.") and "stopped answering" in text
+
+
+def test_a_short_silence_is_nothing() -> None:
+    run = made_runs.run([made_runs.level(Closed(8), HEALTHY, 20.0)])
+    assert not any("answer came" in each.text for each in findings.find(silenced(run, 3)))
 
 
 def test_littles_law_of_a_closed_loop() -> None:
@@ -93,6 +134,8 @@ def test_a_warm_up_that_ran_out_of_patience() -> None:
     run.levels[0].warm_up = WarmUp(30.0, 1000, False, 0.05, 0.02)
     (text,) = texts(run, "warning")
     assert "warm-up of 30 s was over (median 50.0 ms at first, 20.0 ms at last)" in text
+    run.levels[0].ending = "interrupted"
+    assert texts(run, "warning") == []
 
 
 def test_a_queue_that_grows() -> None:
@@ -115,7 +158,7 @@ def test_time_was_up_before_the_interval_was_tight() -> None:
     run.precision_percent = 1.0
     (text,) = texts(run, "warning")
     assert text.startswith("p99 is known to ±")
-    assert "20 s were not enough; about " in text
+    assert "20.0 s were not enough; about " in text
     seconds = float(text.split("about ")[1].split()[0])
     error = float(text.split("±")[1].split()[0])
     assert seconds == pytest.approx(20 * error**2, rel=0.1)
@@ -123,10 +166,29 @@ def test_time_was_up_before_the_interval_was_tight() -> None:
     assert texts(run, "warning") == []
 
 
+def test_wide_intervals_of_several_levels_share_a_line() -> None:
+    run = made_runs.sweep()
+    run.precision_percent = 0.5
+    for level in run.levels:
+        level.ending = "time"
+    wide = [each for each in findings.find(run) if "is known to" in each.text]
+    assert len(wide) > 2
+    ((first, *_),) = findings.grouped(wide)
+    assert " to ±" in first.text and first.text.endswith(" s a level would be.")
+
+
+def test_nobody_is_told_to_measure_for_days() -> None:
+    run = healthy()
+    run.levels[0].ending = "time"
+    run.precision_percent = 0.01
+    (text,) = texts(run, "warning")
+    assert text.endswith("not enough, by far; or something disturbs the server, or its machine.")
+
+
 def test_nothing_can_be_said_of_a_high_end() -> None:
     run = made_runs.open_loop(10.0, "")
     (text, *_) = [text for text in texts(run, "warning") if "How high" in text]
-    assert text == "How high p99 may be cannot be said from 10 s: measure longer."
+    assert text == "How high p99 may be cannot be said from 10.0 s: measure longer."
 
 
 def test_too_few_for_a_percentile() -> None:
@@ -135,10 +197,20 @@ def test_too_few_for_a_percentile() -> None:
     assert f"p99 comes from {num} good answers; below 1000 it is mostly chance." in texts(
         run, "warning"
     )
-    assert f"p99.9 comes from {num} good answers; below 10000 it is mostly chance." in texts(
-        run, "note"
-    )
-    assert not any(text.startswith(("p50", "p90", "p95 ")) for text in texts(run, "note"))
+    assert f"p99.9 comes from {num} good answers: mostly chance." in texts(run, "note")
+
+
+def test_the_other_percentiles_of_too_few_share_a_line() -> None:
+    run = made_runs.open_loop(5.0)
+    num = sum(window.num_good for window in run.levels[0].windows)
+    assert 20 <= num < 100
+    (text,) = [text for text in texts(run, "note") if "chance" in text]
+    assert text == f"p90, p95 and p99.9 come from {num} good answers: mostly chance."
+
+
+def test_no_good_answer_at_all_is_told_by_its_failures_alone() -> None:
+    run = made_runs.open_loop(400.0, server=Server(fail_share=1.0))
+    assert not any("chance" in finding.text for finding in findings.find(run))
 
 
 def test_too_few_is_said_once_for_all_levels() -> None:

@@ -58,7 +58,7 @@ def headline_of(run: Run) -> Headline:
 def _headline(run: Run) -> Headline:
     limits = slo_of(run)
     if limits is None:
-        return Headline("no SLO", "No SLO was given")
+        return Headline("no SLO", _without_slo(run))
     if run.max_rate is not None:
         return _of_max_rate(run.max_rate)
     levels = _levels_at(in_order(run), limits)
@@ -77,6 +77,23 @@ def _headline(run: Run) -> Headline:
     return Headline("missed", f"SLO missed{place}: {_first(judged, 'missed').text}")
 
 
+def _without_slo(run: Run) -> str:
+    """The most that was answered, and what that took."""
+    if run.knee is not None:
+        knee = run.knee
+        plateau = f"a plateau of {units.number(knee.throughput)}/s"
+        return f"No SLO was given: {plateau}, knee at concurrency {units.number(knee.concurrency)}"
+    answered = [level for level in run.levels if any(each.num_good for each in level.windows)]
+    if not answered:
+        return "No SLO was given"
+    rates = [stats.throughput_interval(level.windows).value for level in answered]
+    rate = max(rates)
+    best = answered[rates.index(rate)]
+    p99 = stats.percentile_interval(best.windows, "latency", 99.0)
+    text = f"{units.number(rate)}/s with p99 {units.duration_interval(p99)}"
+    return f"No SLO was given: {text} at {label_of(best)}"
+
+
 def level_outcome(run: Run, level: Level) -> promises.Outcome:
     """ "not measured" without an SLO too."""
     limits = slo_of(run)
@@ -84,12 +101,16 @@ def level_outcome(run: Run, level: Level) -> promises.Outcome:
 
 
 def _judged(run: Run, level: Level, limits: Slo) -> _Judged:
+    return _Judged(level, verdicts_of(run, level, limits))
+
+
+def verdicts_of(run: Run, level: Level, limits: Slo) -> tuple[Verdict, ...]:
     """With what a million answers cost, where the price is known."""
     measured = verdicts.measured(level.windows, limits)
     if run.price_per_hour is not None:
         throughput = stats.throughput_interval(level.windows)
         measured["cost"] = _cost(run.price_per_hour, throughput)
-    return _Judged(level, verdicts.verdicts(limits, measured))
+    return verdicts.verdicts(limits, measured)
 
 
 def _cost(price_per_hour: float, throughput: Interval) -> Interval:
@@ -150,15 +171,15 @@ def term_text(verdict: Verdict) -> str:
     if measured is None or verdict.outcome == "not measured":
         return f"{head} was not measured ({term})"
     sign = OPPOSITES[sign] if verdict.outcome == "missed" else sign
-    return f"{head} {_measured_text(term, measured)} {sign} {_spaced(limit)}{_doubt(verdict)}"
+    close = _close_text(measured) if verdict.is_close else ""
+    return f"{head} {_measured_text(term, measured)} {sign} {_spaced(limit)}{close}"
 
 
-def _doubt(verdict: Verdict) -> str:
-    if not verdict.is_close or verdict.measured is None:
+def _close_text(measured: Interval) -> str:
+    if math.isinf(measured.value):
         return ""
-    # A range without an end holds every limit; that is no closeness.
-    is_known = math.isfinite(verdict.measured.low + verdict.measured.high)
-    return ", too close to be sure" if is_known else ", measured too briefly to be sure"
+    is_open = not (math.isfinite(measured.low) and math.isfinite(measured.high))
+    return f", too {'few' if is_open else 'close'} to be sure"
 
 
 def _sign(term: Term) -> str:

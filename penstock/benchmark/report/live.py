@@ -75,8 +75,8 @@ class Live:
             self._screen.update(line(progress), refresh=True)
 
     def _end_level(self) -> None:
-        """What became of it stays to be read."""
-        if self._last is not None:
+        """What became of it stays to be read; a warm-up is not a result."""
+        if self._last is not None and self._last.phase != "warm-up":
             self._console.print(done(self._last), soft_wrap=True)
         self._last = None
 
@@ -130,10 +130,12 @@ def _now(progress: Progress) -> Text:
 def done(progress: Progress) -> Text:
     """One line for a level that is over."""
     measured = progress.interval or Interval(progress.p99_s, float("nan"), float("nan"))
-    seconds = f"{progress.elapsed_s:.0f} s"
+    num_good = progress.num_requests - progress.num_failed
+    # Over the whole level, unlike `rate`.
+    rate = num_good / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
     text = Text(
-        f"{_name(progress)}: {units.count(progress.num_requests, 'request')} in {seconds},"
-        f" {units.number(progress.rate)}/s,"
+        f"{_name(progress)}: {units.count(progress.num_requests, 'request')}"
+        f" in {units.duration(progress.elapsed_s)}, {units.number(rate)}/s,"
         f" {progress.statistic} {units.duration_interval(measured)}"
     )
     if progress.num_failed:

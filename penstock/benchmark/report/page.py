@@ -135,13 +135,17 @@ def _plotly_js() -> str:
 
 
 def chosen_level(run: Run, figures: list[Figures]) -> int | None:
-    """The level whose figures stand for the run: the knee; the highest load that keeps the SLO;
-    else the one with the highest throughput."""
+    """The level whose figures stand for the run: the knee; the highest load that keeps the SLO
+    (of a search, the one its answer rests on); else the one with the highest throughput."""
     if not figures:
         return None
     if run.knee is not None and 0 <= run.knee.level < len(figures):
         return run.knee.level
-    kept = [i for i, level in enumerate(run.levels) if level_outcome(run, level) == "kept"]
+    kept = [
+        index
+        for index in sorted(findings.deciding_levels(run))
+        if level_outcome(run, run.levels[index]) == "kept"
+    ]
 
     def throughput(index: int) -> float:
         value = figures[index].throughput.value
@@ -174,8 +178,8 @@ def _cards(run: Run, row: Figures) -> list[Card]:
         card = Card("highest rate", f"{units.number(rate.value)}/s", units.range_of(rate))
         cards.insert(0, card)
     if run.knee is not None:
-        at = f"{units.number(run.knee.throughput)}/s"
-        cards.insert(0, Card("knee", units.number(run.knee.concurrency), f"concurrency, {at}"))
+        at = f"plateau {units.number(run.knee.throughput)}/s"
+        cards.insert(0, Card("knee", units.number(run.knee.concurrency), f"concurrency; {at}"))
     return cards
 
 

@@ -4,7 +4,7 @@ page's, so that a figure fits a light and a dark one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.benchmark import stats
@@ -41,6 +41,8 @@ CDF_PERCENTS = (
     *(tenth / 10 for tenth in range(900, 1000)),
     *(99.9 + hundredth / 100 for hundredth in range(1, 10)),
 )
+# A log axis spans at least the square of this factor.
+NARROW = 1.5
 CDF_TICKS = {"0": 0.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "p99.99": 99.99}
 # Requests that are typical, and those that are slow, by their latency.
 TYPICAL = (40.0, 60.0)
@@ -131,7 +133,7 @@ def _curve(run: Run, figures: Sequence[Figures]) -> Figure | None:
 def curve_figure(traces: list[Figure]) -> Figure:
     layout = {
         "xaxis": {"title": "good answers per second", "rangemode": "tozero"},
-        "yaxis": _log_axis("latency, ms", [y for trace in traces for y in trace["y"]]),
+        "yaxis": _log_axis("latency, ms", _with_bars(traces)),
         "shapes": [],
         "annotations": [],
     }
@@ -170,13 +172,33 @@ def curve_trace(run: Run, name: str, percentile: str, colour: str) -> Figure:
     }
 
 
+def _with_bars(traces: Sequence[Figure]) -> Iterator[float]:
+    """The values of points, and where their bars end."""
+    for trace in traces:
+        bars = trace.get("error_y", {"array": [], "arrayminus": []})
+        yield from trace["y"]
+        yield from (y + more for y, more in zip(trace["y"], bars["array"], strict=False))
+        yield from (y - less for y, less in zip(trace["y"], bars["arrayminus"], strict=False))
+
+
 def _add_limit_across(layout: Figure, term: Latency) -> None:
     """Of latency, on an axis of latency that goes up."""
     if term.metric != "latency":
         return
-    shape, note = _line("y", term.limit_s * 1e3, f" SLO: {term}")
+    _add_line(layout, "y", term, f" SLO: {term}")
+
+
+def _add_line(layout: Figure, axis: str, term: Latency, text: str) -> None:
+    at = term.limit_s * 1e3
+    shape, note = _line(axis, at, text)
     layout["shapes"].append(shape)
     layout["annotations"].append(note)
+    if (found := layout[f"{axis}axis"].get("range")) is not None:
+        low, high = found
+        layout[f"{axis}axis"]["range"] = [
+            min(low, math.log10(at) - 0.05),
+            max(high, math.log10(at) + 0.05),
+        ]
 
 
 def _mark_knee(run: Run, figures: Sequence[Figures], figure: Figure) -> None:
@@ -205,7 +227,8 @@ def _mark_knee(run: Run, figures: Sequence[Figures], figure: Figure) -> None:
 
 
 def _log_axis(title: str, values: Iterable[float]) -> Figure:
-    """Ticks at 1, 2, 5, 10 …, in plain numbers; more where the values are close together."""
+    """Ticks at 1, 2, 5, 10 …, in plain numbers; more where the values are close together. Values
+    that hardly differ get room around them: else no tick is in sight, and noise looks large."""
     finite = [value for value in values if math.isfinite(value) and value > 0]
     axis: Figure = {"title": title, "type": "log"}
     if not finite:
@@ -215,6 +238,9 @@ def _log_axis(title: str, values: Iterable[float]) -> Figure:
     if max(finite) < 5 * min(finite):
         steps = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
     ticks = [step * 10.0**power for power in range(low - 1, high + 1) for step in steps]
+    if max(finite) < NARROW * min(finite):
+        centre = math.log10(min(finite) * max(finite)) / 2
+        axis["range"] = [centre - math.log10(NARROW), centre + math.log10(NARROW)]
     return axis | {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
@@ -270,9 +296,7 @@ def _cdf(run: Run) -> Figure | None:
 
 
 def add_limit(layout: Figure, term: Latency) -> None:
-    shape, note = _line("x", term.limit_s * 1e3, f"SLO: {term}")
-    layout["shapes"].append(shape)
-    layout["annotations"].append(note)
+    _add_line(layout, "x", term, f"SLO: {term}")
 
 
 def _breakdown(loads: Sequence[Load], figures: Sequence[Figures]) -> Figure | None:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import secrets
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,29 @@ def write_run(run: Run, path: Path) -> None:
     write_text(LONG_ROWS.sub(lambda match: re.sub(r"\n *", " ", match[0]), text) + "\n", path)
 
 
+def problem_of(path: Path) -> str:
+    """Why nothing can be written there; empty when it can.
+
+    A file appears by taking the place of whatever has its name: devices must keep theirs.
+    """
+    if path.is_dir():
+        return f"{path}: is a folder; expected the name of a file"
+    if not path.parent.is_dir():
+        return f"{path}: there is no folder {path.parent}"
+    is_special = path.exists() and not path.is_file()
+    if is_special or path.parent.resolve() == Path("/dev"):
+        return f"{path}: is no plain file; expected the name of a file to write"
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            return ""
+    except OSError as error:
+        return f"{path}: cannot be written: {error.strerror or error}"
+
+
 def write_text(text: str, path: Path) -> None:
     """A file that appears, or changes, when it is whole; ConfigError when it cannot be written."""
+    if problem := problem_of(path):
+        raise ConfigError([problem])
     waiting = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         staging.write(waiting, text.encode())

@@ -72,8 +72,8 @@ def answers_of(run: Run) -> list[str]:
     if run.knee is not None:
         knee = run.knee
         found.append(
-            f"Knee: concurrency {units.number(knee.concurrency)}, {units.number(knee.throughput)}/s"
-            f" (alone a request takes {units.duration(knee.alone_s)})"
+            f"Knee: concurrency {units.number(knee.concurrency)}, the plateau of"
+            f" {units.number(knee.throughput)}/s x {units.duration(knee.alone_s)} alone"
             + (f"; {knee.reason}" if knee.reason else "")
         )
     if run.max_rate is not None and math.isfinite(run.max_rate.rate.value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from penstock.benchmark.stats import Interval
 
@@ -51,6 +51,8 @@ def range_of(interval: Interval, scale: float = 1.0) -> str:
     low, high = interval.low / scale, interval.high / scale
     if math.isnan(low) and math.isnan(high):
         return ""
+    if low <= 0 and not math.isfinite(high):
+        return ""
     if not math.isfinite(low):
         return f"< {number(high)}" if math.isfinite(high) else ""
     return f"{number(low)}-{number(high)}" if math.isfinite(high) else f"> {number(low)}"
@@ -81,6 +83,12 @@ def size(num_bytes: float) -> str:
 def count(amount: int, noun: str) -> str:
     """`1 request`, `2 requests`."""
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
+
+
+def listed(words: Sequence[str]) -> str:
+    """`p90, p95 and p99.9`."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def share(part: float, whole: float) -> str:

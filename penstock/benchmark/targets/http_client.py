@@ -7,6 +7,7 @@ where one is wanted. Knows nothing of models. Lives on one event loop.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import ssl
 import time
@@ -234,6 +235,8 @@ def connect_failure(error: BaseException, timeout_s: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no connection within {timeout_s:g} s"
     text = getattr(error, "strerror", None) or str(error)
+    if getattr(error, "errno", None) == errno.EMFILE:
+        return "no connection: too many open files here (raise ulimit -n)"
     return f"no connection: {text.lower()}"
 
 

@@ -126,7 +126,12 @@ class PlainHttp:
 
     async def describe(self) -> tuple[Description, RequestForm]:
         """Connects and asks nothing, since any request may have effects."""
-        await self._client.open(1)
+        # Another client than the one that is timed when it connects.
+        probe = HttpClient(self._url, self._spec.timeout_s, 1)
+        try:
+            await probe.open(1)
+        finally:
+            await probe.close()
         return (
             Description("HTTP", self._spec.address),
             RequestForm("fields", fields=self._template.fields),

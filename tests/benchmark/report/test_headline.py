@@ -43,14 +43,27 @@ def test_a_limit_inside_the_interval_is_said_to_be_close() -> None:
     assert "too close to be sure" in headline_of(run).text
 
 
-def test_an_interval_without_an_end_is_too_brief_a_measurement() -> None:
-    run = made_runs.open_loop(8.0, "p99 < 1s")
-    text = headline_of(run).text
-    assert text.startswith("SLO kept") and "measured too briefly to be sure" in text
+def test_an_interval_without_an_end_is_not_said_to_be_close() -> None:
+    text = headline_of(made_runs.open_loop(10.0, "p99 < 1s")).text
+    assert "(> " in text and "too few to be sure" in text
+
+
+def test_without_an_slo_the_most_that_was_answered() -> None:
+    pattern = r"No SLO was given: \d+/s with p99 [\d.]+ ms \(.*\) at concurrency 64"
+    run = made_runs.sweep("")
+    run.knee = None
+    assert re.fullmatch(pattern, headline_of(run).text)
+
+
+def test_without_an_slo_the_knee_that_was_asked_for() -> None:
+    expected = "No SLO was given: a plateau of 960/s, knee at concurrency 4.30"
+    assert headline_of(made_runs.sweep("")).text == expected
 
 
 def test_no_slo_and_nothing_measured() -> None:
-    assert headline_of(made_runs.open_loop(400.0, "")).text == "No SLO was given"
+    run = made_runs.empty()
+    run.slo = ""
+    assert headline_of(run).text == "No SLO was given (partial run)"
     found = headline_of(made_runs.empty())
     assert found.outcome == "not measured"
     assert found.text == "SLO not judged: nothing was measured (partial run)"

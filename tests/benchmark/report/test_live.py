@@ -32,9 +32,25 @@ def test_a_file_gets_one_line_for_each_level() -> None:
         assert out.getvalue() == ""
         live.update(replace(NOW, level="concurrency 16", index=5, num_failed=3))
     assert out.getvalue().splitlines() == [
-        "[4/7] concurrency 8: 3650 requests in 4 s, 912/s, p99 12.1 ms (11.8-12.6)",
-        "[5/7] concurrency 16: 3650 requests in 4 s, 912/s, p99 12.1 ms (11.8-12.6), 3 failed",
+        "[4/7] concurrency 8: 3650 requests in 4.00 s, 912/s, p99 12.1 ms (11.8-12.6)",
+        "[5/7] concurrency 16: 3650 requests in 4.00 s, 912/s, p99 12.1 ms (11.8-12.6), 3 failed",
     ]
+
+
+def test_a_level_that_is_over_has_the_rate_of_its_whole_time() -> None:
+    out = io.StringIO()
+    with Live(Console(file=out, width=200)) as live:
+        live.update(replace(NOW, rate=99.0, num_requests=3800, num_failed=200))
+    assert " 3800 requests in 4.00 s, 900/s, " in out.getvalue()
+
+
+def test_a_warm_up_alone_is_no_result() -> None:
+    out = io.StringIO()
+    with Live(Console(file=out, width=200)) as live:
+        live.update(replace(NOW, phase="warm-up", level="11/s poisson"))
+        live.update(replace(NOW, level="trace conv.csv"))
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("[4/7] trace conv.csv: ")
 
 
 def test_the_same_load_twice_is_two_levels() -> None:

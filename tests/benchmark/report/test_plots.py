@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from benchmark import made_runs
 from benchmark.made_runs import Server
@@ -148,6 +149,17 @@ def test_a_stall_is_seen_over_time() -> None:
     slow = [x for x, y in zip(tail["x"], tail["y"], strict=True) if y > 100]
     assert slow and min(slow) > 3.5 and max(slow) < 7.0
     assert "failed requests" not in traces(figure)
+
+
+def test_values_that_hardly_differ_have_ticks_in_sight() -> None:
+    run = made_runs.open_loop(400.0, "p99 < 2s")
+    for window in run.levels[0].windows:
+        window.metrics["latency"] = stats.Histogram({})
+        window.metrics["latency"].add(np.array([0.1265, 0.1271]))
+    axis = drawn(run)["over_time"][0]["layout"]["yaxis"]
+    low, high = (10**each for each in axis["range"])
+    assert low < 100 and high > 2000
+    assert sum(low <= tick <= 200 for tick in axis["tickvals"]) >= 2
 
 
 def test_failures_are_bars_over_time() -> None:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,13 +129,22 @@ def test_a_file_changes_when_the_new_one_is_whole(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"file/run\.json: cannot be written: "):
+    with pytest.raises(ConfigError, match=r"file/run\.json: there is no folder "):
         write_text("text", tmp_path / "file" / "run.json")
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
+    with pytest.raises(ConfigError, match="is a folder; expected the name of a file"):
         write_text("text", folder)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_what_is_no_plain_file_keeps_its_place(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/stdout"), Path("/dev/null")):
+        with pytest.raises(ConfigError, match="is no plain file; expected the name of a file"):
+            write_text("text", path)
+    assert pipe.is_fifo() and Path("/dev/null").is_char_device()
 
 
 def rows_of(run: Run) -> list[dict[str, str]]:

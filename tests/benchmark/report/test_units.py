@@ -65,6 +65,7 @@ def test_a_column_has_one_unit(seconds: list[float], unit: str) -> None:
     [
         (Interval(0.0121, 0.0118, 0.0126), "12.1 ms (11.8-12.6)"),
         (Interval(0.0121, 0.0118, INF), "12.1 ms (> 11.8)"),
+        (Interval(0.0121, 0.0, INF), "12.1 ms"),
         (Interval(0.0121, NAN, NAN), "12.1 ms"),
         (Interval(0.0121, NAN, 0.0126), "12.1 ms (< 12.6)"),
         (Interval(0.00099, 0.00095, 0.0012), "990 us (950-1200)"),

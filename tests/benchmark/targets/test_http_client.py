@@ -264,7 +264,11 @@ def test_nobody_there_is_said_in_words():
         (ConnectionResetError(), "connection lost"),
         (socket.gaierror(-2, "Name or service not known"), "unknown host"),
         (TimeoutError(), "no connection within 7 s"),
-        (OSError(24, "Too many open files"), "no connection: too many open files"),
+        (
+            OSError(24, "Too many open files"),
+            "no connection: too many open files here (raise ulimit -n)",
+        ),
+        (OSError(113, "No route to host"), "no connection: no route to host"),
     ],
 )
 def test_each_cause_has_one_spelling(error, text):
