@@ -160,12 +160,13 @@ class Meter:
         await self._stop(end, SHORT_PATIENCE_S if is_short else self._plan.target.timeout_s)
         self._drain_into(recorder)
         watching.close()
+        windows = recorder.windows(end)
         return Level(
             load=load,
             measured_s=end - start,
-            ending=ending,
+            ending="lost" if ending != "interrupted" and fell_silent(windows) else ending,
             warm_up=warm_up,
-            windows=recorder.windows(end),
+            windows=windows,
             service=recorder.service,
             generator=self._use(recorder, start, end),
             server=_difference(before, after),
@@ -330,6 +331,19 @@ def is_lost(windows: list[Window]) -> bool:
         return False
     failures = [text for window in recent for text in window.failures]
     return bool(failures) and all(map(is_loss, failures))
+
+
+def fell_silent(windows: list[Window]) -> bool:
+    """Nothing was answered at the end, however long one waited: a server that hangs. A closed loop
+    has few requests under way, so that no percentile would tell."""
+    silent_s, is_waiting = 0.0, False
+    for window in reversed(windows):
+        has_waited = any(text.startswith(("no answer", "cancelled")) for text in window.failures)
+        is_waiting = is_waiting or has_waited
+        if window.num_arrived or window.num_good or (window.failures and not has_waited):
+            break
+        silent_s += window.length_s
+    return is_waiting and silent_s >= LOST_S
 
 
 def is_loss(failure: str) -> bool:

@@ -18,7 +18,7 @@ from null_models import make
 
 from penstock import slo
 from penstock.benchmark.inputs import InputSpec
-from penstock.benchmark.level import Meter, is_lost
+from penstock.benchmark.level import Meter, fell_silent, is_lost
 from penstock.benchmark.messages import SetUp
 from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay, due_times
 from penstock.benchmark.plan import Decides, Plan, decides_for
@@ -345,6 +345,25 @@ def test_a_server_is_lost_when_only_broken_connections_come(
     windows: list[Window], expected: bool
 ) -> None:
     assert is_lost(windows) == expected
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        ([window(9), window(0, no_answer_within_5_s=2), window(0), window(0)], True),
+        # Some that were due in the same moment were still answered.
+        ([window(9, no_answer_within_5_s=2), window(0), window(0), window(0)], True),
+        ([window(9)] + [window(0, no_answer_within_5_s=2)] * 3, True),
+        ([window(9), window(0), window(0), window(0)], False),  # Nothing was asked.
+        ([window(0, no_answer_within_5_s=2), window(0), window(0), window(1), window(0)], False),
+        ([window(9), window(0, no_answer_within_5_s=2), window(0)], False),  # Too soon.
+        ([window(9)] + [window(0, status_503=2)] * 3, False),
+    ],
+)
+def test_a_server_that_hangs_at_the_end_has_fallen_silent(
+    windows: list[Window], expected: bool
+) -> None:
+    assert fell_silent(windows) == expected
 
 
 @pytest.mark.parametrize(

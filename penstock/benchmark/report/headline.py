@@ -61,6 +61,9 @@ def _headline(run: Run) -> Headline:
         return Headline("no SLO", _without_slo(run))
     if run.max_rate is not None:
         return _of_max_rate(run.max_rate)
+    if any(level.ending == "lost" for level in run.levels):
+        # Whatever its percentiles were until then.
+        return Headline("missed", f"SLO missed: {run.problem}")
     levels = _levels_at(in_order(run), limits)
     judged = [_judged(run, level, limits) for level in levels]
     if not judged:

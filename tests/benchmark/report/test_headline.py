@@ -151,6 +151,15 @@ def test_highest_rate(rate: Interval, reason: str, outcome: str, text: str) -> N
     assert (found.outcome, found.text) == (outcome, text)
 
 
+def test_no_promise_is_kept_by_a_server_that_is_gone() -> None:
+    run = made_runs.open_loop(400.0, "p99 < 1s")
+    run.levels[-1].ending = "lost"
+    run.is_partial, run.problem = True, "the server stopped answering: connection refused"
+    found = headline_of(run)
+    assert found.outcome == "missed"
+    assert found.text == f"SLO missed: {run.problem} (partial run)"
+
+
 def test_a_partial_run_says_so() -> None:
     assert headline_of(made_runs.partial()).text.endswith("(partial run)")
 
