@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import sys
 import time
@@ -259,6 +260,8 @@ async def _main(out: int) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The conductor says when it is over.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # A connection is a file.
     out = os.dup(1)
     os.dup2(2, 1)  # What a model prints must not end up between the answers.
     uvloop.run(_main(out))

@@ -19,7 +19,7 @@ class Decides:
 
     @property
     def name(self) -> str:
-        return f"p{self.percent:g}"
+        return f"p{self.percent:g}" + ("" if self.metric == "latency" else f" {self.metric}")
 
 
 @dataclass(frozen=True, slots=True)

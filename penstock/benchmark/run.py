@@ -144,7 +144,10 @@ class Conductor:
         ]
         opened, *_ = await self._meter.crew.start(setups)
         if opened.first_failure:
-            raise ConfigError([f"{plan.target.address}: the first request: {opened.first_failure}"])
+            text = f"{plan.target.address}: the first request: {opened.first_failure}"
+            if opened.description.protocol == "HTTP" and "status 404" in text:
+                text += "; a v2 model is addressed as http://host:port/v2/models/NAME"
+            raise ConfigError([text])
         return Run(
             target=opened.description,
             origin=opened.origin,
