@@ -30,6 +30,9 @@ EARLY_CONFIDENCE = 0.995
 MIN_EARLY_REQUESTS = 1000
 # Requests beyond the percentile that have to be seen.
 MIN_EARLY_BEYOND = 20
+# So many will do when even the lower end of a figure is so many times its limit.
+MIN_HOPELESS_REQUESTS = 200
+FAR = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ def is_decided(windows: Sequence[Window], slo: Slo, num_in_flight: int = 0) -> b
     seen."""
     num_due = sum(window.num_due for window in windows)
     if num_due < _min_early_requests(slo):
-        return False
+        return num_due >= MIN_HOPELESS_REQUESTS and _is_far_beyond(windows, slo)
     judged = [
         verdict
         for verdict in verdicts(slo, measured(windows, slo, EARLY_CONFIDENCE))
@@ -138,6 +141,16 @@ def is_decided(windows: Sequence[Window], slo: Slo, num_in_flight: int = 0) -> b
         return False
     limit_s = limits(slo).get("latency", math.inf)
     return not has_overdue(windows, num_in_flight, limit_s)
+
+
+def _is_far_beyond(windows: Sequence[Window], slo: Slo) -> bool:
+    """Whether a limit is missed by so much that fewer requests show it."""
+    return any(
+        isinstance(verdict.term, Latency)
+        and verdict.measured is not None
+        and verdict.measured.low > FAR * verdict.term.limit_s
+        for verdict in verdicts(slo, measured(windows, slo, EARLY_CONFIDENCE))
+    )
 
 
 def _min_early_requests(slo: Slo) -> float:

@@ -179,6 +179,16 @@ def test_terms_that_nobody_measures_do_not_decide():
     assert is_decided(law(), parse("memory <= 1GiB, p99 < 1s"))
 
 
+@pytest.mark.parametrize(
+    ("rate", "num", "expected"), [(200, 400, True), (200, 150, False), (105, 400, False)]
+)
+def test_a_rate_far_above_capacity_is_decided_on_few_requests(rate, num, expected):
+    """100/s can be answered; the SLO is p99 < 100 ms."""
+    due = np.arange(num) / rate
+    windows = windows_of(due, queued(due, np.full(num, 0.01)), num / rate)
+    assert is_decided(windows, parse("p99 < 100ms")) == expected
+
+
 def test_early_decisions_are_rarely_wrong():
     """Asked every second, with a limit above and below the true p99."""
     truth_s = -math.log(0.01) * 0.01

@@ -20,7 +20,7 @@ from penstock.benchmark.pacer import Flat, Open
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(900)]
 
 A_S, C_S, MAX_BATCH = 0.040, 0.010, 8
-QUICK_S = 0.010
+QUICK_S = 0.020
 STALL = -7
 
 
@@ -133,7 +133,7 @@ def test_the_knee_is_where_the_law_has_it(
 
 
 def test_the_highest_constant_rate_is_the_capacity(server: Served, tmp_path: Path) -> None:
-    flags = ["--max-rate", "--arrivals", "constant", "--slo", "p99 < 100 ms", "--duration", "10s"]
+    flags = ["--max-rate", "--arrivals", "constant", "--slo", "p99 < 200 ms", "--duration", "10s"]
     found = bench(tmp_path, url(server, "quick"), *flags)
     assert found.status == 0, found.errors
     rate = found.run.max_rate.rate
@@ -145,10 +145,10 @@ def test_the_highest_constant_rate_is_the_capacity(server: Served, tmp_path: Pat
 
 def test_the_highest_poisson_rate_is_that_of_the_queue(server: Served, tmp_path: Path) -> None:
     """M/D/1: where one request in ten takes longer than the limit."""
-    flags = ["--max-rate", "--slo", "p90 < 50 ms", "--duration", "60s"]
+    flags = ["--max-rate", "--slo", "p90 < 100 ms", "--duration", "60s"]
     found = bench(tmp_path, url(server, "quick"), *flags)
     assert found.status == 0, found.errors
-    rate, expected = found.run.max_rate.rate, laws.max_poisson_rate(QUICK_S, 0.05, 0.1)
+    rate, expected = found.run.max_rate.rate, laws.max_poisson_rate(QUICK_S, 0.1, 0.1)
     print(f"max rate {rate.value:.2f}/s ({rate.low:.2f} to {rate.high:.2f}), law {expected:.2f}/s")
     assert rate.value == pytest.approx(expected, rel=0.05)
 
