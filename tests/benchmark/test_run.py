@@ -76,7 +76,9 @@ def test_cold_start_is_apart(tmp_path: Path) -> None:
 
 def test_a_level_that_is_precise_enough_ends_early(tmp_path: Path) -> None:
     model = make(tmp_path, max_batch=1, a_ms=5)
-    run, _ = measure(plan_for(model, Closed(1), duration_s=6.0, precision=1.0))
+    run, _ = measure(
+        plan_for(model, Closed(1), duration_s=6.0, precision=0.5, decides=Decides(50.0))
+    )
     (level,) = run.levels
     assert (level.ending, level.measured_s >= 2.0) == ("precise", True)
 
