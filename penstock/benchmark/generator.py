@@ -87,6 +87,8 @@ class Generator:
                 assert_never(question)
 
     async def close(self) -> None:
+        if self._report is not None:
+            self._report.cancel()
         if self._running is not None:
             self._running.close()
         if self._target is not None:
