@@ -45,7 +45,15 @@ class GivenLoads:
         pass
 
     def answer(self, run: Run) -> None:
-        pass
+        """A sweep from one client to the plateau shows a knee, asked for or not."""
+        search = KneeSearch()
+        for level in run.levels:
+            if not isinstance(level.load, Closed):
+                return
+            search.add(level.load, level.windows)
+        if Closed(1) in [level.load for level in run.levels]:
+            found = search.knee
+            run.knee = found if found is not None and not found.reason else None
 
 
 class KneeChoice:

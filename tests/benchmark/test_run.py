@@ -24,7 +24,7 @@ from penstock.benchmark.pacer import Closed, Flat, Load, Open, Ramp, Replay, due
 from penstock.benchmark.plan import Decides, Plan, decides_for
 from penstock.benchmark.report.live import Progress
 from penstock.benchmark.results import Level, Run
-from penstock.benchmark.run import Conductor, MaxRateChoice
+from penstock.benchmark.run import Conductor, GivenLoads, MaxRateChoice
 from penstock.benchmark.search import MaxRateSearch
 from penstock.benchmark.stats import Window, merged, percentile_interval, throughput_interval
 from penstock.benchmark.targets import TargetSpec
@@ -311,6 +311,22 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_run(tmp_path: Path) -> 
     run = asyncio.run(Conductor(plan, lambda _: None, keep).measure())
     assert run.is_partial and "No space left" in run.problem
     assert len(run.levels) == 1
+
+
+def test_a_sweep_to_the_plateau_has_a_knee() -> None:
+    run = made_runs.sweep("")
+    run.knee = None
+    GivenLoads([]).answer(run)
+    assert run.knee.concurrency == pytest.approx(run.knee.throughput * run.knee.alone_s)
+
+
+@pytest.mark.parametrize(
+    "loads", [[Closed(2), Closed(4), Closed(8), Closed(16)], [Closed(1)], [Open(Flat(100.0))]]
+)
+def test_what_is_no_sweep_has_none(loads: list[Load]) -> None:
+    run = made_runs.run([made_runs.level(load, span_s=2.0) for load in loads])
+    GivenLoads([]).answer(run)
+    assert run.knee is None
 
 
 @pytest.mark.parametrize(("cpu_share", "is_said"), [(0.99, True), (0.3, False)])
