@@ -31,6 +31,23 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
 
+# What both commands write.
+HTML = click.option(
+    "--html",
+    "html_path",
+    metavar="FILE",
+    default="",
+    help="Write a page with plots, whole in itself. Use it to show somebody what was found.",
+)
+CSV = click.option(
+    "--csv",
+    "csv_path",
+    metavar="FILE",
+    default="",
+    help="Write a row a level, with perf_analyzer's columns first. Use it where scripts read "
+    "those.",
+)
+
 
 @click.command()
 @click.argument("target")
@@ -293,21 +310,8 @@ SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
     default="",
     help="Write the run. Give it to look again later (`penstock report`), or to compare.",
 )
-@click.option(
-    "--html",
-    "html_path",
-    metavar="FILE",
-    default="",
-    help="Write a page with plots, whole in itself. Use it to show somebody what was found.",
-)
-@click.option(
-    "--csv",
-    "csv_path",
-    metavar="FILE",
-    default="",
-    help="Write a row a level, with perf_analyzer's columns first. Use it where scripts read "
-    "those.",
-)
+@HTML
+@CSV
 def bench(target: str, **flags: Any) -> None:
     """Measure TARGET under load: what users would see, with how sure that is.
 
@@ -337,30 +341,16 @@ def bench(target: str, **flags: Any) -> None:
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN.JSON…")
-@click.option(
-    "--html",
-    "html_path",
-    metavar="FILE",
-    default="",
-    help="Write a page with plots, whole in itself. Use it to show somebody what was found.",
-)
-@click.option(
-    "--csv",
-    "csv_path",
-    metavar="FILE",
-    default="",
-    help="Write a row a level, with perf_analyzer's columns first. Use it where scripts read "
-    "those.",
-)
+@HTML
+@CSV
 def report(runs: tuple[str, ...], html_path: str, csv_path: str) -> None:
     """Show saved runs of `penstock bench` again: one as it was, several compared with the first."""
     from penstock import terminal
     from penstock.benchmark.report import show
 
-    html = Path(html_path) if html_path else None
-    csv = Path(csv_path) if csv_path else None
+    paths = [Path(each) for each in runs]
     try:
-        show.show([Path(each) for each in runs], html, csv, terminal.console())
+        show.show(paths, _path(html_path), _path(csv_path), terminal.console())
     except ConfigError as error:
         _fail(error)
 
@@ -399,14 +389,12 @@ class Outputs:
         from penstock import terminal
         from penstock.benchmark.report import show
 
-        show.show_run(
-            run, self._path(self.html_path), self._path(self.csv_path), terminal.console()
-        )
+        show.show_run(run, _path(self.html_path), _path(self.csv_path), terminal.console())
         self._write(run)
 
-    @staticmethod
-    def _path(name: str) -> Path | None:
-        return Path(name) if name else None
+
+def _path(name: str) -> Path | None:
+    return Path(name) if name else None
 
 
 def _repeated(names: list[str]) -> list[str]:
@@ -450,8 +438,9 @@ def _interruptible(conductor: Conductor) -> Iterator[None]:
 def _conclude(run: Run, baseline: Run | None, plan: Plan, is_gate: bool, tolerance: float) -> int:
     """Exit status: 0 as asked, 1 the gate is shut or the server was lost, 130 interrupted."""
     from penstock.benchmark import ci_gate
+    from penstock.benchmark.run import INTERRUPTED as WAS_INTERRUPTED
 
-    if run.problem == "interrupted":
+    if run.problem == WAS_INTERRUPTED:
         return INTERRUPTED
     checks = ci_gate.checks(run, plan.slo, baseline, tolerance)
     if is_gate or baseline is not None:
@@ -661,7 +650,6 @@ def _target(address: str, reading: Reading, loads: tuple[Load, ...]) -> TargetSp
         model=flags["model"],
         version=flags["version"],
         is_binary=flags["tensors"] == "binary",
-        batch_size=flags["batch_size"],
         api=flags["api"],
         method=flags["method"] or ("POST" if flags["body"] else "GET"),
         headers=headers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from penstock.benchmark.messages import (
@@ -30,13 +31,14 @@ class Member:
     """One generator. `report` gets its progress, everything else waits in order for `expect`."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, report: Callable[[int, Progress], None]
+        self, process: asyncio.subprocess.Process, report: Callable[[Progress], None]
     ) -> None:
+        # Why it cannot go on; empty while it can.
+        self.problems: list[str] = []
         self._process = process
         self._report = report
         self._answers: asyncio.Queue[Answer] = asyncio.Queue()
         self._listening = asyncio.ensure_future(self._listen())
-        self.index = 0
 
     def ask(self, question: Question) -> None:
         assert self._process.stdin is not None
@@ -51,11 +53,6 @@ class Member:
             raise AssertionError(f"a generator said {answer!r}, expected {kind.__name__}")
         return answer
 
-    def problem(self) -> list[str]:
-        """Why it cannot go on; empty while it can."""
-        waiting = list(self._answers._queue)  # type: ignore[attr-defined]
-        return next((each.problems for each in waiting if isinstance(each, Broken)), [])
-
     async def _listen(self) -> None:
         assert self._process.stdout is not None
         reader = self._process.stdout
@@ -66,12 +63,17 @@ class Member:
             except asyncio.IncompleteReadError:
                 break
             if isinstance(answer, Progress):
-                self._report(self.index, answer)
+                self._report(answer)
             else:
-                self._answers.put_nowait(answer)
+                self._put(answer)
         code = await self._process.wait()
         how = f"by signal {-code}" if code < 0 else f"with status {code}"
-        self._answers.put_nowait(Broken([f"a generator process ended {how}"]))
+        self._put(Broken([f"a generator process ended {how}"]))
+
+    def _put(self, answer: Answer) -> None:
+        if isinstance(answer, Broken) and not self.problems:
+            self.problems = answer.problems
+        self._answers.put_nowait(answer)
 
     async def close(self) -> None:
         """End it; a generator that does not go by itself is killed."""
@@ -96,8 +98,7 @@ class Crew:
         """One after the other: the first measures what only a first request sees."""
         opened = []
         for setup in setups:
-            member = Member(await self._spawn(), self._report)
-            member.index = setup.index
+            member = Member(await self._spawn(), partial(self._report, setup.index))
             self.members.append(member)
             member.ask(setup)
             opened.append(await member.expect(Opened))
@@ -125,7 +126,7 @@ class Crew:
         return [await member.expect(kind) for member in self.members]
 
     def problem(self) -> list[str]:
-        return next((found for member in self.members if (found := member.problem())), [])
+        return next((member.problems for member in self.members if member.problems), [])
 
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self.members))

@@ -20,7 +20,7 @@ from typing import assert_never
 import uvloop
 
 from penstock.benchmark.exchange import Exchange
-from penstock.benchmark.inputs import open_source
+from penstock.benchmark.inputs import Origin, RequestForm, open_source
 from penstock.benchmark.loops import ClosedLoop, Feed, OpenLoop, make_loop, share_of
 from penstock.benchmark.messages import (
     LENGTH,
@@ -56,6 +56,7 @@ class Generator:
         self._tell = tell
         self._set_up: SetUp | None = None
         self._target: Target | None = None
+        self._form: RequestForm | None = None
         self._feed: Feed | None = None
         self._running: ClosedLoop | OpenLoop | None = None
         self._report: asyncio.TimerHandle | None = None
@@ -97,15 +98,14 @@ class Generator:
     async def _open(self, setup: SetUp) -> None:
         self._set_up = setup
         self._target = open_target(setup.target)
-        description, form = await self._target.describe()
-        source = open_source(setup.inputs, form, setup.index, setup.num_processes)
-        self._feed = Feed(source, self._target)
+        description, self._form = await self._target.describe()
+        origin = self._open_feed(setup, self._target)
         # Who connected in order to describe does not connect now; a model here never does.
-        is_connected = self._num_connections > 0
+        is_connected = self._target.num_connections > 0
         began = time.monotonic()
         await self._target.open(1)
-        opened = Opened(description, source.origin, time.monotonic() - began)
-        opened.load_s = getattr(self._target, "load_s", None)
+        opened = Opened(description, origin, time.monotonic() - began)
+        opened.load_s = self._target.load_s
         if is_connected:
             opened.connect_s = None
         if setup.is_first:
@@ -113,6 +113,13 @@ class Generator:
             opened.first_s = first.done - first.sent
             opened.first_failure = first.failure or ""
         self._tell(opened)
+
+    def _open_feed(self, setup: SetUp, target: Target) -> Origin:
+        """From the first input on."""
+        assert self._form is not None
+        source = open_source(setup.inputs, self._form, setup.index, setup.num_processes)
+        self._feed = Feed(source, target)
+        return source.origin
 
     async def _ask_once(self) -> Exchange:
         assert self._target is not None and self._feed is not None
@@ -123,23 +130,22 @@ class Generator:
         return await answered
 
     async def _prepare(self, question: Prepare) -> None:
-        assert self._set_up is not None and self._target is not None and self._feed is not None
+        assert self._set_up is not None and self._target is not None
         setup = self._set_up
         if self._running is not None:
             self._running.close()
         if isinstance(question.load, Replay):
             # A trace starts with its own first request, whatever was sent before.
-            _, form = await self._target.describe()
-            source = open_source(setup.inputs, form, setup.index, setup.num_processes)
-            self._feed = Feed(source, self._target)
+            self._open_feed(setup, self._target)
         num_connections = NUM_OPEN_AT_FIRST
         if isinstance(question.load, Closed):
             num_connections = share_of(question.load.concurrency, setup.index, setup.num_processes)
         await self._target.open(num_connections)
         place = (setup.index, setup.num_processes)
+        assert self._feed is not None
         self._running = make_loop(question.load, question.seed, place, self._feed, self._target)
         self._ending = None
-        self._num_waited_before = self._num_waited
+        self._num_waited_before = self._target.num_waited
         # Collections while the load runs look only at what is new: they are short, and lost
         # connections do not pile up.
         gc.unfreeze()
@@ -166,14 +172,6 @@ class Generator:
         self._running.close()
         self._tell(Ended(self._running.is_through))
 
-    @property
-    def _num_connections(self) -> int:
-        return getattr(self._target, "num_connections", 0)
-
-    @property
-    def _num_waited(self) -> int:
-        return getattr(self._target, "num_waited", 0)
-
     def _plan_report(self) -> None:
         self._report = asyncio.get_running_loop().call_later(REPORT_S, self._make_report)
 
@@ -182,8 +180,8 @@ class Generator:
         self._plan_report()
 
     def _tell_progress(self) -> None:
-        running = self._running
-        assert running is not None
+        running, target = self._running, self._target
+        assert running is not None and target is not None
         in_flight = running.in_flight
         now = time.monotonic()
         self._tell(
@@ -193,8 +191,8 @@ class Generator:
                 in_flight=in_flight.now,
                 max_in_flight=in_flight.most,
                 in_flight_area_s=in_flight.area_s(now),
-                num_connections=self._num_connections,
-                num_waited=self._num_waited - self._num_waited_before,
+                num_connections=target.num_connections,
+                num_waited=target.num_waited - self._num_waited_before,
                 cpu_s=time.thread_time(),
             )
         )

@@ -101,8 +101,8 @@ class ClosedLoop:
 
     def stop(self, at: float) -> None:
         self._stop_at = at
-        if at <= time.monotonic() and self.in_flight.now == 0 and self._num_pausing == 0:
-            self.ended.set()
+        if at <= time.monotonic():
+            self._end_if_done()
 
     def give_up(self) -> bool:
         """Whether nothing is left that was due and has not left: always so here."""
@@ -129,14 +129,18 @@ class ClosedLoop:
             self._loop.call_later(PAUSE_S, self._resume)
         elif exchange.done < self._stop_at:
             self._send()
-        elif self.in_flight.now == 0 and self._num_pausing == 0:
-            self.ended.set()
+        else:
+            self._end_if_done()
 
     def _resume(self) -> None:
         self._num_pausing -= 1
         if time.monotonic() < self._stop_at:
             self._send()
-        elif self.in_flight.now == 0 and self._num_pausing == 0:
+        else:
+            self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self.in_flight.now == 0 and self._num_pausing == 0:
             self.ended.set()
 
 

@@ -41,8 +41,6 @@ class TargetSpec(msgspec.Struct, frozen=True):
     version: str = ""
     # v2 over HTTP: binary tensors, or JSON numbers.
     is_binary: bool = True
-    # Rows in each request, for models with a batch dimension.
-    batch_size: int = 1
     # OpenAI: chat or completions.
     api: str = "chat"
     # A plain URL: method, headers and a body in which {name} stands for a field of the input.
@@ -99,6 +97,16 @@ class Counters(msgspec.Struct, frozen=True):
 
 class Target(Protocol):
     """Used from one event loop only."""
+
+    # Of this process now, and how often all of them were busy so far; none where nothing connects.
+    @property
+    def num_connections(self) -> int: ...
+    @property
+    def num_waited(self) -> int: ...
+
+    # How long loading took, where the model is in this process.
+    @property
+    def load_s(self) -> float | None: ...
 
     async def describe(self) -> tuple[Description, RequestForm]:
         """Ask the server; ConfigError in words when there is none, or no such model."""

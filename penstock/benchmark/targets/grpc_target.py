@@ -26,12 +26,12 @@ from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.shared import (
     config_digest,
     counters_of,
+    form_of,
     in_short,
     tensors_of,
-    without_batch,
 )
 from penstock.errors import ConfigError
-from penstock.types import Buffer, Tensor, TensorSpec
+from penstock.types import Buffer, Tensor
 
 SERVICE = "/inference.GRPCInferenceService/"
 # Servers allow about a hundred calls on a connection; with fewer, none waits for another's frames.
@@ -84,6 +84,8 @@ class Refused(Exception):
 class GrpcTarget:
     """`num_connections` are open, `num_waited` exchanges had to wait for one."""
 
+    load_s: float | None = None
+
     def __init__(self, spec: TargetSpec) -> None:
         # Before its import: it would write of lost connections into the middle of what is shown.
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -116,19 +118,7 @@ class GrpcTarget:
         max_batch_size = _max_batch_size(config)
         has_batch = max_batch_size > 0 if max_batch_size is not None else _has_batch(metadata)
         optional = {item.name for item in config.input if item.optional} if config else set()
-        self._form = RequestForm(
-            kind="tensors",
-            inputs=tuple(
-                TensorSpec(
-                    item.name,
-                    item.datatype,
-                    without_batch(item.shape, has_batch),
-                    item.name in optional,
-                )
-                for item in metadata.inputs
-            ),
-            has_batch=has_batch,
-        )
+        self._form = form_of(metadata.inputs, has_batch, optional)
         description = Description(
             protocol="v2 gRPC",
             address=self._address.text,

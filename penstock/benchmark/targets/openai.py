@@ -197,6 +197,8 @@ class Call(Exchange):
 class OpenAI:
     """`describe` comes first: it finds the model's name where none was given."""
 
+    load_s: float | None = None
+
     def __init__(self, spec: TargetSpec) -> None:
         self._spec = spec
         self._url, self._base, self._api = find_place(spec)

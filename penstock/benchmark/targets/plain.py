@@ -99,6 +99,8 @@ def _from_numpy(value: Any) -> object:
 class PlainHttp:
     """An answer is good when its status is 2xx."""
 
+    load_s: float | None = None
+
     def __init__(self, spec: TargetSpec) -> None:
         self._url = parse_url(spec.address)
         self._spec = spec

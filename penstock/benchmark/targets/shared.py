@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,20 @@ def _misfit(spec: TensorSpec, array: Array, has_batch: bool) -> str:
     else:
         is_right = np.can_cast(array.dtype, DATATYPES[spec.datatype].numpy, "same_kind")
     return "" if is_right else f"{array.dtype} values cannot be given as {spec.datatype}"
+
+
+def form_of(tensors: Iterable[Any], has_batch: bool, optional: Set[str]) -> RequestForm:
+    """Of a v2 model's metadata, whichever protocol it came by; `optional` are names of inputs."""
+    specs = tuple(
+        TensorSpec(
+            tensor.name,
+            tensor.datatype,
+            without_batch(tensor.shape, has_batch),
+            tensor.name in optional,
+        )
+        for tensor in tensors
+    )
+    return RequestForm("tensors", specs, has_batch)
 
 
 def without_batch(shape: Sequence[int], has_batch: bool) -> tuple[int, ...]:

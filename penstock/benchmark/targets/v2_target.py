@@ -24,8 +24,8 @@ from penstock.benchmark.targets.http_messages import (
 from penstock.benchmark.targets.shared import (
     config_digest,
     counters_of,
+    form_of,
     tensors_of,
-    without_batch,
 )
 from penstock.benchmark.targets.v2_requests import Form, find_place
 from penstock.errors import ConfigError
@@ -82,6 +82,8 @@ class _Ready(msgspec.Struct):
 
 class V2Http:
     """`describe` comes first: what can be encoded, and how, is the server's to say."""
+
+    load_s: float | None = None
 
     def __init__(self, spec: TargetSpec) -> None:
         check_headers(spec.headers)
@@ -290,16 +292,7 @@ def _request_form(metadata: _Metadata, config: _Config | None) -> RequestForm:
     else:
         has_batch = all(tensor.shape[:1] == [-1] for tensor in metadata.inputs)
         optional = set()
-    specs = tuple(
-        TensorSpec(
-            tensor.name,
-            tensor.datatype,
-            without_batch(tensor.shape, has_batch),
-            tensor.name in optional,
-        )
-        for tensor in metadata.inputs
-    )
-    return RequestForm("tensors", specs, has_batch)
+    return form_of(metadata.inputs, has_batch, optional)
 
 
 def _num_instances(config: _Config) -> int | None:
