@@ -1,0 +1,85 @@
+"""What may be built: steps, candidates made of them, and a candidate's files. Values only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.config import ModelConfig
+
+Stage = Literal["baseline", "compile", "precision", "quantise", "batching", "instances", "memory"]
+STAGES: tuple[Stage, ...] = (
+    "baseline",
+    "compile",
+    "precision",
+    "quantise",
+    "batching",
+    "instances",
+    "memory",
+)
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One pass with its settings: everything its build depends on beside the parent."""
+
+    pass_name: str
+    settings: dict[str, str] = {}
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        return f"{self.pass_name}({listed})" if listed else self.pass_name
+
+
+class Skip(msgspec.Struct, frozen=True):
+    """What was not tried, and why not: no hardware for it, no data, nothing to gain."""
+
+    pass_name: str
+    reason: str
+    # What would have been tried; a pass that has nothing to offer leaves it out.
+    step: Step | None = None
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """The original after some steps. No steps: the original itself, as it would be served."""
+
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The same steps in the same order have the same key, in every run."""
+        plain = [[step.pass_name, sorted(step.settings.items())] for step in self.steps]
+        return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:12]
+
+    @property
+    def parent(self) -> Candidate:
+        assert self.steps, "the original has no parent"
+        return Candidate(self.steps[:-1])
+
+    def then(self, step: Step) -> Candidate:
+        return Candidate((*self.steps, step))
+
+    def __str__(self) -> str:
+        return " → ".join(map(str, self.steps)) or "original"
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A candidate as files: `folder` is a model's folder as in a repository, with config.pbtxt and
+    version 1; `config` is what a reader makes of it."""
+
+    candidate: Candidate
+    folder: Path
+    config: ModelConfig
+
+    @property
+    def artifact(self) -> Path:
+        return Path(self.config.artifact)
+
+    @property
+    def version_folder(self) -> Path:
+        return self.folder / "1"

@@ -1,0 +1,21 @@
+"""How an optimisation stands, for whoever watches. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.optimizer.candidates import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    stage: Stage | str
+    # The candidate being tried, as text.
+    candidate: str
+    # build, read back, numerics, accuracy, batch times, served, ...
+    doing: str
+    num_tried: int
+    best: str
+    best_text: str  # "p99 12 ms, about 310/s"
+    elapsed_s: float
+    left_s: float | None

@@ -1,0 +1,146 @@
+"""What an optimisation found: every try with its reasons, the choice and its proof. Values that the
+journal, the report and the evidence are written from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.benchmark.stats import Interval
+from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.candidates import Candidate, Skip, Stage
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.machine import Machine
+from penstock.optimizer.numerics import Numerics
+from penstock.optimizer.simulate import TimeTable
+
+# kept: became the best so far; equal: no better than the best within the noise, and not simpler;
+# slower: measured, and behind; rejected: a gate said no; failed: it could not be built or run.
+Outcome = Literal["kept", "equal", "slower", "rejected", "failed"]
+
+
+class Verdict(msgspec.Struct):
+    """One term of the SLO and what was measured for it."""
+
+    term: str  # "p99 < 20ms"
+    outcome: str  # kept, missed, not measured
+    measured: Interval | None
+    limit: float
+    # In the unit of the term: s, /s, %, bytes, per million.
+    unit: str
+
+
+class Curve(msgspec.Struct):
+    """Throughput against latency, at rising arrival rates."""
+
+    rates: list[float]
+    throughput: list[float]
+    p50_s: list[float]
+    p99_s: list[float]
+
+
+class Served(msgspec.Struct):
+    """Measured through the real serving path, at the load of the SLO."""
+
+    load: str  # "200/s poisson"
+    p50: Interval
+    p99: Interval
+    throughput: Interval
+    goodput: float
+    verdicts: list[Verdict]
+    num_requests: int
+    num_failed: int
+    # Mean seconds of a request by phase: preprocess, queue, compute input, compute, compute output,
+    # network and codec.
+    phases: dict[str, float]
+    rows_per_batch: float
+    memory_bytes: int
+    # Highest rate that keeps the latency terms; None: not looked for.
+    max_rate: Interval | None = None
+    cost_per_million: float | None = None
+    curve: Curve | None = None
+    # How often it was measured; the figures are of all of them.
+    num_runs: int = 1
+
+    @property
+    def is_met(self) -> bool:
+        return bool(self.verdicts) and all(each.outcome == "kept" for each in self.verdicts)
+
+
+class Try(msgspec.Struct):
+    """One candidate and what became of it."""
+
+    candidate: Candidate
+    stage: Stage
+    outcome: Outcome
+    # Why, in one sentence, with the numbers.
+    reason: str
+    facts: Facts | None = None
+    numerics: Numerics | None = None
+    accuracy: Judgement | None = None
+    times: list[TimeTable] = []
+    # Highest rate by simulation, with the serving configuration that gives it.
+    predicted_rate: float | None = None
+    predicted_shape: str = ""
+    served: Served | None = None
+    seconds: float = 0.0
+    # Layers kept in float, with the accuracy regained and the time lost by each.
+    fallback: list[FallbackLayer] = []
+
+
+class FallbackLayer(msgspec.Struct):
+    name: str
+    operator: str
+    # Of the error that quantising it caused, how much is regained by keeping it in float.
+    regained: float
+    lost_s: float
+
+
+class Phase(msgspec.Struct):
+    """A step of the sequence that was kept: what the waterfall shows."""
+
+    label: str
+    p99_s: float
+    max_rate: float
+    accuracy: float | None
+    cost_per_million: float | None
+    # From a served run; False: predicted from batch times.
+    is_measured: bool
+
+
+class Optimization(msgspec.Struct):
+    """Everything that is known about one call of `penstock optimize`."""
+
+    name: str
+    source: str  # the model as it was given
+    source_text: str  # "ONNX, 22.7 M parameters, FP32"
+    slo: str
+    accuracy_budget: str
+    data_text: str
+    machine: Machine
+    created: str
+    command: str
+    # Read these first: no data, only agreement, the budget of time ran out.
+    notes: list[str] = []
+    tries: list[Try] = []
+    skipped: list[Skip] = []
+    chosen: Candidate | None = None
+    # original and chosen, measured alternately in one run.
+    before: Served | None = None
+    after: Served | None = None
+    held_out: Judgement | None = None
+    phases: list[Phase] = []
+    # met, missed, refused (the accuracy gate allows nothing), interrupted.
+    outcome: str = ""
+    # The first line of the report.
+    headline: str = ""
+    # What stands in the way when the SLO is missed: "compute: 71 % of p99".
+    binding: str = ""
+    version: str = ""  # in the repository
+    price_per_hour: float | None = None
+    profile_text: str = ""
+    elapsed_s: float = 0.0
+    num_measured: int = 0
+    num_remembered: int = 0
+    format: int = 1
