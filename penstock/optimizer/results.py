@@ -13,6 +13,7 @@ from penstock.optimizer.candidates import Candidate, Skip, Stage
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
+from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.simulate import TimeTable
 
 # kept: became the best so far; equal: no better than the best within the noise, and not simpler;
@@ -139,7 +140,7 @@ class Optimization(msgspec.Struct):
     binding: str = ""
     version: str = ""  # in the repository
     price_per_hour: float | None = None
-    profile_text: str = ""
+    profile: Profile | None = None
     elapsed_s: float = 0.0
     num_measured: int = 0
     num_remembered: int = 0

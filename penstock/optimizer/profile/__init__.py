@@ -1,0 +1,1 @@
+"""Where the milliseconds go, and what the hardware would allow."""

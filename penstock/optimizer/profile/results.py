@@ -1,0 +1,65 @@
+"""What a profile found. Values, written as JSON and shown as table and page."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Bound = Literal["compute", "memory", "launch", "overhead", "unknown"]
+
+
+class Peaks(msgspec.Struct):
+    """What this device was measured to do, with the threads that were profiled with."""
+
+    device: str
+    num_threads: int
+    # By datatype: fp32, bf16, int8, ... in operations a second (a multiply-add is two).
+    flops: dict[str, float]
+    bytes_per_s: float
+    # Smallest time of an operator that does nothing.
+    launch_s: float
+
+
+class Operator(msgspec.Struct):
+    """One operator of the graph that ran, mean over the runs."""
+
+    name: str
+    type: str
+    seconds: float
+    # None where shapes are not known.
+    flops: float | None
+    num_bytes: float | None
+    datatype: str
+    bound: Bound
+    # The part of its time that the roofline says is needed, 0 to 1; None: not known.
+    efficiency: float | None
+    # Of the model's layer, where the name says it.
+    block: str = ""
+
+
+class Bucket(msgspec.Struct):
+    """A part of a request's way: decode, queue, copy in, preprocess, compute, copy out, encode."""
+
+    name: str
+    seconds: float
+
+
+class Profile(msgspec.Struct):
+    model: str
+    backend: str
+    batch: str  # "1 row of 32 tokens"
+    num_runs: int
+    total_s: float  # of one run, measured without the profiler
+    profiled_s: float  # with it
+    operators: list[Operator]
+    peaks: Peaks
+    buckets: list[Bucket]
+    bound: Bound
+    # "41 % of the time is MatMul, compute-bound at 62 % of the peak"
+    findings: list[str]
+    # What to do next and what it can give at most: "INT8 MatMul: at most 1.9x".
+    recommendation: str
+    ceiling: float
+    versions: dict[str, str] = {}
+    format: int = 1
