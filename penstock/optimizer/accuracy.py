@@ -39,5 +39,5 @@ class Judgement(msgspec.Struct):
 def judge(
     original: Array, candidate: Array, budget: Budget, *, alpha: float = ALPHA, part: str = "choice"
 ) -> Judgement:
-    """From one score per example, in the same order. NaN anywhere, or nothing at all, does not pass."""
+    """From one score per example, in the same order. NaN anywhere, or nothing at all: no pass."""
     raise NotImplementedError

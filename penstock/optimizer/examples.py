@@ -1,7 +1,7 @@
 """Representative examples: what users send, what the right answers are, and which part is for what.
 
-The parts are disjoint: `calibration` for ranges, `choice` for judging candidates, `held_out` for the
-one that was chosen, and nobody else.
+The parts are disjoint: `calibration` for ranges, `choice` for judging candidates, `held_out` for
+the one that was chosen, and nobody else.
 """
 
 from __future__ import annotations

@@ -25,5 +25,5 @@ class Subject:
 
 
 def open_subject(plan: Plan, target: Path) -> Subject:
-    """Write the original as a model's folder at `target`; ConfigError says what is wrong with it."""
+    """Write the original as a model's folder at `target`; ConfigError says what is wrong."""
     raise NotImplementedError

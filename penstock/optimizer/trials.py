@@ -1,4 +1,4 @@
-"""A build, tried out in a process of its own: a candidate that crashes or leaks is a result, not the
+"""A build, tried out in a process of its own: one that crashes or leaks is a result, and not the
 end of the run. Loads the same Runner that the server would."""
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class Pass(Protocol):
     def propose(self, situation: Situation) -> Sequence[Step | Skip]: ...
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
-        """Write a model's folder (config.pbtxt and version 1) at `target`, from the parent's. Raises
-        PenstockError or what the library raises: the search keeps it as the reason."""
+        """Write a model's folder (config.pbtxt and version 1) at `target`, from the parent's.
+        Raises PenstockError or what the library raises: the search keeps it as the reason."""
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         """In what the build is not what the step asked for; empty when it is. Pure."""

@@ -56,7 +56,7 @@ class Profile(msgspec.Struct):
     peaks: Peaks
     buckets: list[Bucket]
     bound: Bound
-    # "41 % of the time is MatMul, compute-bound at 62 % of the peak"
+    # Such as: 41 % of the time is MatMul, compute-bound at 62 % of the peak.
     findings: list[str]
     # What to do next and what it can give at most: "INT8 MatMul: at most 1.9x".
     recommendation: str
