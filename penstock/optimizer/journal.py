@@ -1,0 +1,123 @@
+"""Everything that was found out, appended line by line: a run that was killed goes on where it was.
+
+The search is an ordinary program that asks the journal before it measures. A line is on disk before
+its value is used, so whatever the run has built upon is there when it starts again; half a line,
+left by a kill, is cut off. Which model, data, tools and device the lines are of is the name of the
+folder; two runs cannot have one journal open.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.staging import sync_folder
+
+FILE = "journal.jsonl"
+FORMAT = 1
+
+T = TypeVar("T")
+
+
+class Journal:
+    """One run's findings by kind and key. `num_measured` counts what was found out by this process,
+    `num_remembered` what was taken from earlier lines."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE
+        self._file = open(self.path, "a+b")  # noqa: SIM115
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ConfigError(
+                [f"{folder}: another run is writing to it; wait for its end"]
+            ) from None
+        sync_folder(folder)
+        try:
+            self._known = self._read()
+        except ConfigError:
+            self._file.close()
+            raise
+        self.num_measured = 0
+        self.num_remembered = 0
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def remember(self, kind: str, key: str, type: type[T], compute: Callable[[], T]) -> T:
+        """What is known by this kind and key; computed, and kept, if nothing is. What fails with a
+        PenstockError is a finding too: it fails with the same text the next time."""
+        record = self._known.get((kind, key))
+        if record is not None:
+            self.num_remembered += 1
+        else:
+            record = self._compute(kind, key, compute)
+        if "failed" in record:
+            raise BackendFailed(record["failed"])
+        return msgspec.convert(record["value"], type, strict=False)
+
+    def knows(self, kind: str, key: str) -> bool:
+        return (kind, key) in self._known
+
+    def _compute(self, kind: str, key: str, compute: Callable[[], T]) -> dict[str, Any]:
+        began = time.monotonic()
+        record: dict[str, Any] = {"kind": kind, "key": key}
+        try:
+            value = msgspec.to_builtins(compute(), str_keys=True)
+        except ConfigError:
+            # The wish itself is wrong: there is nothing to be remembered.
+            raise
+        except PenstockError as error:
+            record["failed"] = str(error)
+        else:
+            record["value"] = value
+        record["seconds"] = round(time.monotonic() - began, 3)
+        self._append(record)
+        self.num_measured += 1
+        self._known[kind, key] = record
+        return record
+
+    def _append(self, record: dict[str, Any]) -> None:
+        # NaN and infinity as Python writes them: a measurement may be neither known nor finite.
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _read(self) -> dict[tuple[str, str], dict[str, Any]]:
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            self._file.truncate(len(whole))
+        known: dict[tuple[str, str], dict[str, Any]] = {}
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                record = json.loads(line)
+                known[record["kind"], record["key"]] = record
+            except (ValueError, KeyError, TypeError):
+                problem = f"{self.path}:{number}: not a line of a journal; move the file away"
+                raise ConfigError([problem]) from None
+        if not known and not whole:
+            self._append({"kind": "journal", "key": "format", "value": FORMAT})
+        elif known.get(("journal", "format"), {}).get("value") != FORMAT:
+            raise ConfigError([f"{self.path}: written by another Penstock; move the file away"])
+        return known

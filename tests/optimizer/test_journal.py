@@ -1,0 +1,110 @@
+"""Nothing that was found out is found out again, whenever the run was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer.journal import FILE, Journal
+
+
+class Finding(msgspec.Struct):
+    value: float
+    by_size: dict[int, float] = {}
+
+
+def never() -> Finding:
+    raise AssertionError("it is known")
+
+
+def test_what_is_known_is_not_computed_again(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        first = journal.remember("times", "a", Finding, lambda: Finding(1.5, {8: 0.25}))
+        assert journal.remember("times", "a", Finding, never) == first
+    with Journal(tmp_path) as journal:
+        assert journal.remember("times", "a", Finding, never) == Finding(1.5, {8: 0.25})
+        assert (journal.num_measured, journal.num_remembered) == (0, 1)
+
+
+def test_kind_and_key_both_matter(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        for number, (kind, key) in enumerate([("a", "x"), ("a", "y"), ("b", "x")]):
+            found = journal.remember(kind, key, Finding, lambda n=number: Finding(n))
+            assert found.value == number
+
+
+def test_what_is_not_finite_survives(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.remember("a", "x", Finding, lambda: Finding(float("inf")))
+    with Journal(tmp_path) as journal:
+        assert journal.remember("a", "x", Finding, never).value == float("inf")
+
+
+def test_a_failure_is_a_finding(tmp_path: Path) -> None:
+    def fail() -> Finding:
+        raise BackendFailed("no kernel")
+
+    for compute in (fail, never):
+        with Journal(tmp_path) as journal, pytest.raises(BackendFailed, match="no kernel"):
+            journal.remember("build", "x", Finding, compute)
+
+
+def test_a_wrong_wish_is_not(tmp_path: Path) -> None:
+    def refuse() -> Finding:
+        raise ConfigError(["--eval: no such module"])
+
+    with Journal(tmp_path) as journal:
+        with pytest.raises(ConfigError):
+            journal.remember("a", "x", Finding, refuse)
+        assert journal.remember("a", "x", Finding, lambda: Finding(1)).value == 1
+
+
+def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.remember("a", "x", Finding, lambda: Finding(1))
+    whole = (tmp_path / FILE).read_bytes()
+    for end in range(len(whole)):
+        (tmp_path / FILE).write_bytes(whole[:end])
+        with Journal(tmp_path) as journal:
+            assert journal.remember("a", "x", Finding, lambda: Finding(1)).value == 1
+        assert (tmp_path / FILE).read_bytes().count(b"\n") == 2
+
+
+def test_a_line_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("something else\n")
+    with pytest.raises(ConfigError, match=f"{FILE}:1: not a line of a journal"):
+        Journal(tmp_path)
+
+
+def test_two_runs_cannot_write_to_one(tmp_path: Path) -> None:
+    with Journal(tmp_path), pytest.raises(ConfigError, match="another run is writing"):
+        Journal(tmp_path)
+
+
+def test_killed_while_writing(tmp_path: Path) -> None:
+    """Whatever was handed out before SIGKILL is known afterwards."""
+    code = textwrap.dedent("""
+        import sys, pathlib
+        from penstock.optimizer.journal import Journal
+        with Journal(pathlib.Path(sys.argv[1])) as journal:
+            for number in range(10**6):
+                journal.remember("a", str(number), int, lambda: number)
+                print(number, flush=True)
+    """)
+    for _ in range(3):
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        last = [int(child.stdout.readline()) for _ in range(40)][-1]
+        os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+        with Journal(tmp_path) as journal:
+            for number in range(last + 1):
+                assert journal.remember("a", str(number), int, never) == number
