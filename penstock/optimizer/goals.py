@@ -1,0 +1,102 @@
+"""What an SLO asks of a candidate, as numbers to rank and compare by. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.benchmark.stats import Interval
+from penstock.optimizer.results import Served
+from penstock.slo import Cost, Latency, Slo, Throughput, format_duration
+
+# Predictions are off by this much and more; what is so near its goal is worth a real measurement.
+HOPE = 0.75
+# Candidates that differ by less are equal: batch times do not repeat any better.
+NOISE = 0.05
+
+
+def required_rate(slo: Slo, price_per_hour: float | None) -> float:
+    """Requests a second that one machine has to answer within the SLO; 0: nobody says."""
+    rates = [0.0 if slo.rate is None else slo.rate.per_s]
+    for term in slo.terms:
+        if isinstance(term, Throughput):
+            rates.append(term.min_per_s)
+        elif isinstance(term, Cost) and price_per_hour is not None:
+            rates.append(price_per_hour / 3600 * 1e6 / term.max_per_million)
+    return max(rates)
+
+
+def is_within_reach(predicted_rate: float, slo: Slo, price_per_hour: float | None) -> bool:
+    """Whether a served run may show that the SLO is kept."""
+    return predicted_rate >= HOPE * required_rate(slo, price_per_hour)
+
+
+def is_better(rate: float, than: float) -> bool:
+    """Beyond the noise."""
+    return rate > than * (1 + NOISE)
+
+
+def order(servings: Sequence[Served], simplicity: Sequence[int]) -> list[int]:
+    """Indices from the best to the worst: what keeps the SLO first, then what is better beyond
+    chance, then what is simpler (a lower number)."""
+    left = sorted(range(len(servings)), key=lambda index: simplicity[index])
+    ranked: list[int] = []
+    while left:
+        best = left[0]
+        for index in left[1:]:
+            if _beats(servings[index], servings[best]):
+                best = index
+        ranked.append(best)
+        left.remove(best)
+    return ranked
+
+
+def _beats(one: Served, other: Served) -> bool:
+    if one.is_met != other.is_met:
+        return one.is_met
+    if one.max_rate is not None and other.max_rate is not None:
+        return is_better(one.max_rate.value, other.max_rate.value)
+    if one.num_failed == other.num_failed == 0:
+        return _is_below(one.p99, other.p99)
+    # Refused requests are no answers: what answers more in time is ahead, however fast the rest.
+    return one.goodput > other.goodput * (1 + NOISE)
+
+
+def _is_below(one: Interval, other: Interval) -> bool:
+    """Beyond what the intervals leave open, and beyond the noise."""
+    is_sure = one.high < other.value and one.value < other.low
+    return is_sure and one.value * (1 + NOISE) < other.value
+
+
+def shortfall(served: Served) -> str:
+    """By how much the SLO is missed, term by term."""
+    missed = [each for each in served.verdicts if each.outcome != "kept"]
+    texts = []
+    for each in missed:
+        if each.measured is None:
+            texts.append(f"{each.term}: not measured")
+        else:
+            texts.append(f"{each.term}: {_figure(each.measured.value, each.unit)}")
+    return "; ".join(texts)
+
+
+def _figure(value: float, unit: str) -> str:
+    if value == float("inf"):
+        return "not enough answers"
+    if unit == "s":
+        return format_duration(float(f"{value:.3g}"))
+    return f"{value:.4g}{unit if unit.startswith(('/', '%')) else ' ' + unit}"
+
+
+def binding(served: Served, slo: Slo) -> str:
+    """What most of a request's time goes to: "compute: 71 % of a request's 34 ms"."""
+    total = sum(served.phases.values())
+    if not total:
+        return ""
+    name, seconds = max(served.phases.items(), key=lambda item: item[1])
+    mean = format_duration(float(f"{total:.3g}"))
+    text = f"{name}: {seconds / total:.0%} of a request's {mean}"
+    limits = [term.limit_s for term in slo.terms if isinstance(term, Latency)]
+    compute_s = served.phases.get("compute", 0.0)
+    if name == "queue" and limits and compute_s < min(limits):
+        text += "; more instances, or a machine that computes faster, would shorten the queue"
+    return text

@@ -1,0 +1,412 @@
+"""The loop: from the original by steps to what keeps the SLO, at the cheapest step that is enough.
+
+Each stage lets its passes propose; a proposal is built, read back, compared with the original, put
+through the accuracy gate where its answers may differ, and timed. What is predicted to come near
+the SLO is served and measured; the first stage that is enough is the last, unless everything is to
+be tried. What fails or loses is kept with its reason. The search only asks the lab, whose answers
+may come from the journal: the same answers lead to the same choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import BackendFailed, PenstockError
+from penstock.optimizer import goals, passes
+from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.lab import Lab
+from penstock.optimizer.passes import Pass, Situation
+from penstock.optimizer.passes.int8_static import Int8Static
+from penstock.optimizer.shapes import Shape, arrangements, rank_shapes
+from penstock.optimizer.progress import Progress
+from penstock.optimizer.results import Served, Try
+from penstock.optimizer.simulate import TimeTable
+
+MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
+# Served and measured at most, besides the original.
+MAX_FINALISTS = 3
+MAX_SHAPES = 2
+# Predicted to be within so much of the best: worth a real measurement.
+NEAR = 0.85
+# Kept of the time budget for measuring and proving what was found.
+RESERVE = 0.3
+NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
+
+
+class OutOfTime(Exception):
+    """The budget of time is spent, but for what is kept for the proof."""
+
+
+@dataclass(slots=True)
+class Contender:
+    """A candidate that passed its gates, with what is known of its speed."""
+
+    build: Build
+    facts: Facts
+    times: dict[tuple[int, int], TimeTable]
+    # Serving configurations from the best to the worst, by simulation.
+    shapes: list[Shape]
+    is_lossy: bool
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.build.candidate
+
+    @property
+    def rate(self) -> float:
+        return self.shapes[0].rate if self.shapes else 0.0
+
+
+@dataclass(slots=True)
+class Finalist:
+    """A contender in one serving configuration, served and measured."""
+
+    contender: Contender
+    build: Build
+    served: Served
+
+    @property
+    def simplicity(self) -> int:
+        """Lower is simpler: lossless before lossy, fewer steps before more."""
+        return 100 * self.contender.is_lossy + len(self.build.candidate.steps)
+
+
+@dataclass(slots=True)
+class Findings:
+    """What the search knows; the report is written from it."""
+
+    tries: list[Try] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
+    contenders: list[Contender] = field(default_factory=list)
+    # From the best to the worst.
+    finalists: list[Finalist] = field(default_factory=list)
+    # The best contender after each stage, for the waterfall.
+    by_stage: list[tuple[Stage, Contender]] = field(default_factory=list)
+    original: Served | None = None
+    is_interrupted: bool = False
+    is_out_of_time: bool = False
+
+    @property
+    def best(self) -> Contender:
+        """By prediction; of equal ones the simpler, which came earlier."""
+        best = self.contenders[0]
+        for contender in self.contenders[1:]:
+            if goals.is_better(contender.rate, best.rate):
+                best = contender
+        return best
+
+    def is_met(self) -> bool:
+        return bool(self.finalists) and self.finalists[0].served.is_met
+
+
+class Search:
+    """One run. Nothing here measures or writes."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        watch: Callable[[Progress], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lab = lab
+        self._plan = lab.plan
+        self._watch = watch
+        self._clock = clock
+        self._began = clock()
+        assert lab.plan.slo is not None
+        self._slo = lab.plan.slo
+        self._seen: set[str] = set()
+        self._served: dict[str, Finalist] = {}
+        self._stage: Stage = "baseline"
+        self._trying = ""
+        self.findings = Findings()
+        lab.watch = self._tell
+
+    def run(self) -> Findings:
+        """An interruption or the end of the time ends the search, not what was found."""
+        try:
+            self._sequence()
+        except KeyboardInterrupt:
+            self.findings.is_interrupted = True
+        except OutOfTime:
+            self.findings.is_out_of_time = True
+        if not self.findings.finalists and self.findings.contenders:
+            self._finish_early()
+        return self.findings
+
+    def _sequence(self) -> None:
+        self._start()
+        if self._is_enough():
+            return
+        for stage in MODEL_STAGES:
+            self._run_stage(stage)
+            if self._is_in_reach():
+                self._measure_finalists()
+                if self._is_enough():
+                    return
+        self._measure_finalists()
+
+    def _finish_early(self) -> None:
+        """What was found before the time was up is measured from the reserve, so that it is known
+        for what it is. Who interrupts does not want to wait for that."""
+        if not self.findings.is_interrupted:
+            self._measure_finalists()
+
+    def _is_enough(self) -> bool:
+        return self.findings.is_met() and not self._plan.is_exhaustive
+
+    def _is_in_reach(self) -> bool:
+        rate = self.findings.best.rate
+        return goals.is_within_reach(rate, self._slo, self._plan.price_per_hour)
+
+    # The original.
+
+    def _start(self) -> None:
+        """The original is served as it is, in the configuration it came with."""
+        original = self._lab.original
+        self._trying = str(original.candidate)
+        facts = self._lab.facts(original)
+        contender = self._timed(original, facts, is_lossy=False)
+        served = self._lab.serve([original])[0]
+        self.findings.contenders.append(contender)
+        self.findings.by_stage.append(("baseline", contender))
+        self.findings.original = served
+        self._add_served(contender, original, served)
+        reason = "the original, as it would be served"
+        record = Try(original.candidate, "baseline", "kept", reason, facts=facts, served=served)
+        self._note_times(record, contender)
+        self.findings.tries.append(record)
+
+    # One stage.
+
+    def _run_stage(self, stage: Stage) -> None:
+        self._stage = stage
+        for name in passes.PASSES:
+            each = passes.find(name)
+            if each.stage == stage:
+                self._run_pass(each)
+        self.findings.by_stage.append((stage, self.findings.best))
+
+    def _run_pass(self, each: Pass) -> None:
+        for parent, steps in self._proposals(each):
+            records = [
+                self._try(each, parent, step)
+                for step in steps
+                if parent.candidate.then(step).key not in self._seen
+            ]
+            if isinstance(each, Int8Static):
+                self._fall_back(each, parent, records)
+
+    def _proposals(self, each: Pass) -> list[tuple[Contender, list[Step]]]:
+        """From the best of each backend that the pass has steps for."""
+        if each.changes_answers and self._lab.examples is None:
+            self.findings.skipped.append(Skip(each.name, NEEDS_DATA))
+            return []
+        proposals: dict[str, tuple[Contender, list[Step]]] = {}
+        skips: dict[str, Skip] = {}
+        for parent in sorted(self.findings.contenders, key=lambda contender: -contender.rate):
+            backend = parent.build.config.backend
+            if backend in proposals or each.name in _pass_names(parent.candidate):
+                continue
+            found = each.propose(self._situation(parent))
+            steps = [one for one in found if isinstance(one, Step)]
+            skips.update({one.reason: one for one in found if isinstance(one, Skip)})
+            if steps:
+                proposals[backend] = (parent, steps)
+        if not proposals:
+            self.findings.skipped += skips.values()
+        return list(proposals.values())
+
+    def _situation(self, parent: Contender) -> Situation:
+        lab = self._lab
+        return Situation(
+            self._plan, lab.machine, parent.build, parent.facts, lab.examples, parent.times
+        )
+
+    # One candidate.
+
+    def _try(self, each: Pass, parent: Contender, step: Step) -> Try:
+        self._check_time()
+        began = self._clock()
+        candidate = parent.candidate.then(step)
+        self._seen.add(candidate.key)
+        self._trying = str(candidate)
+        record = Try(candidate, self._stage, "failed", "")
+        try:
+            contender = self._examined(each, parent, record)
+        except PenstockError as error:
+            record.reason = str(error)
+        else:
+            if contender is not None:
+                self._compare(contender, record)
+        record.seconds = self._clock() - began
+        self.findings.tries.append(record)
+        return record
+
+    def _examined(self, each: Pass, parent: Contender, record: Try) -> Contender | None:
+        """Through every gate but that of speed; None when one of them says no."""
+        candidate = record.candidate
+        build = self._lab.build(candidate)
+        record.facts = facts = self._lab.facts(build)
+        problems = each.check(candidate.steps[-1], parent.facts, facts)
+        if problems:
+            return _rejected(record, f"not what was asked for: {'; '.join(problems)}")
+        is_lossy = parent.is_lossy or each.changes_answers
+        record.numerics = self._lab.numerics(build, is_exact=not is_lossy)
+        if record.numerics.problems:
+            return _rejected(record, "; ".join(record.numerics.problems))
+        contender = self._timed(build, facts, is_lossy)
+        self._note_times(record, contender)
+        if is_lossy:
+            record.accuracy = self._lab.judge(build, "choice")
+            if not record.accuracy.is_passed:
+                return _rejected(record, record.accuracy.text)
+        return contender
+
+    def _timed(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
+        times = {(table.num_instances, table.num_threads): table for table in self._tables(build)}
+        lab = self._lab
+        situation = Situation(self._plan, lab.machine, build, facts, lab.examples, times)
+        return Contender(build, facts, times, rank_shapes(situation, lab.rows), is_lossy)
+
+    def _tables(self, build: Build) -> Iterator[TimeTable]:
+        for num_instances, num_threads in arrangements(self._lab.machine.num_cores):
+            yield self._lab.times(build, num_instances, num_threads)
+
+    def _note_times(self, record: Try, contender: Contender) -> None:
+        record.times = list(contender.times.values())
+        record.predicted_rate = contender.rate
+        record.predicted_shape = contender.shapes[0].text if contender.shapes else ""
+
+    def _compare(self, contender: Contender, record: Try) -> None:
+        """By prediction, with the best so far."""
+        best = self.findings.best
+        self.findings.contenders.append(contender)
+        mine, theirs = f"{contender.rate:,.0f}/s", f"{best.rate:,.0f}/s"
+        against = f"about {mine} predicted, {best.candidate} about {theirs}"
+        if goals.is_better(contender.rate, best.rate):
+            record.outcome, record.reason = "kept", against
+        elif goals.is_better(best.rate, contender.rate):
+            record.outcome, record.reason = "slower", against
+        else:
+            record.outcome, record.reason = "equal", f"{against}: no difference beyond the noise"
+
+    # Layers that do not bear it.
+
+    def _fall_back(self, each: Pass, parent: Contender, records: Sequence[Try]) -> None:
+        """If the gate refuses every calibrator and the speed would be worth it, some layers stay in
+        float: those that give back most accuracy for the time they cost."""
+        refused = [record for record in records if record.accuracy is not None]
+        if not refused or any(record.outcome != "rejected" for record in refused):
+            return
+        least = min(refused, key=lambda record: _loss(record))
+        if not goals.is_better(least.predicted_rate or 0.0, self.findings.best.rate):
+            least.reason += "; no faster either, so no layer was kept in float for it"
+            return
+        found = self._lab.fall_back(parent.build, least.candidate, self._check_time)
+        if found is None:
+            least.reason += "; keeping layers in float did not help"
+            return
+        record = self._try(each, parent, found.step)
+        record.fallback = list(found.layers)
+
+    # What is served.
+
+    def _measure_finalists(self) -> None:
+        """The most promising in the serving configurations that promise most, in turns, and the
+        best of what was measured before along with them."""
+        self._stage = "batching"
+        fresh = [
+            (contender, build)
+            for contender, build in self._shaped()
+            if build.candidate.key not in self._served
+        ]
+        if not fresh:
+            return
+        known = [(one.contender, one.build) for one in self.findings.finalists[:1]]
+        runners = known + fresh
+        self._trying = ", ".join(str(build.candidate) for _, build in fresh)
+        for (contender, build), served in zip(
+            runners, self._lab.serve([build for _, build in runners]), strict=True
+        ):
+            self._add_served(contender, build, served)
+
+    def _shaped(self) -> Iterator[tuple[Contender, Build]]:
+        near = NEAR * self.findings.best.rate
+        ranked = sorted(self.findings.contenders, key=lambda each: (-each.rate, _simplicity(each)))
+        pairs = [
+            (contender, shape)
+            for contender in ranked
+            for shape in contender.shapes[:MAX_SHAPES]
+            if shape.rate >= near
+        ]
+        pairs.sort(key=lambda pair: -pair[1].rate)
+        for contender, shape in pairs[:MAX_FINALISTS]:
+            try:
+                yield contender, self._build_shape(contender, shape)
+            except PenstockError as error:
+                candidate = _with_steps(contender.candidate, shape.steps)
+                self.findings.tries.append(Try(candidate, "batching", "failed", str(error)))
+
+    def _build_shape(self, contender: Contender, shape: Shape) -> Build:
+        build = self._lab.build(_with_steps(contender.candidate, shape.steps))
+        facts = self._lab.facts(build)
+        for step in shape.steps:
+            problems = passes.find(step.pass_name).check(step, contender.facts, facts)
+            if problems:
+                raise BackendFailed(f"not what was asked for: {'; '.join(problems)}")
+        return build
+
+    def _add_served(self, contender: Contender, build: Build, served: Served) -> None:
+        self._served[build.candidate.key] = Finalist(contender, build, served)
+        pool = list(self._served.values())
+        ranked = goals.order([one.served for one in pool], [one.simplicity for one in pool])
+        self.findings.finalists = [pool[index] for index in ranked]
+
+    # Time.
+
+    def _check_time(self) -> None:
+        budget = self._plan.budget_s
+        if budget is not None and self._clock() - self._began > budget * (1 - RESERVE):
+            raise OutOfTime
+
+    def _tell(self, doing: str) -> None:
+        elapsed = self._clock() - self._began
+        budget = self._plan.budget_s
+        best = self.findings.best if self.findings.contenders else None
+        self._watch(
+            Progress(
+                stage=self._stage,
+                candidate=self._trying,
+                doing=doing,
+                num_tried=len(self.findings.tries),
+                best="" if best is None else str(best.candidate),
+                best_text="" if best is None else f"about {best.rate:,.0f}/s",
+                elapsed_s=elapsed,
+                left_s=None if budget is None else max(0.0, budget - elapsed),
+            )
+        )
+
+
+def _rejected(record: Try, reason: str) -> None:
+    record.outcome, record.reason = "rejected", reason
+
+
+def _loss(record: Try) -> float:
+    assert record.accuracy is not None
+    return record.accuracy.loss
+
+
+def _simplicity(contender: Contender) -> tuple[bool, int]:
+    return contender.is_lossy, len(contender.candidate.steps)
+
+
+def _pass_names(candidate: Candidate) -> set[str]:
+    return {step.pass_name for step in candidate.steps}
+
+
+def _with_steps(candidate: Candidate, steps: Sequence[Step]) -> Candidate:
+    return Candidate((*candidate.steps, *steps))
