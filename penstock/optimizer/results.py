@@ -116,6 +116,8 @@ class Optimization(msgspec.Struct):
     name: str
     source: str  # the model as it was given
     source_text: str  # "ONNX, 22.7 M parameters, FP32"
+    source_digest: str
+    out: str  # the repository
     slo: str
     accuracy_budget: str
     data_text: str

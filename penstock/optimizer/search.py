@@ -20,9 +20,9 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.lab import Lab
 from penstock.optimizer.passes import Pass, Situation
 from penstock.optimizer.passes.int8_static import Int8Static
-from penstock.optimizer.shapes import Shape, arrangements, rank_shapes
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Served, Try
+from penstock.optimizer.shapes import Shape, arrangements, rank_shapes
 from penstock.optimizer.simulate import TimeTable
 
 MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")

@@ -1,0 +1,103 @@
+"""What goes into the repository with the chosen version: what was promised and measured, and how it
+was made. `versions` writes it; the server reads the SLO from it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock import manifest as manifests
+from penstock import repository, versions
+from penstock.optimizer.candidates import Build
+from penstock.optimizer.results import Optimization, Served
+
+CALIBRATION = "calibration.json"
+
+
+def commit(build: Build, found: Optimization, run: str) -> str:
+    """The version's number. A run that was killed after it had committed does not do it again."""
+    out = Path(found.out)
+    out.mkdir(parents=True, exist_ok=True)
+    there = _committed(out / found.name, run, build.candidate.key)
+    if there:
+        return there
+    return versions.commit(
+        out, found.name, build.version_folder, build.config, evidence(build, found, run)
+    )
+
+
+def evidence(build: Build, found: Optimization, run: str) -> dict[str, Any]:
+    """Plain values, as JSON has them."""
+    after, before = found.after, found.before
+    made: dict[str, Any] = {
+        "slo": found.slo,
+        "outcome": found.outcome,
+        "headline": found.headline,
+        "measured": None if after is None else _measured(after),
+        "original": None if before is None else _measured(before),
+        "accuracy": msgspec.to_builtins(found.held_out),
+        "accuracy_budget": found.accuracy_budget,
+        "calibration": _calibration(build),
+        "lineage": {
+            "run": run,
+            "candidate": build.candidate.key,
+            "source": found.source_text,
+            "source_digest": found.source_digest,
+            "data": found.data_text,
+            "steps": [
+                {"pass": step.pass_name, "settings": step.settings}
+                for step in build.candidate.steps
+            ],
+        },
+        "hardware": {
+            "cpu": found.machine.cpu,
+            "num_cores": found.machine.num_cores,
+            "memory_bytes": found.machine.memory_bytes,
+            "isa": list(found.machine.isa),
+            "gpus": list(found.machine.gpus),
+        },
+        "versions": dict(found.machine.versions),
+        "price_per_hour": found.price_per_hour,
+        "created": found.created,
+    }
+    plain: dict[str, Any] = _without_nan(made)
+    return plain
+
+
+def _measured(served: Served) -> dict[str, Any]:
+    found = msgspec.to_builtins(served, str_keys=True)
+    found.pop("curve")
+    assert isinstance(found, dict)
+    return found
+
+
+def _calibration(build: Build) -> Any:
+    path = build.version_folder / CALIBRATION
+    return json.loads(path.read_bytes()) if path.is_file() else None
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has neither NaN nor infinity: what is not known is null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return None
+    return value
+
+
+def _committed(folder: Path, run: str, candidate: str) -> str:
+    """The version that this run has made of this candidate; empty if there is none."""
+    if not os.path.isdir(folder):
+        return ""
+    for version in repository.version_folders(folder):
+        manifest = manifests.read(folder / version)
+        lineage = {} if manifest is None else manifest.evidence.get("lineage", {})
+        if lineage.get("run") == run and lineage.get("candidate") == candidate:
+            return version
+    return ""
