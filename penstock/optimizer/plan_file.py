@@ -1,5 +1,5 @@
-"""Wishes as text to a Plan: flags of the command line and plan files (TOML) alike, checked together,
-with every problem at once.
+"""Wishes as text to a Plan: flags of the command line and plan files (TOML) alike, checked
+together, with every problem at once.
 
     model = "model.onnx"
     slo = "p99 < 20 ms at 200/s"

@@ -116,8 +116,6 @@ class Optimization(msgspec.Struct):
     name: str
     source: str  # the model as it was given
     source_text: str  # "ONNX, 22.7 M parameters, FP32"
-    source_digest: str
-    out: str  # the repository
     slo: str
     accuracy_budget: str
     data_text: str
@@ -141,6 +139,8 @@ class Optimization(msgspec.Struct):
     # What stands in the way when the SLO is missed: "compute: 71 % of p99".
     binding: str = ""
     version: str = ""  # in the repository
+    out: str = ""  # the repository
+    source_digest: str = ""
     price_per_hour: float | None = None
     profile: Profile | None = None
     elapsed_s: float = 0.0

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import BackendFailed, PenstockError
-from penstock.optimizer import goals, passes
+from penstock.optimizer import goals
 from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.lab import Lab
 from penstock.optimizer.passes import Pass, Situation
-from penstock.optimizer.passes.int8_static import Int8Static
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Served, Try
 from penstock.optimizer.shapes import Shape, arrangements, rank_shapes
@@ -109,11 +108,13 @@ class Search:
         self,
         lab: Lab,
         watch: Callable[[Progress], None],
+        sequence: Sequence[Pass],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lab = lab
         self._plan = lab.plan
         self._watch = watch
+        self._passes = sequence
         self._clock = clock
         self._began = clock()
         assert lab.plan.slo is not None
@@ -184,8 +185,7 @@ class Search:
 
     def _run_stage(self, stage: Stage) -> None:
         self._stage = stage
-        for name in passes.PASSES:
-            each = passes.find(name)
+        for each in self._passes:
             if each.stage == stage:
                 self._run_pass(each)
         self.findings.by_stage.append((stage, self.findings.best))
@@ -197,7 +197,7 @@ class Search:
                 for step in steps
                 if parent.candidate.then(step).key not in self._seen
             ]
-            if isinstance(each, Int8Static):
+            if each.has_layers:
                 self._fall_back(each, parent, records)
 
     def _proposals(self, each: Pass) -> list[tuple[Contender, list[Step]]]:
@@ -355,10 +355,13 @@ class Search:
         build = self._lab.build(_with_steps(contender.candidate, shape.steps))
         facts = self._lab.facts(build)
         for step in shape.steps:
-            problems = passes.find(step.pass_name).check(step, contender.facts, facts)
+            problems = self._pass(step).check(step, contender.facts, facts)
             if problems:
                 raise BackendFailed(f"not what was asked for: {'; '.join(problems)}")
         return build
+
+    def _pass(self, step: Step) -> Pass:
+        return next(each for each in self._passes if each.name == step.pass_name)
 
     def _add_served(self, contender: Contender, build: Build, served: Served) -> None:
         self._served[build.candidate.key] = Finalist(contender, build, served)

@@ -71,6 +71,9 @@ class Pass(Protocol):
     changes_answers: bool
     # True: only config.pbtxt is written anew, the model's files stay as they are.
     is_config_only: bool
+    # True: its setting `keep` names layers that stay as they are, so that those which do not bear
+    # the pass can be left out of it.
+    has_layers: bool
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]: ...
 
@@ -80,6 +83,11 @@ class Pass(Protocol):
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         """In what the build is not what the step asked for; empty when it is. Pure."""
+
+
+def sequence() -> list[Pass]:
+    """All of them, in order."""
+    return [find(name) for name in PASSES]
 
 
 def find(name: str) -> Pass:

@@ -1,0 +1,188 @@
+"""The `optimize` command: flags and a plan file to a Plan, what was found to files and terminal."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.optimizer.plan import Plan
+    from penstock.optimizer.results import Optimization
+
+FAILED = 1
+INTERRUPTED = 130
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option(
+    "--data",
+    metavar="PATH",
+    help="Representative inputs, as for bench: .npz, .npy, .jsonl, .json, .parquet or a folder of "
+    "images. Give it whenever you can: without it nothing is quantised.",
+)
+@click.option(
+    "--data-name",
+    metavar="INPUT",
+    help="Which input .npy files and images are for. Needed when the model has several.",
+)
+@click.option(
+    "--labels",
+    metavar="NAME",
+    help="The array or field of --data with the right answers. Needed when it is not called label, "
+    "labels or y.",
+)
+@click.option(
+    "--eval",
+    "eval",
+    metavar="PACKAGE.MODULE:FUNCTION",
+    help="Called with outputs and labels, gives one score per example. Give it when right answers "
+    "are not class numbers.",
+)
+@click.option(
+    "--calibration",
+    metavar="PATH",
+    help="Inputs for calibration alone. Give it when --data is not what INT8 ranges should be "
+    "taken from; else a part of --data is used.",
+)
+@click.option(
+    "--slo",
+    metavar="SLO",
+    help="What must hold when served, as in 'p99 < 20 ms at 200/s'. Needed, here or in --plan.",
+)
+@click.option(
+    "--accuracy",
+    metavar="BUDGET",
+    help="How much may be lost, as in 'top1 drop <= 0.5 %' or 'score rise <= 2 % relative'; 1 % "
+    "unless given. Lower it where mistakes are dear, and bring more examples.",
+)
+@click.option(
+    "--preprocess",
+    metavar="PACKAGE.MODULE:FUNCTION",
+    help="From what users send to what the model takes: tokenise, decode, resize. Give it to have "
+    "it served, and covered by the SLO.",
+)
+@click.option(
+    "--out",
+    metavar="REPOSITORY",
+    help="Where the version goes; made if it is not there. Needed, here or in --plan.",
+)
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="The model's name in the repository. Give it when the file's name will not do.",
+)
+@click.option(
+    "--price",
+    type=click.FloatRange(0, min_open=True),
+    help="Price of the machine per hour, in any currency. Give it to get the cost of a million "
+    "inferences, or to have a limit on it.",
+)
+@click.option(
+    "--budget",
+    metavar="TIME",
+    help="Longest time for everything, as in 10m; then the best so far is kept. Give it when you "
+    "cannot wait for the end of the sequence.",
+)
+@click.option(
+    "--duration",
+    metavar="TIME",
+    help="Longest time to measure one load of one candidate; 10s unless given. Raise it when the "
+    "report calls differences equal that you care about.",
+)
+@click.option(
+    "--exhaustive",
+    is_flag=True,
+    default=None,
+    help="Go on after the SLO is kept, and try what the hardware should not profit from. Choose it "
+    "to see how far a model can go.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**31 - 1),
+    help="Of the split of the examples and of arrivals. Change it to see whether a choice was "
+    "luck.",
+)
+@click.option(
+    "--plan",
+    "plan_path",
+    metavar="FILE",
+    help="All of this as TOML, keys as the flags; flags go before it. Use it to keep wishes with "
+    "the model.",
+)
+@click.option(
+    "--html",
+    "html_path",
+    metavar="FILE",
+    help="Where the report goes; beside the version's journal unless given. Give it to find it "
+    "sooner.",
+)
+@click.option(
+    "--json",
+    "json_path",
+    metavar="FILE",
+    help="Write what was found as JSON. Give it for scripts.",
+)
+def optimize(
+    model: str | None,
+    plan_path: str | None,
+    html_path: str | None,
+    json_path: str | None,
+    **flags: Any,
+) -> None:
+    """Make MODEL keep an SLO without losing accuracy, prove it, and add it to a repository.
+
+    \b
+    MODEL is one of
+      model.onnx                 with its external data beside it
+      package.module:factory     a function that returns an nn.Module
+      model.pt2                  what torch.export.save writes
+      folder/                    Hugging Face: config.json and model.safetensors
+      models/NAME[/VERSION]      a version of a repository, to be optimised again
+
+    Killed at any moment it goes on where it was when it is run again. Exit codes: 0 the SLO is
+    kept, 2 it is not and the best is saved, 3 the accuracy gate allows nothing that would help.
+    """
+    from penstock.optimizer.report.headlines import exit_code
+
+    try:
+        plan = make_plan(model, plan_path, flags)
+        found = _optimize(plan)
+        _show(found, plan, html_path, json_path)
+    except ConfigError as error:
+        click.echo("\n".join(f"penstock optimize: {each}" for each in error.problems), err=True)
+        sys.exit(FAILED)
+    except KeyboardInterrupt:
+        click.echo("penstock optimize: interrupted; the same command goes on", err=True)
+        sys.exit(INTERRUPTED)
+    sys.exit(exit_code(found))
+
+
+def make_plan(model: str | None, plan_path: str | None, flags: dict[str, Any]) -> Plan:
+    """Of flags and file; what is wrong with either is told together."""
+    from penstock.optimizer import plan_file
+
+    wishes = plan_file.read(Path(plan_path)) if plan_path else {}
+    given = {"model": model, **flags}
+    return plan_file.make_plan(
+        {**wishes, **{key: value for key, value in given.items() if value is not None}}
+    )
+
+
+def _optimize(plan: Plan) -> Optimization:
+    from penstock.optimizer.report.sequence_live import Live
+    from penstock.optimizer.run import optimize as run
+
+    command = shlex.join(["penstock", *sys.argv[1:]])
+    with Live() as live:
+        return run(plan, live.update, command)
+
+
+def _show(found: Optimization, plan: Plan, html_path: str | None, json_path: str | None) -> None:
+    raise NotImplementedError

@@ -1,0 +1,167 @@
+"""What becomes of a search: the choice, held to examples that nobody has looked at; its proof, in
+turns with the original; the verdict."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+from penstock.errors import PenstockError
+from penstock.optimizer import goals
+from penstock.optimizer.accuracy import Judgement, spent_alpha
+from penstock.optimizer.lab import Lab
+from penstock.optimizer.results import Optimization, Phase, Served
+from penstock.optimizer.search import Finalist, Findings
+
+CHOICE, HELD_OUT = "choice", "held out"
+
+
+@dataclass(slots=True)
+class Choice:
+    finalist: Finalist
+    held_out: Judgement | None
+    # Faster ones that the held-out examples did not allow, in the order they were asked.
+    refused: list[Judgement]
+
+
+def choose(lab: Lab, findings: Findings) -> Choice:
+    """The first of the finalists that passes on the held-out part. Each look at it spends a part of
+    what may be risked, so that asking often does not make passing likely."""
+    refused: list[Judgement] = []
+    for finalist in findings.finalists:
+        if lab.examples is None or not finalist.contender.is_lossy:
+            return Choice(finalist, _for_the_record(lab, finalist), refused)
+        alpha = spent_alpha(len(refused))
+        judgement = lab.judge(finalist.build, HELD_OUT, alpha)
+        if judgement.is_passed:
+            return Choice(finalist, judgement, refused)
+        refused.append(judgement)
+    raise AssertionError("the original is a finalist, and lossless")
+
+
+def _for_the_record(lab: Lab, finalist: Finalist) -> Judgement | None:
+    """What loses nothing by its making needs no gate; its score is told all the same."""
+    if lab.examples is None:
+        return None
+    return lab.judge(finalist.build, HELD_OUT)
+
+
+def conclude(lab: Lab, findings: Findings, command: str) -> Optimization:
+    """Everything that is known, but for the version's number."""
+    plan = lab.plan
+    assert plan.slo is not None
+    found = Optimization(
+        name=plan.name,
+        source=plan.model,
+        source_text=lab.subject.text,
+        source_digest=lab.subject.digest,
+        slo=str(plan.slo),
+        accuracy_budget="" if lab.examples is None else str(lab.budget),
+        data_text=lab.data_text,
+        machine=lab.machine,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=command,
+        out=plan.out,
+        price_per_hour=plan.price_per_hour,
+        notes=_notes(lab, findings),
+        tries=findings.tries,
+        skipped=findings.skipped,
+    )
+    choice = choose(lab, findings)
+    found.notes += [f"on held-out examples: {each.text}" for each in choice.refused]
+    found.chosen = choice.finalist.build.candidate
+    found.held_out = choice.held_out
+    _prove(lab, findings, choice, found)
+    found.outcome = _outcome(findings, choice, found)
+    if found.outcome != "met" and found.after is not None:
+        found.binding = goals.binding(found.after, plan.slo)
+    found.phases = _phases(lab, findings, found)
+    return found
+
+
+def _notes(lab: Lab, findings: Findings) -> list[str]:
+    notes = list(lab.notes)
+    if findings.is_interrupted:
+        notes.append("interrupted: the best of what had been tried is kept")
+    if findings.is_out_of_time:
+        notes.append("the time was up before everything had been tried; the best so far is kept")
+    return notes
+
+
+def _prove(lab: Lab, findings: Findings, choice: Choice, found: Optimization) -> None:
+    """Original and choice in turns: at the SLO's load, and up to the highest rate of each."""
+    original, chosen = lab.original, choice.finalist.build
+    found.before, found.after = findings.original, choice.finalist.served
+    if findings.is_interrupted:
+        return
+    builds = [original] if chosen is original else [original, chosen]
+    try:
+        measured = lab.prove(builds)
+    except PenstockError as error:
+        found.notes.append(f"the last measurement failed: {error}")
+        return
+    found.before, found.after = measured[0], measured[-1]
+
+
+def _outcome(findings: Findings, choice: Choice, found: Optimization) -> str:
+    if found.after is not None and found.after.is_met:
+        return "met"
+    if findings.is_interrupted:
+        return "interrupted"
+    return "refused" if _is_refused(findings, choice) else "missed"
+
+
+def _is_refused(findings: Findings, choice: Choice) -> bool:
+    """The gate let nothing pass that it was asked about, and something of that was faster."""
+    if choice.finalist.contender.is_lossy:
+        return False
+    lossy = [each for each in findings.tries if each.accuracy is not None]
+    if any(each.accuracy is not None and each.accuracy.is_passed for each in lossy):
+        return bool(choice.refused)
+    rate = choice.finalist.contender.rate
+    return any(goals.is_better(each.predicted_rate or 0.0, rate) for each in lossy)
+
+
+def _phases(lab: Lab, findings: Findings, found: Optimization) -> list[Phase]:
+    """The waterfall: the original, the best after each stage where that changed, the choice."""
+    phases: list[Phase] = []
+    scores = {each.candidate.key: each.accuracy for each in findings.tries}
+    last = ""
+    for stage, contender in findings.by_stage:
+        key = contender.candidate.key
+        if key == last:
+            continue
+        last = key
+        judged = scores.get(key)
+        original = None if found.held_out is None else found.held_out.original
+        phases.append(
+            Phase(
+                label="original" if stage == "baseline" else str(contender.candidate.steps[-1]),
+                p99_s=contender.shapes[0].p99_s if contender.shapes else float("nan"),
+                max_rate=contender.rate,
+                accuracy=original if judged is None else judged.candidate,
+                cost_per_million=_cost(contender.rate, lab.plan.price_per_hour),
+                is_measured=False,
+            )
+        )
+    if found.before is not None and phases:
+        phases[0] = _measured_phase("original", found.before, found, is_original=True)
+    if found.after is not None and found.chosen is not None and found.chosen.steps:
+        shape = " → ".join(str(step) for step in found.chosen.steps[-2:])
+        phases.append(_measured_phase(f"as served: {shape}", found.after, found))
+    return phases
+
+
+def _measured_phase(
+    label: str, served: Served, found: Optimization, *, is_original: bool = False
+) -> Phase:
+    judged = found.held_out
+    score = None if judged is None else judged.original if is_original else judged.candidate
+    rate = served.throughput.value if served.max_rate is None else served.max_rate.value
+    return Phase(label, served.p99.value, rate, score, served.cost_per_million, True)
+
+
+def _cost(rate: float, price_per_hour: float | None) -> float | None:
+    if price_per_hour is None or not rate:
+        return None
+    return price_per_hour / 3600 / rate * 1e6

@@ -1,0 +1,138 @@
+"""A run from its plan to a version in the repository: model and data are opened, the search is
+asked, what it found is concluded and committed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from penstock import repository
+from penstock.errors import ConfigError
+from penstock.optimizer import evidence, passes
+from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.conclusion import conclude
+from penstock.optimizer.examples import Examples, open_examples, signature_examples
+from penstock.optimizer.journal import Journal
+from penstock.optimizer.lab import Lab, Row
+from penstock.optimizer.machine import Machine, read_machine
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.progress import Progress
+from penstock.optimizer.report.headlines import headline
+from penstock.optimizer.results import Optimization
+from penstock.optimizer.search import Search
+from penstock.optimizer.subject import Subject, open_subject
+
+# Below the repository; readers of repositories pass over names that start with a dot.
+WORK = ".optimize"
+ORIGINAL = "original"
+# Enough inputs that no two requests in a row are alike.
+NUM_DRAWN = 256
+
+Watch = Callable[[Progress], None]
+
+
+def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
+    """ConfigError before anything long begins, if the plan or its files are wrong."""
+    began = time.monotonic()
+    work = Path(plan.out).absolute() / WORK / plan.name
+    machine = read_machine()
+    with _opened(plan, work) as subject:
+        examples = _examples(plan, subject)
+        run = run_key(plan, machine, subject, examples)
+        with Journal(work / run) as journal:
+            subject = _placed(subject, work / run / ORIGINAL / plan.name)
+            lab = Lab(plan, machine, subject, journal, work / run)
+            lab.examples = examples
+            lab.rows = _rows(plan, subject, examples)
+            return _found(lab, watch, command, run, began)
+
+
+def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:
+    lab.check_data()
+    findings = Search(lab, watch, passes.sequence()).run()
+    if not findings.finalists:
+        raise ConfigError(["interrupted before the original had been measured: nothing to keep"])
+    found = conclude(lab, findings, command)
+    found.headline = headline(found)
+    assert found.chosen is not None
+    found.version = evidence.commit(lab.build(found.chosen), found, run)
+    found.num_measured = lab.journal.num_measured
+    found.num_remembered = lab.journal.num_remembered
+    found.elapsed_s = time.monotonic() - began
+    return found
+
+
+@contextmanager
+def _opened(plan: Plan, work: Path) -> Iterator[Subject]:
+    """The model as it came, in a folder of this process until it is known whose it is."""
+    folder = work / f".opening-{os.getpid()}"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True)
+        yield open_subject(plan, folder / plan.name)
+    except OSError as error:
+        raise ConfigError([f"{error.filename or work}: {error.strerror}"]) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _placed(subject: Subject, folder: Path) -> Subject:
+    """Where the run keeps it; as it was put there by the run that this one goes on with."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(subject.build.folder, folder)
+    config = repository.read(folder).configs[-1]
+    return replace(subject, build=Build(Candidate(), folder, config))
+
+
+def _examples(plan: Plan, subject: Subject) -> Examples | None:
+    if not plan.data:
+        return None
+    config = subject.build.config
+    return open_examples(plan, config.inputs, config.max_batch_size > 0)
+
+
+def _rows(plan: Plan, subject: Subject, examples: Examples | None) -> Sequence[Row]:
+    if examples is not None:
+        return examples.rows
+    config = subject.build.config
+    return signature_examples(config.inputs, config.max_batch_size > 0, plan.seed, NUM_DRAWN)
+
+
+def run_key(plan: Plan, machine: Machine, subject: Subject, examples: Examples | None) -> str:
+    """The same model, data, wishes, code, tools and machine: then what a journal says holds."""
+    wishes = replace(plan, budget_s=None, out="", price_per_hour=None)
+    parts = [
+        str(wishes),
+        str(machine),
+        subject.digest,
+        "" if examples is None else examples.digest,
+        *(_code_digest(each) for each in (plan.evaluator, plan.preprocess)),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _code_digest(reference: str) -> str:
+    """Of the file that holds a function the user gave."""
+    if not reference:
+        return ""
+    path = [*sys.path]
+    try:
+        sys.path.insert(0, os.getcwd())
+        spec = importlib.util.find_spec(reference.partition(":")[0])
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path[:] = path
+    if spec is None or spec.origin is None or not os.path.isfile(spec.origin):
+        return ""
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()

@@ -1,0 +1,151 @@
+"""Wishes from a file and from flags, with every problem at once."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock import slo
+from penstock.errors import ConfigError
+from penstock.optimizer import plan_file
+from penstock.optimizer.budget import Budget
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "digits.onnx"
+    path.write_bytes(b"")
+    return path
+
+
+def wishes(model: Path, **more: object) -> dict[str, object]:
+    return {"model": str(model), "slo": "p99 < 20ms at 200/s", "out": "models", **more}
+
+
+def test_flags_become_a_plan(model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.npz"
+    data.write_bytes(b"")
+    plan = plan_file.make_plan(
+        wishes(
+            model,
+            data=str(data),
+            accuracy="top1 drop <= 0.5 %",
+            budget="10m",
+            duration="5s",
+            price=2,
+            exhaustive=True,
+            seed=3,
+        )
+    )
+    assert plan.slo == slo.parse("p99 < 20ms at 200/s")
+    assert plan.accuracy == Budget("top1", 0.005)
+    assert (plan.budget_s, plan.duration_s, plan.price_per_hour) == (600.0, 5.0, 2.0)
+    assert plan.is_exhaustive
+    assert plan.seed == 3
+    assert plan.name == "digits"
+
+
+def test_paths_of_a_file_are_beside_it(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text('model = "digits.onnx"\nslo = "p99 < 1s"\nout = "models"\n')
+    plan = plan_file.make_plan(plan_file.read(file))
+    assert plan.model == str(model)
+    assert plan.out == str(tmp_path / "models")
+
+
+def test_a_factory_is_no_path(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text('model = "package.net:factory"\nslo = "p99 < 1s"\nout = "models"\n')
+    plan = plan_file.make_plan(plan_file.read(file))
+    assert plan.model == "package.net:factory"
+    assert plan.name == "net"
+
+
+def test_every_problem_is_told(model: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_file.make_plan(
+            {
+                "model": str(model),
+                "slo": "p98 < 20ms",
+                "accuracy": "much",
+                "budget": "soon",
+                "price": -1,
+                "seed": 1.5,
+                "exhaustive": "yes",
+                "eval": "no function",
+                "colour": "blue",
+            }
+        )
+    named = {problem.partition(":")[0] for problem in caught.value.problems}
+    assert named == {
+        "colour",
+        "slo",
+        "accuracy",
+        "budget",
+        "price",
+        "seed",
+        "exhaustive",
+        "eval",
+        "out",
+    }
+
+
+def test_what_is_not_there_and_what_needs_data(model: Path, tmp_path: Path) -> None:
+    away = str(tmp_path / "away")
+    with pytest.raises(ConfigError) as caught:
+        plan_file.make_plan(wishes(Path(away), calibration=away, labels="y", accuracy="top1 drop <= 1 %"))
+    text = "\n".join(caught.value.problems)
+    assert f"model: {away}: no such file or folder" in text
+    assert f"calibration: {away}: no such file or folder" in text
+    assert "labels: needs data, and none is given" in text
+    assert "accuracy: needs data, and none is given" in text
+
+
+def test_an_slo_on_cost_needs_a_price(model: Path) -> None:
+    with pytest.raises(ConfigError, match="needs the price of the machine"):
+        plan_file.make_plan(wishes(model, slo="cost <= 1 per million"))
+
+
+def test_an_slo_on_streams_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="expected terms on latency"):
+        plan_file.make_plan(wishes(model, slo="p99 ttft < 100ms"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "model", 'model = "a"\nmodel = "b"', "\xff", "[[", "slo = 'p99 < 1s'\n\x00"]
+)
+def test_a_file_that_is_no_plan(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError):
+        plan_file.make_plan(plan_file.read(file))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="plan.toml: cannot be read"):
+        plan_file.read(tmp_path / "plan.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("10m", 600), ("1.5h", 5400), ("2 min", 120), ("500ms", 0.5)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert plan_file.parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "10", "m", "-1m", "0m", "ten minutes"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(ValueError, match="expected one like 90s, 10m or 1h"):
+        plan_file.parse_time(text)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("package.net:factory", "net"),
+        ("some/folder", "folder"),
+        ("models/digits/3", "digits"),
+        ("a folder/with spaces", "with-spaces"),
+    ],
+)
+def test_names(model: str, name: str) -> None:
+    assert plan_file.default_name(model) == name
