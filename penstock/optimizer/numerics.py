@@ -132,7 +132,7 @@ def _difference(name: str, original: Answers, candidate: Answers) -> _Difference
         num_bad += int((is_known & ~np.isfinite(after)).sum())
         num_bad += int((~is_known & ~_same(before, after)).sum())
         both = is_known & np.isfinite(after)
-        absolute = max(absolute, float(np.abs(before - after)[both].max(initial=0.0)))
+        absolute = max(absolute, float(np.abs(before[both] - after[both]).max(initial=0.0)))
         largest = max(largest, float(np.abs(before[is_known]).max(initial=0.0)))
     relative = absolute / largest if largest else (FAR if absolute else 0.0)
     if not num_bad:

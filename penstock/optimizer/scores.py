@@ -116,7 +116,7 @@ def _by_agreement(original: Answers) -> Scorer:
 
     def same_class(answers: Answers, indices: tuple[int, ...], truth: Answers) -> Array:
         scores = agreements(truth, answers, names)
-        scores[[not _is_finite(answer, names) for answer in answers]] = np.nan
+        scores[[not _is_scorable(answer, names) for answer in answers]] = np.nan
         return scores
 
     def same_direction(answers: Answers, indices: tuple[int, ...], truth: Answers) -> Array:
@@ -169,7 +169,7 @@ def _is_among_best(scores: Array, right: Array, count: int) -> Array:
     own = scores[np.arange(len(right)), right][:, None]
     is_before = (scores > own) | ((scores == own) & (np.arange(scores.shape[1]) < right[:, None]))
     found: Array = (is_before.sum(axis=1) < count).astype(np.float64)
-    found[~np.isfinite(scores).all(axis=1)] = np.nan
+    found[~(scores < np.inf).all(axis=1)] = np.nan
     return found
 
 
@@ -216,7 +216,7 @@ def _predictor(name: str, num_classes: int, original: Answers) -> Predict:
 
         def best(answers: Answers) -> Array:
             found = np.array([np.argmax(answer[name]) for answer in answers], np.float64)
-            found[[not _is_finite(answer, [name]) for answer in answers]] = np.nan
+            found[[not _is_scorable(answer, [name]) for answer in answers]] = np.nan
             return found
 
         return best
@@ -257,8 +257,9 @@ def _values(name: str, answers: Answers) -> Array:
     return np.array([float(answer[name].ravel()[0]) for answer in answers], np.float64)
 
 
-def _is_finite(answer: Mapping[str, Array], names: Sequence[str]) -> bool:
-    return all(bool(np.isfinite(answer[name]).all()) for name in names)
+def _is_scorable(answer: Mapping[str, Array], names: Sequence[str]) -> bool:
+    """No NaN and no infinity, but for a class that is masked with minus infinity."""
+    return all(bool((answer[name] < np.inf).all()) for name in names)
 
 
 def _listed(names: Sequence[str]) -> str:
