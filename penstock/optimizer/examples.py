@@ -6,10 +6,39 @@ the one that was chosen, and nobody else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from penstock.types import Array
+import numpy as np
+
+from penstock.benchmark.inputs.datasets import existing, one_name
+from penstock.benchmark.inputs.example_sets import Columns, from_arrays, from_list, from_rows
+from penstock.benchmark.inputs.files import ROW_SUFFIXES, Rows, digest, read_arrays, read_rows
+from penstock.benchmark.inputs.images import Images, read_images
+from penstock.benchmark.inputs.lengths import Lengths, Sizes, drawn
+from penstock.benchmark.inputs.random_tensors import RandomTensors
+from penstock.benchmark.inputs.samples import InputSpec, RequestForm
+from penstock.errors import ConfigError
+from penstock.optimizer.plan import Plan
+from penstock.types import Array, TensorSpec
+
+# Names that labels have when nobody says which array holds them.
+LABEL_NAMES = ("label", "labels", "y")
+# How long each row of an array is that was filled up to the longest.
+LENGTHS_NAME = "lengths"
+# Ranges do not get better with more; judging does.
+MAX_CALIBRATION = 300
+CALIBRATION_SHARE = 0.2
+# Of data that is for calibration alone, which its owner may have chosen with care.
+MAX_SEPARATE = 1_000
+MIN_EXAMPLES = 10
+# Variable dimensions of inputs that are drawn from the signature: a sequence; sides of an image.
+SEQUENCE_LENGTHS = Lengths("uniform", (16, 128))
+SIDE_LENGTHS = Lengths("fixed", (224,))
+# Labels of rows that are for calibration only and have none.
+NO_CLASS = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +62,269 @@ class Examples:
     digest: str
     # As the report shows it: "3,000 examples of reviews.npz, labelled".
     text: str
+
+
+def open_examples(plan: Plan, inputs: Sequence[TensorSpec], has_batch: bool) -> Examples:
+    """What `plan.data` and `plan.calibration` hold; ConfigError with everything that is wrong."""
+    assert plan.data, "nothing to open"
+    form = RequestForm("tensors", tuple(inputs), has_batch)
+    main = _opened(plan, plan.data, form)
+    _check_labels(main, plan)
+    if not plan.calibration:
+        split = split_examples(len(main.rows), plan.seed)
+        return Examples(main.rows, main.labels, split, main.digest, _text(main, split))
+    extra = _opened(plan, plan.calibration, form)
+    split = _with_separate(len(main.rows), len(extra.rows), plan.seed)
+    both = hashlib.sha256(f"{main.digest} {extra.digest}".encode()).hexdigest()
+    text = f"{_text(main, split)}; calibrated with {len(split.calibration):,} of {extra.name}"
+    return Examples([*main.rows, *extra.rows], _joined(main, extra), split, both, text)
+
+
+def signature_examples(
+    inputs: Sequence[TensorSpec], has_batch: bool, seed: int, num: int
+) -> Examples:
+    """Rows drawn from the signature, for runs without data: none for calibration, no labels."""
+    form = RequestForm("tensors", tuple(inputs), has_batch)
+    is_image = any(spec.shape.count(-1) > 1 for spec in inputs)
+    lengths = SIDE_LENGTHS if is_image else SEQUENCE_LENGTHS
+    sizes = Sizes(requests=drawn(lengths, (seed, 1)), requests_text=str(lengths))
+    source = RandomTensors(form, 1, (seed, 0), sizes)
+    rows = [
+        {name: array[0] if has_batch else array for name, array in source.next()[1].tensors.items()}
+        for _ in range(num)
+    ]
+    split = Split((), tuple(range(num)), ())
+    named = f"{inputs} {has_batch} {seed} {num}"
+    return Examples(
+        rows, None, split, hashlib.sha256(named.encode()).hexdigest(), source.origin.text
+    )
+
+
+def split_examples(num_examples: int, seed: int) -> Split:
+    """A fifth, at most 300, for calibration; half of the others each for choice and held out."""
+    order = [int(i) for i in np.random.default_rng(seed).permutation(num_examples)]
+    num_calibration = min(MAX_CALIBRATION, int(num_examples * CALIBRATION_SHARE))
+    calibration, rest = order[:num_calibration], order[num_calibration:]
+    half = (len(rest) + 1) // 2
+    return Split(tuple(calibration), tuple(rest[:half]), tuple(rest[half:]))
+
+
+def num_to_bring(num_needed: int, has_own_calibration: bool) -> int:
+    """How many examples there must be altogether for so many in the choice and held-out parts."""
+    judged = 2 * num_needed
+    if has_own_calibration:
+        return judged
+    return min(round(judged / (1 - CALIBRATION_SHARE)), judged + MAX_CALIBRATION)
+
+
+@dataclass(slots=True)
+class _Opened:
+    """One data set as it was read."""
+
+    name: str
+    rows: list[dict[str, Array]]
+    labels: Array | None
+    digest: str
+    notes: list[str] = field(default_factory=list)
+
+
+def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
+    spec = InputSpec(path, plan.data_name, seed=plan.seed)
+    found = existing(spec)
+    if found.is_dir():
+        return _images(spec, form, found)
+    if found.suffix in ROW_SUFFIXES:
+        return _table(plan, form, found)
+    return _arrays(plan, spec, form, found)
+
+
+def _images(spec: InputSpec, form: RequestForm, folder: Path) -> _Opened:
+    names = [tensor.name for tensor in form.inputs]
+    name = one_name(spec, [each.name for each in form.inputs if not each.is_optional], names)
+    tensor = next(each for each in form.inputs if each.name == name)
+    images = read_images(folder, tensor, spec.seed)
+    columns = from_list(form, name, images.examples, folder.name)
+    labels = _folder_labels(images, folder)
+    # Digests of files do not cover the names of their folders.
+    named = digest(images.paths) + ("" if labels is None else labels.tobytes().hex())
+    opened = _Opened(folder.name, _split_rows(columns), labels, _sha(named), list(columns.notes))
+    if images.treatment:
+        opened.notes.append(images.treatment)
+    if labels is not None:
+        opened.notes.append("classes are the sub-folders in the order of their names")
+    return opened
+
+
+def _folder_labels(images: Images, folder: Path) -> Array | None:
+    """Numbers of the sub-folders, where every image is in one and there are several."""
+    parents = [path.relative_to(folder).parts[:-1] for path in images.paths]
+    classes = sorted({parts[0] for parts in parents if parts})
+    if len(classes) < 2 or not all(parents):
+        return None
+    return np.array([classes.index(parts[0]) for parts in parents], np.int64)
+
+
+def _table(plan: Plan, form: RequestForm, path: Path) -> _Opened:
+    table = read_rows(path, as_arrays=True)
+    name = _label_name(plan, form, {key for row in table.rows for key in row}, path)
+    labels = None
+    if name:
+        labels = _label_column(path, name, table)
+        rest = [{key: row[key] for key in row if key != name} for row in table.rows]
+        table = Rows(rest, table.numbers, table.word)
+    columns = from_rows(form, table, path.name)
+    return _Opened(
+        path.name, _split_rows(columns), labels, digest([path]), notes=list(columns.notes)
+    )
+
+
+def _label_column(path: Path, name: str, table: Rows) -> Array:
+    missing = [table.place(i) for i, row in enumerate(table.rows) if row.get(name) is None]
+    if missing:
+        shown = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        raise ConfigError([f"{path.name}: {len(missing):,} rows have no '{name}': {shown}"])
+    values = [row[name] for row in table.rows]
+    if all(isinstance(value, bool | int | float) for value in values):
+        return np.array(values)
+    labels = np.empty(len(values), np.object_)
+    for position, value in enumerate(values):
+        labels[position] = value
+    return labels
+
+
+def _arrays(plan: Plan, spec: InputSpec, form: RequestForm, path: Path) -> _Opened:
+    arrays = read_arrays(path)
+    if "" in arrays:
+        names = [tensor.name for tensor in form.inputs]
+        required = [tensor.name for tensor in form.inputs if not tensor.is_optional]
+        arrays = {one_name(spec, required, names): arrays[""]}
+    label_name = _label_name(plan, form, arrays.keys(), path)
+    labels = arrays.pop(label_name) if label_name else None
+    is_input = any(tensor.name == LENGTHS_NAME for tensor in form.inputs)
+    lengths = None if is_input else arrays.pop(LENGTHS_NAME, None)
+    columns = from_arrays(form, arrays, path.name)
+    rows = _split_rows(columns)
+    if lengths is not None:
+        rows = _cut(rows, lengths, form, path)
+    return _Opened(path.name, rows, labels, digest([path]), notes=list(columns.notes))
+
+
+def _label_name(plan: Plan, form: RequestForm, names: Set[str], path: Path) -> str:
+    """The array or field that holds the labels; empty: there is none."""
+    inputs = {tensor.name for tensor in form.inputs}
+    if plan.labels:
+        if plan.labels in inputs:
+            raise ConfigError([f"labels '{plan.labels}': is an input of the model"])
+        if plan.labels in names:
+            return plan.labels
+        if str(path) == plan.calibration:
+            # Calibration needs no labels.
+            return ""
+        listed = ", ".join(f"'{name}'" for name in sorted(names))
+        raise ConfigError([f"{path.name}: there are no labels '{plan.labels}'; it has {listed}"])
+    return next((name for name in LABEL_NAMES if name in names and name not in inputs), "")
+
+
+def _cut(
+    rows: list[dict[str, Array]], lengths: Array, form: RequestForm, path: Path
+) -> list[dict[str, Array]]:
+    """Rows that were filled up to one length, as long as they were."""
+    specs = {tensor.name: tensor for tensor in form.inputs if tensor.shape.count(-1) == 1}
+    label = f"{path.name}, array '{LENGTHS_NAME}'"
+    if not specs:
+        raise ConfigError([f"{label}: no input has one variable dimension"])
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise ConfigError([f"{label}: expected one whole number per example, got {_form(lengths)}"])
+    axes = {name: spec.shape.index(-1) for name, spec in specs.items()}
+    longest = min(rows[0][name].shape[axis] for name, axis in axes.items() if name in rows[0])
+    if int(lengths.min()) < 1 or int(lengths.max()) > longest:
+        raise ConfigError([f"{label}: expected lengths from 1 to {longest}"])
+    return [
+        {
+            name: np.ascontiguousarray(array.take(range(int(length)), axes[name]))
+            if name in axes
+            else array
+            for name, array in row.items()
+        }
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def _split_rows(columns: Columns) -> list[dict[str, Array]]:
+    return [
+        {
+            name: column[index, ...] if isinstance(column, np.ndarray) else value
+            for name, column in columns.by_name.items()
+            if (value := column[index]) is not None
+        }
+        for index in range(columns.num_examples)
+    ]
+
+
+def _check_labels(opened: _Opened, plan: Plan) -> None:
+    """An evaluator may understand anything; without one, a label is a number."""
+    labels = opened.labels
+    if labels is None:
+        if plan.labels:
+            raise ConfigError([f"{opened.name}: labels '{plan.labels}' are no part of it"])
+        return
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = opened.labels = labels[:, 0]
+    if len(labels) != len(opened.rows):
+        raise ConfigError(
+            [f"{opened.name}: {len(labels):,} labels for {len(opened.rows):,} examples"]
+        )
+    if plan.evaluator:
+        return
+    if labels.ndim != 1 or labels.dtype.kind not in "biuf":
+        raise ConfigError(
+            [
+                f"{opened.name}: labels: expected a class number or a value per example, got "
+                f"{_form(labels)}; an evaluator may take others"
+            ]
+        )
+    if labels.dtype.kind == "f" and not np.isfinite(labels).all():
+        raise ConfigError([f"{opened.name}: labels: some are not finite"])
+    if labels.dtype.kind in "bu":
+        opened.labels = labels.astype(np.int64)
+
+
+def _form(array: Array) -> str:
+    kind = "other things" if array.dtype.kind == "O" else str(array.dtype)
+    return f"{kind} of shape {list(array.shape)}"
+
+
+def _with_separate(num_examples: int, num_extra: int, seed: int) -> Split:
+    """All of the data is for judging; calibration has rows of its own, which come after it."""
+    random = np.random.default_rng(seed)
+    order = [int(i) for i in random.permutation(num_examples)]
+    extra = [num_examples + int(i) for i in random.permutation(num_extra)]
+    half = (num_examples + 1) // 2
+    return Split(tuple(extra[:MAX_SEPARATE]), tuple(order[:half]), tuple(order[half:]))
+
+
+def _joined(main: _Opened, extra: _Opened) -> Array | None:
+    if main.labels is None:
+        return None
+    more = extra.labels
+    if more is None or more.shape[1:] != main.labels.shape[1:]:
+        nothing = NO_CLASS if main.labels.dtype.kind in "if" else None
+        more = np.full((len(extra.rows), *main.labels.shape[1:]), nothing)
+    return np.concatenate([main.labels, more])
+
+
+def _text(opened: _Opened, split: Split) -> str:
+    count = len(opened.rows)
+    kind = "labelled" if opened.labels is not None else "without labels"
+    notes = list(opened.notes)
+    if count < MIN_EXAMPLES:
+        notes.append("too few to show anything about accuracy")
+    else:
+        parts = f"{len(split.choice):,} to choose by, {len(split.held_out):,} held out"
+        notes.append(parts)
+    word = "example" if count == 1 else "examples"
+    return "; ".join([f"{count:,} {word} of {opened.name}, {kind}", *notes])
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -3,25 +3,268 @@ original."""
 
 from __future__ import annotations
 
+import importlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import ConfigError
 from penstock.optimizer.examples import Examples
-from penstock.optimizer.numerics import Answers
+from penstock.optimizer.numerics import Answers, agreements, cosines, score_outputs
 from penstock.optimizer.plan import Plan
 from penstock.types import Array
 
+# What outputs that give a score per class are called, where several could.
+SCORE_NAMES = ("logits", "scores", "probabilities", "probs", "score")
 
+# Answers, the indices of their examples, and the original's answers to the same.
+Score = Callable[[Answers, tuple[int, ...], Answers], Array]
+# A class number or a value per answer; NaN where it has none.
+Predict = Callable[[Answers], Array]
+
+
+@dataclass(frozen=True, slots=True)
 class Scorer:
     """Which score is used is decided once, from the plan and the data."""
 
     metric: str
     # True when there are neither labels nor an evaluator: the original's answers are the truth.
     is_agreement: bool
+    # As the report shows it: "top1 of output 'logits' by labels".
+    text: str
+    compute: Score
+    # What the answers say, in the form of the labels; None where nothing is compared with labels.
+    predict: Predict | None = None
 
     def score(self, answers: Answers, indices: tuple[int, ...], original: Answers) -> Array:
         """One number per example of `indices`, whose answers these are; NaN: cannot be scored."""
-        raise NotImplementedError
+        assert len(answers) == len(indices) == len(original), "answers of other examples"
+        if not indices:
+            return np.empty(0)
+        return self.compute(answers, indices, original)
 
 
 def make_scorer(plan: Plan, examples: Examples, original: Answers) -> Scorer:
     """`original`: some answers of the original, to see what its outputs are. ConfigError when the
     plan's metric does not fit the data."""
-    raise NotImplementedError
+    asked = "" if plan.accuracy is None else plan.accuracy.metric
+    if plan.evaluator:
+        return _by_evaluator(plan.evaluator, asked or "score", examples.labels)
+    if asked == "agreement" or (examples.labels is None and not asked):
+        return _by_agreement(original)
+    if examples.labels is None:
+        raise ConfigError(
+            [f"accuracy: '{asked}' needs labels or an evaluator; expected them, or 'agreement'"]
+        )
+    metric = asked or ("mae" if examples.labels.dtype.kind == "f" else "top1")
+    if metric == "mae":
+        return _by_values(examples.labels, original)
+    match = re.fullmatch(r"top([1-9][0-9]*)", metric)
+    if match is None:
+        raise ConfigError(
+            [f"accuracy: '{metric}' is not known; expected top1, top5, mae, or an evaluator for it"]
+        )
+    return _by_classes(int(match[1]), examples, original)
+
+
+def load_function(path: str, what: str) -> Callable[..., object]:
+    """`package.module:function`, also from the current folder; ConfigError says what is wrong."""
+    module_name, colon, name = path.partition(":")
+    if not (colon and module_name and name):
+        raise ConfigError([f"{what} '{path}': expected package.module:function"])
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # Whatever a user's module raises while it is imported.
+        raise ConfigError([f"{what} '{path}': cannot be imported: {_named(error)}"]) from error
+    if not callable(function):
+        raise ConfigError([f"{what} '{path}': is no function but {type(function).__name__}"])
+    found: Callable[..., object] = function
+    return found
+
+
+def _by_evaluator(path: str, metric: str, labels: Array | None) -> Scorer:
+    evaluate = load_function(path, "evaluator")
+
+    def compute(answers: Answers, indices: tuple[int, ...], original: Answers) -> Array:
+        outputs = [dict(answer) for answer in answers]
+        right = None if labels is None else labels[list(indices)]
+        try:
+            scores = np.asarray(evaluate(outputs, right), np.float64)
+        except Exception as error:  # Whatever a user's function raises.
+            raise ConfigError([f"evaluator '{path}': failed: {_named(error)}"]) from error
+        if scores.shape != (len(answers),):
+            raise ConfigError(
+                [
+                    f"evaluator '{path}': expected {len(answers):,} scores, one per example, "
+                    f"got shape {list(scores.shape)}"
+                ]
+            )
+        return scores
+
+    return Scorer(metric, False, f"{metric} by {path}", compute)
+
+
+def _by_agreement(original: Answers) -> Scorer:
+    names = score_outputs(original)
+
+    def same_class(answers: Answers, indices: tuple[int, ...], truth: Answers) -> Array:
+        scores = agreements(truth, answers, names)
+        scores[[not _is_scorable(answer, names) for answer in answers]] = np.nan
+        return scores
+
+    def same_direction(answers: Answers, indices: tuple[int, ...], truth: Answers) -> Array:
+        return cosines(truth, answers)
+
+    if names:
+        text = f"top-1 agreement with the original in {_listed(names)}"
+        return Scorer("agreement", True, text, same_class)
+    return Scorer("agreement", True, "cosine with the original's answers", same_direction)
+
+
+def _by_classes(count: int, examples: Examples, original: Answers) -> Scorer:
+    labels = examples.labels
+    assert labels is not None
+    used = labels[[*examples.split.choice, *examples.split.held_out]]
+    if used.dtype.kind == "f" and bool((used == np.floor(used)).all()):
+        used = used.astype(np.int64)
+    if used.dtype.kind not in "iub":
+        raise ConfigError([f"labels: top{count} needs class numbers, got {used.dtype}"])
+    name, num_classes = _classes_output(original)
+    if count > 1 and count >= num_classes:
+        kind = f"{num_classes} classes" if num_classes else "one class number"
+        raise ConfigError([f"accuracy: top{count} says nothing: output '{name}' gives {kind}"])
+    highest = num_classes or int(used.max(initial=0)) + 1
+    is_outside = (used < 0) | (used >= highest)
+    if is_outside.any():
+        raise ConfigError(
+            [
+                f"labels: class {used[is_outside][0]} is not among those of output '{name}', which "
+                f"are 0 to {highest - 1}"
+            ]
+        )
+    predict = _predictor(name, num_classes, original)
+
+    def compute(answers: Answers, indices: tuple[int, ...], truth: Answers) -> Array:
+        right = labels[list(indices)].astype(np.int64)
+        if count == 1:
+            found = predict(answers)
+            return np.where(np.isfinite(found), found == right, np.nan)
+        scores = np.stack([answer[name].ravel() for answer in answers]).astype(np.float64)
+        return _is_among_best(scores, right, count)
+
+    return Scorer(
+        f"top{count}", False, f"top{count} of output '{name}' by labels", compute, predict
+    )
+
+
+def _is_among_best(scores: Array, right: Array, count: int) -> Array:
+    """1 if fewer than `count` classes are before the right one; equal ones go by their number."""
+    own = scores[np.arange(len(right)), right][:, None]
+    is_before = (scores > own) | ((scores == own) & (np.arange(scores.shape[1]) < right[:, None]))
+    found: Array = (is_before.sum(axis=1) < count).astype(np.float64)
+    found[~(scores < np.inf).all(axis=1)] = np.nan
+    return found
+
+
+def _classes_output(original: Answers) -> tuple[str, int]:
+    """The output that names a class and how many there are; 0: it gives the number itself."""
+    names = score_outputs(original)
+    if names:
+        name = _chosen(names)
+        return name, original[0][name].size
+    single = _single_outputs(original, "f")
+    if single:
+        return _chosen(single), 2
+    numbers = _single_outputs(original, "iu")
+    if numbers:
+        return _chosen(numbers), 0
+    shapes = {name: list(array.shape) for name, array in original[0].items()} if original else {}
+    raise ConfigError(
+        [f"labels: no output gives one score per class for each example; outputs are {shapes}"]
+    )
+
+
+def _chosen(names: list[str]) -> str:
+    named = [name for name in names if name.lower() in SCORE_NAMES]
+    if len(names) > 1 and len(named) != 1:
+        raise ConfigError(
+            [
+                f"labels: outputs {_listed(names)} could all be scores; expected one of them to be "
+                "called 'logits', 'scores' or 'probabilities', or an evaluator that chooses"
+            ]
+        )
+    return named[0] if len(names) > 1 else names[0]
+
+
+def _single_outputs(answers: Answers, kinds: str) -> list[str]:
+    return [
+        name
+        for name in (answers[0] if answers else ())
+        if all(answer[name].size == 1 and answer[name].dtype.kind in kinds for answer in answers)
+    ]
+
+
+def _predictor(name: str, num_classes: int, original: Answers) -> Predict:
+    if num_classes and original[0][name].size > 1:
+
+        def best(answers: Answers) -> Array:
+            found = np.array([np.argmax(answer[name]) for answer in answers], np.float64)
+            found[[not _is_scorable(answer, [name]) for answer in answers]] = np.nan
+            return found
+
+        return best
+    if not num_classes:
+        return lambda answers: _values(name, answers)
+    seen = _values(name, original)
+    # One number for two classes: a probability, or a logit.
+    threshold = 0.5 if ((seen >= 0) & (seen <= 1)).all() else 0.0
+
+    def beyond(answers: Answers) -> Array:
+        values = _values(name, answers)
+        return np.where(np.isfinite(values), values > threshold, np.nan)
+
+    return beyond
+
+
+def _by_values(labels: Array, original: Answers) -> Scorer:
+    names = _single_outputs(original, "f")
+    if len(names) != 1 or labels.dtype.kind not in "iuf":
+        shapes = {name: list(array.shape) for name, array in original[0].items()}
+        raise ConfigError(
+            [
+                "labels: numbers are compared with the one output that gives one float for each "
+                f"example; outputs are {shapes}"
+            ]
+        )
+    name = names[0]
+
+    def compute(answers: Answers, indices: tuple[int, ...], truth: Answers) -> Array:
+        error: Array = np.abs(_values(name, answers) - labels[list(indices)].astype(np.float64))
+        return error
+
+    text = f"mean absolute error of output '{name}' by labels"
+    return Scorer("mae", False, text, compute, lambda answers: _values(name, answers))
+
+
+def _values(name: str, answers: Answers) -> Array:
+    return np.array([float(answer[name].ravel()[0]) for answer in answers], np.float64)
+
+
+def _is_scorable(answer: Mapping[str, Array], names: Sequence[str]) -> bool:
+    """No NaN and no infinity, but for a class that is masked with minus infinity."""
+    return all(bool((answer[name] < np.inf).all()) for name in names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -43,7 +43,7 @@ class Account:
 
 def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int, int]) -> Source:
     """For process i of n, which is `place`; ConfigError when the data does not fit."""
-    path = _existing(spec)
+    path = existing(spec)
     account = Account([path])
     if form.kind == "tensors":
         columns = _columns(spec, form, path, account)
@@ -64,7 +64,8 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
     return TextExamples(samples, sizes.answers, shares(len(samples), spec.seed, *place), origin)
 
 
-def _existing(spec: InputSpec) -> Path:
+def existing(spec: InputSpec) -> Path:
+    """A file or folder that there is a reader for; ConfigError says what was expected."""
     path = Path(spec.path)
     if not path.exists():
         raise ConfigError([f"{path}: there is no such file or folder"])
@@ -79,7 +80,7 @@ def _existing(spec: InputSpec) -> Path:
 def _columns(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> Columns:
     required = [tensor.name for tensor in form.inputs if not tensor.is_optional]
     if path.is_dir():
-        name = _one_name(spec, required, [tensor.name for tensor in form.inputs])
+        name = one_name(spec, required, [tensor.name for tensor in form.inputs])
         tensor = next(tensor for tensor in form.inputs if tensor.name == name)
         images = _images(path, tensor, spec.seed, account)
         return from_list(form, name, images.examples, path.name)
@@ -87,7 +88,7 @@ def _columns(spec: InputSpec, form: RequestForm, path: Path, account: Account) -
         return from_rows(form, read_rows(path, as_arrays=True), path.name)
     arrays = read_arrays(path)
     if "" in arrays:
-        name = _one_name(spec, required, [tensor.name for tensor in form.inputs])
+        name = one_name(spec, required, [tensor.name for tensor in form.inputs])
         arrays = {name: arrays[""]}
     return from_arrays(form, arrays, path.name)
 
@@ -99,14 +100,14 @@ def _rows(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> R
         listed = ", ".join(ROW_SUFFIXES)
         raise ConfigError([f"{path}: prompts are read from files that end in {listed}"])
     if path.is_dir():
-        name = _one_name(spec, form.fields, form.fields)
+        name = one_name(spec, form.fields, form.fields)
         images = _images(path, TensorSpec(name, "BYTES", (1,)), spec.seed, account)
         texts = [base64.b64encode(array.item()).decode() for array in images.examples]
         account.notes.append("files as base64")
         return Rows([{name: text} for text in texts], range(1, len(texts) + 1), "image")
     arrays = read_arrays(path)
     if "" in arrays:
-        arrays = {_one_name(spec, form.fields, form.fields): arrays[""]}
+        arrays = {one_name(spec, form.fields, form.fields): arrays[""]}
     columns = [array.tolist() for array in arrays.values()]
     rows = [dict(zip(arrays, values, strict=True)) for values in zip(*columns, strict=True)]
     return Rows(rows, range(1, len(rows) + 1), "example")
@@ -121,7 +122,7 @@ def _images(path: Path, tensor: TensorSpec, seed: int, account: Account) -> Imag
     return images
 
 
-def _one_name(spec: InputSpec, required: Sequence[str], names: Sequence[str]) -> str:
+def one_name(spec: InputSpec, required: Sequence[str], names: Sequence[str]) -> str:
     """What a file without names is for: what was said, else the only thing there is."""
     taken = ", ".join(f"'{name}'" for name in names)
     if spec.name:

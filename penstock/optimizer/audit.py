@@ -1,0 +1,354 @@
+"""Whether data is fit to calibrate with, and labels to judge by. Pure.
+
+A range that was taken from the wrong data does not fail: it clips or wastes what INT8 can tell
+apart, silently. So data that cannot be right is refused, with what to bring instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from penstock.optimizer.binomial import at_least
+from penstock.types import Array, pack_bytes
+
+Row = Mapping[str, Array]
+
+# What is in one row of twenty is missed by 10 rows with a probability of 60 %, by 100 of 0.6 %.
+MIN_ROWS = 10
+FEW_ROWS = 100
+# Copies add no ranges; a few are what users really send.
+MAX_COPIES = 0.5
+MANY_COPIES = 0.1
+# Of both sets together, by chance.
+FALSE_ALARMS = 1e-3
+# The largest distance of two distributions (0 to 1) that is still the same kind of data. With
+# thousands of rows any two samples differ significantly; this one differs so as to matter.
+FOREIGN = 0.35
+# How far the ranges of two halves may be apart, as a share of the range.
+UNSTABLE = 0.25
+CHANCE_ALPHA = 0.05
+MAX_ELEMENTS = 4096
+# Of one row of one input, in the order of `_row_features`.
+FEATURES = ("the mean", "the deviation", "the maximum", "the minimum", "the size", "the roughness")
+BRING = "bring 100 to 300 rows of what users send, prepared as they are when served"
+
+
+class Audit(msgspec.Struct):
+    """Problems forbid the use of the data, warnings do not. Facts are for the report."""
+
+    problems: list[str] = []
+    warnings: list[str] = []
+    facts: dict[str, float] = {}
+
+
+def audit_calibration(
+    calibration: Sequence[Row], evaluation: Sequence[Row], *, is_separate: bool
+) -> Audit:
+    """`evaluation` is what candidates are judged on. Where calibration has a data set of its own
+    (`is_separate`), the two have to look alike."""
+    audit = Audit(facts={"rows": float(len(calibration))})
+    if len(calibration) < MIN_ROWS:
+        audit.problems.append(
+            f"calibration has {len(calibration)} rows: ranges of fewer than {MIN_ROWS} miss much "
+            f"of what is normal, and INT8 clips it; {BRING}"
+        )
+        return audit
+    _check_finite(calibration, audit)
+    _check_copies(calibration, audit)
+    _check_constant(calibration, audit)
+    _check_overlap(calibration, evaluation, is_separate, audit)
+    if audit.problems:
+        return audit
+    if len(calibration) < FEW_ROWS:
+        audit.warnings.append(
+            f"calibration has only {len(calibration)} rows: rare values may be clipped; "
+            f"{FEW_ROWS} to 300 are better"
+        )
+    _check_halves(calibration, audit)
+    if is_separate and len(evaluation) >= MIN_ROWS:
+        _check_kinship(calibration, evaluation, audit)
+    return audit
+
+
+def audit_classes(calibration: Array, evaluation: Array) -> Audit:
+    """Class numbers of both parts: calibration should have seen every class."""
+    audit = Audit()
+    wanted = set(evaluation.tolist())
+    missing = sorted(wanted - set(calibration.tolist()))
+    if len(wanted) < 2 or not missing or len(calibration) < MIN_ROWS:
+        return audit
+    audit.facts["classes missing"] = float(len(missing))
+    if len(missing) >= len(wanted) - 1:
+        audit.problems.append(
+            f"calibration has rows of {len(wanted) - len(missing)} of {len(wanted)} classes: the "
+            f"others may need other ranges; {BRING}"
+        )
+    elif len(wanted) <= len(calibration):
+        shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
+        audit.warnings.append(
+            f"calibration has no row of {len(missing)} of {len(wanted)} classes ({shown})"
+        )
+    return audit
+
+
+def audit_labels(predictions: Array, labels: Array) -> Audit:
+    """Whether the original knows anything about the labels. If not, they are others' labels or in
+    another order, or inputs are prepared differently, and every candidate would do as well."""
+    is_known = np.isfinite(predictions.astype(np.float64))
+    predictions, labels = predictions[is_known], labels[is_known]
+    if len(labels) == 0:
+        return Audit(problems=["the original's answers to labelled examples are not finite"])
+    if labels.dtype.kind == "f" and not (labels == np.floor(labels)).all():
+        return _audit_values(predictions, labels)
+    right = float((predictions == labels).mean())
+    guessed = _expected_by_chance(predictions, labels)
+    num_right = int((predictions == labels).sum())
+    likely = at_least(num_right, len(labels), guessed)
+    audit = Audit(facts={"right": right, "by chance": guessed})
+    if len(set(labels.tolist())) > 1 and likely > CHANCE_ALPHA:
+        audit.problems.append(
+            f"the original is right on {right * 100:.3g} % of {len(labels):,} labelled examples, "
+            f"and guessing gives {guessed * 100:.3g} %: nothing can be lost that is not there. "
+            "Are these the labels of these examples, is the order of the classes the model's, are "
+            "inputs prepared as in training?"
+        )
+    return audit
+
+
+def clipped_share(
+    ranges: Mapping[str, tuple[float, float]], values: Mapping[str, Array]
+) -> dict[str, float]:
+    """Of each tensor's held-out values, how many lie outside its calibrated range."""
+    return {
+        name: float(((values[name] < low) | (values[name] > high)).mean())
+        for name, (low, high) in ranges.items()
+        if name in values and values[name].size
+    }
+
+
+def kolmogorov_smirnov(one: Array, other: Array) -> tuple[float, float]:
+    """The largest distance of the two distributions, and how likely chance makes it as large."""
+    ordered, others = np.sort(one), np.sort(other)
+    both = np.concatenate([ordered, others])
+    shares = np.searchsorted(ordered, both, "right") / len(ordered)
+    distance = float(
+        np.abs(shares - np.searchsorted(others, both, "right") / len(others)).max(initial=0.0)
+    )
+    size = math.sqrt(len(ordered) * len(others) / (len(ordered) + len(others)))
+    # Stephens' correction for small samples.
+    scaled = (size + 0.12 + 0.11 / size) * distance
+    if scaled < 0.2:
+        return distance, 1.0
+    terms = (2 * (-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
+    return distance, min(max(math.fsum(terms), 0.0), 1.0)
+
+
+def _check_finite(rows: Sequence[Row], audit: Audit) -> None:
+    for name in _names(rows, "f"):
+        num_bad = sum(not np.isfinite(row[name]).all() for row in rows if name in row)
+        if num_bad:
+            audit.problems.append(
+                f"input '{name}': {num_bad:,} of {len(rows):,} calibration rows have values that "
+                "are not finite, which make every range infinite or none; leave those rows out"
+            )
+
+
+def _check_copies(rows: Sequence[Row], audit: Audit) -> None:
+    num_distinct = len({_fingerprint(row) for row in rows})
+    share = 1 - num_distinct / len(rows)
+    audit.facts["copies"] = share
+    if num_distinct < MIN_ROWS or share > MAX_COPIES:
+        audit.problems.append(
+            f"of {len(rows):,} calibration rows only {num_distinct:,} are distinct: copies add "
+            f"nothing to a range, and INT8 clips what they lack; {BRING}"
+        )
+    elif share > MANY_COPIES:
+        audit.warnings.append(f"{share * 100:.0f} % of the calibration rows are copies of others")
+
+
+def _check_constant(rows: Sequence[Row], audit: Audit) -> None:
+    """Rows in which all elements are alike. A single number a row may be a setting."""
+    names = [name for name in _names(rows, "f") if rows[0][name].size > 1]
+    constant = [name for name in names if _share_constant(rows, name) > MAX_COPIES]
+    for name in constant:
+        text = (
+            f"input '{name}': in {_share_constant(rows, name) * 100:.0f} % of the calibration rows "
+            "all elements are the same"
+        )
+        if len(constant) == len(names):
+            audit.problems.append(
+                f"{text}: such rows excite nothing in the model, and its ranges come out far too "
+                f"narrow; {BRING}"
+            )
+        else:
+            audit.warnings.append(text)
+
+
+def _share_constant(rows: Sequence[Row], name: str) -> float:
+    arrays = [row[name] for row in rows if name in row]
+    return float(np.mean([bool((array == array.ravel()[:1]).all()) for array in arrays]))
+
+
+def _check_overlap(
+    calibration: Sequence[Row], evaluation: Sequence[Row], is_separate: bool, audit: Audit
+) -> None:
+    if not evaluation:
+        return
+    seen = {_fingerprint(row) for row in evaluation}
+    share = float(np.mean([_fingerprint(row) in seen for row in calibration]))
+    audit.facts["overlap"] = share
+    if share > (0.0 if is_separate else MANY_COPIES):
+        audit.warnings.append(
+            f"{share * 100:.2g} % of the calibration rows are also among those that candidates are "
+            "judged on, which flatters INT8"
+        )
+
+
+def _check_halves(rows: Sequence[Row], audit: Audit) -> None:
+    """Ranges from every other row and from the rest: when they differ, so will live ones."""
+    for name in _names(rows, "f"):
+        arrays = [row[name] for row in rows if name in row]
+        if len(arrays) < 2:
+            continue
+        (low, high), (other_low, other_high) = (_range(arrays[part::2]) for part in (0, 1))
+        width = max(high, other_high) - min(low, other_low)
+        apart = max(abs(high - other_high), abs(low - other_low)) / width if width else 0.0
+        audit.facts[f"apart {name}"] = apart
+        if apart > UNSTABLE:
+            audit.warnings.append(
+                f"input '{name}': ranges of two halves of the calibration rows differ by "
+                f"{apart * 100:.0f} %; more rows would settle them"
+            )
+
+
+def _range(arrays: Sequence[Array]) -> tuple[float, float]:
+    lows, highs = zip(*((array.min(), array.max()) for array in arrays if array.size), strict=True)
+    return float(min(lows)), float(max(highs))
+
+
+def _check_kinship(calibration: Sequence[Row], evaluation: Sequence[Row], audit: Audit) -> None:
+    """Features of each row, compared between the two sets by a two-sample test."""
+    found = _features(calibration, evaluation)
+    if not found:
+        return
+    level = FALSE_ALARMS / len(found)
+    results = {label: kolmogorov_smirnov(one, other) for label, (one, other) in found.items()}
+    audit.facts["distance"] = max(distance for distance, _ in results.values())
+    differing = [label for label, (_, likely) in results.items() if likely < level]
+    if not differing:
+        return
+    label = max(differing, key=lambda each: results[each][0])
+    distance, likely = results[label]
+    one, other = found[label]
+    text = (
+        f"calibration is other data than what candidates are judged on: {label} is "
+        f"{np.median(one):.3g} in the middle instead of {np.median(other):.3g} "
+        f"(distance {distance:.2g} of 1, by chance in {likely:.1g})"
+    )
+    if distance > FOREIGN:
+        audit.problems.append(
+            f"{text}: INT8 would be scaled for values that do not come, and clip those that do; "
+            f"{BRING}"
+        )
+    else:
+        audit.warnings.append(text)
+
+
+def _features(one: Sequence[Row], other: Sequence[Row]) -> dict[str, tuple[Array, Array]]:
+    """By what they are called. The second set's own average is taken from every other row of it,
+    and only the rest is compared with it: a sample is always closer to its own average."""
+    found: dict[str, tuple[Array, Array]] = {}
+    for name in _names(one, "fiubO"):
+        rows, others = ([row[name] for row in rows if name in row] for rows in (one, other))
+        if len(rows) < MIN_ROWS or len(others) < MIN_ROWS:
+            continue
+        label = f"input '{name}': "
+        mine, theirs = (
+            np.array([_row_features(array) for array in each]) for each in (rows, others)
+        )
+        for column, feature in enumerate(FEATURES):
+            found[label + feature] = (mine[:, column], theirs[:, column])
+        if len({array.shape for array in (*rows, *others)}) == 1 and rows[0].dtype.kind != "O":
+            center = np.stack([_thinned(array) for array in others[::2]])
+            away = [
+                _distances(np.stack([_thinned(a) for a in each]), center)
+                for each in (rows, others[1::2])
+            ]
+            found[f"{label}distance from the average"] = (away[0], away[1])
+    return {label: pair for label, pair in found.items() if _varies(*pair)}
+
+
+def _row_features(array: Array) -> list[float]:
+    if array.dtype.kind == "O":
+        # Texts: how long they are.
+        sizes = np.array([len(each) for each in array.ravel().tolist()], np.float64)
+        return [float(sizes.mean()) if sizes.size else 0.0, 0.0, 0.0, 0.0, float(array.size), 0.0]
+    if not array.size:
+        return [0.0] * len(FEATURES)
+    values = array.astype(np.float64)
+    steps = np.abs(np.diff(values, axis=-1)) if values.ndim and values.shape[-1] > 1 else values * 0
+    return [
+        float(values.mean()),
+        float(values.std()),
+        float(values.max()),
+        float(values.min()),
+        float(values.size),
+        float(steps.mean()),
+    ]
+
+
+def _thinned(array: Array) -> Array:
+    flat = array.ravel()
+    return flat[:: max(1, flat.size // MAX_ELEMENTS)].astype(np.float64)
+
+
+def _distances(rows: Array, reference: Array) -> Array:
+    """Mean distance of each row's elements from the reference's, in its deviations."""
+    spread = reference.std(axis=0)
+    typical = float(spread.mean()) or 1.0
+    away: Array = np.abs((rows - reference.mean(axis=0)) / (spread + 0.1 * typical)).mean(axis=1)
+    return away
+
+
+def _varies(one: Array, other: Array) -> bool:
+    return bool(np.ptp(np.concatenate([one, other])) > 0)
+
+
+def _names(rows: Sequence[Row], kinds: str) -> list[str]:
+    return [name for name, array in rows[0].items() if array.dtype.kind in kinds]
+
+
+def _fingerprint(row: Row) -> bytes:
+    hasher = hashlib.sha256()
+    for name in sorted(row):
+        array = row[name]
+        content = pack_bytes(array) if array.dtype.kind == "O" else array.tobytes()
+        hasher.update(f"{name} {array.dtype} {array.shape} {len(content)}\n".encode())
+        hasher.update(content)
+    return hasher.digest()
+
+
+def _expected_by_chance(predictions: Array, labels: Array) -> float:
+    """How often answers and labels that know nothing of each other would agree. A majority class
+    that is always answered is chance by this, and skill on rare classes is not."""
+    classes, counts = np.unique(labels, return_counts=True)
+    answered = np.array([(predictions == each).mean() for each in classes])
+    return float((answered * counts / len(labels)).sum())
+
+
+def _audit_values(predictions: Array, labels: Array) -> Audit:
+    error = float(np.abs(predictions - labels).mean())
+    constant = float(np.abs(np.median(labels) - labels).mean())
+    audit = Audit(facts={"error": error, "error of a constant": constant})
+    if error >= constant:
+        audit.problems.append(
+            f"the original's mean absolute error on {len(labels):,} labelled examples is "
+            f"{error:.3g}, and always answering the median gives {constant:.3g}: are these the "
+            "labels of these examples, in the model's unit?"
+        )
+    return audit
