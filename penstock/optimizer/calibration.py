@@ -91,9 +91,7 @@ class Histogram:
     def _percentile(self) -> Range:
         tail = self.counts.sum() * (1 - PERCENTILE / 100) / 2
         first = int(np.searchsorted(np.cumsum(self.counts), tail, side="right"))
-        last = 2 * NUM_BINS - int(
-            np.searchsorted(np.cumsum(self.counts[::-1]), tail, side="right")
-        )
+        last = 2 * NUM_BINS - int(np.searchsorted(np.cumsum(self.counts[::-1]), tail, side="right"))
         low, high = (first - NUM_BINS) * self.width, (last - NUM_BINS) * self.width
         return max(self.low, low), min(self.high, high)
 

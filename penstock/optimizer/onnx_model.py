@@ -60,7 +60,7 @@ def nodes(graph: Any) -> Iterator[Any]:
 
 
 def opset(model: Any) -> int:
-    return max((each.version for each in model.opset_import if each.domain in ("", "ai.onnx")))
+    return int(max(each.version for each in model.opset_import if each.domain in ("", "ai.onnx")))
 
 
 def true_inputs(graph: Any) -> list[Any]:
@@ -87,7 +87,7 @@ def datatype(tensor: Any) -> str:
     from penstock.onnx_file import NAMES
 
     name = onnx.TensorProto.DataType.Name(tensor.data_type)
-    return NAMES.get(name, name)
+    return str(NAMES.get(name, name))
 
 
 def num_values(tensor: Any) -> int:
@@ -121,8 +121,8 @@ def product_sides(node: Any, dims: Sequence[int]) -> tuple[int, int]:
 
 
 def can_gain(node: Any, weights: Mapping[str, Any]) -> bool:
-    """Whether INT8 can make this node faster at all: constant weights, and enough of them. Depthwise
-    convolutions are small but lie between others, where changing the datatype costs more."""
+    """Whether INT8 can make this node faster at all: constant weights, and enough of them.
+    Depthwise convolutions are small but lie between others, where changing datatypes costs more."""
     if node.op_type not in WEIGHTED or len(node.input) < 2:
         return False
     weight = weights.get(node.input[1])
@@ -201,6 +201,7 @@ def prepared(model: Any) -> Any:
     import onnx
 
     ready = optimised(model)
+    _tell_types(ready.graph)
     ready = onnx.shape_inference.infer_shapes(ready)
     taken = Counter(node.name for node in ready.graph.node)
     for index, node in enumerate(ready.graph.node):
@@ -208,6 +209,23 @@ def prepared(model: Any) -> Any:
             node.name = f"{node.op_type}_{index}"
         node.name = node.name.replace(",", ".")
     return ready
+
+
+def _tell_types(graph: Any) -> None:
+    """Behind an operator of another domain ONNX knows no types; a product has those of its
+    weights."""
+    import onnx
+
+    known = {value.name for value in (*graph.value_info, *graph.input, *graph.output)}
+    weights = constants(graph)
+    for node in graph.node:
+        if node.op_type not in WEIGHTED or node.input[1] not in weights:
+            continue
+        for name in (node.input[0], node.output[0]):
+            if name not in known:
+                known.add(name)
+                elem_type = weights[node.input[1]].data_type
+                graph.value_info.append(onnx.helper.make_tensor_value_info(name, elem_type, None))
 
 
 def float_tensors(graph: Any, op_types: Sequence[str]) -> list[str]:

@@ -198,10 +198,25 @@ def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
         nodes_to_quantize=_to_quantise(ready, names - set(scheme.keep), scheme),
         nodes_to_exclude=[],
         op_types_to_quantize=list(scheme.operators),
-        extra_options={"MatMulConstBOnly": True, "WeightSymmetric": True},
+        extra_options=_library_options(scheme),
     )
     quantizer.quantize_model()
     return quantizer.model.model
+
+
+def _library_options(scheme: Scheme) -> dict[str, Any]:
+    from onnx import TensorProto
+
+    options: dict[str, Any] = {
+        "MatMulConstBOnly": True,
+        "WeightSymmetric": True,
+        # Behind a fused operator ONNX knows no types.
+        "DefaultTensorType": TensorProto.FLOAT,
+    }
+    if scheme.is_transformer:
+        # What follows a product computes in float, so rounding its result would gain nothing.
+        options["OpTypesToExcludeOutputQuantization"] = list(scheme.operators)
+    return options
 
 
 def _to_quantise(ready: Any, products: Collection[str], scheme: Scheme) -> list[str]:

@@ -175,9 +175,7 @@ def _check_rows(original: Any, opened: Any) -> None:
     """BackendFailed, unless rows together and alone give what the original gives for each."""
     old, new = onnx_model.session(original), onnx_model.session(opened)
     size = 16
-    feeds = [
-        onnx_model.made_up(original.graph, 1, size, seed) for seed in range(NUM_TRIED_ROWS)
-    ]
+    feeds = [onnx_model.made_up(original.graph, 1, size, seed) for seed in range(NUM_TRIED_ROWS)]
     expected = [onnx_model.run(old, each) for each in feeds]
     together = {name: np.concatenate([each[name] for each in feeds]) for name in feeds[0]}
     for rows, wanted in ((feeds[0], expected[:1]), (together, expected)):
