@@ -32,10 +32,7 @@ DATATYPES = {
 
 def read_signature(path: Path) -> Signature:
     """ConfigError, in one line, for whatever is not an IR with tensors in and out."""
-    try:
-        root = _parse(path.read_bytes())
-    except (OSError, ParseError, expat.ExpatError, AssertionError, ValueError) as error:
-        raise _problem(f"cannot be read as OpenVINO IR: {error}") from None
+    root = _root(path)
     layers = root.findall("layers/layer")
     # Of the tensors that ports give, by layer and port.
     names = {
@@ -60,6 +57,18 @@ def read_signature(path: Path) -> Signature:
     if not inputs or not outputs:
         raise _problem("cannot be read as OpenVINO IR: it has no inputs or no outputs")
     return Signature(tuple(inputs), tuple(outputs))
+
+
+def read_layers(path: Path) -> list[Element]:
+    """Every operator, constants too, as the file has it."""
+    return _root(path).findall("layers/layer")
+
+
+def _root(path: Path) -> Element:
+    try:
+        return _parse(path.read_bytes())
+    except (OSError, ParseError, expat.ExpatError, AssertionError, ValueError) as error:
+        raise _problem(f"cannot be read as OpenVINO IR: {error}") from None
 
 
 def _parse(data: bytes) -> Element:

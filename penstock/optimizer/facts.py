@@ -2,9 +2,81 @@
 
 from __future__ import annotations
 
+import json
+import struct
+import zipfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import msgspec
 
+from penstock.errors import ConfigError
+from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build
+
+QUANTISE, DEQUANTISE = "QuantizeLinear", "DequantizeLinear"
+# Operators that compute with bytes whatever lies around them.
+INTEGER_OPERATORS = frozenset(
+    {
+        "ConvInteger",
+        "DynamicQuantizeLinear",
+        "DynamicQuantizeLSTM",
+        "DynamicQuantizeMatMul",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "MatMulNBits",
+        "QAttention",
+        "QEmbedLayerNormalization",
+        "QGemm",
+        "QLinearAdd",
+        "QLinearAveragePool",
+        "QLinearConcat",
+        "QLinearConv",
+        "QLinearGlobalAveragePool",
+        "QLinearMatMul",
+        "QLinearMul",
+    }
+)
+# Of safetensors, of OpenVINO, and of torch (its numbers in .pt2 files), by the names of v2.
+TORCH_DATATYPES = {
+    "F64": "FP64",
+    "F32": "FP32",
+    "F16": "FP16",
+    "BF16": "BF16",
+    "I64": "INT64",
+    "I32": "INT32",
+    "I16": "INT16",
+    "I8": "INT8",
+    "U8": "UINT8",
+}
+PT2_DATATYPES = {
+    1: "UINT8",
+    2: "INT8",
+    3: "INT16",
+    4: "INT32",
+    5: "INT64",
+    6: "FP16",
+    7: "FP32",
+    8: "FP64",
+    12: "BOOL",
+    13: "BF16",
+}
+OPENVINO_DATATYPES = {
+    "f64": "FP64",
+    "f32": "FP32",
+    "f16": "FP16",
+    "bf16": "BF16",
+    "i64": "INT64",
+    "i32": "INT32",
+    "i16": "INT16",
+    "i8": "INT8",
+    "u8": "UINT8",
+    "i4": "INT4",
+    "u4": "UINT4",
+}
+MAX_HEADER_BYTES = 100 << 20
 
 
 class Facts(msgspec.Struct):
@@ -18,6 +90,8 @@ class Facts(msgspec.Struct):
     # Operator types that lie between DequantizeLinear and QuantizeLinear, with how many; dynamic
     # forms (MatMulInteger, DynamicQuantizeLinear and contrib twins) count too.
     quantised: dict[str, int] = {}
+    # Operator types with constant weights that are large enough to gain by INT8, with how many.
+    quantisable: dict[str, int] = {}
     # After the runtime's own optimisation, by operator type: what will really run.
     optimised_operators: dict[str, int] = {}
     # Runner.built(): providers, threads, precision, compiled graphs.
@@ -42,4 +116,141 @@ class Facts(msgspec.Struct):
 
 def file_facts(build: Build) -> Facts:
     """What can be read without loading the model."""
-    raise NotImplementedError
+    path = build.artifact
+    facts = Facts(backend=build.config.backend)
+    if path.suffix == ".onnx":
+        _read_onnx(path, facts)
+    elif path.suffix == ".xml":
+        _read_openvino(path, facts)
+    elif path.suffix == ".pt2":
+        _read_pt2(path, facts)
+    else:
+        _read_safetensors(path if path.is_dir() else path.parent, facts)
+    facts.file_bytes = sum(
+        each.stat().st_size for each in build.version_folder.rglob("*") if each.is_file()
+    )
+    return facts
+
+
+def optimised_operators(path: Path, options: Mapping[str, str]) -> dict[str, int]:
+    """What ONNX Runtime makes of an ONNX file with these options of the backend: how many nodes
+    of each type will run. Loads the model, so it belongs into a process of its own."""
+    entries = {key: text for key, text in options.items() if key.startswith("session.")}
+    model = onnx_model.optimised(path, options.get("graph_level", "all"), entries)
+    return dict(Counter(node.op_type for node in onnx_model.nodes(model.graph)))
+
+
+def _read_onnx(path: Path, facts: Facts) -> None:
+    graph = onnx_model.read(path, weights=False).graph
+    nodes = list(onnx_model.nodes(graph))
+    facts.operators = dict(Counter(node.op_type for node in nodes))
+    weights = onnx_model.constants(graph)
+    _count_weights(
+        facts,
+        (
+            (onnx_model.datatype(each), onnx_model.num_values(each), onnx_model.weight_bytes(each))
+            for each in weights.values()
+        ),
+    )
+    facts.quantised = _quantised(nodes)
+    facts.quantisable = dict(
+        Counter(node.op_type for node in nodes if onnx_model.can_gain(node, weights))
+    )
+
+
+def _quantised(nodes: list[Any]) -> dict[str, int]:
+    dequantised = {node.output[0] for node in nodes if node.op_type == DEQUANTISE}
+    consumers: dict[str, set[str]] = {}
+    for node in nodes:
+        for name in node.input:
+            consumers.setdefault(name, set()).add(node.op_type)
+    counts: Counter[str] = Counter()
+    for node in nodes:
+        is_quantised = node.op_type in INTEGER_OPERATORS
+        if node.op_type in onnx_model.WEIGHTED:
+            is_quantised = all(name in dequantised for name in node.input[:2])
+        elif node.op_type not in (QUANTISE, DEQUANTISE) and node.input:
+            between = node.input[0] in dequantised and all(
+                consumers.get(name) == {QUANTISE} for name in node.output
+            )
+            is_quantised = is_quantised or between
+        counts[node.op_type] += is_quantised
+    return {name: count for name, count in counts.items() if count}
+
+
+def _count_weights(facts: Facts, weights: Any) -> None:
+    """From (datatype, number of values, bytes) of each."""
+    total: Counter[str] = Counter()
+    for datatype, num_values, num_bytes in weights:
+        total[datatype] += num_bytes
+        if datatype not in onnx_model.NOT_WEIGHTS:
+            facts.num_parameters += num_values
+    facts.weight_bytes = dict(total)
+
+
+def _read_openvino(path: Path, facts: Facts) -> None:
+    from penstock import openvino_file
+
+    layers = openvino_file.read_layers(path)
+    facts.operators = dict(Counter(layer.get("type", "") for layer in layers))
+    found = []
+    for layer in layers:
+        values = layer.find("data")
+        if layer.get("type") != "Const" or values is None:
+            continue
+        shape = [int(size) for size in values.get("shape", "").split(",") if size.strip()]
+        count = 1
+        for size in shape:
+            count *= size
+        name = values.get("element_type", "")
+        found.append((OPENVINO_DATATYPES.get(name, name), count, int(values.get("size", "0"))))
+    _count_weights(facts, found)
+    if "FakeQuantize" in facts.operators:
+        facts.quantised = {"FakeQuantize": facts.operators["FakeQuantize"]}
+
+
+def _read_pt2(path: Path, facts: Facts) -> None:
+    """From the list of weights; what has no such list (a compiled package) has only a size."""
+    with zipfile.ZipFile(path) as archive:
+        lists = [name for name in archive.namelist() if name.endswith("_weights_config.json")]
+        entries = json.loads(archive.read(lists[0]))["config"].values() if lists else ()
+    found = []
+    for entry in entries:
+        meta = entry["tensor_meta"]
+        count = 1
+        for size in meta["sizes"]:
+            count *= size["as_int"]
+        name = PT2_DATATYPES.get(meta["dtype"], str(meta["dtype"]))
+        found.append((name, count, count * _item_bytes(name)))
+    _count_weights(facts, found)
+
+
+def _read_safetensors(folder: Path, facts: Facts) -> None:
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in _safetensors_header(path).items():
+            if name == "__metadata__":
+                continue
+            count = 1
+            for size in entry["shape"]:
+                count *= size
+            start, end = entry["data_offsets"]
+            datatype = TORCH_DATATYPES.get(entry["dtype"], entry["dtype"])
+            found.append((datatype, count, end - start))
+    _count_weights(facts, found)
+
+
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        start = file.read(8)
+        size = struct.unpack("<Q", start)[0] if len(start) == 8 else MAX_HEADER_BYTES + 1
+        if size > MAX_HEADER_BYTES:
+            raise ConfigError([f"{path.name}: cannot be read as safetensors: no header"])
+        header: dict[str, Any] = json.loads(file.read(size))
+        return header
+
+
+def _item_bytes(datatype: str) -> int:
+    from penstock.types import DATATYPES
+
+    return (DATATYPES[datatype].itemsize if datatype in DATATYPES else None) or 1

@@ -1,0 +1,335 @@
+"""Self-attention found in an ONNX graph and made one operator of ONNX Runtime's.
+
+Found by what is computed, from each Softmax in both directions, not by how one exporter spells it:
+softmax(scale * Q K^T + mask) V with Q, K and V from products of the same input with constant
+weights. What does not fit is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.optimizer import onnx_model
+from penstock.types import Array
+
+DOMAIN = "com.microsoft"
+# packed: the projections are inside of the operator; heads: they stay a MatMul of their own, which
+# can be quantised with Q/DQ nodes.
+Form = Literal["packed", "heads"]
+HEADS_TO_FRONT = [0, 2, 1, 3]
+KEYS_TRANSPOSED = [0, 2, 3, 1]
+SWAP_LAST = [0, 1, 3, 2]
+# Of the mask, where the graph guards against rows that may look at nothing.
+LOWEST = -1e30
+
+
+class Misfit(Exception):
+    """The graph around a Softmax is not the attention that we know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    source: str
+    weight: Array
+    bias: Array
+    head_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    query: Projection
+    key: Projection
+    value: Projection
+    scale: float
+    # The name of what is added to the scores; empty: nothing.
+    mask: str
+    is_guarded: bool
+    output: str
+
+
+def fuse(model: Any, form: Form) -> int:
+    """Change the graph in place; how many were found. What is no longer used stays for whoever
+    removes dead nodes."""
+    graph = _Graph(model.graph)
+    num_found = 0
+    for softmax in [node for node in model.graph.node if node.op_type == "Softmax"]:
+        try:
+            found = graph.attention_at(softmax)
+        except Misfit:
+            continue
+        _replace(model.graph, found, form, num_found)
+        num_found += 1
+    if num_found:
+        _sort(model.graph)
+        if all(each.domain != DOMAIN for each in model.opset_import):
+            model.opset_import.append(_opset())
+    return num_found
+
+
+class _Graph:
+    def __init__(self, graph: Any) -> None:
+        self._makers = {name: node for node in graph.node for name in node.output}
+        self._consumers: dict[str, list[Any]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self._consumers.setdefault(name, []).append(node)
+        self._weights: Mapping[str, Any] = onnx_model.constants(graph)
+
+    def attention_at(self, softmax: Any) -> Found:
+        scores, scale, mask = self._scores(softmax.input[0])
+        query, key = scores.input
+        query_scale, query = self._scaled(query)
+        key_scale, key = self._scaled(key)
+        weighted, is_guarded = self._weighted(softmax)
+        output = self._merged(weighted)
+        found = Found(
+            self._projection(self._unheaded(query)),
+            self._projection(self._unheaded_keys(key)),
+            self._projection(self._unheaded(weighted.input[1])),
+            scale * query_scale * key_scale,
+            mask,
+            is_guarded,
+            output,
+        )
+        parts = (found.query, found.key, found.value)
+        if len({part.source for part in parts}) > 1 or len({p.weight.shape for p in parts}) > 1:
+            raise Misfit
+        return found
+
+    def _made_by(self, name: str, *kinds: str) -> Any:
+        node = self._makers.get(name)
+        if node is None or node.op_type not in kinds:
+            raise Misfit
+        return node
+
+    def _only_consumer(self, name: str, kind: str) -> Any:
+        consumers = self._consumers.get(name, [])
+        if len(consumers) != 1 or consumers[0].op_type != kind:
+            raise Misfit
+        return consumers[0]
+
+    def _constant(self, name: str) -> Array:
+        import onnx
+
+        if name not in self._weights:
+            raise Misfit
+        array: Array = onnx.numpy_helper.to_array(self._weights[name])
+        return array
+
+    def _scores(self, name: str) -> tuple[Any, float, str]:
+        """The product of queries and keys, its scale, and the mask."""
+        mask = ""
+        node = self._made_by(name, "Add", "Mul", "Div", "MatMul")
+        if node.op_type == "Add":
+            sides = list(node.input)
+            if not self._leads_to_product(sides[0]):
+                sides.reverse()
+            name, mask = sides
+        scale, name = self._scaled(name)
+        return self._made_by(name, "MatMul"), scale, mask
+
+    def _leads_to_product(self, name: str) -> bool:
+        try:
+            self._made_by(self._scaled(name)[1], "MatMul")
+        except Misfit:
+            return False
+        return True
+
+    def _scaled(self, name: str) -> tuple[float, str]:
+        """The factor by which a tensor was multiplied, and the tensor."""
+        node = self._makers.get(name)
+        if node is None or node.op_type not in ("Mul", "Div"):
+            return 1.0, name
+        source, other = node.input
+        if source in self._weights and node.op_type == "Mul":
+            source, other = other, source
+        factor = self._constant(other)
+        if factor.size != 1:
+            raise Misfit
+        number = float(factor.reshape(-1)[0])
+        return (1 / number if node.op_type == "Div" else number), source
+
+    def _weighted(self, softmax: Any) -> tuple[Any, bool]:
+        """The product with the values; True, if a guard against NaN lies before it."""
+        consumers = self._consumers.get(softmax.output[0], [])
+        guards = [node for node in consumers if node.op_type == "IsNaN"]
+        if not guards:
+            return self._only_consumer(softmax.output[0], "MatMul"), False
+        where = self._only_consumer(guards[0].output[0], "Where")
+        if len(consumers) != 2 or where not in consumers or np.any(self._constant(where.input[1])):
+            raise Misfit
+        return self._only_consumer(where.output[0], "MatMul"), True
+
+    def _merged(self, weighted: Any) -> str:
+        """The output after heads were put side by side again."""
+        transpose = self._only_consumer(weighted.output[0], "Transpose")
+        _check_order(transpose, HEADS_TO_FRONT)
+        reshape = self._only_consumer(transpose.output[0], "Reshape")
+        return str(reshape.output[0])
+
+    def _unheaded(self, name: str) -> Any:
+        transpose = self._made_by(name, "Transpose")
+        _check_order(transpose, HEADS_TO_FRONT)
+        return self._made_by(transpose.input[0], "Reshape")
+
+    def _unheaded_keys(self, name: str) -> Any:
+        transpose = self._made_by(name, "Transpose")
+        if list(onnx_model.attribute(transpose, "perm", [])) == SWAP_LAST:
+            scale, source = self._scaled(transpose.input[0])
+            if scale != 1.0:
+                raise Misfit
+            return self._unheaded(source)
+        _check_order(transpose, KEYS_TRANSPOSED)
+        return self._made_by(transpose.input[0], "Reshape")
+
+    def _projection(self, reshape: Any) -> Projection:
+        name = reshape.input[0]
+        bias: Array | None = None
+        if self._made_by(name, "Add", "MatMul").op_type == "Add":
+            sides = list(self._makers[name].input)
+            if sides[1] in self._weights:
+                sides.reverse()
+            bias, name = self._constant(sides[0]), sides[1]
+        product = self._made_by(name, "MatMul")
+        weight = self._constant(product.input[1])
+        if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[1:]):
+            raise Misfit
+        if bias is None:
+            bias = np.zeros(weight.shape[1], weight.dtype)
+        head_size = self._head_size(reshape.input[1], weight.shape[1])
+        return Projection(product.input[0], weight, bias, head_size)
+
+    def _head_size(self, shape: str, hidden_size: int) -> int:
+        """From the shape of four sizes, of which the last two are known or follow."""
+        maker = self._makers.get(shape)
+        if shape not in self._weights and maker is not None and maker.op_type == "Concat":
+            parts = maker.input[-2:]
+            sizes = [int(n) for part in parts for n in np.ravel(self._constant(part))][-2:]
+        else:
+            sizes = [int(n) for n in np.ravel(self._constant(shape))][-2:]
+        num_heads, size = sizes if len(sizes) == 2 else (-1, -1)
+        if size <= 0 < num_heads:
+            size = hidden_size // num_heads
+        if size <= 0 or hidden_size % size:
+            raise Misfit
+        return size
+
+
+def _check_order(transpose: Any, order: list[int]) -> None:
+    if list(onnx_model.attribute(transpose, "perm", [])) != order:
+        raise Misfit
+
+
+def _replace(graph: Any, found: Found, form: Form, index: int) -> None:
+    from onnx import helper
+
+    prefix = f"attention_{index}"
+    parts = (found.query, found.key, found.value)
+    weight = _add(graph, f"{prefix}_weight", np.concatenate([p.weight for p in parts], axis=1))
+    bias = _add(graph, f"{prefix}_bias", np.concatenate([p.bias for p in parts]))
+    mask = _mask(graph, found, prefix)
+    hidden_size = found.query.weight.shape[1]
+    settings = {"num_heads": hidden_size // found.query.head_size, "scale": found.scale}
+    for node in graph.node:
+        for place, name in enumerate(node.output):
+            if name == found.output:
+                node.output[place] = f"{prefix}_replaced"
+    if form == "packed":
+        names = [found.query.source, weight, bias, "", "", mask]
+        made = [helper.make_node("Attention", names, [found.output], domain=DOMAIN, **settings)]
+    else:
+        split = _add(graph, f"{prefix}_sizes", np.full(3, hidden_size, np.int64))
+        sides = [f"{prefix}_{part}" for part in ("query", "key", "value")]
+        names = [*sides, "", "", mask]
+        made = [
+            helper.make_node("MatMul", [found.query.source, weight], [f"{prefix}_product"]),
+            helper.make_node("Add", [f"{prefix}_product", bias], [f"{prefix}_biased"]),
+            helper.make_node("Split", [f"{prefix}_biased", split], sides, axis=-1),
+            helper.make_node(
+                "MultiHeadAttention", names, [found.output], domain=DOMAIN, **settings
+            ),
+        ]
+    for node in made:
+        node.name = f"{prefix}/{node.op_type}"
+    graph.node.extend(made)
+
+
+def _mask(graph: Any, found: Found, prefix: str) -> str:
+    """As the operators want it: a row of scores for every query, and no infinities."""
+    from onnx import helper
+
+    if not found.mask:
+        return ""
+    shape, length, full = (f"{prefix}_{part}" for part in ("shape", "length", "mask_shape"))
+    one = _add(graph, f"{prefix}_one", np.array([1], np.int64))
+    ones = _add(graph, f"{prefix}_ones", np.array([1, 1], np.int64))
+    made = [
+        helper.make_node("Shape", [found.query.source], [shape]),
+        helper.make_node("Gather", [shape, one], [length]),
+        helper.make_node("Concat", [ones, length, one], [full], axis=0),
+        helper.make_node("Expand", [found.mask, full], [f"{prefix}_mask"]),
+    ]
+    name = f"{prefix}_mask"
+    if found.is_guarded:
+        lowest = _add(graph, f"{prefix}_lowest", np.array(LOWEST, np.float32))
+        made.append(helper.make_node("Max", [name, lowest], [f"{prefix}_finite_mask"]))
+        name = f"{prefix}_finite_mask"
+    for node in made:
+        node.name = f"{prefix}/{node.op_type}"
+    graph.node.extend(made)
+    return name
+
+
+def _add(graph: Any, name: str, array: Array) -> str:
+    import onnx
+
+    graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(array), name))
+    return name
+
+
+def _sort(graph: Any) -> None:
+    """Nodes after those they need, as ONNX asks for; otherwise in the order they had."""
+    makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    nodes = list(graph.node)
+    ordered: list[Any] = []
+    is_done = [False] * len(nodes)
+    for first in range(len(nodes)):
+        waiting = [first]
+        while waiting:
+            index = waiting[-1]
+            needed = [
+                makers[name]
+                for name in _needs(nodes[index])
+                if name in makers and not is_done[makers[name]]
+            ]
+            if needed and not is_done[index]:
+                waiting += needed
+                continue
+            waiting.pop()
+            if not is_done[index]:
+                is_done[index] = True
+                ordered.append(nodes[index])
+    copies = [type(node).FromString(node.SerializeToString()) for node in ordered]
+    del graph.node[:]
+    graph.node.extend(copies)
+
+
+def _needs(node: Any) -> list[str]:
+    inner = [
+        name
+        for attribute in node.attribute
+        for graph in (attribute.g, *attribute.graphs)
+        for each in onnx_model.nodes(graph)
+        for name in each.input
+    ]
+    return [*node.input, *inner]
+
+
+def _opset() -> Any:
+    from onnx import helper
+
+    return helper.make_opsetid(DOMAIN, 1)

@@ -1,0 +1,293 @@
+"""Which values a model's tensors take on representative examples: histograms that are folded as the
+examples stream by, so that memory does not grow with their number, and ranges by three methods.
+
+Kept on disk by the digest of model, examples and library: whoever asks again gets them at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.optimizer import onnx_model
+from penstock.optimizer.examples import Examples
+from penstock.types import Array
+
+Method = Literal["minmax", "entropy", "percentile"]
+METHODS: tuple[Method, ...] = ("minmax", "entropy", "percentile")
+PERCENTILE = 99.99
+# On each side of zero.
+NUM_BINS = 2048
+# Of a quantised tensor, on each side of zero.
+NUM_LEVELS = 128
+# Thresholds that entropy tries, as steps of bins.
+ENTROPY_STRIDE = 16
+# More examples hardly move a range.
+MAX_ROWS = 512
+# Rows of equal shapes that run together.
+MAX_BATCH = 8
+FILE = "calibration.json"
+FORMAT = 1
+PREPROCESS = "penstock.preprocess"
+
+Row = Mapping[str, Array]
+Range = tuple[float, float]
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Values around zero in bins of equal width, which doubles when a value lies outside."""
+
+    counts: Array = field(default_factory=lambda: np.zeros(2 * NUM_BINS, np.int64))
+    width: float = 0.0
+    low: float = np.inf
+    high: float = -np.inf
+
+    def add(self, values: Array) -> None:
+        """ConfigError, when a value is not finite: no range would hold it."""
+        if not values.size:
+            return
+        low, high = float(values.min()), float(values.max())
+        if not (np.isfinite(low) and np.isfinite(high)):
+            raise ConfigError(["values that are not finite"])
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self._widen(max(-low, high))
+        if self.width == 0.0:
+            self.counts[NUM_BINS] += values.size
+            return
+        places = np.floor(values.ravel() / self.width).astype(np.int64) + NUM_BINS
+        np.clip(places, 0, 2 * NUM_BINS - 1, out=places)
+        self.counts += np.bincount(places, minlength=2 * NUM_BINS)
+
+    def _widen(self, largest: float) -> None:
+        if self.width == 0.0:
+            # The least that is above: the largest value must lie inside. What came before was zero.
+            self.width = float(np.nextafter(largest / NUM_BINS, np.inf)) if largest > 0 else 0.0
+        while self.width > 0 and largest > self.width * NUM_BINS:
+            pairs = self.counts.reshape(-1, 2).sum(axis=1)
+            self.counts = np.zeros_like(self.counts)
+            self.counts[NUM_BINS // 2 : NUM_BINS // 2 + NUM_BINS] = pairs
+            self.width *= 2
+
+    def range(self, method: Method) -> Range:
+        if self.width == 0.0 or method == "minmax":
+            return self.low, self.high
+        if method == "percentile":
+            return self._percentile()
+        threshold = self._entropy_threshold()
+        return max(self.low, -threshold), min(self.high, threshold)
+
+    def _percentile(self) -> Range:
+        tail = self.counts.sum() * (1 - PERCENTILE / 100) / 2
+        first = int(np.searchsorted(np.cumsum(self.counts), tail, side="right"))
+        last = 2 * NUM_BINS - int(np.searchsorted(np.cumsum(self.counts[::-1]), tail, side="right"))
+        low, high = (first - NUM_BINS) * self.width, (last - NUM_BINS) * self.width
+        return max(self.low, low), min(self.high, high)
+
+    def _entropy_threshold(self) -> float:
+        """The absolute value beyond which cutting loses least information: the divergence between
+        what was seen and what its 128 levels would show, over all thresholds."""
+        absolute = self.counts[NUM_BINS:] + self.counts[:NUM_BINS][::-1]
+        best, best_divergence = NUM_BINS, np.inf
+        for num_kept in range(NUM_LEVELS, NUM_BINS + 1, ENTROPY_STRIDE):
+            divergence = _divergence(absolute.astype(np.float64), num_kept)
+            if divergence < best_divergence:
+                best, best_divergence = num_kept, divergence
+        return best * self.width
+
+
+def _divergence(counts: Array, num_kept: int) -> float:
+    seen = counts[:num_kept].copy()
+    seen[-1] += counts[num_kept:].sum()
+    # Each level spreads what it holds evenly over the bins that were not empty.
+    level = np.arange(num_kept) * NUM_LEVELS // num_kept
+    is_used = counts[:num_kept] > 0
+    held = np.bincount(level, weights=counts[:num_kept], minlength=NUM_LEVELS)
+    num_used = np.bincount(level, weights=is_used, minlength=NUM_LEVELS)
+    shown = np.where(is_used, (held / np.maximum(num_used, 1))[level], 0.0)
+    if shown.sum() == 0 or seen.sum() == 0:
+        return np.inf
+    p, q = seen / seen.sum(), shown / shown.sum()
+    # What was cut falls into the last bin, which may show nothing of it.
+    q = np.maximum(q, 1e-12)
+    is_seen = p > 0
+    return float(np.sum(p[is_seen] * np.log(p[is_seen] / q[is_seen])))
+
+
+@dataclass(frozen=True, slots=True)
+class InputRange:
+    """What one input of the model got; of BYTES, the lengths."""
+
+    low: float
+    high: float
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    tensors: Mapping[str, Histogram]
+    inputs: Mapping[str, InputRange]
+    num_examples: int
+    digest: str
+
+    def ranges(self, method: Method) -> dict[str, Range]:
+        return {name: histogram.range(method) for name, histogram in self.tensors.items()}
+
+    def record(self, method: Method) -> dict[str, Any]:
+        """What lies beside the model as calibration.json."""
+        return {
+            "format": FORMAT,
+            "method": method,
+            "num_examples": self.num_examples,
+            "digest": self.digest,
+            "inputs": {
+                name: {"min": each.low, "max": each.high, "mean": each.mean, "std": each.std}
+                for name, each in self.inputs.items()
+            },
+            "tensors": {name: list(each) for name, each in self.ranges(method).items()},
+        }
+
+
+def calibration_rows(config: ModelConfig, examples: Examples) -> list[Row]:
+    """The examples for ranges, as the model itself takes them."""
+    rows = [examples.rows[index] for index in examples.split.calibration[:MAX_ROWS]]
+    if PREPROCESS in config.options:
+        preprocessing = importlib.import_module("penstock.backends.preprocessing")
+        rows = list(preprocessing.apply(config, rows))
+    return rows
+
+
+def calibrate(
+    model: Any, names: Sequence[str], config: ModelConfig, rows: Sequence[Row], cache: Path
+) -> Calibration:
+    """Histograms of these tensors of a graph over the rows; from the cache where they are known.
+    ConfigError, when there are no rows or a tensor is not finite on them."""
+    if not rows:
+        raise ConfigError(["calibration: there are no examples for it"])
+    digest = _digest(model, names, rows)
+    path = cache / f"calibration-{digest[:32]}.npz"
+    tensors = _read(path)
+    if tensors is None:
+        tensors = _observe(model, names, config, rows)
+        _write(path, tensors)
+    return Calibration(tensors, _input_ranges(rows), len(rows), digest)
+
+
+def batches(config: ModelConfig, rows: Sequence[Row]) -> Iterator[dict[str, Array]]:
+    """Rows as the graph takes them: those of equal shapes together, where it has a batch."""
+    has_batch = config.max_batch_size > 0
+    ranks = {spec.name: len(spec.shape) for spec in config.inputs}
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for index, row in enumerate(rows):
+        shapes = tuple((name, array.shape) for name, array in sorted(row.items()))
+        groups.setdefault(shapes if has_batch else (index,), []).append(row)
+    limit = min(MAX_BATCH, config.max_batch_size) if has_batch else 1
+    for group in groups.values():
+        for start in range(0, len(group), limit):
+            some = group[start : start + limit]
+            yield _joined(some, ranks) if has_batch else dict(some[0])
+
+
+def _joined(rows: Sequence[Row], ranks: Mapping[str, int]) -> dict[str, Array]:
+    """A row may still carry the 1 that stood for its batch."""
+    return {
+        name: (np.concatenate if array.ndim > ranks[name] else np.stack)([r[name] for r in rows])
+        for name, array in rows[0].items()
+    }
+
+
+def _observe(
+    model: Any, names: Sequence[str], config: ModelConfig, rows: Sequence[Row]
+) -> dict[str, Histogram]:
+    loaded = onnx_model.session(onnx_model.with_outputs(model, names))
+    taken = {value.name for value in onnx_model.true_inputs(model.graph)}
+    tensors = {name: Histogram() for name in names}
+    inside = [name for name in names if name not in taken]
+    for batch in batches(config, rows):
+        feeds = {name: array for name, array in batch.items() if name in taken}
+        seen = {**onnx_model.run(loaded, feeds), **feeds}
+        for name in (*inside, *(name for name in names if name in taken)):
+            try:
+                tensors[name].add(seen[name])
+            except ConfigError as error:
+                raise ConfigError([f"calibration: tensor '{name}': {error}"]) from None
+    return tensors
+
+
+def _input_ranges(rows: Sequence[Row]) -> dict[str, InputRange]:
+    found = {}
+    for name in rows[0]:
+        sums = np.zeros(3)
+        low, high = np.inf, -np.inf
+        for row in rows:
+            values = _numbers(row[name])
+            if values.size:
+                low, high = min(low, float(values.min())), max(high, float(values.max()))
+                sums += (values.size, values.sum(), np.square(values).sum())
+        count = max(sums[0], 1.0)
+        mean = sums[1] / count
+        std = float(np.sqrt(max(sums[2] / count - mean**2, 0.0)))
+        if sums[0]:
+            found[name] = InputRange(low, high, float(mean), std)
+    return found
+
+
+def _numbers(array: Array) -> Array:
+    if array.dtype.kind in "OSU":
+        return np.array([len(item) for item in array.ravel()], np.float64)
+    return array.astype(np.float64)
+
+
+def _digest(model: Any, names: Sequence[str], rows: Sequence[Row]) -> str:
+    import onnxruntime
+
+    digest = hashlib.sha256(model.SerializeToString(deterministic=True))
+    digest.update(json.dumps([onnxruntime.__version__, NUM_BINS, FORMAT, *names]).encode())
+    for row in rows:
+        for name, array in sorted(row.items()):
+            digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+            if array.dtype.kind == "O":
+                digest.update(repr(array.tolist()).encode())
+            else:
+                digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Histogram] | None:
+    """None where there is none that can be used."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            names = json.loads(str(stored["names"]))
+            counts, numbers = stored["counts"], stored["numbers"]
+    except (OSError, ValueError, KeyError, EOFError):
+        return None
+    return {
+        name: Histogram(counts[index], *map(float, numbers[index]))
+        for index, name in enumerate(names)
+    }
+
+
+def _write(path: Path, tensors: Mapping[str, Histogram]) -> None:
+    """Whole or not at all: whoever is killed here leaves nothing that is read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    each = list(tensors.values())
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+        np.savez_compressed(
+            file,
+            names=np.array(json.dumps(list(tensors))),
+            counts=np.array([one.counts for one in each]).reshape(-1, 2 * NUM_BINS),
+            numbers=np.array([[one.width, one.low, one.high] for one in each]).reshape(-1, 3),
+        )
+    os.replace(file.name, path)

@@ -1,0 +1,238 @@
+"""Which layers stay in float when all of a model in INT8 loses too much: found by the error each
+causes when it alone is quantised, ranked by error avoided for time lost, kept until the gate is
+passed, and given back where that was not needed. Pure: whoever calls gives the functions that
+build, compute and judge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.optimizer.numerics import Answers
+from penstock.optimizer.results import FallbackLayer
+
+# Blocks and layers that cause less than this share of the worst one's error are left for last.
+MIN_SHARE = 0.01
+# A layer is taken to cost at least so much of all the time: else those that cost nothing would
+# always come first, however little they help.
+MIN_COST_SHARE = 0.01
+# Blocks that are looked into operator by operator: those that cause most of the error.
+ERROR_COVERED = 0.95
+DEFAULT_MAX_CALLS = 24
+# The rows where quantised and original disagree most say most about the layers.
+MAX_ROWS = 64
+
+# Answers of the model with these layers in float, all others in INT8.
+Evaluate = Callable[[tuple[str, ...]], Answers]
+Passes = Callable[[tuple[str, ...]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    name: str
+    operator: str
+    # What it costs to keep it in float: seconds, or its share of all FLOP where no times are known.
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that are judged together."""
+
+    name: str
+    layers: tuple[Layer, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layers)
+
+    @property
+    def cost(self) -> float:
+        return sum(layer.cost for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What quantising one group alone does to the answers."""
+
+    group: Group
+    error: float
+
+
+def with_costs(
+    layers: Sequence[tuple[str, str, float]], seconds: Mapping[str, float] | None = None
+) -> list[Layer]:
+    """From (name, operator, FLOP) of each, or by the seconds that keeping it costs where known."""
+    if seconds:
+        return [Layer(name, operator, seconds.get(name, 0.0)) for name, operator, _ in layers]
+    total = sum(flops for _, _, flops in layers) or 1.0
+    return [Layer(name, operator, flops / total) for name, operator, flops in layers]
+
+
+def blocks(layers: Sequence[Layer]) -> list[Group]:
+    """By what the names say: everything up to the last number that the layers count through
+    (`encoder/layer.3/...`); names without one are cut into runs of neighbours."""
+    named: dict[str, list[Layer]] = {}
+    for layer in layers:
+        named.setdefault(_block_name(layer.name), []).append(layer)
+    if 1 < len(named) < len(layers):
+        return [Group(name, tuple(members)) for name, members in named.items()]
+    size = max(1, round(len(layers) ** 0.5))
+    return [
+        Group(_run_name(run), tuple(run))
+        for run in (layers[start : start + size] for start in range(0, len(layers), size))
+    ]
+
+
+def _block_name(name: str) -> str:
+    match = re.match(r"(.*?[a-zA-Z_]+s?[./_]\d+)[./]", name)
+    return match[1] if match else name.rpartition("/")[0] or name
+
+
+def _run_name(run: Sequence[Layer]) -> str:
+    return run[0].name if len(run) == 1 else f"{run[0].name} … {run[-1].name}"
+
+
+def output_error(original: Answers, candidate: Answers) -> float:
+    """Mean squared difference, as a share of each output's own mean square; infinite where an
+    answer is not finite or has another shape."""
+    errors: list[float] = []
+    for wanted, given in zip(original, candidate, strict=True):
+        for name, array in wanted.items():
+            if array.dtype.kind != "f":
+                continue
+            other = given.get(name)
+            if other is None or other.shape != array.shape or not np.isfinite(other).all():
+                return float("inf")
+            difference = np.square(array.astype(np.float64) - other).mean()
+            errors.append(float(difference / (np.square(array.astype(np.float64)).mean() + 1e-12)))
+    return float(np.mean(errors)) if errors else 0.0
+
+
+def most_different(original: Answers, candidate: Answers, limit: int = MAX_ROWS) -> list[int]:
+    """Rows by how far the two are apart, the furthest first."""
+    errors = [
+        output_error([wanted], [given]) for wanted, given in zip(original, candidate, strict=True)
+    ]
+    return sorted(range(len(errors)), key=lambda row: -errors[row])[:limit]
+
+
+def effects(
+    groups: Sequence[Group], layers: Sequence[Layer], evaluate: Evaluate, original: Answers
+) -> list[Effect]:
+    """Each group quantised alone: also where several layers are destroyed, each shows itself."""
+    found = []
+    for group in groups:
+        members = set(group.names)
+        others = tuple(layer.name for layer in layers if layer.name not in members)
+        found.append(Effect(group, output_error(original, evaluate(others))))
+    return found
+
+
+def rank(found: Sequence[Effect]) -> list[Effect]:
+    """Most error avoided for the time lost first; those that cause next to none come last."""
+    worst = max((effect.error for effect in found), default=0.0)
+    total = sum(effect.group.cost for effect in found) or 1.0
+
+    def key(effect: Effect) -> tuple[bool, float]:
+        is_small = effect.error < MIN_SHARE * worst
+        cost = max(effect.group.cost, MIN_COST_SHARE * total)
+        return is_small, -effect.error / cost
+
+    return sorted(found, key=key)
+
+
+def sensitivity(layers: Sequence[Layer], evaluate: Evaluate, original: Answers) -> list[Effect]:
+    """Blocks first, then the operators of those that cause nearly all of the error: ranked, the
+    single layers before the blocks that were not looked into."""
+    by_block = effects(blocks(layers), layers, evaluate, original)
+    by_block.sort(key=lambda effect: -_finite(effect.error))
+    total = sum(_finite(effect.error) for effect in by_block)
+    covered, looked_into, rest = 0.0, list[Group](), list[Effect]()
+    for effect in by_block:
+        if covered < ERROR_COVERED * total or not looked_into:
+            looked_into.append(effect.group)
+            covered += _finite(effect.error)
+        else:
+            rest.append(effect)
+    single = [Group(layer.name, (layer,)) for group in looked_into for layer in group.layers]
+    return [*rank(effects(single, layers, evaluate, original)), *rank(rest)]
+
+
+def _finite(error: float) -> float:
+    return min(error, 1e12)
+
+
+class Fallback:
+    """The search for the layers to keep, with a bounded number of questions to the gate."""
+
+    def __init__(self, ranked: Sequence[Effect], passes: Passes, max_calls: int) -> None:
+        self._ranked = ranked
+        self._passes = passes
+        self._left = max_calls
+        self._known: dict[frozenset[str], bool] = {}
+
+    def find(self) -> list[Effect] | None:
+        """Groups to keep in float; None: it passes with none of the tries that were allowed."""
+        length = self._first_that_passes()
+        if length is None:
+            return None
+        return self._without_the_needless(list(self._ranked[:length]))
+
+    def _ask(self, kept: Sequence[Effect]) -> bool:
+        names = tuple(name for effect in kept for name in effect.group.names)
+        key = frozenset(names)
+        if key not in self._known:
+            if self._left == 0:
+                return False
+            self._left -= 1
+            self._known[key] = self._passes(names)
+        return self._known[key]
+
+    def _first_that_passes(self) -> int | None:
+        """1, 2, 4, ... of the ranked until it passes, then halving back."""
+        low, high = 0, 1
+        while not self._ask(self._ranked[:high]):
+            if high >= len(self._ranked) or self._left == 0:
+                return None
+            low, high = high, min(2 * high, len(self._ranked))
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._ask(self._ranked[:middle]):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _without_the_needless(self, kept: list[Effect]) -> list[Effect]:
+        """Quantised again, the least useful first, while it still passes."""
+        for effect in reversed(list(kept)):
+            fewer = [each for each in kept if each is not effect]
+            if fewer and self._ask(fewer):
+                kept = fewer
+        return kept
+
+
+def find_fallback(
+    ranked: Sequence[Effect], passes: Passes, max_calls: int = DEFAULT_MAX_CALLS
+) -> list[Effect] | None:
+    return Fallback(ranked, passes, max_calls).find() if ranked else None
+
+
+def described(kept: Sequence[Effect], ranked: Sequence[Effect]) -> list[FallbackLayer]:
+    """As the report names them: of all the error, what each layer's share was."""
+    total = sum(_finite(effect.error) for effect in ranked) or 1.0
+    return [
+        FallbackLayer(
+            layer.name,
+            layer.operator,
+            _finite(effect.error) / total / len(effect.group.layers),
+            layer.cost,
+        )
+        for effect in kept
+        for layer in effect.group.layers
+    ]

@@ -1,0 +1,85 @@
+"""Sixteen bits: FP16 weights where a device computes with them, BF16 where the processor has
+instructions for it. Inputs and outputs keep their datatypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.optimizer import onnx_model
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.building import copy_files, is_onnx, write_config, write_onnx
+
+# The backend's option for the datatype it computes in; what it is called when read back.
+OPTIONS = {"openvino": "inference_precision", "pytorch": "penstock.dtype"}
+READ_BACK = {"openvino": "inference_precision_hint", "pytorch": "dtype"}
+# How far rows may move each other in less precision, for the proof at load.
+TOLERANCE = 0.05
+
+
+class Half:
+    name = "half"
+    stage: Stage = "precision"
+    changes_answers = True
+    is_config_only = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        config, facts = situation.build.config, situation.facts
+        if facts.quantised:
+            return [Skip(self.name, "the model is quantised already")]
+        if config.backend in OPTIONS:
+            return [self._bf16(situation)]
+        if not is_onnx(situation.build):
+            return [Skip(self.name, f"backend '{config.backend}' has no choice of datatype")]
+        if not facts.weight_bytes.get("FP32"):
+            return [Skip(self.name, "the model has no weights in FP32")]
+        step = Step(self.name, {"datatype": "fp16"})
+        is_on_gpu = any(
+            name in config.options.get("providers", "") for name in ("CUDA", "Tensorrt")
+        )
+        if is_on_gpu or situation.plan.is_exhaustive:
+            return [step]
+        reason = (
+            "on CPUs ONNX Runtime has few operators in FP16 and converts to FP32 around all others"
+        )
+        return [Skip(self.name, reason, step)]
+
+    def _bf16(self, situation: Situation) -> Step | Skip:
+        step = Step(self.name, {"datatype": "bf16"})
+        config = situation.build.config
+        if config.options.get(OPTIONS[config.backend], "f32") not in ("f32", "fp32", "float32"):
+            return Skip(self.name, "the model already computes in less than FP32")
+        is_on_gpu = config.device != "cpu"
+        if is_on_gpu or situation.machine.has_bf16 or situation.plan.is_exhaustive:
+            return step
+        return Skip(self.name, "the processor has no instructions for BF16", step)
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        config = parent.config
+        if step.settings["datatype"] == "fp16":
+            write_onnx(parent, _in_fp16(onnx_model.read(parent.artifact)), target)
+            return
+        options = {**config.options, OPTIONS[config.backend]: "bf16"}
+        tolerance = max(config.tolerance or 0.0, TOLERANCE)
+        copy_files(parent, target)
+        write_config(replace(config, options=options, tolerance=tolerance), target)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        if step.settings["datatype"] == "bf16":
+            got = after.built.get(READ_BACK[after.backend], "not told")
+            is_bf16 = "bf16" in got or "bfloat16" in got
+            return [] if is_bf16 else [f"asked for bf16, got {got}"]
+        stayed, half = (after.weight_bytes.get(name, 0) for name in ("FP32", "FP16"))
+        if half <= stayed:
+            return [f"{stayed} bytes of weights are still FP32, only {half} are FP16"]
+        return []
+
+
+def _in_fp16(model: Any) -> Any:
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    return convert_float_to_float16(model, keep_io_types=True)

@@ -1,0 +1,88 @@
+"""INT8 with ranges found anew for every batch: no calibration, at the price of looking at each
+activation before it is multiplied. For models that are mostly MatMul."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.optimizer import onnx_model
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.building import write_onnx
+from penstock.optimizer.passes.int8_static import check_quantised, reason_against
+
+# Gemm becomes MatMul and Add on the way; Attention holds the products of its projections.
+OPERATORS = ("MatMul", "Gemm", "Attention")
+# One range for all rows of a batch: what else is in it moves a row's answers by so much, as a share
+# of the largest value. The server's proof at load refuses more.
+TOLERANCE = 0.05
+
+
+class Int8Dynamic:
+    name = "int8-dynamic"
+    stage: Stage = "quantise"
+    changes_answers = True
+    is_config_only = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        facts = situation.facts
+        step = Step(self.name, {"weights": "per-channel"})
+        if not situation.machine.has_int8:
+            step = Step(self.name, {"weights": "per-channel", "range": "7 bits"})
+        is_exhaustive = situation.plan.is_exhaustive
+        has_attention = facts.operators.get("Attention", 0) > 0
+        if (reason := reason_against(situation)) and not has_attention:
+            return [Skip(self.name, reason)]
+        if situation.build.config.backend != "onnxruntime":
+            return [Skip(self.name, "only ONNX Runtime has operators with ranges by batch")]
+        if facts.is_convolutional and not facts.is_transformer:
+            # Measured by others as eight times slower: onnxruntime#6732.
+            return [Skip(self.name, "ranges by batch make convolutions slower than floats", step)]
+        if not situation.machine.has_int8 and not is_exhaustive:
+            reason = "the processor has no instructions for INT8 products (VNNI, AMX)"
+            return [Skip(self.name, reason, step)]
+        return [step]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        ready = onnx_model.prepared(onnx_model.read(parent.artifact))
+        model = _quantised(ready, step)
+        tolerance = max(parent.config.tolerance or 0.0, TOLERANCE)
+        write_onnx(parent, model, target, replace(parent.config, tolerance=tolerance))
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        return check_quantised(before, after)
+
+
+def _quantised(ready: Any, step: Step) -> Any:
+    from onnx import TensorProto
+    from onnxruntime.quantization import QuantizationMode, QuantType
+    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
+
+    weights = onnx_model.constants(ready.graph)
+    chosen = [
+        node.name
+        for node in ready.graph.node
+        if node.op_type in OPERATORS
+        and (node.op_type == "Attention" or onnx_model.can_gain(node, weights))
+    ]
+    quantizer = ONNXQuantizer(
+        ready,
+        per_channel=step.settings.get("weights") == "per-channel",
+        reduce_range="range" in step.settings,
+        mode=QuantizationMode.IntegerOps,
+        static=False,
+        weight_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8,
+        tensors_range=None,
+        nodes_to_quantize=chosen,
+        nodes_to_exclude=[],
+        op_types_to_quantize=list(OPERATORS),
+        # Behind a fused operator ONNX knows no types.
+        extra_options={"MatMulConstBOnly": True, "DefaultTensorType": TensorProto.FLOAT},
+    )
+    quantizer.quantize_model()
+    return quantizer.model.model

@@ -1,0 +1,254 @@
+"""INT8 with ranges from calibration: Q/DQ nodes around the operators that gain by it, so that ONNX
+Runtime and OpenVINO compute them in bytes. Three ways to choose ranges are tried; which is best no
+rule can say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer import calibration, onnx_model
+from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.building import is_onnx, write_onnx
+
+if TYPE_CHECKING:
+    from penstock.optimizer.machine import Machine
+
+# Beside the products: what lies between them and can pass bytes on. In transformers the operators
+# between are better at floats.
+CNN_OPERATORS = (
+    "Conv",
+    "Gemm",
+    "MatMul",
+    "Relu",
+    "Clip",
+    "Add",
+    "MaxPool",
+    "AveragePool",
+    "GlobalAveragePool",
+    "Concat",
+    "Reshape",
+    "Flatten",
+    "Transpose",
+)
+TRANSFORMER_OPERATORS = ("MatMul", "Gemm")
+# Of the products that can gain, how many must be in INT8 in the end.
+MIN_SHARE = 0.9
+MIN_OPSET = 13
+SEPARATOR = ","
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What a step asks for, beside the ranges."""
+
+    method: Method
+    per_channel: bool
+    # One bit less for weights, where the processor's sums of products saturate.
+    reduce_range: bool
+    is_transformer: bool
+    keep: tuple[str, ...] = ()
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        return TRANSFORMER_OPERATORS if self.is_transformer else CNN_OPERATORS
+
+
+class Int8Static:
+    name = "int8-static"
+    stage: Stage = "quantise"
+    changes_answers = True
+    is_config_only = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        is_exhaustive = situation.plan.is_exhaustive
+        steps = _steps(situation.machine, situation.facts, is_exhaustive)
+        if reason := reason_against(situation):
+            return [Skip(self.name, reason)]
+        if situation.examples is None or not situation.examples.split.calibration:
+            return [Skip(self.name, "there are no examples to calibrate with", steps[0])]
+        if not situation.machine.has_int8 and not is_exhaustive:
+            reason = (
+                "the processor has no instructions for INT8 products (VNNI, AMX), without which "
+                "they are hardly faster than floats"
+            )
+            return [Skip(self.name, reason, steps[0])]
+        return steps
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        if workshop.examples is None:
+            raise ConfigError(["int8-static: there are no examples to calibrate with"])
+        scheme = scheme_of(step)
+        ready = prepared(parent)
+        known = calibrate(ready, scheme, parent, workshop)
+        model = quantised(ready, known.ranges(scheme.method), scheme)
+        write_onnx(parent, model, target)
+        record = json.dumps(known.record(scheme.method), indent=1)
+        (target / "1" / calibration.FILE).write_text(record)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        return check_quantised(before, after, num_kept=len(scheme_of(step).keep))
+
+
+def _steps(machine: Machine, facts: Facts, is_exhaustive: bool) -> list[Step]:
+    shared = {"kind": "transformer" if facts.is_transformer else "cnn"}
+    if not machine.has_int8:
+        shared["range"] = "7 bits"
+    weights = ("per-channel", "per-tensor") if is_exhaustive else ("per-channel",)
+    return [
+        Step(Int8Static.name, {"calibrator": method, "weights": each, **shared})
+        for each in weights
+        for method in METHODS
+    ]
+
+
+def reason_against(situation: Situation) -> str:
+    """Why this model cannot be quantised by us; empty when it can."""
+    facts = situation.facts
+    if not is_onnx(situation.build):
+        return "the model is not an ONNX file"
+    if facts.quantised:
+        names = ", ".join(f"{count} {name}" for name, count in sorted(facts.quantised.items()))
+        return f"the model is quantised already: {names}"
+    if not facts.quantisable:
+        return (
+            "no Conv, Gemm or MatMul has constant weights of at least "
+            f"{onnx_model.MIN_SIDE} x {onnx_model.MIN_SIDE}: nothing to gain"
+        )
+    return ""
+
+
+def scheme_of(step: Step) -> Scheme:
+    settings = step.settings
+    method = settings.get("calibrator", "minmax")
+    if method not in METHODS:
+        raise ConfigError([f"calibrator: '{method}' is not one of {', '.join(METHODS)}"])
+    return Scheme(
+        method=method,
+        per_channel=settings.get("weights", "per-channel") == "per-channel",
+        reduce_range="range" in settings,
+        is_transformer=settings.get("kind") == "transformer",
+        keep=tuple(filter(None, settings.get("keep", "").split(SEPARATOR))),
+    )
+
+
+def with_kept(step: Step, keep: Sequence[str]) -> Step:
+    """The same step with these layers in float."""
+    settings = {key: text for key, text in step.settings.items() if key != "keep"}
+    if keep:
+        settings["keep"] = SEPARATOR.join(keep)
+    return Step(step.pass_name, settings)
+
+
+def prepared(parent: Build) -> Any:
+    """The graph that is quantised; the names of layers are of this one."""
+    model = onnx_model.read(parent.artifact)
+    if onnx_model.opset(model) < MIN_OPSET:
+        raise BackendFailed(
+            f"operator set {onnx_model.opset(model)} has no scales by channel; expected at least "
+            f"{MIN_OPSET} (the pass onnx-graph converts it)"
+        )
+    return onnx_model.prepared(model)
+
+
+def calibrate(ready: Any, scheme: Scheme, parent: Build, workshop: Workshop) -> Calibration:
+    assert workshop.examples is not None
+    names = onnx_model.float_tensors(ready.graph, scheme.operators)
+    rows = calibration.calibration_rows(parent.config, workshop.examples)
+    return calibration.calibrate(ready, names, parent.config, rows, workshop.cache)
+
+
+def layers(ready: Any) -> list[Any]:
+    """The nodes that quantisation is about."""
+    weights = onnx_model.constants(ready.graph)
+    return [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
+
+
+def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
+    """A copy of the graph with Q/DQ nodes, all but the layers that are kept."""
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.calibrate import CalibrationMethod, TensorData, TensorsData
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+
+    names = {node.name for node in layers(ready)}
+    if unknown := sorted(set(scheme.keep) - names):
+        raise ConfigError([f"keep: there is no layer '{each}'" for each in unknown])
+    copy = type(ready)()
+    copy.CopyFrom(ready)
+    known = {
+        name: TensorData(lowest=np.array(low, np.float32), highest=np.array(high, np.float32))
+        for name, (low, high) in ranges.items()
+    }
+    quantizer = QDQQuantizer(
+        copy,
+        per_channel=scheme.per_channel,
+        reduce_range=scheme.reduce_range,
+        weight_qType=QuantType.QInt8,
+        activation_qType=QuantType.QUInt8,
+        tensors_range=TensorsData(CalibrationMethod.MinMax, known),
+        nodes_to_quantize=_to_quantise(ready, names - set(scheme.keep), scheme),
+        nodes_to_exclude=[],
+        op_types_to_quantize=list(scheme.operators),
+        extra_options=_library_options(scheme),
+    )
+    quantizer.quantize_model()
+    return quantizer.model.model
+
+
+def _library_options(scheme: Scheme) -> dict[str, Any]:
+    from onnx import TensorProto
+
+    options: dict[str, Any] = {
+        "MatMulConstBOnly": True,
+        "WeightSymmetric": True,
+        # Behind a fused operator ONNX knows no types.
+        "DefaultTensorType": TensorProto.FLOAT,
+    }
+    if scheme.is_transformer:
+        # What follows a product computes in float, so rounding its result would gain nothing.
+        options["OpTypesToExcludeOutputQuantization"] = list(scheme.operators)
+    return options
+
+
+def _to_quantise(ready: Any, products: Collection[str], scheme: Scheme) -> list[str]:
+    """The products, and of the others those that only pass on what products give and take."""
+    weights = onnx_model.constants(ready.graph)
+    chosen = set(products)
+    makers = {name: node for node in ready.graph.node for name in node.output}
+    for node in ready.graph.node:
+        if node.op_type in onnx_model.WEIGHTED or node.op_type not in scheme.operators:
+            continue
+        sources = [makers.get(name) for name in node.input if name and name not in weights]
+        if sources and all(each is not None and each.name in chosen for each in sources):
+            chosen.add(node.name)
+    return [node.name for node in ready.graph.node if node.name in chosen]
+
+
+def check_quantised(before: Facts, after: Facts, num_kept: int = 0) -> list[str]:
+    """Whether the build really is INT8: in its file, and after the runtime's own optimisation."""
+    counted = sum(
+        count
+        for name, count in after.quantised.items()
+        if name in onnx_model.WEIGHTED or name in INTEGER_OPERATORS - {"DynamicQuantizeLinear"}
+    )
+    asked = sum(before.quantisable.values()) - num_kept
+    if not counted:
+        return ["not a single Conv, Gemm or MatMul is quantised: it was built in float"]
+    problems = []
+    if counted < MIN_SHARE * asked:
+        problems.append(f"{counted} of {asked} layers are quantised; expected {MIN_SHARE:.0%}")
+    if not after.weight_bytes.get("INT8") and not after.weight_bytes.get("UINT8"):
+        problems.append("no weights are stored in INT8")
+    ran = after.optimised_operators
+    if ran and not any(name in ran for name in INTEGER_OPERATORS):
+        problems.append("ONNX Runtime computes all of it in float: no integer operator is left")
+    return problems

@@ -1,0 +1,220 @@
+"""The graph itself made better, with the same answers: old operator sets brought forward, weights
+that block folding made constants, a first dimension that is fixed at 1 opened for batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.backends.checks import first_line
+from penstock.config import BatchPolicy, ModelConfig
+from penstock.errors import BackendFailed
+from penstock.optimizer import onnx_model
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.building import is_onnx, write_onnx
+from penstock.pbtxt import DEFAULT_MAX_BATCH
+from penstock.types import Array, TensorSpec
+
+# The first that has everything quantisation and fusion ask for; ONNX Runtime's own minimum for
+# scales by channel is 13.
+OPSET = 17
+MIN_OPSET = 13
+BATCH = "batch"
+NUM_TRIED_ROWS = 3
+# Of the largest value: rounding of other kernels for other shapes.
+TOLERANCE = 1e-4
+# A share of weights so small that processors take a slow path for them.
+MIN_DENORMAL_SHARE = 1e-3
+DENORMALS = "session.set_denormal_as_zero"
+
+
+class OnnxGraph:
+    name = "onnx-graph"
+    stage: Stage = "compile"
+    changes_answers = False
+    is_config_only = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        build = situation.build
+        if not is_onnx(build):
+            return [Skip(self.name, "the model is not an ONNX file")]
+        model = onnx_model.read(build.artifact)
+        settings: dict[str, str] = {}
+        if onnx_model.opset(model) < MIN_OPSET:
+            settings["opset"] = str(OPSET)
+        if _has_weights_as_inputs(model):
+            settings["weights"] = "constant"
+        if build.config.max_batch_size == 0 and _is_fixed_at_one(model):
+            settings["batch"] = "dynamic"
+        if build.config.backend == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
+            settings["denormals"] = "zero"
+        if settings:
+            return [Step(self.name, settings)]
+        return [
+            Skip(
+                self.name,
+                "nothing to change in the file: ONNX Runtime folds and fuses the rest when it "
+                "loads the model",
+            )
+        ]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        original = onnx_model.read(parent.artifact)
+        model, config = original, parent.config
+        if "weights" in step.settings or "opset" in step.settings:
+            model = _with_constant_weights(model)
+        if "opset" in step.settings:
+            model = _converted(model, int(step.settings["opset"]))
+        if step.settings.get("batch") == "dynamic":
+            model = _with_open_batch(model)
+            config = _batched(config)
+            _check_rows(original, model)
+        if step.settings.get("denormals") == "zero":
+            config = replace(config, options={**config.options, DENORMALS: "1"})
+        write_onnx(parent, onnx_model.optimised(model), target, config)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        if before.operators and not after.operators:
+            return ["the graph that was written has no operators"]
+        return []
+
+
+def _has_weights_as_inputs(model: Any) -> bool:
+    return len(onnx_model.true_inputs(model.graph)) < len(model.graph.input)
+
+
+def _with_constant_weights(model: Any) -> Any:
+    """Weights that are also inputs may be given by a caller, so nothing is folded into them."""
+    copy = _copy(model)
+    inputs = onnx_model.true_inputs(copy.graph)
+    kept = [_copy(value) for value in inputs]
+    del copy.graph.input[:]
+    copy.graph.input.extend(kept)
+    # Before 4 every weight had to be an input.
+    copy.ir_version = max(copy.ir_version, 8)
+    return copy
+
+
+def _converted(model: Any, opset: int) -> Any:
+    import onnx
+
+    try:
+        return onnx.version_converter.convert_version(model, opset)
+    except Exception as error:  # The converter raises RuntimeError and others.
+        raise BackendFailed(
+            f"operator set {onnx_model.opset(model)} cannot be converted to {opset}: "
+            f"{first_line(error)}"
+        ) from None
+
+
+def _first_dims(values: Sequence[Any]) -> list[int]:
+    return [
+        dims[0].dim_value if (dims := value.type.tensor_type.shape.dim) else 0 for value in values
+    ]
+
+
+def _is_fixed_at_one(model: Any) -> bool:
+    values = (*onnx_model.true_inputs(model.graph), *model.graph.output)
+    return all(size == 1 for size in _first_dims(values))
+
+
+def _with_open_batch(model: Any) -> Any:
+    """The first dimension of every input and output becomes a symbol, and constant shapes that
+    repeat its 1 take it from their input instead."""
+    copy = _copy(model)
+    graph = copy.graph
+    for value in (*onnx_model.true_inputs(graph), *graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = BATCH
+    del graph.value_info[:]
+    computed = {value.name for value in onnx_model.true_inputs(graph)}
+    weights = onnx_model.constants(graph)
+    for node in list(graph.node):
+        if not computed.intersection(node.input):
+            continue
+        computed.update(node.output)
+        if node.op_type == "Reshape" and node.input[0] in computed:
+            _open_reshape(graph, node, weights)
+    return copy
+
+
+def _open_reshape(graph: Any, node: Any, weights: Mapping[str, Any]) -> None:
+    import onnx
+
+    shape = weights.get(node.input[1])
+    if shape is None:
+        return
+    sizes = onnx.numpy_helper.to_array(shape).copy()
+    if sizes.size and sizes[0] == 1:
+        # Zero: as the input has it.
+        sizes[0] = 0
+        name = f"{node.output[0]}_open_shape"
+        graph.initializer.append(onnx.numpy_helper.from_array(sizes, name))
+        node.input[1] = name
+
+
+def _batched(config: ModelConfig) -> ModelConfig:
+    def row(spec: TensorSpec) -> TensorSpec:
+        return replace(spec, shape=spec.shape[1:])
+
+    return replace(
+        config,
+        inputs=tuple(map(row, config.inputs)),
+        outputs=tuple(map(row, config.outputs)),
+        max_batch_size=DEFAULT_MAX_BATCH,
+        batching=BatchPolicy(DEFAULT_MAX_BATCH, is_dynamic=True),
+    )
+
+
+def _check_rows(original: Any, opened: Any) -> None:
+    """BackendFailed, unless rows together and alone give what the original gives for each."""
+    old, new = onnx_model.session(original), onnx_model.session(opened)
+    size = 16
+    feeds = [onnx_model.made_up(original.graph, 1, size, seed) for seed in range(NUM_TRIED_ROWS)]
+    expected = [onnx_model.run(old, each) for each in feeds]
+    together = {name: np.concatenate([each[name] for each in feeds]) for name in feeds[0]}
+    for rows, wanted in ((feeds[0], expected[:1]), (together, expected)):
+        answers = onnx_model.run(new, rows)
+        for name, answer in answers.items():
+            _compare(name, answer, np.concatenate([each[name] for each in wanted]))
+
+
+def _compare(name: str, answer: Array, wanted: Array) -> None:
+    if answer.shape != wanted.shape:
+        raise BackendFailed(
+            f"the model cannot be batched: output '{name}' of {len(wanted)} rows has the shape "
+            f"{list(answer.shape)}, expected {list(wanted.shape)}"
+        )
+    if wanted.dtype.kind != "f":
+        is_same = bool(np.array_equal(answer, wanted))
+    else:
+        scale = float(np.abs(wanted).max(initial=0.0)) or 1.0
+        is_same = bool(np.allclose(answer, wanted, rtol=0, atol=TOLERANCE * scale))
+    if not is_same:
+        raise BackendFailed(
+            f"the model must not be batched: output '{name}' of a row changes when "
+            f"{len(wanted)} rows are computed together"
+        )
+
+
+def _denormal_share(model: Any) -> float:
+    import onnx
+
+    num_small, num_all = 0, 1
+    for tensor in model.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT:
+            values = np.abs(onnx.numpy_helper.to_array(tensor))
+            num_small += int(np.count_nonzero((values > 0) & (values < np.finfo("f4").tiny)))
+            num_all += values.size
+    return num_small / num_all
+
+
+def _copy(message: Any) -> Any:
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy

@@ -1,0 +1,125 @@
+"""Transformers in ONNX Runtime's own operators: attention, layer normalisation with its residual,
+GELU with its bias, each in one. A fusion that matches nothing is a failure, not a silence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer import attention, onnx_model
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.building import is_onnx, write_onnx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# What fusing makes; ONNX Runtime's operators, so OpenVINO cannot read them.
+ATTENTION = ("Attention", "MultiHeadAttention")
+FUSED = (
+    *ATTENTION,
+    "BiasGelu",
+    "EmbedLayerNormalization",
+    "FastGelu",
+    "Gelu",
+    "SkipLayerNormalization",
+    "SkipSimplifiedLayerNormalization",
+)
+FORMS: tuple[attention.Form, ...] = ("packed", "heads")
+# Rows and lengths that the fused graph is compared with, and how far it may be off, as a share of
+# the largest value.
+SHAPES = ((1, 16), (3, 9))
+TOLERANCE = 1e-3
+
+
+class TransformerFusion:
+    name = "transformer-fusion"
+    stage: Stage = "compile"
+    changes_answers = False
+    is_config_only = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        facts = situation.facts
+        if not is_onnx(situation.build):
+            return [Skip(self.name, "the model is not an ONNX file")]
+        if situation.build.config.backend != "onnxruntime":
+            return [Skip(self.name, "fused operators are ONNX Runtime's own")]
+        if not facts.is_transformer:
+            return [Skip(self.name, "the model is no transformer: it has no Softmax with products")]
+        if facts.quantised:
+            return [Skip(self.name, "the model is quantised already")]
+        if any(name in facts.operators for name in ATTENTION):
+            return [Skip(self.name, "attention is fused already")]
+        return [Step(self.name, {"attention": form}) for form in FORMS]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        form = step.settings.get("attention", "")
+        if form not in FORMS:
+            raise ConfigError([f"attention: '{form}' is not one of {', '.join(FORMS)}"])
+        original = onnx_model.read(parent.artifact)
+        model = onnx_model.optimised(original)
+        num_found = attention.fuse(model, form)
+        if num_found:
+            model = onnx_model.optimised(model)
+        model = _fused_by_library(model, with_attention=not num_found)
+        _check_answers(original, model)
+        write_onnx(parent, model, target)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        made = {
+            name: count
+            for name in FUSED
+            if (count := after.operators.get(name, 0) - before.operators.get(name, 0)) > 0
+        }
+        if not made:
+            return ["nothing was fused: no pattern fits this graph"]
+        if not any(name in made for name in ATTENTION):
+            listed = ", ".join(f"{count} {name}" for name, count in made.items())
+            return [f"attention was not fused, only {listed}, as ONNX Runtime does at load"]
+        return []
+
+
+def _fused_by_library(model: Any, *, with_attention: bool) -> Any:
+    from onnxruntime.transformers.fusion_options import FusionOptions
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    options = FusionOptions("bert")
+    options.enable_attention = with_attention
+    with _quiet("onnxruntime.transformers"):
+        fused = optimize_model(model, "bert", opt_level=0, optimization_options=options)
+    return fused.model
+
+
+def _check_answers(original: Any, fused: Any) -> None:
+    """BackendFailed, unless both give the same for several shapes."""
+    old, new = onnx_model.session(original), onnx_model.session(fused)
+    for num_rows, size in SHAPES:
+        feeds = onnx_model.made_up(original.graph, num_rows, size)
+        wanted, given = onnx_model.run(old, feeds), onnx_model.run(new, feeds)
+        for name, array in wanted.items():
+            scale = float(np.abs(array).max(initial=0.0)) or 1.0
+            if array.shape != given[name].shape or not np.allclose(
+                array, given[name], rtol=0, atol=TOLERANCE * scale
+            ):
+                raise BackendFailed(
+                    f"output '{name}' is another one after fusion, for {num_rows} rows of {size}"
+                )
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """The library logs what it did not find; we count what it did."""
+    log = logging.getLogger(name)
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
