@@ -7,7 +7,7 @@ afterwards. Each default stands beside the sentence that says when to change it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.types import TensorSpec, TimeoutAction
 
@@ -97,6 +97,18 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True)
+class Preprocess:
+    """A function between what users send and what the model takes."""
+
+    # FILE:NAME, a function of a file of the version folder.
+    function: str
+    # What the model takes; `ModelConfig.inputs` is then what users send.
+    inputs: tuple[TensorSpec, ...]
+    # Of the model's inputs; rows are padded after the function, where they are computed.
+    padding: Padding | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One version of one model, everything resolved: what `penstock inspect` prints."""
 
@@ -117,6 +129,7 @@ class ModelConfig:
     # A batch that takes longer than max(this, 20 x the p99 of its size) is taken for a hang.
     hang_s: float = DEFAULT_HANG_S
     padding: Padding | None = None
+    preprocess: Preprocess | None = None
     # How far answers may move when rows share a batch or are padded, as a share of the output's
     # largest value; None goes by the datatype. Raise it for models that compute in less precision.
     tolerance: float | None = None
@@ -130,6 +143,14 @@ class ModelConfig:
     is_slo_from_evidence: bool = False
     # The version's manifest.json, which a worker checks before it loads; empty: there is none.
     manifest: str = ""
+
+    @property
+    def model(self) -> ModelConfig:
+        """As the model itself sees it, behind whatever preprocessing there is."""
+        if self.preprocess is None:
+            return self
+        inner = self.preprocess
+        return replace(self, inputs=inner.inputs, padding=inner.padding, preprocess=None)
 
     @property
     def platform(self) -> str:

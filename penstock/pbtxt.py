@@ -25,6 +25,7 @@ from penstock.config import (
     ModelConfig,
     PadAxis,
     Padding,
+    Preprocess,
     QueuePolicy,
 )
 from penstock.errors import ConfigError
@@ -58,9 +59,19 @@ SLO = "penstock.slo"
 PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
 PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
 MAX_BUCKETS = 64
+PREPROCESS, MODEL_INPUTS = "penstock.preprocess", "penstock.model_inputs"
+FUNCTION = re.compile(r"(?P<file>[^/\\:]+\.py):(?P<name>[A-Za-z_]\w*)")
+MODEL_INPUT = re.compile(r"\s*(?P<name>.+?)\s*:\s*(?P<type>[A-Z0-9]+)\s*\[(?P<dims>[-\d\s,]*)\]\s*")
 WHOLE = ("penstock.slab_bytes", "penstock.max_slabs", "penstock.spill_bytes")
 # Ours as well, and the backend's business.
-BACKEND_OPTIONS = {"pytorch": ("penstock.factory", "penstock.compile", "penstock.dtype")}
+BACKEND_OPTIONS = {
+    "pytorch": (
+        "penstock.factory",
+        "penstock.compile",
+        "penstock.dtype",
+        "penstock.memory_format",
+    )
+}
 # Ours that are fields of a ModelConfig of their own; all others stay among its options.
 FIELDS = (
     "penstock.hang_s",
@@ -71,7 +82,11 @@ FIELDS = (
     SLO,
     PAD,
     PAD_BUCKETS,
+    PREPROCESS,
+    MODEL_INPUTS,
 )
+# Of those, the ones that are texts.
+TEXTS = (SLO, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS)
 # Backends that look at `ModelConfig.device`.
 GPU_BACKENDS = frozenset({"pytorch"})
 # Fields that change what a model does and that this version does not carry out.
@@ -225,10 +240,17 @@ def _own_parameters(config: ModelConfig) -> dict[str, str]:
         values[SLO] = config.slo
     if config.tolerance is not None:
         values["penstock.tolerance"] = repr(config.tolerance)
-    if config.padding is not None:
-        axes = (f"{each.input}[{each.axis}]={each.value!r}" for each in config.padding.axes)
+    if config.preprocess is not None:
+        values[PREPROCESS] = config.preprocess.function
+        values[MODEL_INPUTS] = ", ".join(
+            f"{spec.name}:{spec.datatype}[{','.join(map(str, spec.shape))}]"
+            for spec in config.preprocess.inputs
+        )
+    padding = config.model.padding
+    if padding is not None:
+        axes = (f"{each.input}[{each.axis}]={each.value!r}" for each in padding.axes)
         values[PAD] = ", ".join(axes)
-        values[PAD_BUCKETS] = ",".join(map(str, config.padding.buckets))
+        values[PAD_BUCKETS] = ",".join(map(str, padding.buckets))
     return values
 
 
@@ -280,6 +302,8 @@ class _Resolver:
         options = {key: value.string_value for key, value in message.parameters.items()}
         numbers = self._numbers(options, BACKEND_OPTIONS.get(backend, ()))
         promised = options.get(SLO)
+        preprocess = self._preprocess(options)
+        padding = self._padding(options, preprocess.inputs if preprocess else inputs)
         batching = replace(self._batching(max_batch), slo_latency_s=self._slo_latency_s(promised))
         config = ModelConfig(
             name=self._name,
@@ -294,7 +318,8 @@ class _Resolver:
             device=self._device(backend),
             memory=_memory(numbers),
             hang_s=numbers.get("penstock.hang_s", DEFAULT_HANG_S),
-            padding=self._padding(options, inputs),
+            padding=None if preprocess else padding,
+            preprocess=replace(preprocess, padding=padding) if preprocess else None,
             tolerance=numbers.get("penstock.tolerance"),
             file=message.default_model_filename,
             options={key: options[key] for key in options if key not in FIELDS},
@@ -556,6 +581,31 @@ class _Resolver:
                 self._problem(f"parameters.{PAD}", problem)
         return Padding(tuple(axes), buckets) if buckets else Padding(tuple(axes))
 
+    def _preprocess(self, options: Mapping[str, str]) -> Preprocess | None:
+        """`penstock.preprocess` and `penstock.model_inputs`: both or neither."""
+        if PREPROCESS not in options and MODEL_INPUTS not in options:
+            return None
+        function, text = options.get(PREPROCESS, ""), options.get(MODEL_INPUTS, "")
+        match = FUNCTION.fullmatch(function)
+        if match is None:
+            expected = "expected FILE.py:FUNCTION, a file of the version folder"
+            self._problem(f"parameters.{PREPROCESS}", f"'{function}': {expected}")
+        elif not (self._folder / match["file"]).is_file():
+            self._problem(f"{self._folder.name}/{match['file']}", "no such file")
+        inputs: list[TensorSpec] = []
+        for item in re.split(r",(?![^\[]*\])", text):
+            found = MODEL_INPUT.fullmatch(item)
+            sizes = [size.strip() for size in found["dims"].split(",")] if found else []
+            sizes = [size for size in sizes if size]
+            is_shape = all(re.fullmatch(r"-1|[1-9]\d{0,17}", size) for size in sizes)
+            if found is None or found["type"] not in DATATYPES or not is_shape:
+                expected = "expected what the model takes, such as input_ids:INT64[-1]"
+                self._problem(f"parameters.{MODEL_INPUTS}", f"'{item.strip()}': {expected}")
+            else:
+                inputs.append(TensorSpec(found["name"], found["type"], tuple(map(int, sizes))))
+        self._check_names(f"parameters.{MODEL_INPUTS}", inputs)
+        return Preprocess(function, tuple(inputs))
+
     def _buckets(self, options: Mapping[str, str]) -> tuple[int, ...]:
         text = options.get(PAD_BUCKETS)
         if text is None:
@@ -573,11 +623,11 @@ class _Resolver:
         """Our own parameters, checked."""
         numbers: dict[str, float] = {}
         for key, text in options.items():
-            if not key.startswith("penstock.") or key in (SLO, PAD, PAD_BUCKETS, *texts):
+            if not key.startswith("penstock.") or key in (*TEXTS, *texts):
                 continue
             limit = NUMBERS.get(key)
             if limit is None:
-                known = ", ".join((*NUMBERS, SLO, PAD, PAD_BUCKETS, *texts))
+                known = ", ".join((*NUMBERS, *TEXTS, *texts))
                 self._problem(f"parameters.{key}", f"unknown; expected one of {known}")
                 continue
             value = _number(text, is_whole=key in WHOLE)

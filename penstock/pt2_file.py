@@ -43,6 +43,8 @@ PAYLOADS = {
     "weights": "data/weights/model_weights_config.json",
     "constants": "data/constants/model_constants_config.json",
 }
+# Of machine code for this kind of machine, with its weights.
+COMPILED = "data/aotinductor/"
 SAMPLE_INPUTS = "data/sample_inputs/model.pt"
 NEEDED = {MODEL, *PAYLOADS.values(), SAMPLE_INPUTS}
 OTHERS = re.compile(
@@ -200,6 +202,16 @@ def _read(archive: zipfile.ZipFile) -> Program:
     return _program(msgspec.json.decode(text, type=_Exported))
 
 
+def is_compiled(path: Path) -> bool:
+    """Whether it is an AOTInductor package (`torch._inductor.aoti_compile_and_package`): no pickle,
+    but machine code, to be trusted as `module.py` is."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.partition("/")[2].startswith(COMPILED) for name in archive.namelist())
+    except BROKEN:
+        return False
+
+
 def check_members(names: Sequence[str], read: Callable[[str], bytes]) -> None:
     """ConfigError if torch would unpickle any of them, but for the sample inputs. Zip readers may
     differ in what they find in a file, so torch's own is asked too before torch loads it."""
@@ -216,8 +228,8 @@ def check_members(names: Sequence[str], read: Callable[[str], bytes]) -> None:
 
 
 def _check_kind(files: set[str]) -> None:
-    if any(name.startswith("data/aotinductor/") for name in files):
-        raise _problem(f"is an AOTInductor package, which is not supported; {EXPECTED}")
+    if any(name.startswith(COMPILED) for name in files):
+        raise _problem("is an AOTInductor package, which does not tell its tensors; give them")
     if files & {"constants.pkl", "data.pkl"}:
         what = "TorchScript" if "constants.pkl" in files else "a file of torch.save"
         raise _problem(f"is {what}: {PICKLE}")

@@ -25,6 +25,7 @@ MODULES: Mapping[str, str] = {
 }
 # What `pip install "penstock[...]"` adds for them.
 EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
+PREPROCESSING = "penstock.backends.preprocessing"
 
 Outputs = Mapping[str, Array]
 
@@ -65,6 +66,10 @@ class PerRequest:
 
 
 class Execution(Protocol):
+    @property
+    def prepare_s(self) -> float:
+        """The part of `start` that made the model's inputs out of what was sent."""
+
     def wait(self) -> Iterable[Outputs | PerRequest]:
         """The answers to the batch: one for most models, none or several for decoupled ones.
         Shapes may be unknown until now. Raises what the model raised."""
@@ -73,10 +78,11 @@ class Execution(Protocol):
 class Finished:
     """The execution of a backend that computes in `start`."""
 
-    __slots__ = ("_outputs",)
+    __slots__ = ("_outputs", "prepare_s")
 
-    def __init__(self, outputs: Outputs | PerRequest) -> None:
+    def __init__(self, outputs: Outputs | PerRequest, prepare_s: float = 0.0) -> None:
         self._outputs = outputs
+        self.prepare_s = prepare_s
 
     def wait(self) -> Iterable[Outputs | PerRequest]:
         return (self._outputs,)
@@ -115,7 +121,19 @@ class LoadRunner(Protocol):
 
 
 def backend(name: str) -> LoadRunner:
-    """The `load` function of a backend. ConfigError names what is missing."""
+    """Loads models of a backend, with what goes before them. ConfigError names what is missing."""
+    load = _load_function(name)
+
+    def load_whole(config: ModelConfig, /) -> Runner:
+        if config.preprocess is None:
+            return load(config)
+        runner: Runner = importlib.import_module(PREPROCESSING).load(config, load)
+        return runner
+
+    return load_whole
+
+
+def _load_function(name: str) -> LoadRunner:
     module_name = MODULES.get(name)
     if module_name is None:
         known = ", ".join(sorted(MODULES))

@@ -1,14 +1,16 @@
 """PyTorch models: `module.py` with `model.safetensors` beside it, or `model.pt2`.
 
 `module.py` has a function `factory` that returns the nn.Module; its weights are loaded strictly.
-`model.pt2` is what `torch.export.save` writes. No pickles: TorchScript and torch.save's files are
-refused, whatever they are called.
+`model.pt2` is what `torch.export.save` writes, or an AOTInductor package: machine code for machines
+like the one that compiled it. No pickles: TorchScript and torch.save's files are refused, whatever
+they are called.
 
 Options (config.pbtxt `parameters`): `intra_op_thread_count`, `inter_op_thread_count` (one for all
 models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off unless given;
-needs fixed shapes), and for `module.py` also `penstock.factory` (its name, or `module.py:name`) and
+needs fixed shapes), and for `module.py` also `penstock.factory` (its name, or `module.py:name`),
 `penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to it, float outputs back to
-the configured datatype). What was built is read back.
+the configured datatype) and `penstock.memory_format` (channels_last, for convolutions). What was
+built is read back.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import inspect
 import io
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,9 @@ from penstock.types import DATATYPES, Array, Signature, TensorSpec
 # Libraries choose and build kernels for each new shape, which takes many times as long as a batch.
 # There every batch is filled up to a size that has been warmed up.
 FILLED_DEVICES = {"cuda"}
+MEMORY_FORMATS = ("", "channels_last")
+# Of images: a batch of them, by channel.
+IMAGE_RANK = 4
 COMPILE_MODES = ("", "default", "reduce-overhead", "max-autotune")
 DTYPES = {"": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TORCH_TYPES = {
@@ -69,6 +74,7 @@ class Options:
     # None: as the module has them.
     dtype: torch.dtype | None
     factory: str
+    is_channels_last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,18 @@ class Loaded:
     keywords: Sequence[str]
     signature: Signature = Signature((), ())
     code: Code | None = None
+    # Already compiled when it was written; it has no weights to look at.
+    is_compiled: bool = False
+
+    def call(self, tensors: Mapping[str, Any]) -> Any:
+        return self.module(
+            *(tensors.get(name) for name in self.positional),
+            **{name: tensors[name] for name in self.keywords if name in tensors},
+        )
+
+    def close(self) -> None:
+        if self.code is not None:
+            self.code.close()
 
 
 class TorchRunner:
@@ -91,8 +109,7 @@ class TorchRunner:
         self.outputs: Sequence[TensorSpec] = loaded.signature.outputs
         self._config = config
         self._options = options
-        self._loaded = loaded
-        self._run = loaded.module
+        self._loaded = self._run = loaded
         self._device = torch.device(config.device)
         self._datatypes = {spec.name: spec.datatype for spec in config.inputs}
         self._rungs = ladder(config.max_batch_size) if self._fills_rungs else []
@@ -104,19 +121,36 @@ class TorchRunner:
         return self._device.type in FILLED_DEVICES and self._config.max_batch_size > 0
 
     def built(self) -> Mapping[str, str]:
-        weights = [*self._loaded.module.parameters(), *self._loaded.module.buffers()]
+        weights = self._weights
         built = {
             "torch": str(torch.__version__),
-            "form": "pt2" if self._loaded.code is None else "module.py",
+            "form": self._form,
             "device": _join({weight.device for weight in weights} or {self._device}),
             "dtype": _join({weight.dtype for weight in weights if weight.is_floating_point()}),
             "intra_op_thread_count": str(torch.get_num_threads()),
             "inter_op_thread_count": str(torch.get_num_interop_threads()),
             "compile": self._options.compile_mode or "off",
         }
+        if self._options.is_channels_last:
+            images = [weight for weight in self._weights if weight.ndim == IMAGE_RANK]
+            is_done = all(w.is_contiguous(memory_format=torch.channels_last) for w in images)
+            built["memory_format"] = "channels_last" if images and is_done else "contiguous"
+        if self._loaded.is_compiled:
+            built |= _package_facts(self._loaded.module)
         if self._options.compile_mode:
             built["compiled_graphs"] = str(_num_graphs() - self._num_graphs_before)
         return built
+
+    @property
+    def _form(self) -> str:
+        if self._loaded.is_compiled:
+            return "AOTInductor package"
+        return "pt2" if self._loaded.code is None else "module.py"
+
+    @property
+    def _weights(self) -> list[torch.Tensor]:
+        module = self._loaded.module
+        return [] if self._loaded.is_compiled else [*module.parameters(), *module.buffers()]
 
     def start(self, batch: Batch) -> Execution:
         with torch.inference_mode():
@@ -125,11 +159,7 @@ class TorchRunner:
                 name: self._tensor(name, _with_more(array, num_more))
                 for name, array in batch.inputs.items()
             }
-            answer = self._run(
-                *(tensors.get(name) for name in self._loaded.positional),
-                **{name: tensors[name] for name in self._loaded.keywords if name in tensors},
-            )
-            values = _by_name(answer, [spec.name for spec in self._config.outputs])
+            values = by_name(self._run.call(tensors), [spec.name for spec in self._config.outputs])
             outputs = {
                 spec.name: self._array(spec, values[spec.name]) for spec in self._config.outputs
             }
@@ -138,8 +168,7 @@ class TorchRunner:
             return Finished(outputs)
 
     def close(self) -> None:
-        if self._loaded.code is not None:
-            self._loaded.code.close()
+        self._loaded.close()
         del self._run, self._loaded
 
     def _num_rows(self, batch: Batch) -> int:
@@ -152,7 +181,10 @@ class TorchRunner:
         if self._datatypes[name] == "BF16":
             tensor = tensor.view(torch.bfloat16)
         is_cast = self._options.dtype is not None and tensor.is_floating_point()
-        return tensor.to(self._device, self._options.dtype if is_cast else None)
+        tensor = tensor.to(self._device, self._options.dtype if is_cast else None)
+        if self._options.is_channels_last and tensor.ndim == IMAGE_RANK:
+            tensor = tensor.to(memory_format=torch.channels_last)
+        return tensor
 
     def _array(self, spec: TensorSpec, value: Any) -> Array:
         where = f"output '{spec.name}'"
@@ -174,9 +206,10 @@ class TorchRunner:
         left open; sizes 1 and more than 1 are compiled apart."""
         options, config = self._options, self._config
         try:
-            self._run = torch.compile(
+            compiled = torch.compile(
                 self._loaded.module, mode=options.compile_mode, dynamic=config.max_batch_size > 0
             )
+            self._run = replace(self._loaded, module=compiled)
             rows = min(2, config.max_batch_size)
             shapes = {s.name: (rows, *s.shape) if rows else s.shape for s in config.inputs}
             zeros = {
@@ -204,9 +237,25 @@ def load(config: ModelConfig) -> TorchRunner:
     options = _options(config)
     _check_device(config)
     _set_threads(options)
+    loaded = _load_any(config, options)
+    try:
+        return TorchRunner(config, options, loaded)
+    except BaseException:
+        loaded.close()
+        raise
+
+
+def load_module(config: ModelConfig) -> Loaded:
+    """The module alone, for whoever makes something else of it; to be closed."""
+    return _load_any(config, _options(config))
+
+
+def _load_any(config: ModelConfig, options: Options) -> Loaded:
     if config.artifact.endswith(".py"):
         return _load_module(config, options)
-    return TorchRunner(config, options, _load_pt2(config))
+    if pt2_file.is_compiled(Path(config.artifact)):
+        return _load_package(config, options)
+    return _load_pt2(config)
 
 
 def _options(config: ModelConfig) -> Options:
@@ -219,7 +268,12 @@ def _options(config: ModelConfig) -> Options:
         if spec.datatype == "BYTES"
     ]
     mode, dtype = settings.get("penstock.compile", ""), settings.get("penstock.dtype", "")
-    for key, text, known in (("compile", mode, COMPILE_MODES), ("dtype", dtype, tuple(DTYPES))):
+    memory_format = settings.get("penstock.memory_format", "")
+    for key, text, known in (
+        ("compile", mode, COMPILE_MODES),
+        ("dtype", dtype, tuple(DTYPES)),
+        ("memory_format", memory_format, MEMORY_FORMATS),
+    ):
         if text not in known:
             expected = ", ".join(known[1:])
             problems.append(f"parameters.penstock.{key}: '{text}' is not one of {expected}")
@@ -232,7 +286,11 @@ def _options(config: ModelConfig) -> Options:
     if not config.artifact.endswith(".py"):
         problems += [
             f"parameters.{key}: only for module.py; a .pt2 keeps what was exported"
-            for key, text in (("penstock.factory", factory), ("penstock.dtype", dtype))
+            for key, text in (
+                ("penstock.factory", factory),
+                ("penstock.dtype", dtype),
+                ("penstock.memory_format", memory_format),
+            )
             if text
         ]
     options = Options(
@@ -241,6 +299,7 @@ def _options(config: ModelConfig) -> Options:
         mode,
         DTYPES.get(dtype),
         _factory_name(factory, Path(config.artifact).name, problems),
+        memory_format == "channels_last",
     )
     if problems:
         raise ConfigError(problems)
@@ -280,15 +339,17 @@ def _set_threads(options: Options) -> None:
         ) from None
 
 
-def _load_module(config: ModelConfig, options: Options) -> TorchRunner:
+def _load_module(config: ModelConfig, options: Options) -> Loaded:
     code = Code(config)
     try:
         module = _make(code, config, options)
         load_weights(module, Path(config.artifact).parent, config.version)
         module = module.to(config.device, options.dtype).eval()
         _check_dtype(module, options)
+        if options.is_channels_last:
+            module = module.to(memory_format=torch.channels_last)
         positional, keywords = _call_order(code, module, config)
-        return TorchRunner(config, options, Loaded(module, positional, keywords, code=code))
+        return Loaded(module, positional, keywords, code=code)
     except BaseException:
         code.close()
         raise
@@ -366,6 +427,39 @@ def _load_pt2(config: ModelConfig) -> Loaded:
     return Loaded(module, positional, keywords, signature)
 
 
+def _load_package(config: ModelConfig, options: Options) -> Loaded:
+    """An AOTInductor package. It checks nothing of what it is called with, so its call is compared
+    with the configuration; datatypes and shapes are compared by running it."""
+    path = Path(config.artifact)
+    label = f"{config.version}/{config.file or path.name}"
+    if options.compile_mode:
+        raise ConfigError([f"parameters.penstock.compile: {label} is compiled already"])
+    try:
+        package = torch._inductor.aoti_load_package(str(path))
+    except Exception as error:  # torch raises many types for a broken file.
+        raise BackendFailed(f"{label}: torch cannot load it: {first_line(error)}") from error
+    in_spec = torch.utils._pytree.treespec_loads(package.loader.get_call_spec()[0])
+    args, kwargs = in_spec.children()
+    names = [spec.name for spec in config.inputs]
+    keywords = list(kwargs.context or ())
+    num_positional = args.num_children
+    positional = [name for name in names if name not in keywords][:num_positional]
+    if len(names) != num_positional + len(keywords) or not set(keywords) <= set(names):
+        raise ConfigError(
+            [
+                f"{label}: it takes {num_positional} inputs by position and "
+                f"{keywords or 'none'} by name; configured are {names}"
+            ]
+        )
+    return Loaded(package, positional, keywords, is_compiled=True)
+
+
+def _package_facts(package: Any) -> dict[str, str]:
+    found = package.get_metadata()
+    device = found.get("AOTI_DEVICE_KEY", "")
+    return {"device": device, "isa": found.get("AOTI_CPU_ISA", "")} if device else {}
+
+
 def _named(program: pt2_file.Program, configured: Sequence[TensorSpec]) -> Signature:
     """Outputs without names have the configured ones, in their order."""
     signature = program.signature
@@ -415,7 +509,7 @@ def _check_pickles(path: Path, label: str) -> None:
         ) from None
 
 
-def _by_name(answer: Any, names: Sequence[str]) -> Mapping[str, object]:
+def by_name(answer: Any, names: Sequence[str]) -> Mapping[str, object]:
     """A module's answer: a tensor, a sequence in the order of the configured outputs, a mapping, or
     an object with attributes."""
     if isinstance(answer, torch.Tensor):

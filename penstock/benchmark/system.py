@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -116,9 +117,16 @@ def _cpu_name() -> str:
 
 def _versions(driver: str) -> dict[str, str]:
     found = {"penstock": penstock.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+    found |= package_versions(PACKAGES)
     if driver:
         found["NVIDIA driver"] = driver
+    return found
+
+
+def package_versions(names: Sequence[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found: dict[str, str] = {}
+    for package in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
     return found

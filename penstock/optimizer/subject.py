@@ -1,16 +1,38 @@
 """What is optimised, in whatever form it came: made a model's folder that can be served as it is.
 
 An ONNX file, a PyTorch factory (`package.module:factory`), a `.pt2` file, a Hugging Face folder, or
-a model's folder of a repository.
+a model's folder of a repository. With preprocessing, the folder has it too, and takes what users
+send.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from penstock.optimizer.candidates import Build
+import numpy as np
+
+from penstock import onnx_file, repository
+from penstock.backends.preprocessing import apply, checked
+from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding, Preprocess
+from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer import folders, sent, torch_source, user_code, weights
+from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.sent import Row
+from penstock.types import Array
+
+# Larger ones are rarely faster on CPUs, and are warmed up too.
+MAX_BATCH = torch_source.MAX_BATCH
+PREPROCESS_FILE = "preprocess.py"
+FORMS = (
+    "an .onnx or .pt2 file, a Hugging Face folder (config.json and model.safetensors), a model's "
+    "folder of a repository, or package.module:factory"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +46,241 @@ class Subject:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The model's files are in the version folder; this is what else is known."""
+
+    kind: str
+    config: ModelConfig
+    # Beside the kind: what was taken along, what the architecture is.
+    note: str = ""
+
+
 def open_subject(plan: Plan, target: Path) -> Subject:
     """Write the original as a model's folder at `target`; ConfigError says what is wrong."""
-    raise NotImplementedError
+    version = target / folders.VERSION
+    version.mkdir(parents=True)
+    rows = sent.read_sent(plan)
+    function = user_code.find(plan.preprocess, "preprocess") if plan.preprocess else None
+    seen = _preprocessed(function, rows) if function else rows
+    taken = _take(plan, seen, version)
+    is_served = taken.kind.startswith("served")
+    config = taken.config if is_served else _proposed(taken.config, seen)
+    notes = [taken.note]
+    if function:
+        notes.append(user_code.take_along(function, version, PREPROCESS_FILE))
+        config = _with_preprocessing(config, function, rows, seen)
+    config = folders.write_config(target, config)
+    if function:
+        # The copy must give what the original gave.
+        apply(config, rows[:1])
+    text = ", ".join(filter(None, (taken.kind, _weights_text(config), *notes)))
+    build = Build(Candidate(), target, config)
+    return Subject(build, taken.kind, _digest(target), text)
+
+
+def _take(plan: Plan, rows: Sequence[Row], version: Path) -> Taken:
+    path = Path(plan.model)
+    if path.suffix == ".onnx":
+        return _take_onnx(path, version)
+    if path.suffix == ".pt2":
+        _check_file(path)
+        shutil.copyfile(path, version / "model.pt2")
+        return Taken("exported program", folders.read_config(version.parent))
+    if path.is_dir() and (path / "config.json").is_file():
+        config, name = torch_source.take_hugging_face(path, rows, version)
+        return Taken("Hugging Face", config, name)
+    if path.is_dir():
+        return _take_served(path, version)
+    if ":" in plan.model and not path.exists():
+        config, note = torch_source.take_factory(plan.model, rows, version)
+        return Taken("PyTorch module", config, note)
+    if path.exists():
+        raise ConfigError([f"{path}: not a model that can be optimised; expected {FORMS}"])
+    raise ConfigError([f"{path}: no such file or folder; expected {FORMS}"])
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise ConfigError([f"{path}: {'not a file' if path.exists() else 'no such file'}"])
+
+
+def _take_onnx(path: Path, version: Path) -> Taken:
+    _check_file(path)
+    try:
+        onnx_file.read_signature(path)
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
+    for name in _external_files(path):
+        (version / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path.parent / name, version / name)
+    shutil.copyfile(path, version / "model.onnx")
+    return Taken("ONNX", folders.read_config(version.parent))
+
+
+def _external_files(path: Path) -> list[str]:
+    """Files that hold weights of an ONNX model, which must lie beside or below it."""
+    import onnx
+
+    graph = onnx.load(str(path), load_external_data=False).graph
+    names = {
+        entry.value
+        for tensor in _tensors(graph)
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    folder = path.resolve().parent
+    problems: list[str] = []
+    for name in sorted(names):
+        place = (folder / name).resolve()
+        if not place.is_relative_to(folder):
+            problems.append(f"{path}: its weights '{name}' lie outside the model's folder")
+        elif not place.is_file():
+            problems.append(f"{path}: its weights '{name}' are not beside it")
+    if problems:
+        raise ConfigError(problems)
+    return sorted(names)
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    """Of a graph and those inside its nodes."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+                yield from _tensors(inner)
+
+
+def _take_served(path: Path, version: Path) -> Taken:
+    """A version of a repository, with its own configuration. The SLO is another one now."""
+    folder, config = _served_version(path)
+    source = folder / config.version
+    without = (repository.CONFIG, "manifest.json")
+    for each in sorted(source.rglob("*")):
+        name = each.relative_to(source)
+        if each.is_file() and name.as_posix() not in without:
+            (version / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(each, version / name)
+    for spec in config.outputs:
+        shared = folder / spec.label_file
+        if spec.label_file and not (version / spec.label_file).exists() and shared.is_file():
+            shutil.copyfile(shared, version / spec.label_file)
+    batching = replace(config.batching, slo_latency_s=None)
+    config = replace(config, slo="", is_slo_from_evidence=False, batching=batching)
+    return Taken(f"served version {config.version}", config)
+
+
+def _served_version(path: Path) -> tuple[Path, ModelConfig]:
+    path = path.resolve()
+    if path.name.isdigit() and path.name in repository.version_folders(path.parent):
+        folder = path.parent
+        message = repository.read_message(folder)
+        return folder, repository.read_version(folder, path.name, message)
+    found = repository.read(path)
+    for name, problems in found.problems.items():
+        raise ConfigError([f"{name}: {problem}" for problem in problems])
+    if len(found.folders) > 1:
+        names = ", ".join(found.folders)
+        raise ConfigError([f"{path}: holds several models ({names}); name the folder of one"])
+    (folder,) = found.folders.values()
+    return folder, max(found.configs, key=lambda config: int(config.version))
+
+
+def _proposed(config: ModelConfig, rows: Sequence[Row]) -> ModelConfig:
+    """How the original is served where nobody has said it: batched, and padded where it has tokens
+    and a mask. Whether that does harm is tried out when it is loaded."""
+    max_batch = min(MAX_BATCH, config.max_batch_size)
+    batching = BatchPolicy(max(1, max_batch), is_dynamic=max_batch > 0)
+    padding = _padding(config, rows) if max_batch else None
+    return replace(config, max_batch_size=max_batch, batching=batching, padding=padding)
+
+
+def _padding(config: ModelConfig, rows: Sequence[Row]) -> Padding | None:
+    has_mask = any("mask" in spec.name.lower() for spec in config.inputs)
+    are_sequences = all(
+        spec.shape == (-1,) and spec.datatype in ("INT64", "INT32") for spec in config.inputs
+    )
+    if not has_mask or not are_sequences:
+        return None
+    axes = tuple(PadAxis(spec.name, 0) for spec in config.inputs)
+    limit = _longest(config, rows)
+    buckets = Padding(axes).buckets
+    # Up to the one that holds the longest.
+    kept = [size for size in buckets if size < limit]
+    kept += [size for size in buckets if size >= limit][:1]
+    most = _max_positions(config)
+    return Padding(axes, tuple(size for size in kept if size <= most) or (most,))
+
+
+def _longest(config: ModelConfig, rows: Sequence[Mapping[str, Array]]) -> int:
+    """Of the data; everything without data."""
+    name = config.inputs[0].name
+    lengths = [len(row[name]) for row in rows if name in row and row[name].ndim == 1]
+    return max(lengths, default=1 << 30)
+
+
+def _max_positions(config: ModelConfig) -> int:
+    """As many tokens as the model can tell apart, where it says so beside its file."""
+    import msgspec
+
+    path = Path(config.artifact).parent / "config.json"
+    if not path.is_file():
+        return 1 << 30
+    described = msgspec.json.decode(path.read_bytes())
+    most = described.get("max_position_embeddings") if isinstance(described, dict) else None
+    return most if isinstance(most, int) and most > 0 else 1 << 30
+
+
+def _preprocessed(function: user_code.UserFunction, rows: Sequence[Row]) -> list[Row]:
+    if not rows:
+        raise ConfigError(
+            ["preprocess: needs data: what users send is not known from the model alone"]
+        )
+    try:
+        made = [function.call(dict(row)) for row in rows]
+    except Exception as error:  # Users' code may raise anything.
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError([f"preprocess: {function.name} fails on the data: {reason}"]) from error
+    for each in made:
+        if not isinstance(each, Mapping):
+            got = type(each).__name__
+            raise ConfigError([f"preprocess: {function.name}: expected arrays by name, got {got}"])
+    return [{name: np.asarray(value) for name, value in each.items()} for each in made]
+
+
+def _with_preprocessing(
+    config: ModelConfig,
+    function: user_code.UserFunction,
+    rows: Sequence[Row],
+    seen: Sequence[Row],
+) -> ModelConfig:
+    name = f"{PREPROCESS_FILE}:{function.name}"
+    if config.preprocess is not None:
+        raise ConfigError([f"preprocess: the model has one already, {config.preprocess.function}"])
+    try:
+        for row in seen:
+            checked(name, row, config.inputs)
+    except BackendFailed as error:
+        raise ConfigError([f"preprocess: {error}"]) from None
+    preprocess = Preprocess(name, config.inputs, config.padding)
+    return replace(config, inputs=sent.specs_of(rows), padding=None, preprocess=preprocess)
+
+
+def _weights_text(config: ModelConfig) -> str:
+    artifact = Path(config.artifact)
+    shards = sorted(artifact.parent.glob("*.safetensors")) if artifact.suffix == ".py" else []
+    return weights.describe(shards or [artifact])
+
+
+def _digest(folder: Path) -> str:
+    """Of every file with its name."""
+    whole = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            part = hashlib.file_digest(file, "sha256").hexdigest()
+        whole.update(f"{path.relative_to(folder).as_posix()} {part}\n".encode())
+    return whole.hexdigest()

@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.backends import Batch, Outputs, PerRequest, Runner
 from penstock.backends.checks import first_line
+from penstock.backends.preprocessing import Preprocessed
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
 from penstock.serving.padding import Crop, Pads, Shapes, bf16_bits, cropped
@@ -44,7 +45,10 @@ class Unproven(Exception):
 
 
 def prove(config: ModelConfig, runner: Runner) -> Proof:
-    """Never raises for what the model does with made-up inputs."""
+    """Never raises for what the model does with made-up inputs. Of a preprocessed model, the part
+    behind the function is tried out."""
+    if isinstance(runner, Preprocessed):
+        return prove(config.model, runner.inner)
     if config.max_batch_size == 0 or not config.batching.is_dynamic:
         reason = "the model is not batched dynamically" if config.padding else ""
         return Proof(unpadded=reason)
@@ -68,6 +72,12 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
         except Unproven as reason:
             unpadded = f"padding could not be checked: {reason}"
     return Proof(unbatched, unpadded, crops, tuple(notes))
+
+
+def apply_proof(runner: Runner, proof: Proof) -> None:
+    """Tell a runner that pads by itself that it may; the server's core pads for all others."""
+    if isinstance(runner, Preprocessed) and not proof.unpadded:
+        runner.allow_padding(proof.crops)
 
 
 def agreed(proofs: Sequence[Proof]) -> Proof:

@@ -24,11 +24,12 @@ import numpy as np
 
 from penstock import logs, manifest
 from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
+from penstock.backends.preprocessing import Preprocessed
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving.padding import Pads, cropped
 from penstock.serving.plan import column_bytes, fixed_outputs
-from penstock.serving.proof import prove
+from penstock.serving.proof import apply_proof, prove
 from penstock.serving.slab import Extents, Layout, Segment
 from penstock.types import DATATYPES, Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire import frames
@@ -206,9 +207,8 @@ class Worker:
                 manifest.check_digests(Path(config.manifest).parent)
             self._runner = runner = backend(config.backend)(config)
             self._proof = proof = frame.proof or prove(config, runner)
-            timings = warm_up(config, runner)
-            is_padded = config.padding is not None and not proof.unpadded
-            bucket_timings = warm_up_buckets(config, runner) if is_padded else {}
+            apply_proof(runner, proof)
+            timings, bucket_timings = warm_up_all(config, runner, proof)
         except SystemExit as error:
             text = f"the model's code ended the process: sys.exit({error.code!r})"
             self._channel.send(frames.LoadFailed((text,)))
@@ -252,10 +252,12 @@ class Worker:
         began = time.perf_counter()
         batch = self._batch_of_rows(frame) if frame.runs else self._batch_of_extents(frame)
         gathered = time.perf_counter()
-        answers = list(self._runner.start(batch).wait())
+        execution = self._runner.start(batch)
+        answers = list(execution.wait())
         if len(answers) != 1:
             raise BackendFailed(f"expected one answer to the batch, the model gave {len(answers)}")
         ran = time.perf_counter()
+        gathered += execution.prepare_s
         (answer,) = answers
         errors: dict[int, str] = {}
         if isinstance(answer, PerRequest):
@@ -436,6 +438,18 @@ def _places(frame: frames.Dispatch) -> Iterator[frames.Run | None]:
         yield frames.Run(slab, row, part.num_rows)
         row += part.num_rows
         left -= part.num_rows
+
+
+def warm_up_all(
+    config: ModelConfig, runner: Runner, proof: frames.Proof
+) -> tuple[dict[int, float], dict[int, dict[int, float]]]:
+    """By rung, and by bucket and rung. Of a preprocessed model the part behind the function, which
+    zeros would mean nothing to."""
+    if isinstance(runner, Preprocessed):
+        config, runner = config.model, runner.inner
+    timings = warm_up(config, runner)
+    is_padded = config.padding is not None and not proof.unpadded
+    return timings, warm_up_buckets(config, runner) if is_padded else {}
 
 
 def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:

@@ -27,7 +27,7 @@ PASSES: Mapping[str, tuple[str, str]] = {
     "onnx-export": ("penstock.optimizer.passes.onnx_export", "OnnxExport"),
     "onnx-graph": ("penstock.optimizer.passes.onnx_graph", "OnnxGraph"),
     "transformer-fusion": ("penstock.optimizer.passes.transformer_fusion", "TransformerFusion"),
-    "openvino": ("penstock.optimizer.passes.openvino", "OpenVino"),
+    "openvino": ("penstock.optimizer.passes.to_openvino", "ToOpenVino"),
     "torch-compile": ("penstock.optimizer.passes.torch_compile", "TorchCompile"),
     "half": ("penstock.optimizer.passes.half", "Half"),
     "int8-dynamic": ("penstock.optimizer.passes.int8_dynamic", "Int8Dynamic"),

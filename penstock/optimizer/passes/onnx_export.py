@@ -1,0 +1,64 @@
+"""PyTorch to ONNX, for ONNX Runtime: the same answers without Python between the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock import pt2_file
+from penstock.optimizer import folders
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+
+# Options that mean the same in both backends.
+KEPT = ("intra_op_thread_count", "inter_op_thread_count")
+# What the module's form needs, and ONNX does not.
+LEFT = ("module.py", "model.pt2", "model.safetensors", "model.safetensors.index.json")
+
+
+class OnnxExport:
+    name = "onnx-export"
+    stage: Stage = "compile"
+    changes_answers = False
+    is_config_only = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        build = situation.build
+        if build.config.backend != "pytorch":
+            return [Skip(self.name, "not a PyTorch model")]
+        if pt2_file.is_compiled(build.artifact):
+            return [Skip(self.name, "an AOTInductor package is machine code already")]
+        if "onnxruntime" not in situation.machine.versions:
+            return [Skip(self.name, "onnxruntime is not installed")]
+        return [Step(self.name)]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        from penstock.backends.pytorch import load_module
+        from penstock.optimizer.torch_export import to_onnx
+
+        config = parent.config
+        # In the precision of the weights: less of it is a step of its own.
+        plain = {k: v for k, v in config.options.items() if k == "penstock.factory"}
+        version = target / folders.VERSION
+        version.mkdir(parents=True)
+        loaded = load_module(replace(config.model, options=plain, device="cpu"))
+        try:
+            to_onnx(loaded, config.model, version / "model.onnx")
+        finally:
+            loaded.close()
+        shards = [path.name for path in parent.artifact.parent.glob("*.safetensors")]
+        folders.carry_over(parent.version_folder, version, {*LEFT, *shards, parent.artifact.name})
+        options = {key: text for key, text in config.options.items() if key in KEPT}
+        changed = replace(config, backend="onnxruntime", options=options, file="", device="cpu")
+        folders.write_config(target, changed)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        if after.backend != "onnxruntime":
+            return [f"runs on '{after.backend}', expected onnxruntime"]
+        if not after.operators:
+            return ["the exported graph is empty"]
+        if before.batching_problem == "" and after.batching_problem:
+            return [f"rows may not share a batch any more: {after.batching_problem}"]
+        return []

@@ -1,0 +1,60 @@
+"""The same ONNX file on OpenVINO, which compiles it for this processor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.optimizer import folders
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+
+THREADS = {"intra_op_thread_count": "inference_num_threads"}
+
+
+class ToOpenVino:
+    name = "openvino"
+    stage: Stage = "compile"
+    changes_answers = False
+    is_config_only = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        config = situation.build.config
+        if "openvino" not in situation.machine.versions:
+            return [Skip(self.name, 'not installed; pip install "penstock[openvino]" brings it')]
+        if config.backend != "onnxruntime":
+            return [Skip(self.name, "not an ONNX model")]
+        if config.device != "cpu":
+            return [Skip(self.name, f"computes on CPUs, and the model is on {config.device}")]
+        tensors = (*config.model.inputs, *config.outputs)
+        texts = [spec.name for spec in tensors if spec.datatype == "BYTES"]
+        if texts:
+            return [Skip(self.name, f"'{texts[0]}' is BYTES, which it does not take")]
+        return [Step(self.name, {"hint": "LATENCY"})]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        config = parent.config
+        version = target / folders.VERSION
+        version.mkdir(parents=True)
+        folders.carry_over(parent.version_folder, version)
+        options = {
+            new: config.options[old] for old, new in THREADS.items() if old in config.options
+        }
+        options["performance_hint"] = step.settings["hint"]
+        folders.write_config(target, replace(config, backend="openvino", options=options))
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        if after.backend != "openvino" or "openvino" not in after.built:
+            return [f"runs on '{after.backend}', expected openvino"]
+        problems: list[str] = []
+        for key, wanted in (
+            ("performance_hint", step.settings["hint"]),
+            # Left alone, it takes less precision where the processor has it.
+            ("inference_precision_hint", "f32"),
+        ):
+            found = after.built.get(key, "nothing")
+            if found != wanted:
+                problems.append(f"{key} is {found}, expected {wanted}")
+        return problems

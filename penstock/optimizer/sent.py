@@ -1,0 +1,87 @@
+"""What users send, as the data shows it: rows before anything is known of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.benchmark.inputs.files import ARRAY_SUFFIXES, ROW_SUFFIXES, read_arrays, read_rows
+from penstock.errors import ConfigError
+from penstock.optimizer.plan import Plan
+from penstock.types import DATATYPES, Array, TensorSpec
+
+Row = dict[str, Array]
+# As many are looked at.
+MAX_ROWS = 256
+# Numbers of JSON and of Python have no size of their own.
+DEFAULTS: dict[str, np.dtype[Any]] = {"f": np.dtype(np.float32), "i": np.dtype(np.int64)}
+
+
+def read_sent(plan: Plan) -> list[Row]:
+    """Some rows of the plan's data, without labels; none without data."""
+    if not plan.data:
+        return []
+    path = Path(plan.data)
+    if not path.exists():
+        raise ConfigError([f"{path}: there is no such file or folder"])
+    if path.is_dir():
+        files = sorted(each for each in path.rglob("*") if each.is_file())[:MAX_ROWS]
+        name = plan.data_name or "image"
+        return [{name: np.array([each.read_bytes()], object)} for each in files]
+    if path.suffix in ARRAY_SUFFIXES:
+        arrays = {n: a for n, a in read_arrays(path).items() if n != plan.labels or not n}
+        num_rows = min(MAX_ROWS, *(len(array) for array in arrays.values()))
+        named = {name or plan.data_name or "input": array for name, array in arrays.items()}
+        return [{name: _element(a[n]) for name, a in named.items()} for n in range(num_rows)]
+    if path.suffix not in ROW_SUFFIXES:
+        known = ", ".join((*ARRAY_SUFFIXES, *ROW_SUFFIXES))
+        raise ConfigError([f"{path}: expected a file that ends in {known}, or a folder of images"])
+    rows = read_rows(path).rows[:MAX_ROWS]
+    return [{n: _element(value) for n, value in row.items() if n != plan.labels} for row in rows]
+
+
+def specs_of(rows: Sequence[Mapping[str, Array]]) -> tuple[TensorSpec, ...]:
+    """What all these rows fit: sizes that differ are free. ConfigError where they do not agree."""
+    problems: list[str] = []
+    specs: list[TensorSpec] = []
+    for name, first in rows[0].items():
+        if any(name not in row for row in rows):
+            problems.append(f"input '{name}': not every example has it")
+            continue
+        shapes = {row[name].shape for row in rows}
+        kinds = {row[name].dtype for row in rows}
+        if len({len(shape) for shape in shapes}) > 1 or len(kinds) > 1:
+            problems.append(f"input '{name}': examples differ in datatype or number of axes")
+            continue
+        sizes = [set(each) for each in zip(*shapes, strict=True)]
+        shape = tuple(each.pop() if len(each) == 1 else -1 for each in sizes)
+        specs.append(TensorSpec(name, _datatype(name, first, problems), shape))
+    if problems:
+        raise ConfigError(problems)
+    return tuple(specs)
+
+
+def _element(value: Any) -> Array:
+    """One example's value; texts and single numbers are tensors of one element."""
+    if isinstance(value, str | bytes):
+        text = value.encode() if isinstance(value, str) else value
+        return np.array([text], object)
+    array = np.asarray(value)
+    if array.dtype.kind in "US":
+        array = np.array([str(each).encode() for each in array.reshape(-1)], object)
+    elif not isinstance(value, np.ndarray | np.generic) or array.dtype == np.float64:
+        array = array.astype(DEFAULTS.get(array.dtype.kind, array.dtype))
+    return array.reshape(1) if array.ndim == 0 else array
+
+
+def _datatype(name: str, array: Array, problems: list[str]) -> str:
+    if array.dtype.kind == "O":
+        return "BYTES"
+    for datatype in DATATYPES.values():
+        if datatype.numpy == array.dtype and datatype.name != "BF16":
+            return datatype.name
+    problems.append(f"input '{name}': {array.dtype} is no datatype of the protocol")
+    return "INVALID"

@@ -1,0 +1,142 @@
+"""A torch module on its way to another form: called by position with plain tensors, and examples to
+trace it with. Imported where torch is known to be there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock import onnx_file
+from penstock.backends.pytorch import TORCH_TYPES, Loaded, by_name
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed
+from penstock.types import TensorSpec
+
+# LayerNormalization is an operator of its own from here on, which fusions look for.
+OPSET = 17
+NUM_ROWS = 2
+# Of free axes: no size that a model is likely to have inside.
+FREE_SIZE = 11
+
+
+class Plain(torch.nn.Module):  # type: ignore[misc]
+    """Inputs by position and outputs as a tuple, both in the order of the configuration."""
+
+    def __init__(self, loaded: Loaded, config: ModelConfig) -> None:
+        super().__init__()
+        self.module = loaded.module
+        self._loaded = loaded
+        self._inputs = [spec.name for spec in config.inputs]
+        self._outputs = [spec.name for spec in config.outputs]
+
+    def forward(self, *tensors: Any) -> tuple[Any, ...]:
+        answer = self._loaded.call(dict(zip(self._inputs, tensors, strict=True)))
+        values = by_name(answer, self._outputs)
+        return tuple(values[name] for name in self._outputs)
+
+    def train(self, mode: bool = True) -> Plain:
+        """Stays as it was loaded; exported programs cannot even be asked."""
+        return self
+
+
+def examples(config: ModelConfig) -> tuple[Any, ...]:
+    """One batch. A mask masks something, or a model may leave it out of what is traced."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = []
+    for spec in config.inputs:
+        shape = [FREE_SIZE if size < 0 else size for size in spec.shape]
+        full = [NUM_ROWS, *shape] if config.max_batch_size else shape
+        kind = TORCH_TYPES[spec.datatype]
+        if kind.is_floating_point:
+            tensor = torch.randn(full, generator=generator).to(kind)
+        else:
+            tensor = torch.ones(full, dtype=kind)
+        if "mask" in spec.name.lower() and tensor.ndim:
+            tensor[..., -2:] = 0
+        tensors.append(tensor)
+    return tuple(tensors)
+
+
+def free_axes(spec: TensorSpec, config: ModelConfig) -> dict[int, str]:
+    """Axes of any size, batch included, with a name each: sequences share one."""
+    first = 1 if config.max_batch_size else 0
+    axes = {0: "batch"} if first else {}
+    for axis, size in enumerate(spec.shape):
+        if size < 0:
+            axes[axis + first] = f"{'sequence' if axis == 0 else spec.name}_{axis}"
+    return axes
+
+
+def to_onnx(loaded: Loaded, config: ModelConfig, path: Path) -> str:
+    """Write the model, by tracing or else by torch.export; which of them, in words."""
+    if hasattr(loaded.module, "set_attn_implementation"):
+        # Attention in plain operators, which fusions know.
+        loaded.module.set_attn_implementation("eager")
+    module = Plain(loaded, config)
+    reasons: list[str] = []
+    for name, is_dynamo in (("tracing", False), ("torch.export", True)):
+        try:
+            _export(module, config, path, is_dynamo)
+            check_exported(path, config)
+            return name
+        except Exception as error:  # The exporters raise many types, and so may the model.
+            reasons.append(f"{name}: {_first_line(error)}")
+            path.unlink(missing_ok=True)
+    raise BackendFailed(f"torch cannot export it to ONNX: {'; '.join(reasons)}")
+
+
+def _export(module: Plain, config: ModelConfig, path: Path, is_dynamo: bool) -> None:
+    specs = [*config.inputs, *config.outputs]
+    options: dict[str, Any] = {
+        "input_names": [spec.name for spec in config.inputs],
+        "output_names": [spec.name for spec in config.outputs],
+    }
+    if is_dynamo:
+        free = torch.export.Dim.DYNAMIC
+        axes = [dict.fromkeys(free_axes(spec, config), free) for spec in config.inputs]
+        options |= {"dynamic_shapes": (tuple(axes),), "external_data": False, "verbose": False}
+    else:
+        options |= {
+            "dynamic_axes": {spec.name: free_axes(spec, config) for spec in specs},
+            "opset_version": OPSET,
+        }
+    with warnings.catch_warnings(), torch.inference_mode(is_dynamo):
+        # Tracing warns of what it makes constant: the answers are compared afterwards.
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module, examples(config), str(path), dynamo=is_dynamo, **options)
+
+
+def check_exported(path: Path, config: ModelConfig) -> None:
+    """BackendFailed if an input went missing or an axis that was free is not any more."""
+    found = onnx_file.read_signature(path)
+    for kind, wanted, actual in (
+        ("input", config.inputs, found.inputs),
+        ("output", config.outputs, found.outputs),
+    ):
+        shapes = {spec.name: spec.shape for spec in actual}
+        for spec in wanted:
+            if spec.name not in shapes:
+                raise BackendFailed(f"{kind} '{spec.name}' is not in the exported model")
+            fixed = [axis for axis in free_axes(spec, config) if shapes[spec.name][axis] != -1]
+            if fixed and kind == "input":
+                raise BackendFailed(f"{kind} '{spec.name}': axis {fixed[0]} became fixed")
+
+
+def to_package(loaded: Loaded, config: ModelConfig, path: Path) -> None:
+    """Compile to an AOTInductor package; needs a C++ compiler, and takes its time."""
+    free = torch.export.Dim.DYNAMIC
+    axes: Sequence[Any] = [dict.fromkeys(free_axes(spec, config), free) for spec in config.inputs]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(
+            Plain(loaded, config), examples(config), dynamic_shapes=(tuple(axes),)
+        )
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,299 @@
+"""PyTorch models as a version folder: from a factory of the user's, or a Hugging Face folder.
+
+Both become `module.py` with `model.safetensors`; the signature is found by running the module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config import BatchPolicy, ModelConfig
+from penstock.errors import ConfigError
+from penstock.optimizer import sent, user_code
+from penstock.optimizer.sent import Row
+from penstock.types import TensorSpec
+
+MODULE, WEIGHTS = "module.py", "model.safetensors"
+MAX_BATCH = 32
+TOKENS = ("input_ids", "attention_mask", "token_type_ids")
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+)
+# What is asked of a model of transformers, the first that it gives.
+ANSWERS = ("logits", "last_hidden_state")
+# Free sizes, tried one after the other: those of outputs that change with them are free too.
+LENGTHS = (16, 24)
+GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+HUGGING_FACE_MODULE = '''"""{name} of transformers, as config.json beside this file describes it."""
+
+from pathlib import Path
+
+import transformers
+
+
+def factory():
+    return transformers.{name}(transformers.AutoConfig.from_pretrained(Path(__file__).parent))
+'''
+
+
+def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
+    """`package.module:factory`; the configuration, and a note on what is taken along."""
+    torch = _torch()
+    found = user_code.find(text, "model")
+    module = found.call()
+    if not isinstance(module, torch.nn.Module):
+        got = type(module).__name__
+        raise ConfigError([f"model: {text}() gave a {got}, expected a torch.nn.Module"])
+    rows = rows or _example_rows(found, text)
+    note = _write_factory(found, version)
+    _save(module.eval(), version)
+    return _config(module, sent.specs_of(rows), _tensors_by_name, version), note
+
+
+def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
+    """A folder that `save_pretrained` wrote; the configuration, and the architecture's name."""
+    _torch()
+    name = _architecture(folder)
+    kind = getattr(_transformers(), name, None)
+    if kind is None:
+        raise ConfigError([f"{folder}/config.json: transformers has no '{name}'"])
+    module = _from_pretrained(kind, folder)
+    (version / MODULE).write_text(HUGGING_FACE_MODULE.format(name=name))
+    for file in ("config.json", *TOKENIZER):
+        if (folder / file).is_file():
+            shutil.copyfile(folder / file, version / file)
+    _save(module, version)
+    specs = _token_specs(module, rows, folder)
+    return _config(module, specs, _answers_by_name, version), name
+
+
+def _torch() -> Any:
+    return _library("torch", "torch")
+
+
+def _transformers() -> Any:
+    return _library("transformers", "llm")
+
+
+def _library(name: str, extra: str) -> Any:
+    try:
+        importlib.import_module("safetensors")
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            [
+                f"model: needs the package '{error.name}', which is not installed; "
+                f'pip install "penstock[{extra}]" brings it'
+            ]
+        ) from error
+
+
+def _example_rows(found: user_code.UserFunction, text: str) -> list[Row]:
+    """From `example_inputs`, of the factory or of its module: arrays by name, batch first."""
+    given = getattr(found.call, "example_inputs", None)
+    given = given if given is not None else getattr(found.module, "example_inputs", None)
+    given = given() if callable(given) else given
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigError(
+            [
+                f"model: {text} does not say what it takes; expected data whose arrays have the "
+                "names of forward's parameters, or example_inputs() beside the factory that gives "
+                "a batch by these names"
+            ]
+        )
+    arrays = {name: np.asarray(value) for name, value in given.items()}
+    num_rows = min(len(array) if array.ndim else 0 for array in arrays.values())
+    if num_rows == 0:
+        raise ConfigError([f"model: example_inputs of {text}: expected a batch, first axis rows"])
+    return [{name: array[n] for name, array in arrays.items()} for n in range(num_rows)]
+
+
+def _write_factory(found: user_code.UserFunction, version: Path) -> str:
+    """`module.py` calls the user's function, from a copy beside it where one file is all of it."""
+    if found.source is None:
+        note = user_code.take_along(found, version, MODULE)
+        source = found.module.__name__
+    else:
+        note = user_code.take_along(found, version, found.source.name)
+        source = f".{found.source.stem}"
+    if found.source is not None and found.source.name == MODULE:
+        source = ""
+    if source:
+        text = f'from {source} import {found.name} as factory\n\n__all__ = ["factory"]\n'
+        (version / MODULE).write_text(text)
+    elif found.name != "factory":
+        with (version / MODULE).open("a") as file:
+            file.write(f"\nfactory = {found.name}\n")
+    return note
+
+
+def _save(module: Any, version: Path) -> None:
+    if module.state_dict():
+        importlib.import_module("safetensors.torch").save_model(module, str(version / WEIGHTS))
+
+
+def _architecture(folder: Path) -> str:
+    try:
+        names = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError([f"{folder}/config.json: cannot be read: {error}"]) from None
+    if not names:
+        raise ConfigError([f"{folder}/config.json: names no architecture under 'architectures'"])
+    name = str(names[0])
+    if name.endswith(GENERATORS):
+        raise ConfigError([f"{folder}: {name} generates text; expected an encoder or a classifier"])
+    return name
+
+
+def _from_pretrained(kind: Any, folder: Path) -> Any:
+    """All weights must be there: those that are missing would be random."""
+    try:
+        module, info = kind.from_pretrained(
+            folder, output_loading_info=True, local_files_only=True, use_safetensors=True
+        )
+    except Exception as error:  # transformers raises many types for what it cannot read.
+        raise ConfigError([f"{folder}: transformers cannot load it: {error}"]) from error
+    missing = sorted({str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])})
+    if missing:
+        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
+        raise ConfigError([f"{folder}: {kind.__name__} has weights that are not there: {listed}"])
+    return module.float().eval()
+
+
+def _token_specs(module: Any, rows: Sequence[Row], folder: Path) -> tuple[TensorSpec, ...]:
+    taken = [name for name in TOKENS if name in inspect.signature(module.forward).parameters]
+    if "input_ids" not in taken:
+        raise ConfigError([f"{folder}: the model takes no input_ids; export it to ONNX instead"])
+    if rows:
+        taken = [name for name in taken if name in rows[0]]
+    elif getattr(module.config, "type_vocab_size", 0) < 2 and TOKENS[2] in taken:
+        taken.remove(TOKENS[2])
+    return tuple(TensorSpec(name, "INT64", (-1,)) for name in taken)
+
+
+Read = Callable[[Any], dict[str, Any]]
+
+
+def _config(module: Any, specs: Sequence[TensorSpec], read: Read, version: Path) -> ModelConfig:
+    """With the outputs that the module gives, and batched if its first axes are rows."""
+    _check_names(module, specs)
+    try:
+        outputs = _outputs(module, specs, read, has_batch=True)
+        max_batch = MAX_BATCH
+    except _NoBatch as reason:
+        try:
+            outputs, max_batch = _outputs(module, specs, read, has_batch=False), 0
+        except _NoBatch:
+            raise ConfigError([f"model: fails on inputs like those given: {reason}"]) from None
+    return ModelConfig(
+        name=version.parent.name,
+        version=version.name,
+        backend="pytorch",
+        artifact=str(version / MODULE),
+        inputs=tuple(specs),
+        outputs=outputs,
+        max_batch_size=max_batch,
+        batching=BatchPolicy(max(1, max_batch), is_dynamic=max_batch > 0),
+    )
+
+
+class _NoBatch(Exception):
+    """The module does not run, or its answers have no row for each row."""
+
+
+def _check_names(module: Any, specs: Sequence[TensorSpec]) -> None:
+    signature = inspect.signature(module.forward)
+    try:
+        signature.bind(**dict.fromkeys(spec.name for spec in specs))
+    except TypeError as error:
+        given = ", ".join(f"'{spec.name}'" for spec in specs)
+        raise ConfigError([f"model: forward{signature}: {error}; the data has {given}"]) from None
+
+
+def _outputs(
+    module: Any, specs: Sequence[TensorSpec], read: Read, has_batch: bool
+) -> tuple[TensorSpec, ...]:
+    """Sizes that stay the same when the free sizes of the inputs change are fixed."""
+    seen = [
+        _answer(module, specs, read, (2 + turn, size), has_batch)
+        for turn, size in enumerate(LENGTHS)
+    ]
+    outputs: list[TensorSpec] = []
+    for name, first in seen[0].items():
+        shapes = [tuple(answer[name].shape) for answer in seen]
+        if has_batch and [shape[:1] for shape in shapes] != [(2,), (3,)]:
+            raise _NoBatch(f"output '{name}' has no row for each row of the input")
+        pairs = list(zip(*(shape[1:] if has_batch else shape for shape in shapes), strict=True))
+        shape = tuple(one if one == other else -1 for one, other in pairs)
+        outputs.append(TensorSpec(name, _datatype(name, first), shape))
+    return tuple(outputs)
+
+
+def _answer(
+    module: Any, specs: Sequence[TensorSpec], read: Read, sizes: tuple[int, int], has_batch: bool
+) -> dict[str, Any]:
+    torch = _torch()
+    num_rows, length = sizes
+    tensors = {}
+    for spec in specs:
+        shape = [length if size < 0 else size for size in spec.shape]
+        full = [num_rows, *shape] if has_batch else shape
+        tensors[spec.name] = torch.ones(full, dtype=torch_type(spec.datatype))
+    try:
+        with torch.inference_mode():
+            return read(module(**tensors))
+    except ConfigError:
+        raise
+    except Exception as error:  # A module may raise anything on inputs that do not suit it.
+        raise _NoBatch(f"{type(error).__name__}: {error}") from error
+
+
+def torch_type(datatype: str) -> Any:
+    return importlib.import_module("penstock.backends.pytorch").TORCH_TYPES[datatype]
+
+
+def _datatype(name: str, tensor: Any) -> str:
+    types = importlib.import_module("penstock.backends.pytorch").TORCH_TYPES
+    for datatype, kind in types.items():
+        if kind == tensor.dtype:
+            return str(datatype)
+    raise ConfigError([f"model: output '{name}' is {tensor.dtype}, which the protocol has not"])
+
+
+def _tensors_by_name(answer: Any) -> dict[str, Any]:
+    """As the backend will name them: by key, or else in their order."""
+    torch = _torch()
+    if isinstance(answer, torch.Tensor):
+        return {"OUTPUT__0": answer}
+    if isinstance(answer, Mapping):
+        found = {str(name): value for name, value in answer.items()}
+    elif isinstance(answer, tuple | list):
+        names = getattr(answer, "_fields", None) or [f"OUTPUT__{n}" for n in range(len(answer))]
+        found = dict(zip(names, answer, strict=True))
+    else:
+        found = {}
+    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        got = type(answer).__name__
+        raise ConfigError([f"model: it gave a {got}, expected a tensor, or tensors by name"])
+    return tensors
+
+
+def _answers_by_name(answer: Any) -> dict[str, Any]:
+    tensors = _tensors_by_name(answer)
+    return next(({name: tensors[name]} for name in ANSWERS if name in tensors), tensors)
