@@ -13,33 +13,6 @@ from penstock.config import ModelConfig
 from penstock.optimizer.candidates import Build
 from penstock.repository import CONFIG
 
-# The option that says how many threads one instance computes with.
-THREADS = {
-    "onnxruntime": "intra_op_thread_count",
-    "openvino": "inference_num_threads",
-    "pytorch": "intra_op_thread_count",
-}
-
-
-def with_instances(config: ModelConfig, num_instances: int, num_threads: int) -> ModelConfig:
-    """So many instances with so many threads each; backends without the option keep their own."""
-    options = dict(config.options)
-    option = THREADS.get(config.backend)
-    if option is not None:
-        # Spellings in capitals are the same option.
-        options = {key: value for key, value in options.items() if key.lower() != option}
-        options[option] = str(num_threads)
-    return replace(config, num_instances=num_instances, options=options)
-
-
-def threads_of(config: ModelConfig, num_cores: int) -> int:
-    """How many threads one instance computes with, by its option or by the backends' default."""
-    option = THREADS.get(config.backend, "")
-    for key, value in config.options.items():
-        if key.lower() == option and value.isdigit() and int(value):
-            return int(value)
-    return max(1, num_cores // config.num_instances)
-
 
 def write(parent: Build, config: ModelConfig, target: Path) -> None:
     """The parent's folder at `target`, with this configuration. Files are linked where the file

@@ -25,6 +25,8 @@ from penstock.types import Array, Request, Response
 # What a request spends outside of queue and model: sockets, decoding, copies, the way to the worker
 # and back. About that of a small request over HTTP; large tensors take longer.
 OVERHEAD_S = 0.0003
+# The core takes requests one after the other; no model is served faster than this allows.
+CORE_S = 0.0001
 NUM_REQUESTS = 3000
 # Of the requests, left out at the start: the queue is empty then, which it will not be again.
 WARM_UP = 0.1
@@ -316,21 +318,28 @@ def _is_kept(slo: Slo, latencies_s: Array) -> bool:
 
 
 def capacity(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]) -> float:
-    """Requests a second that no batcher can exceed: every batch as large as is best."""
+    """Requests a second that no batcher can exceed: every batch as large as is best, and a server
+    that keeps up."""
     most = config.batching.max_batch_size if config.batching.is_dynamic else 1
     total = sum(lengths.values())
     row_s = sum(
         share / total * min(table.batch_s(bucket, rows) / rows for rows in ladder(most))
         for bucket, share in lengths.items()
     )
-    return table.num_instances / row_s
+    return min(table.num_instances / row_s, 1 / CORE_S)
 
 
 def max_rate(
-    table: TimeTable, config: ModelConfig, slo: Slo, lengths: Mapping[int, float]
+    table: TimeTable,
+    config: ModelConfig,
+    slo: Slo,
+    lengths: Mapping[int, float],
+    *,
+    above: float = 0.0,
 ) -> float:
     """The highest rate at which the SLO's latency and goodput terms hold in simulation; 0 if at
-    none. Without such terms, the highest that does not end in an ever longer queue."""
+    none, or at none `above` this. Without such terms, the highest that does not end in an ever
+    longer queue."""
     if not any(isinstance(term, Latency | Goodput) for term in slo.terms):
         most = config.batching.max_batch_size if config.batching.is_dynamic else 1
         longest_s = max(table.batch_s(bucket, most) for bucket in lengths)
@@ -340,8 +349,8 @@ def max_rate(
         return _is_kept(slo, _counted(_simulated(table, config, slo, rate, lengths)))
 
     high = capacity(table, config, lengths)
-    low = high / (1 << NUM_HALVINGS)
-    if not holds(low):
+    low = max(high / (1 << NUM_HALVINGS), above)
+    if low > high or not holds(low):
         return 0.0
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2

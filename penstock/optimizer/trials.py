@@ -24,7 +24,7 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.reconfigure import with_instances
+from penstock.optimizer.shapes import with_instances
 from penstock.optimizer.simulate import TimeTable, length_of, row_lengths, variable_axes
 from penstock.optimizer.trial_child import (
     Answer,
