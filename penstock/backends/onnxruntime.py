@@ -2,8 +2,9 @@
 
 Options (config.pbtxt `parameters`, Triton's names): `intra_op_thread_count`,
 `inter_op_thread_count`, `execution_mode` (0 sequential, 1 parallel), `graph_level` (disabled,
-basic, extended, all), `providers` (comma-separated), `provider_options.<provider>.<key>`, and any
-`session.<key>` config entry. What the session really uses is read back and compared.
+basic, extended, all), `enable_mem_arena`, `enable_mem_pattern` (0 or 1), `providers`
+(comma-separated), `provider_options.<provider>.<key>`, and any `session.<key>` config entry. What
+the session really uses is read back and compared.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ OPTIONS = (
     "inter_op_thread_count",
     "execution_mode",
     "graph_level",
+    "enable_mem_arena",
+    "enable_mem_pattern",
     "providers",
     "provider_options.",
     "session.",
@@ -106,6 +109,8 @@ class OnnxRunner:
             "inter_op_thread_count": str(options.inter_op_num_threads),
             "execution_mode": options.execution_mode.name,
             "graph_level": options.graph_optimization_level.name,
+            "enable_mem_arena": str(int(options.enable_cpu_mem_arena)),
+            "enable_mem_pattern": str(int(options.enable_mem_pattern)),
         }
         for provider, settings in self._session.get_provider_options().items():
             for key, value in settings.items():
@@ -169,6 +174,12 @@ def _session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOpt
         known = ", ".join(GRAPH_LEVELS)
         problems.append(f"parameters.graph_level: '{level}' is not one of {known}")
     options.graph_optimization_level = GRAPH_LEVELS.get(level, GRAPH_LEVELS["all"])
+    options.enable_cpu_mem_arena = _flag(
+        "enable_mem_arena", settings.get("enable_mem_arena", "1"), problems
+    )
+    options.enable_mem_pattern = _flag(
+        "enable_mem_pattern", settings.get("enable_mem_pattern", "1"), problems
+    )
     options.log_severity_level = 3
     # Spinning threads take the cores that the front and other instances need.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -176,6 +187,12 @@ def _session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOpt
         if key.startswith("session."):
             options.add_session_config_entry(key, value)
     return options
+
+
+def _flag(name: str, text: str, problems: list[str]) -> bool:
+    if text not in ("0", "1"):
+        problems.append(f"parameters.{name}: '{text}' is not 0 or 1")
+    return text != "0"
 
 
 def _providers(config: ModelConfig, problems: list[str]) -> list[tuple[str, dict[str, str]]]:

@@ -2,31 +2,507 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import base64
+import contextlib
+import ctypes
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from penstock.benchmark.stats import Interval
+import msgspec
+import numpy as np
+import psutil
+
+from penstock.benchmark import pacer, stats, verdicts
+from penstock.benchmark import plan as bench
+from penstock.benchmark.inputs import InputSpec
+from penstock.benchmark.pacer import Closed, Flat, Load, Open
+from penstock.benchmark.report.live import Progress
+from penstock.benchmark.results import Level, Run
+from penstock.benchmark.run import Conductor
+from penstock.benchmark.search import MaxRateSearch
+from penstock.benchmark.stats import Interval, Window
+from penstock.benchmark.targets import Counters, TargetSpec
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.child_output import Output
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Curve, Served
+from penstock.optimizer.results import Curve, Served, Verdict
+from penstock.serving.worker import PR_SET_PDEATHSIG
+from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
+from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
 
 # What is being done, for the live view.
 Watch = Callable[[str], None]
+Row = Mapping[str, Array]
+
+START_TIMEOUT_S = 900.0
+STOP_TIMEOUT_S = 15.0
+POLL_S = 0.05
+ADDRESS = re.compile(r"(http://[^\s\"/]+/v2)\b")
+# Rows that are sent in turn; more would only be written and read.
+MAX_ROWS = 4096
+WARM_UP_S = 3.0
+NUM_ROUNDS = 2
+# A throughput is promised to those who ask for a little more than it.
+ABOVE = 1.05
+# Of the search for the highest rate, of one build.
+SEARCH_S = 60.0
+SEARCH_LEVEL_S = 4.0
+SEARCH_WARM_UP_S = 1.0
+SEARCH_PRECISION = 0.05
+PROBE_S = 2.0
+CURVE_LEVEL_S = 5.0
+MAX_CLIENTS = 256
+PER_MILLION_HOUR = 1e6 / 3600
+libc = ctypes.CDLL(None)
 
 
-def measure(build: Build, plan: Plan, watch: Watch) -> Served:
-    """At the load of the SLO."""
-    raise NotImplementedError
+def measure(build: Build, plan: Plan, rows: Sequence[Row], watch: Watch) -> Served:
+    """At the load of the SLO. With a term on cost the highest rate is looked for as well."""
+    (served,) = _measure([build], plan, rows, watch, num_rounds=1)
+    return served
 
 
-def measure_alternately(builds: Sequence[Build], plan: Plan, watch: Watch) -> list[Served]:
+def measure_alternately(
+    builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch
+) -> list[Served]:
     """The same for several, in turns (A B A B), so that a machine that changes changes for all."""
-    raise NotImplementedError
+    return _measure(builds, plan, rows, watch, num_rounds=NUM_ROUNDS)
 
 
-def max_rates(builds: Sequence[Build], plan: Plan, watch: Watch) -> list[Interval]:
-    """The highest rate of each that keeps the latency terms, in turns."""
-    raise NotImplementedError
+def max_rates(
+    builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch
+) -> list[Interval]:
+    """The highest rate of each that keeps the latency terms, in turns; without such terms, what it
+    answers when it never has to wait for requests. NaN where an end is not known."""
+    with _stage(builds, rows) as (endpoints, data):
+        return _max_rates(endpoints, plan, data, watch)
 
 
-def curve(build: Build, plan: Plan, rates: Sequence[float], watch: Watch) -> Curve:
-    raise NotImplementedError
+def curve(
+    build: Build, plan: Plan, rows: Sequence[Row], rates: Sequence[float], watch: Watch
+) -> Curve:
+    """Throughput and latency at each of these rates."""
+    loads = [_open(rate, plan.slo) for rate in rates]
+    with _stage([build], rows) as (endpoints, data):
+        wanted = _bench_plan(endpoints[0], plan, data, loads)
+        duration_s = min(plan.duration_s, CURVE_LEVEL_S)
+        run = endpoints[0].measured(replace(wanted, duration_s=duration_s), watch)
+    histograms = [stats.histogram(level.windows) for level in run.levels]
+    return Curve(
+        rates=list(rates),
+        throughput=[stats.throughput_interval(level.windows).value for level in run.levels],
+        p50_s=[each.percentile(50) for each in histograms],
+        p99_s=[each.percentile(99) for each in histograms],
+    )
+
+
+def priced(served: Served, max_rate: Interval, plan: Plan) -> Served:
+    """With what a million answers cost at the highest rate, and the verdict on that."""
+    if plan.price_per_hour is None:
+        return msgspec.structs.replace(served, max_rate=max_rate)
+    price = plan.price_per_hour * PER_MILLION_HOUR
+    low, value, high = (price / each if each else math.inf for each in _ends(max_rate))
+    # The more answers, the less each costs.
+    cost = Interval(value, min(low, high), max(low, high))
+    judged = [
+        _verdict(term, cost) if isinstance(term, Cost) else known
+        for term, known in zip(_terms(plan), served.verdicts, strict=True)
+    ]
+    return msgspec.structs.replace(
+        served, max_rate=max_rate, cost_per_million=cost.value, verdicts=judged
+    )
+
+
+def _ends(interval: Interval) -> tuple[float, float, float]:
+    return interval.low, interval.value, interval.high
+
+
+# The server.
+
+
+class Endpoint:
+    """`penstock serve` with one build on a free port; stopped when the block ends, however it
+    ends, and dead when this process is."""
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        self.address = ""
+
+    def __enter__(self) -> Self:
+        self._output = Output()
+        flags = ["--http-port", "0", "--no-grpc", "--no-metrics", "--drain-s", "1"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", "serve", str(self.build.folder), *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output.fileno(),
+            stderr=self._output.fileno(),
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        try:
+            self.address = self._wait_until_ready()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of all workers; what they share with each other counts once."""
+        total = 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for worker in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    use = worker.memory_full_info()
+                    total += getattr(use, "pss", use.rss)
+        return total
+
+    def measured(self, plan: bench.Plan, watch: Watch) -> Run:
+        """One run of the bench; BackendFailed with the server's log when it did not get through."""
+
+        def told(progress: Progress) -> None:
+            watch(_told(progress))
+
+        try:
+            run = asyncio.run(Conductor(plan, told, lambda run: None).measure())
+        except ConfigError as error:
+            raise ConfigError(
+                [f"{text}{self._output.tail('the server')}" for text in error.problems]
+            ) from None
+        if run.problem or not run.levels:
+            raise BackendFailed(
+                f"{run.problem or 'nothing was measured'}{self._output.tail('the server')}"
+            )
+        return run
+
+    def _wait_until_ready(self) -> str:
+        last = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < last:
+            # Asked first: what an ended process wrote is then all there.
+            has_ended = self._process.poll() is not None
+            found = ADDRESS.search(self._output.text())
+            if found:
+                return f"{found[1]}/models/{self.build.config.name}"
+            if has_ended:
+                raise BackendFailed(f"the server did not start{self._output.tail('the server')}")
+            time.sleep(POLL_S)
+        raise BackendFailed(
+            f"not ready after {START_TIMEOUT_S:g} s{self._output.tail('the server')}"
+        )
+
+    def _stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._process.kill()
+        # Workers are in the same session and go with the core; what is left is not.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._output.close()
+
+
+def _die_with_parent() -> None:
+    """Between fork and exec, where little may be done; it holds across the exec."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _told(progress: Progress) -> str:
+    p99 = "" if math.isnan(progress.p99_s) else f", p99 {progress.p99_s * 1e3:.3g} ms"
+    return f"{progress.level}, {progress.phase} {progress.elapsed_s:.0f} s{p99}"
+
+
+@contextlib.contextmanager
+def _stage(builds: Sequence[Build], rows: Sequence[Row]) -> Iterator[tuple[list[Endpoint], str]]:
+    """A server for each build, and the rows as a file. Servers that are not asked sleep."""
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
+        data = write_rows(rows, builds[0].config, scratch)
+        yield [stack.enter_context(Endpoint(build)) for build in builds], data
+
+
+# What is sent.
+
+
+def write_rows(rows: Sequence[Row], config: ModelConfig, folder: Path) -> str:
+    """A data file of the bench with the model's inputs, without labels and whatever else the rows
+    have. Empty without rows: inputs are then drawn from the signature."""
+    if not rows:
+        return ""
+    chosen = rows[:MAX_ROWS]
+    specs = [spec for spec in config.inputs if spec.name in chosen[0]]
+    if all(_is_stackable(spec, chosen) for spec in specs):
+        path = folder / "rows.npz"
+        arrays = {
+            spec.name: _plain(spec, np.stack([r[spec.name] for r in chosen])) for spec in specs
+        }
+        np.savez(path, **arrays)  # type: ignore[arg-type]
+        return str(path)
+    path = folder / "rows.jsonl"
+    encoder = msgspec.json.Encoder()
+    with path.open("wb") as file:
+        for row in chosen:
+            line = {spec.name: _json(spec, row[spec.name]) for spec in specs if spec.name in row}
+            file.write(encoder.encode(line) + b"\n")
+    return str(path)
+
+
+def _is_stackable(spec: TensorSpec, rows: Sequence[Row]) -> bool:
+    """`file` is what `np.savez` calls its own."""
+    if spec.datatype == "BYTES" or spec.name == "file":
+        return False
+    shapes = {np.shape(row[spec.name]) if spec.name in row else None for row in rows}
+    return len(shapes) == 1
+
+
+def _plain(spec: TensorSpec, array: Array) -> Array:
+    """As files have it: of BF16, whose bits are in rows, the numbers."""
+    if spec.datatype == "BF16" and array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(array, DATATYPES[spec.datatype].numpy)
+
+
+def _json(spec: TensorSpec, array: Array) -> object:
+    if spec.datatype != "BYTES":
+        return _plain(spec, np.asarray(array)).tolist()
+    packed = base64.b64encode(pack_bytes(np.asarray(array))).decode()
+    return {"content": {"b64": packed}, "shape": list(np.shape(array))}
+
+
+def _bench_plan(endpoint: Endpoint, plan: Plan, data: str, loads: Sequence[Load]) -> bench.Plan:
+    return bench.Plan(
+        TargetSpec(endpoint.address),
+        InputSpec(path=data, seed=plan.seed),
+        tuple(loads),
+        slo=plan.slo,
+        decides=bench.decides_for(plan.slo),
+        duration_s=plan.duration_s,
+        max_warm_up_s=WARM_UP_S,
+        seed=plan.seed,
+        price_per_hour=plan.price_per_hour,
+    )
+
+
+def load_of(slo: Slo | None) -> Load:
+    """The load under which an SLO is to hold: its rate, or the throughput it asks for and a little
+    more, or one client alone."""
+    if slo is None:
+        return Closed(1)
+    if slo.rate is not None:
+        return _open(slo.rate.per_s, slo)
+    asked = [term.min_per_s for term in slo.terms if isinstance(term, Throughput)]
+    return Open(Flat(ABOVE * max(asked))) if asked else Closed(1)
+
+
+def _open(rate: float, slo: Slo | None) -> Open:
+    if slo is None or slo.rate is None:
+        return Open(Flat(rate))
+    return Open(Flat(rate), slo.rate.arrivals, slo.rate.cv or 1.0)
+
+
+# At the load of the SLO.
+
+
+@dataclass(slots=True)
+class _Account:
+    """All that was measured of one build, over its rounds."""
+
+    windows: list[Window] = field(default_factory=list)
+    counters: list[Counters] = field(default_factory=list)
+    memory_bytes: int = 0
+    num_runs: int = 0
+
+    def add(self, level: Level, memory_bytes: int) -> None:
+        """Rounds follow each other as if nothing had been between them."""
+        start_s = max((each.start_s + each.length_s for each in self.windows), default=0.0)
+        for window in level.windows:
+            window.start_s += start_s
+            self.windows.append(window)
+        if level.server is not None:
+            self.counters.append(level.server)
+        self.memory_bytes = max(self.memory_bytes, memory_bytes)
+        self.num_runs += 1
+
+
+def _measure(
+    builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch, *, num_rounds: int
+) -> list[Served]:
+    load = load_of(plan.slo)
+    with _stage(builds, rows) as (endpoints, data):
+        accounts = [_Account() for _ in builds]
+        for _ in range(num_rounds):
+            for endpoint, account in zip(endpoints, accounts, strict=True):
+                run = endpoint.measured(_bench_plan(endpoint, plan, data, [load]), watch)
+                account.add(run.levels[0], endpoint.memory_bytes)
+        found = [_served(account, load, plan) for account in accounts]
+        if any(isinstance(term, Cost) for term in _terms(plan)):
+            rates = _max_rates(endpoints, plan, data, watch)
+            found = [priced(each, rate, plan) for each, rate in zip(found, rates, strict=True)]
+        return found
+
+
+def _served(account: _Account, load: Load, plan: Plan) -> Served:
+    windows = account.windows
+    num_due = sum(window.num_due for window in windows)
+    num_executions = sum(each.num_executions for each in account.counters)
+    num_inferences = sum(each.num_inferences for each in account.counters)
+    return Served(
+        load=pacer.label(load),
+        p50=stats.percentile_interval(windows, "latency", 50),
+        p99=stats.percentile_interval(windows, "latency", 99),
+        throughput=stats.throughput_interval(windows),
+        goodput=_goodput(windows, plan.slo),
+        verdicts=_verdicts(windows, account.memory_bytes, plan),
+        num_requests=num_due,
+        num_failed=sum(window.num_failed for window in windows),
+        phases=phases(account.counters, stats.histogram(windows).mean()),
+        rows_per_batch=num_inferences / num_executions if num_executions else math.nan,
+        memory_bytes=account.memory_bytes,
+        num_runs=account.num_runs,
+    )
+
+
+def phases(counters: Sequence[Counters], latency_s: float) -> dict[str, float]:
+    """Mean seconds of a request by phase, from the server's own account; what the client saw beyond
+    that is the network's and the codecs'."""
+    num = sum(each.num_success for each in counters)
+    if not num:
+        return {}
+    sums = {
+        "queue": sum(each.queue_ns for each in counters),
+        "compute input": sum(each.compute_input_ns for each in counters),
+        "compute": sum(each.compute_infer_ns for each in counters),
+        "compute output": sum(each.compute_output_ns for each in counters),
+    }
+    found = {name: each / num / 1e9 for name, each in sums.items()}
+    found["network and codec"] = max(0.0, latency_s - sum(found.values()))
+    return found
+
+
+def _goodput(windows: Sequence[Window], slo: Slo | None) -> float:
+    """The share of requests that were answered well and in time."""
+    limits = [term for term in (slo.terms if slo else ()) if isinstance(term, Latency)]
+    whole = Slo((*limits, Goodput(100.0)))
+    return verdicts.measured(windows, whole)["goodput"].value / 100
+
+
+def _terms(plan: Plan) -> Sequence[Term]:
+    return () if plan.slo is None else plan.slo.terms
+
+
+def _verdicts(windows: Sequence[Window], memory_bytes: int, plan: Plan) -> list[Verdict]:
+    if plan.slo is None:
+        return []
+    found = verdicts.measured(windows, plan.slo)
+    if memory_bytes:
+        found[Memory.name] = Interval(*3 * (float(memory_bytes),))
+    return [_verdict(term, found.get(term.name)) for term in plan.slo.terms]
+
+
+def _verdict(term: Term, measured: Interval | None) -> Verdict:
+    limit, unit = _limit(term)
+    judged = verdicts.Verdict(term, measured)
+    return Verdict(str(term), judged.outcome, measured, limit, unit)
+
+
+def _limit(term: Term) -> tuple[float, str]:
+    if isinstance(term, Latency):
+        return term.limit_s, "s"
+    if isinstance(term, Throughput):
+        return term.min_per_s, "/s"
+    if isinstance(term, Goodput):
+        return term.min_percent, "%"
+    if isinstance(term, Memory):
+        return float(term.max_bytes), "bytes"
+    return term.max_per_million, "per million"
+
+
+# The highest rate.
+
+
+def _max_rates(
+    endpoints: Sequence[Endpoint], plan: Plan, data: str, watch: Watch
+) -> list[Interval]:
+    has_limits = any(isinstance(term, Latency | Goodput) for term in _terms(plan))
+    probes = [_saturated(endpoint, plan, data, watch) for endpoint in endpoints]
+    if not has_limits:
+        return probes
+    assert plan.slo is not None
+    searches = [
+        _Search(endpoint, plan, data, max(1.0, probe.value / 2))
+        for endpoint, probe in zip(endpoints, probes, strict=True)
+    ]
+    while left := [each for each in searches if each.is_open]:
+        for each in left:
+            each.step(watch)
+    return [each.rate for each in searches]
+
+
+def _saturated(endpoint: Endpoint, plan: Plan, data: str, watch: Watch) -> Interval:
+    """What it answers when every instance always has a full batch and the next one waits."""
+    config = endpoint.build.config
+    num_rows = config.max_batch_size if config.batching.is_dynamic else 1
+    clients = min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
+    wanted = _bench_plan(endpoint, plan, data, [Closed(clients)])
+    short = replace(wanted, duration_s=PROBE_S, max_warm_up_s=SEARCH_WARM_UP_S)
+    return stats.throughput_interval(endpoint.measured(short, watch).levels[0].windows)
+
+
+class _Search:
+    """The bench's search for the highest rate, one level at a time, so that several take turns."""
+
+    def __init__(self, endpoint: Endpoint, plan: Plan, data: str, start: float) -> None:
+        assert plan.slo is not None
+        self._endpoint = endpoint
+        self._plan = plan
+        self._data = data
+        self._left_s = SEARCH_S
+        first = _open(start, plan.slo)
+        self._search = MaxRateSearch(
+            plan.slo, start, precision=SEARCH_PRECISION, arrivals=first.arrivals, cv=first.cv
+        )
+        self._next = self._search.next()
+
+    @property
+    def is_open(self) -> bool:
+        return self._next is not None and self._left_s > 0
+
+    @property
+    def rate(self) -> Interval:
+        found = self._search.max_rate
+        return Interval(math.nan, math.nan, math.nan) if found is None else found.rate
+
+    def step(self, watch: Watch) -> None:
+        assert self._next is not None
+        began = time.monotonic()
+        wanted = _bench_plan(self._endpoint, self._plan, self._data, [self._next])
+        duration_s = min(self._plan.duration_s, SEARCH_LEVEL_S)
+        short = replace(wanted, duration_s=duration_s, max_warm_up_s=SEARCH_WARM_UP_S)
+        level = self._endpoint.measured(short, watch).levels[0]
+        self._search.add(self._next, level.windows)
+        self._left_s -= time.monotonic() - began
+        self._next = self._search.next()

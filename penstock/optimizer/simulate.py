@@ -3,16 +3,44 @@ clock. Pure. Used to order candidates and never to accept one."""
 
 from __future__ import annotations
 
-import msgspec
+import heapq
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from penstock.config import ModelConfig
-from penstock.slo import Slo
+import msgspec
+import numpy as np
+
+from penstock.benchmark.pacer import Flat, Open, due_times
+from penstock.config import ModelConfig, PadAxis, ladder
+from penstock.errors import Overloaded, PenstockError
+from penstock.serving.batcher import Batcher
+from penstock.serving.padding import Pads
+from penstock.serving.slo_batcher import SloBatcher
+from penstock.slo import Goodput, Latency, Slo
+from penstock.types import Array, Request, Response
+
+# What a request spends outside of queue and model: sockets, decoding, copies, the way to the worker
+# and back. About that of a small request over HTTP; large tensors take longer.
+OVERHEAD_S = 0.0003
+# The core takes requests one after the other; no model is served faster than this allows.
+CORE_S = 0.0001
+NUM_REQUESTS = 3000
+# Of the requests, left out at the start: the queue is empty then, which it will not be again.
+WARM_UP = 0.1
+SEED = 11
+# Without a limit on latency a rate is too high when so many times a full batch is waited for.
+KNEE = 10.0
+NUM_HALVINGS = 8
 
 
 class TimeTable(msgspec.Struct):
     """How long batches take, measured with all instances computing at once.
 
-    `seconds[bucket][rows]`; bucket is a padded length, or 0 for models without padding."""
+    `seconds[bucket][rows]`; bucket is the length of the rows where that varies (padded to, or their
+    own), and 0 for models whose rows are all alike."""
 
     num_instances: int
     num_threads: int
@@ -20,6 +48,17 @@ class TimeTable(msgspec.Struct):
     # Of one instance, loaded and warm.
     memory_bytes: int = 0
     load_s: float = 0.0
+
+    def batch_s(self, bucket: int, num_rows: int) -> float:
+        """Between what was measured by straight lines, beyond it by the last of them."""
+        lengths = sorted(self.seconds)
+        points = [(each, _along(self.seconds[each], num_rows)) for each in lengths]
+        return _along(dict(points), bucket)
+
+    @property
+    def max_rows(self) -> int:
+        """The largest batch that was measured."""
+        return max((rows for each in self.seconds.values() for rows in each), default=1)
 
 
 class Prediction(msgspec.Struct):
@@ -31,13 +70,289 @@ class Prediction(msgspec.Struct):
     utilisation: float
 
 
+def _along(points: Mapping[int, float], at: int) -> float:
+    """Linear; never less than a tenth of the least that was measured."""
+    known = sorted(points)
+    if at in points or len(known) == 1:
+        return points[at] if at in points else points[known[0]]
+    index = min(max(bisect_left(known, at), 1), len(known) - 1)
+    low, high = known[index - 1], known[index]
+    slope = (points[high] - points[low]) / (high - low)
+    if not low <= at <= high:
+        # Noise must not make what is larger cost less.
+        slope = max(slope, 0.0)
+    return max(points[low] + slope * (at - low), min(points.values()) / 10)
+
+
+# Lengths.
+
+
+def variable_axes(config: ModelConfig) -> tuple[PadAxis, ...]:
+    """The axis of each input that may have any length, filled up with 0; none where an input has
+    two of them or is no number."""
+    axes: list[PadAxis] = []
+    for spec in config.inputs:
+        if spec.is_fixed:
+            continue
+        free = [axis for axis, size in enumerate(spec.shape) if size < 0]
+        if spec.datatype == "BYTES" or len(free) != 1:
+            return ()
+        axes.append(PadAxis(spec.name, free[0]))
+    return tuple(axes)
+
+
+def length_of(row: Mapping[str, Array], axes: Sequence[PadAxis]) -> int | None:
+    """The one length that these axes have in a row; None where they differ or are not there."""
+    found = {row[each.input].shape[each.axis] for each in axes if each.input in row}
+    return int(found.pop()) if len(found) == 1 else None
+
+
+def row_lengths(rows: Sequence[Mapping[str, Array]], config: ModelConfig) -> list[int]:
+    """The length of each row along the variable axis; empty when rows have no such length."""
+    axes = config.padding.axes if config.padding is not None else variable_axes(config)
+    found = [length_of(row, axes) for row in rows] if axes else []
+    lengths = [each for each in found if each]
+    return lengths if len(lengths) == len(found) else []
+
+
+def lengths_of(rows: Sequence[Mapping[str, Array]], config: ModelConfig) -> dict[int, float]:
+    """The share of requests by what they share a batch with: bucket, or length without padding;
+    {0: 1.0} for rows that are all alike."""
+    return shares_of(row_lengths(rows, config), config)
+
+
+def shares_of(lengths: Sequence[int], config: ModelConfig) -> dict[int, float]:
+    if not lengths:
+        return {0: 1.0}
+    pads = Pads(config) if config.padding is not None else None
+    # What no bucket holds runs with its own length.
+    buckets = [(pads.bucket(each) if pads else None) or each for each in lengths]
+    return {bucket: n / len(lengths) for bucket, n in sorted(Counter(buckets).items())}
+
+
+# Prediction.
+
+
+class _Nobody:
+    """The sink of requests whose answer nobody reads."""
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of one simulated load. Latencies in the order in which requests were due; infinite: never
+    answered."""
+
+    latencies_s: Array
+    num_batches: int = 0
+    num_rows: int = 0
+    busy_s: float = 0.0
+    end: float = 0.0
+
+
+@dataclass(slots=True)
+class _Executors:
+    """Instances that only take time."""
+
+    batcher: Batcher | SloBatcher
+    batch_s: Callable[[int, int], float]
+    num_idle: int
+    outcome: Outcome
+    running: list[tuple[float, int, float, list[Request]]] = field(default_factory=list)
+
+    @property
+    def next_event(self) -> float:
+        end = self.running[0][0] if self.running else math.inf
+        wake = self.batcher.wake_at if self.num_idle else self.batcher.next_expiry
+        return min(end, math.inf if wake is None else wake)
+
+    def add(self, request: Request, bucket: int, now: float) -> None:
+        request.timings.queued = now
+        request.fit = bucket
+        try:
+            self.batcher.add(request, bucket, now)
+        except Overloaded:
+            return  # Its latency stays infinite.
+
+    def turn(self, now: float) -> None:
+        """End what has ended, begin what may begin."""
+        while self.running and self.running[0][0] <= now:
+            _, _, started, batch = heapq.heappop(self.running)
+            self.num_idle += 1
+            if isinstance(self.batcher, SloBatcher):
+                self.batcher.observe(batch[0].fit, len(batch), started, now)
+            for request in batch:
+                self.outcome.latencies_s[request.turn] = now - request.timings.queued + OVERHEAD_S
+        self.batcher.expire(now)
+        while self.num_idle and (batch := self.batcher.next(now) or []):
+            self._start(batch, now)
+        self.batcher.expire(now)
+
+    def _start(self, batch: list[Request], now: float) -> None:
+        self.num_idle -= 1
+        took_s = self.batch_s(batch[0].fit, len(batch))
+        outcome = self.outcome
+        outcome.num_batches += 1
+        outcome.num_rows += len(batch)
+        outcome.busy_s += took_s
+        outcome.end = max(outcome.end, now + took_s)
+        heapq.heappush(self.running, (now + took_s, outcome.num_batches, now, batch))
+
+
+def run(
+    table: TimeTable,
+    config: ModelConfig,
+    arrivals: Sequence[float],
+    buckets: Sequence[int],
+) -> Outcome:
+    """Requests due at `arrivals` (ascending), each of its bucket, until all have ended."""
+    known: dict[tuple[int, int], float] = {}
+
+    def batch_s(bucket: int, num_rows: int) -> float:
+        key = bucket, num_rows
+        if key not in known:
+            known[key] = table.batch_s(bucket, num_rows)
+        return known[key]
+
+    outcome = Outcome(np.full(len(arrivals), math.inf))
+    batcher = _make_batcher(config, table, batch_s, set(buckets))
+    executors = _Executors(batcher, batch_s, table.num_instances, outcome)
+    sink = _Nobody()
+    for index, (due, bucket) in enumerate(zip(arrivals, buckets, strict=True)):
+        while (event := executors.next_event) <= due:
+            executors.turn(event)
+        request = Request(sink, (), due)
+        request.turn = index
+        executors.add(request, bucket, due)
+        executors.turn(due)
+    while (event := executors.next_event) < math.inf:
+        executors.turn(event)
+    return outcome
+
+
+def _make_batcher(
+    config: ModelConfig,
+    table: TimeTable,
+    batch_s: Callable[[int, int], float],
+    buckets: set[int],
+) -> Batcher | SloBatcher:
+    """As the server makes it, with the times that it would see at warm-up."""
+    policy = config.batching
+    if policy.slo_latency_s is None:
+        return Batcher(policy)
+    batcher = SloBatcher(policy, table.num_instances)
+    rungs = ladder(policy.max_batch_size if policy.is_dynamic else 1)
+    for bucket in sorted(buckets):
+        batcher.seed({rung: batch_s(bucket, rung) for rung in rungs}, bucket)
+    return batcher
+
+
 def predict(
-    table: TimeTable, config: ModelConfig, slo: Slo, rate: float, lengths: dict[int, float]
+    table: TimeTable, config: ModelConfig, slo: Slo, rate: float, lengths: Mapping[int, float]
 ) -> Prediction:
-    """`lengths` is the share of requests by bucket; {0: 1.0} without padding."""
-    raise NotImplementedError
+    """`lengths` is the share of requests by bucket (see `lengths_of`); {0: 1.0} without any."""
+    return _prediction(table, slo, rate, _simulated(table, config, slo, rate, lengths))
 
 
-def max_rate(table: TimeTable, config: ModelConfig, slo: Slo, lengths: dict[int, float]) -> float:
-    """The highest rate at which the SLO's latency terms hold in simulation; 0 if at none."""
-    raise NotImplementedError
+def _simulated(
+    table: TimeTable, config: ModelConfig, slo: Slo, rate: float, lengths: Mapping[int, float]
+) -> Outcome:
+    arrivals, cv = ("poisson", 1.0) if slo.rate is None else (slo.rate.arrivals, slo.rate.cv or 1.0)
+    load = Open(Flat(rate), arrivals, cv)
+    chunks: list[Array] = []
+    for chunk in due_times(load, SEED):
+        chunks.append(chunk)
+        if sum(map(len, chunks)) >= NUM_REQUESTS:
+            break
+    due = np.concatenate(chunks)[:NUM_REQUESTS]
+    names = np.array(list(lengths))
+    shares = np.array(list(lengths.values()))
+    buckets = np.random.default_rng(SEED).choice(names, len(due), p=shares / shares.sum())
+    return run(table, config, due.tolist(), buckets.tolist())
+
+
+def _prediction(table: TimeTable, slo: Slo, rate: float, outcome: Outcome) -> Prediction:
+    counted = _counted(outcome)
+    limit_s = slo.latency_s
+    in_time = np.isfinite(counted) if limit_s is None else counted < limit_s
+    span_s = max(outcome.end, NUM_REQUESTS / rate)
+    return Prediction(
+        rate=rate,
+        p50_s=percentile(counted, 50),
+        p99_s=percentile(counted, 99),
+        goodput=float(in_time.mean()),
+        rows_per_batch=outcome.num_rows / max(1, outcome.num_batches),
+        utilisation=min(1.0, outcome.busy_s / (span_s * table.num_instances)),
+    )
+
+
+def _counted(outcome: Outcome) -> Array:
+    latencies = outcome.latencies_s
+    return latencies[int(len(latencies) * WARM_UP) :]
+
+
+def percentile(latencies_s: Array, percent: float) -> float:
+    """The smallest that so many are not longer than; infinite where too few were answered."""
+    rank = max(1, math.ceil(percent / 100 * len(latencies_s) - 1e-9))
+    return float(np.partition(latencies_s, rank - 1)[rank - 1])
+
+
+def _is_kept(slo: Slo, latencies_s: Array) -> bool:
+    """The terms that speak of single requests; those who were refused waited for ever."""
+    limit_s = slo.latency_s
+    for term in slo.terms:
+        if isinstance(term, Latency) and term.metric == "latency":
+            if term.statistic == "mean":
+                value = float(latencies_s.mean())
+            else:
+                value = percentile(latencies_s, float(term.statistic[1:]))
+            if not term.is_kept_by(value):
+                return False
+        elif isinstance(term, Goodput):
+            in_time = latencies_s < (math.inf if limit_s is None else limit_s)
+            if not term.is_kept_by(100 * float(in_time.mean())):
+                return False
+    return True
+
+
+def capacity(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]) -> float:
+    """Requests a second that no batcher can exceed: every batch as large as is best, and a server
+    that keeps up."""
+    most = config.batching.max_batch_size if config.batching.is_dynamic else 1
+    total = sum(lengths.values())
+    row_s = sum(
+        share / total * min(table.batch_s(bucket, rows) / rows for rows in ladder(most))
+        for bucket, share in lengths.items()
+    )
+    return min(table.num_instances / row_s, 1 / CORE_S)
+
+
+def max_rate(
+    table: TimeTable,
+    config: ModelConfig,
+    slo: Slo,
+    lengths: Mapping[int, float],
+    *,
+    above: float = 0.0,
+) -> float:
+    """The highest rate at which the SLO's latency and goodput terms hold in simulation; 0 if at
+    none, or at none `above` this. Without such terms, the highest that does not end in an ever
+    longer queue."""
+    if not any(isinstance(term, Latency | Goodput) for term in slo.terms):
+        most = config.batching.max_batch_size if config.batching.is_dynamic else 1
+        longest_s = max(table.batch_s(bucket, most) for bucket in lengths)
+        slo = Slo((Latency("p99", KNEE * longest_s + OVERHEAD_S),), slo.rate)
+
+    def holds(rate: float) -> bool:
+        return _is_kept(slo, _counted(_simulated(table, config, slo, rate, lengths)))
+
+    high = capacity(table, config, lengths)
+    low = max(high / (1 << NUM_HALVINGS), above)
+    if low > high or not holds(low):
+        return 0.0
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -3,28 +3,335 @@ end of the run. Loads the same Runner that the server would."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
 
+import msgspec
+import numpy as np
+
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.child_output import Output
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.simulate import TimeTable
-from penstock.types import Array
+from penstock.optimizer.shapes import with_instances
+from penstock.optimizer.simulate import TimeTable, length_of, row_lengths, variable_axes
+from penstock.optimizer.trial_child import (
+    Answer,
+    Compute,
+    Computed,
+    Failed,
+    Held,
+    Hold,
+    Inspect,
+    Inspected,
+    Load,
+    Loaded,
+    Measure,
+    Measured,
+    Question,
+    Values,
+    receive,
+    send,
+)
+from penstock.serving.padding import Pads
+from penstock.types import Array, TensorSpec
+from penstock.wire.frames import Proof
+
+Row = Mapping[str, Array]
+
+# Compilers take minutes; a model that says nothing for so long never will.
+LOAD_TIMEOUT_S = 900.0
+RUN_TIMEOUT_S = 300.0
+# Rows that are asked for in one batch.
+MAX_ROWS = 32
+# Of one point of T(b).
+POINT_S = 0.3
+RUNG = 8
+# A larger batch than is configured is tried too, up to this: batching may be worth more of it.
+LARGEST_RUNG = 32
+MAX_LENGTHS = 6
+A = TypeVar("A", bound=Answer)
 
 
 def inspect(build: Build) -> Facts:
     """Load it, and read back what was built; `file_facts` and what only the loaded form knows.
     BackendFailed says why it cannot be loaded."""
-    raise NotImplementedError
+    with Child(build.config) as child:
+        child.load()
+        child.send(Inspect(build.candidate, str(build.folder)))
+        return child.expect(Inspected).facts
 
 
-def answers(build: Build, rows: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
-    """One per row, computed in batches of equal shapes where the model may be batched."""
-    raise NotImplementedError
+def answers(
+    build: Build, rows: Sequence[Row], told: Callable[[int], None] | None = None
+) -> list[dict[str, Array]]:
+    """One per row, computed in batches of equal shapes where the model may be batched; nothing is
+    padded. `told` hears how many are done."""
+    found: list[dict[str, Array]] = [{} for _ in rows]
+    num_done = 0
+    with Child(build.config) as child:
+        child.load()
+        most = MAX_ROWS if child.may_batch else 1
+        for indices in _groups(build.config, rows, min(most, build.config.max_batch_size or 1)):
+            values = stacked(build.config, [rows[index] for index in indices])
+            child.send(Compute(values, len(indices)))
+            answered = child.expect(Computed).rows
+            if len(answered) != len(indices):
+                text = f"{len(answered)} answers to {len(indices)} rows"
+                raise BackendFailed(f"{build.candidate}: {text}")
+            for index, outputs in zip(indices, answered, strict=True):
+                found[index] = {each.name: each.array() for each in outputs}
+            num_done += len(indices)
+            if told is not None:
+                told(num_done)
+    return found
 
 
-def times(
-    build: Build, rows: Sequence[Mapping[str, Array]], num_instances: int, num_threads: int
-) -> TimeTable:
-    """T(b) on the rungs 1, 8 and the largest (by bucket, where the model is padded), with so many
-    instances computing at once, each with so many threads."""
-    raise NotImplementedError
+def times(build: Build, rows: Sequence[Row], num_instances: int, num_threads: int) -> TimeTable:
+    """T(b) on the rungs 1, 8 and the largest (by length, where that varies), with so many instances
+    computing at once, each with so many threads."""
+    if not rows:
+        raise ConfigError(["batch times: expected at least one row to measure with"])
+    config = with_instances(build.config, num_instances, num_threads)
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(Child(config)) for _ in range(num_instances)]
+        for child in children:
+            child.send(Load(config))
+        loaded = [child.expect_loaded() for child in children]
+        crew = Crew(config, children)
+        seconds: dict[int, dict[int, float]] = {}
+        for length, chosen in _by_length(config, loaded[0].proof, rows).items():
+            seconds[length] = crew.times(chosen)
+        return TimeTable(
+            num_instances,
+            num_threads,
+            seconds,
+            memory_bytes=crew.memory_bytes,
+            load_s=max(each.load_s for each in loaded),
+        )
+
+
+class Child:
+    """A process that tries out one model; killed when the block ends, however it ends."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._sock: socket.socket | None = None
+        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._timeout_s = LOAD_TIMEOUT_S
+        self.proof = Proof()
+
+    def __enter__(self) -> Self:
+        self._output = Output()
+        self._sock, theirs = socket.socketpair()
+        with theirs:
+            arguments = [str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.optimizer.trial_child", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output.fileno(),
+                stderr=self._output.fileno(),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._sock is not None
+        self._sock.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._output.close()
+
+    @property
+    def may_batch(self) -> bool:
+        return self._config.max_batch_size > 1 and not self.proof.unbatched
+
+    def load(self) -> Loaded:
+        self.send(Load(self._config))
+        return self.expect_loaded()
+
+    def expect_loaded(self) -> Loaded:
+        loaded = self.expect(Loaded)
+        self.proof = loaded.proof
+        self._timeout_s = RUN_TIMEOUT_S
+        return loaded
+
+    def send(self, question: Question) -> None:
+        assert self._sock is not None
+        self._sock.settimeout(self._timeout_s)
+        try:
+            send(self._sock, question)
+        except OSError:
+            raise self._ended() from None
+
+    def expect(self, kind: type[A]) -> A:
+        """BackendFailed or ConfigError with what the model said, or how it ended."""
+        assert self._sock is not None
+        self._sock.settimeout(self._timeout_s)
+        try:
+            data = receive(self._sock)
+        except TimeoutError:
+            raise BackendFailed(
+                f"no answer within {self._timeout_s:g} s{self._output.tail('it')}"
+            ) from None
+        except OSError:
+            data = None
+        if data is None:
+            raise self._ended()
+        answer: Answer = self._decoder.decode(data)
+        if isinstance(answer, Failed):
+            if answer.is_config:
+                raise ConfigError(answer.problems)
+            raise BackendFailed("; ".join(answer.problems))
+        assert isinstance(answer, kind), f"{answer!r}, expected {kind.__name__}"
+        return answer
+
+    def _ended(self) -> BackendFailed:
+        code = self._process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return BackendFailed(f"the process of the model {how}{self._output.tail('it')}")
+
+
+@dataclass(slots=True)
+class Crew:
+    """Children with the same model that compute at the same time."""
+
+    config: ModelConfig
+    children: Sequence[Child]
+    memory_bytes: int = 0
+
+    def times(self, rows: Sequence[Row]) -> dict[int, float]:
+        """By number of rows: the median, mean over the children."""
+        found: dict[int, float] = {}
+        for rung in self._rungs():
+            try:
+                found[rung] = self._time(rows, rung)
+            except (BackendFailed, ConfigError):
+                if rung <= max(1, self.config.max_batch_size):
+                    raise
+                # Larger than the model says it can do; it was worth a try.
+        return found
+
+    def _rungs(self) -> list[int]:
+        if not self.children[0].may_batch:
+            return [1]
+        most = max(self.config.max_batch_size, LARGEST_RUNG)
+        return sorted({1, min(RUNG, most), self.config.max_batch_size, most})
+
+    def _time(self, rows: Sequence[Row], rung: int) -> float:
+        for index, child in enumerate(self.children):
+            taken = [rows[(index * rung + offset) % len(rows)] for offset in range(rung)]
+            child.send(Hold(stacked(self.config, taken), rung))
+        self._heard(Held)
+        for child in self.children:
+            child.send(Measure(POINT_S))
+        measured = self._heard(Measured)
+        self.memory_bytes = max(self.memory_bytes, *(each.memory_bytes for each in measured))
+        return statistics.fmean(statistics.median(each.seconds) for each in measured)
+
+    def _heard(self, kind: type[A]) -> list[A]:
+        """All of them, before anything is raised: a later question must not get an old answer."""
+        heard: list[A] = []
+        problem: BackendFailed | ConfigError | None = None
+        for child in self.children:
+            try:
+                heard.append(child.expect(kind))
+            except (BackendFailed, ConfigError) as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        return heard
+
+
+# Rows to batches.
+
+
+def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
+    """The model's inputs of these rows, which have equal shapes; whatever else they have is not
+    sent."""
+    values: list[Values] = []
+    for spec in config.inputs:
+        if spec.name not in rows[0]:
+            if spec.is_optional:
+                continue
+            raise ConfigError([f"input '{spec.name}': missing; a row has {sorted(rows[0])}"])
+        arrays = [np.asarray(row[spec.name]) for row in rows]
+        array = np.stack(arrays) if config.max_batch_size else arrays[0]
+        values.append(Values.of(spec.name, spec.datatype, array))
+    return values
+
+
+def _groups(config: ModelConfig, rows: Sequence[Row], most: int) -> list[list[int]]:
+    """Indices of rows with equal shapes, at most so many together."""
+    by_shape: dict[object, list[int]] = {}
+    for index, row in enumerate(rows):
+        key = tuple(_shape(spec, row) for spec in config.inputs)
+        by_shape.setdefault(key, []).append(index)
+    return [
+        indices[begin : begin + most]
+        for indices in by_shape.values()
+        for begin in range(0, len(indices), most)
+    ]
+
+
+def _shape(spec: TensorSpec, row: Row) -> tuple[int, ...] | None:
+    return np.shape(row[spec.name]) if spec.name in row else None
+
+
+def _by_length(config: ModelConfig, proof: Proof, rows: Sequence[Row]) -> dict[int, Sequence[Row]]:
+    """What batches are made of: rows of one length each, padded where the model is; a few lengths
+    that are spread over what the rows have. 0 where rows have no length."""
+    lengths = row_lengths(rows, config)
+    if not lengths:
+        # Of several shapes that have no length in common, the commonest.
+        (most, *_) = sorted(_groups(config, rows, len(rows)), key=len, reverse=True)
+        return {0: [rows[index] for index in most]}
+    is_padded = config.padding is not None and not proof.unpadded
+    pads = Pads(config) if is_padded else None
+    keys = [(pads.bucket(each) if pads else None) or each for each in lengths]
+    found: dict[int, list[Row]] = {key: [] for key in _spread(keys)}
+    for row, key in zip(rows, keys, strict=True):
+        if key in found:
+            found[key].append(padded(config, row, key) if pads else row)
+    return dict(found)
+
+
+def _spread(keys: Sequence[int]) -> list[int]:
+    """The shortest, the longest and some between, by how often they come."""
+    counted = Counter(keys)
+    if len(counted) <= MAX_LENGTHS:
+        return sorted(counted)
+    ordered = sorted(keys)
+    last = len(ordered) - 1
+    return sorted({ordered[last * i // (MAX_LENGTHS - 1)] for i in range(MAX_LENGTHS)})
+
+
+def padded(config: ModelConfig, row: Row, length: int) -> Row:
+    """Filled up as the server would fill it up; rows that are long enough stay as they are."""
+    pads = Pads(config)
+    if length_of(row, variable_axes(config)) == length:
+        return row
+    shapes = tuple(np.shape(row[spec.name]) for spec in config.inputs)
+    full = pads.shapes(shapes, length)
+    return {
+        spec.name: pads.filled(index, np.asarray(row[spec.name])[None], full[index])[0]
+        for index, spec in enumerate(config.inputs)
+    }

@@ -1,0 +1,85 @@
+"""How requests are batched: how many rows, by Triton's rules or by the SLO, padded to which
+lengths. Writes only config.pbtxt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.optimizer import reconfigure, shapes
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.shapes import Ranking, Settings
+from penstock.optimizer.simulate import TimeTable
+
+MAX_STEPS = 4
+# Predicted gains below this are not worth a measurement.
+MIN_GAIN = 0.02
+# Without batch times.
+USUAL_BATCHES = (8, 32)
+
+
+class Batching:
+    name = "batching"
+    stage: Stage = "batching"
+    changes_answers = False
+    is_config_only = True
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        config, facts = situation.build.config, situation.facts
+        now = shapes.settings_of(config)
+        if config.max_batch_size == 0:
+            return [Skip(self.name, "the model has no batch dimension")]
+        if facts.batching_problem:
+            off = Step(self.name, {"mode": "off"})
+            skip = Skip(self.name, facts.batching_problem)
+            return [skip, off] if now["mode"] != "off" else [skip]
+        ranking = Ranking(situation)
+        table = _table(situation)
+        if table is None:
+            wanted = _usual(situation, ranking)
+            return [Step(self.name, each) for each in wanted if each != now][:MAX_STEPS]
+        if table.max_rows == 1:
+            return [Skip(self.name, "the model takes one row at a time")]
+        today = ranking.now(table)
+        better = [
+            shape
+            for shape in ranking.batching(table)
+            if shape.settings != now and shape.rate > today * (1 + MIN_GAIN)
+        ]
+        if not better:
+            text = f"no other setting is predicted to do more than the {today:.4g}/s of this one"
+            return [Skip(self.name, text)]
+        return [Step(self.name, shape.settings) for shape in better[:MAX_STEPS]]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        config = shapes.with_batching(parent.config, step.settings, workshop.plan.slo)
+        reconfigure.write(parent, config, target)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        if step.settings["mode"] == "off":
+            return []
+        problems = [after.batching_problem] if after.batching_problem else []
+        if "buckets" in step.settings and after.padding_problem:
+            problems.append(after.padding_problem)
+        return problems
+
+
+def _table(situation: Situation) -> TimeTable | None:
+    """Of the instances and threads that the model has now; else of any."""
+    config = situation.build.config
+    threads = shapes.threads_of(config, situation.machine.num_cores)
+    known = situation.times.get((config.num_instances, threads))
+    return known or next(iter(situation.times.values()), None)
+
+
+def _usual(situation: Situation, ranking: Ranking) -> list[Settings]:
+    slo = situation.plan.slo
+    buckets = ranking.buckets()[-1]
+    modes = ["fixed"] + ["slo"] * (slo is not None and slo.latency_s is not None)
+    return [
+        {"mode": mode, "max_batch": str(size), **buckets}
+        for mode in modes
+        for size in USUAL_BATCHES
+    ]

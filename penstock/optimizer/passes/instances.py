@@ -1,0 +1,60 @@
+"""On how many instances a model runs, and with how many threads each. Writes only config.pbtxt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.optimizer import reconfigure, shapes
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.shapes import WORTH, Ranking
+
+MAX_STEPS = 3
+
+
+class Instances:
+    name = "instances"
+    stage: Stage = "instances"
+    changes_answers = False
+    is_config_only = True
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        config, num_cores = situation.build.config, situation.machine.num_cores
+        if config.device != "cpu":
+            return [Skip(self.name, f"instances would take turns on {config.device}")]
+        if num_cores == 1:
+            return [Skip(self.name, "there is one core")]
+        now = config.num_instances, shapes.threads_of(config, num_cores)
+        others = [pair for pair in shapes.pairs(num_cores) if pair != now]
+        rates = self._rates(situation)
+        best = max(rates.values(), default=0.0)
+        found: list[Step | Skip] = []
+        # What nobody has measured yet is worth a try before what is known to be slower.
+        for pair in sorted(others, key=lambda pair: -rates.get(pair, best)):
+            step = Step(self.name, {"instances": str(pair[0]), "threads": str(pair[1])})
+            if pair in rates and rates[pair] < WORTH * best:
+                text = f"{rates[pair]:.4g}/s are predicted, {best:.4g}/s for the best"
+                found.append(Skip(self.name, text, step))
+            elif sum(isinstance(each, Step) for each in found) < MAX_STEPS:
+                found.append(step)
+        return found
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        num_instances, num_threads = int(step.settings["instances"]), int(step.settings["threads"])
+        config = shapes.with_instances(parent.config, num_instances, num_threads)
+        reconfigure.write(parent, config, target)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        asked = step.settings["threads"]
+        option = shapes.THREADS.get(after.backend, "")
+        for key, value in after.built.items():
+            if key.lower() == option and value != asked:
+                return [f"asked for {asked} threads, the runtime has {value}"]
+        return []
+
+    def _rates(self, situation: Situation) -> dict[tuple[int, int], float]:
+        """By simulation, as the model is batched now."""
+        ranking = Ranking(situation)
+        return {pair: ranking.now(table) for pair, table in situation.times.items()}

@@ -1,0 +1,65 @@
+"""How much memory an instance may keep: the runtime's arena, the server's buffers. Writes only
+config.pbtxt, and is proposed only where memory is promised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.config import MIB, ModelConfig
+from penstock.optimizer import reconfigure
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.slo import Memory as MemoryTerm
+
+ARENA = "enable_mem_arena"
+PATTERN = "enable_mem_pattern"
+SMALL_SLABS = 4
+SMALL_SPILL = 64 * MIB
+
+
+class Memory:
+    name = "memory"
+    stage: Stage = "memory"
+    changes_answers = False
+    is_config_only = True
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        plan, config = situation.plan, situation.build.config
+        terms = () if plan.slo is None else plan.slo.terms
+        has_limit = any(isinstance(term, MemoryTerm) for term in terms)
+        if not has_limit and not plan.is_exhaustive:
+            return [Skip(self.name, "the SLO says nothing of memory")]
+        found: list[Step | Skip] = []
+        if config.backend == "onnxruntime" and config.options.get(ARENA) != "0":
+            found.append(Step(self.name, {"arena": "off"}))
+        if config.memory.max_slabs > SMALL_SLABS or config.memory.spill_bytes > SMALL_SPILL:
+            found.append(Step(self.name, {"buffers": "small"}))
+        return found or [Skip(self.name, "everything is as small as it can be")]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        reconfigure.write(parent, with_memory(parent.config, step), target)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        asked = "0" if step.settings.get("arena") == "off" else None
+        found = after.built.get(ARENA)
+        if asked is not None and found != asked:
+            return [f"asked for no arena, the runtime says {ARENA} {found}"]
+        return []
+
+
+def with_memory(config: ModelConfig, step: Step) -> ModelConfig:
+    if step.settings.get("arena") == "off":
+        # Patterns are plans for the arena.
+        return replace(config, options={**config.options, ARENA: "0", PATTERN: "0"})
+    memory = config.memory
+    return replace(
+        config,
+        memory=replace(
+            memory,
+            max_slabs=min(memory.max_slabs, SMALL_SLABS),
+            spill_bytes=min(memory.spill_bytes, SMALL_SPILL),
+        ),
+    )

@@ -1,0 +1,256 @@
+"""The shape in which a model is served: how it is batched, on how many instances with how many
+threads. Which shapes are worth measuring, by simulation from batch times. Pure.
+
+Settings are the strings of a step: `mode` (off, fixed, slo), `max_batch`, `buckets`; `instances`,
+`threads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.config import SLO_OFF, ModelConfig, Padding, ladder
+from penstock.optimizer.candidates import Step
+from penstock.optimizer.simulate import (
+    TimeTable,
+    max_rate,
+    row_lengths,
+    shares_of,
+    variable_axes,
+)
+from penstock.slo import Slo
+
+if TYPE_CHECKING:
+    from penstock.optimizer.passes import Situation
+
+Settings = dict[str, str]
+
+# The option that says how many threads one instance computes with.
+THREADS = {
+    "onnxruntime": "intra_op_thread_count",
+    "openvino": "inference_num_threads",
+    "pytorch": "intra_op_thread_count",
+}
+MAX_BATCHES = (1, 4, 8, 16, 32, 64, 128)
+# Every bucket is warmed up on every rung, so there are few.
+NUM_BUCKETS = (4, 6)
+# Kernels like whole vectors.
+ROUND_TO = 8
+# What is predicted to be worse than the best by more than the prediction may be off.
+WORTH = 0.85
+NO_TERMS = Slo(())
+
+
+def with_instances(config: ModelConfig, num_instances: int, num_threads: int) -> ModelConfig:
+    """So many instances with so many threads each; backends without the option keep their own."""
+    options = dict(config.options)
+    option = THREADS.get(config.backend)
+    if option is not None:
+        # Spellings in capitals are the same option.
+        options = {key: value for key, value in options.items() if key.lower() != option}
+        options[option] = str(num_threads)
+    return replace(config, num_instances=num_instances, options=options)
+
+
+def threads_of(config: ModelConfig, num_cores: int) -> int:
+    """How many threads one instance computes with, by its option or by the backends' default."""
+    option = THREADS.get(config.backend, "")
+    for key, value in config.options.items():
+        if key.lower() == option and value.isdigit() and int(value):
+            return int(value)
+    return max(1, num_cores // config.num_instances)
+
+
+def pairs(num_cores: int) -> list[tuple[int, int]]:
+    """Instances and threads that use all cores and no more: one instance, two, four, ... and one
+    for each core."""
+    return [(count, num_cores // count) for count in ladder(num_cores)]
+
+
+def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | None) -> ModelConfig:
+    """As a step of the pass on batching says. Fixed mode says so even beside evidence, whose SLO
+    would otherwise switch to slo mode."""
+    mode = settings["mode"]
+    batching = replace(config.batching, is_dynamic=mode != "off", slo_latency_s=None)
+    promised = "" if slo is None else SLO_OFF
+    if mode == "slo":
+        assert slo is not None and slo.latency_s is not None, "slo mode without a latency"
+        batching = replace(batching, slo_latency_s=slo.latency_s)
+        promised = str(slo)
+    if mode == "off":
+        return replace(config, batching=batching, slo=promised, padding=None)
+    most = int(settings["max_batch"])
+    preferred = tuple(each for each in batching.preferred_batch_sizes if each <= most)
+    batching = replace(batching, max_batch_size=most, preferred_batch_sizes=preferred)
+    padding = config.padding
+    if "buckets" in settings:
+        axes = padding.axes if padding is not None else variable_axes(config)
+        padding = Padding(axes, tuple(map(int, settings["buckets"].split(","))))
+    return replace(
+        config,
+        max_batch_size=most,
+        batching=batching,
+        padding=padding,
+        slo=promised,
+        is_slo_from_evidence=False,
+    )
+
+
+def settings_of(config: ModelConfig) -> Settings:
+    """How it is batched now, as settings."""
+    if not config.batching.is_dynamic:
+        return {"mode": "off"}
+    mode = "fixed" if config.batching.slo_latency_s is None else "slo"
+    found = {"mode": mode, "max_batch": str(config.max_batch_size)}
+    if config.padding is not None:
+        found["buckets"] = ",".join(map(str, config.padding.buckets))
+    return found
+
+
+# Buckets.
+
+
+def best_buckets(lengths: Sequence[int], num_buckets: int) -> tuple[int, ...]:
+    """So many buckets, or fewer, with which these lengths are filled up least. The longest is one
+    of them as it is: longer inputs may be more than the model can take."""
+    longest = max(lengths)
+    rounded = [min(longest, -(-each // ROUND_TO) * ROUND_TO) for each in lengths]
+    ends, counts = np.unique(rounded, return_counts=True)
+    below = np.concatenate([[0], np.cumsum(counts)])
+    num = len(ends)
+    # cost[j]: fewest elements for the first j lengths with the buckets so far.
+    cost = np.full(num + 1, np.inf)
+    cost[0] = 0.0
+    last: list[list[int]] = []
+    for _ in range(min(num_buckets, num)):
+        grown = np.full(num + 1, np.inf)
+        grown[0] = 0.0
+        came_from = [0] * (num + 1)
+        for j in range(1, num + 1):
+            totals = cost[:j] + (below[j] - below[:j]) * ends[j - 1]
+            came_from[j] = int(np.argmin(totals))
+            grown[j] = totals[came_from[j]]
+        cost = grown
+        last.append(came_from)
+    chosen: list[int] = []
+    j = num
+    for came_from in reversed(last):
+        if j:
+            chosen.append(int(ends[j - 1]))
+            j = came_from[j]
+    return tuple(sorted(chosen))
+
+
+# What is worth measuring.
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One way to serve, and the highest rate that is predicted for it."""
+
+    settings: Settings
+    num_instances: int
+    num_threads: int
+    rate: float
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"{key} {value}" for key, value in self.settings.items())
+        return f"{listed}; {self.num_instances} x {self.num_threads} threads"
+
+
+class Ranking:
+    """Shapes of one model as it stands, by simulation."""
+
+    def __init__(self, situation: Situation) -> None:
+        self._config = situation.build.config
+        self._facts = situation.facts
+        self._slo = situation.plan.slo
+        rows = situation.examples.rows if situation.examples is not None else ()
+        self._lengths = row_lengths(rows, self._config)
+
+    def rate(self, table: TimeTable, settings: Settings, above: float = 0.0) -> float:
+        """0: below `above`, or never."""
+        config = with_batching(self._config, settings, self._slo)
+        shares = shares_of(self._lengths, config)
+        return max_rate(table, config, self._slo or NO_TERMS, shares, above=above)
+
+    def now(self, table: TimeTable) -> float:
+        """Of the model as it is configured."""
+        shares = shares_of(self._lengths, self._config)
+        return max_rate(table, self._config, self._slo or NO_TERMS, shares)
+
+    def batching(self, table: TimeTable) -> list[Shape]:
+        """Best first; only what is near the best."""
+        found: list[Shape] = []
+        best = 0.0
+        for settings in self._candidates(table):
+            rate = self.rate(table, settings, above=WORTH * best)
+            best = max(best, rate)
+            found.append(Shape(settings, table.num_instances, table.num_threads, rate))
+        near = [shape for shape in found if shape.rate and shape.rate >= WORTH * best]
+        return sorted(near, key=lambda shape: -shape.rate)
+
+    def _candidates(self, table: TimeTable) -> Iterator[Settings]:
+        """Buckets are chosen first, with the largest batch; sizes and modes then with those."""
+        if not self.may_batch:
+            yield {"mode": "off"}
+            return
+        most = max(table.max_rows, 1)
+        sizes = [size for size in MAX_BATCHES if size < most] + [most]
+        buckets = self._best_buckets(table, most)
+        modes = ["fixed"]
+        if self._slo is not None and self._slo.latency_s is not None:
+            modes.append("slo")
+        for size in reversed(sizes):
+            for mode in modes:
+                yield {"mode": mode, "max_batch": str(size), **buckets}
+
+    @property
+    def may_batch(self) -> bool:
+        return self._config.max_batch_size > 0 and not self._facts.batching_problem
+
+    def buckets(self) -> list[Settings]:
+        """As it is, and what the lengths of the examples suggest."""
+        kept = {}
+        if self._config.padding is not None:
+            kept = {"buckets": ",".join(map(str, self._config.padding.buckets))}
+        found: list[Settings] = [kept]
+        if self._facts.padding_problem or len(set(self._lengths)) < 2:
+            return found
+        for num in NUM_BUCKETS:
+            text = ",".join(map(str, best_buckets(self._lengths, num)))
+            if {"buckets": text} not in found:
+                found.append({"buckets": text})
+        return found
+
+    def _best_buckets(self, table: TimeTable, most: int) -> Settings:
+        options = self.buckets()
+        if len(options) == 1:
+            return options[0]
+        base = {"mode": "fixed", "max_batch": str(most)}
+        return max(options, key=lambda each: self.rate(table, {**base, **each}))
+
+
+def shapes(situation: Situation) -> list[tuple[tuple[Step, ...], float]]:
+    """Steps of the passes on batching and instances over everything that batch times are known
+    for, with the highest rate that is predicted for each; best first."""
+    ranking = Ranking(situation)
+    found: list[Shape] = []
+    for table in situation.times.values():
+        found += ranking.batching(table)
+    found.sort(key=lambda shape: -shape.rate)
+    return [(steps_of(shape), shape.rate) for shape in found]
+
+
+def steps_of(shape: Shape) -> tuple[Step, ...]:
+    return (
+        Step("batching", dict(shape.settings)),
+        Step(
+            "instances",
+            {"instances": str(shape.num_instances), "threads": str(shape.num_threads)},
+        ),
+    )

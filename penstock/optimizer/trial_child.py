@@ -1,0 +1,299 @@
+"""The process in which a build is tried out: loads one Runner, as a worker does, and answers what
+`trials` asks over a socket.
+
+Started as `python -m penstock.optimizer.trial_child FD PARENT`; leaves when the socket closes and
+dies with its parent. Messages are MessagePack, each with its length in front; tensors travel in
+them in wire form.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+
+from penstock import logs
+from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.optimizer import facts
+from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.facts import Facts
+from penstock.serving.proof import prove
+from penstock.serving.worker import checked, die_with_parent
+from penstock.types import Array, Tensor, TensorSpec, from_array, to_array
+from penstock.wire.frames import Proof, RequestPart
+
+LENGTH = struct.Struct("<Q")
+MAX_ERROR_CHARS = 4096
+# A point is measured at least so often, unless one run takes very long.
+MIN_RUNS = 5
+MIN_LONG_RUNS = 2
+LONG_RUN_S = 1.0
+log = logging.getLogger("penstock.trial")
+
+
+class Values(msgspec.Struct, array_like=True):
+    """A tensor; BYTES with lengths, as on the wire."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, name: str, datatype: str, array: Array) -> Values:
+        return cls(name, datatype, array.shape, bytes(from_array(name, datatype, array).data))
+
+    def array(self) -> Array:
+        return to_array(Tensor(self.name, self.datatype, self.shape, self.data))
+
+
+class Load(msgspec.Struct, tag="load"):
+    config: ModelConfig
+
+
+class Inspect(msgspec.Struct, tag="inspect"):
+    """Of the build whose config was loaded."""
+
+    candidate: Candidate
+    folder: str
+
+
+class Compute(msgspec.Struct, tag="compute"):
+    """Stacked inputs; one row without its batch dimension where the model has none."""
+
+    inputs: list[Values]
+    num_rows: int
+
+
+class Hold(msgspec.Struct, tag="hold"):
+    """Keep this batch for `Measure`, and run it until that is nothing new."""
+
+    inputs: list[Values]
+    num_rows: int
+
+
+class Measure(msgspec.Struct, tag="measure"):
+    """Run the batch that is held again and again, for so long."""
+
+    duration_s: float
+
+
+Question = Load | Inspect | Compute | Hold | Measure
+
+
+class Loaded(msgspec.Struct, tag="loaded"):
+    proof: Proof
+    load_s: float
+
+
+class Inspected(msgspec.Struct, tag="inspected"):
+    facts: Facts
+
+
+class Computed(msgspec.Struct, tag="computed"):
+    """By row, without the batch dimension."""
+
+    rows: list[list[Values]]
+
+
+class Held(msgspec.Struct, tag="held"):
+    pass
+
+
+class Measured(msgspec.Struct, tag="measured"):
+    seconds: list[float]
+    # By how much the process has grown since before it loaded the model.
+    memory_bytes: int
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    problems: list[str]
+    is_config: bool = False
+
+
+Answer = Loaded | Inspected | Computed | Held | Measured | Failed
+
+
+def send(sock: socket.socket, message: Question | Answer) -> None:
+    data = msgspec.msgpack.encode(message)
+    sock.sendall(LENGTH.pack(len(data)))
+    sock.sendall(data)
+
+
+def receive(sock: socket.socket) -> bytearray | None:
+    """The next message, not yet decoded; None when the other side has gone."""
+    head = _exactly(sock, LENGTH.size)
+    return None if head is None else _exactly(sock, LENGTH.unpack(head)[0])
+
+
+def _exactly(sock: socket.socket, size: int) -> bytearray | None:
+    data = bytearray(size)
+    view, position = memoryview(data), 0
+    while position < size:
+        count = sock.recv_into(view[position:])
+        if count == 0:
+            return None
+        position += count
+    return data
+
+
+class Trial:
+    """One loaded model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._before_bytes = psutil.Process().memory_info().rss
+        began = time.perf_counter()
+        self._runner: Runner = backend(config.backend)(config)
+        self.load_s = time.perf_counter() - began
+        self._batch: Batch | None = None
+        self.proof = prove(_batched(config), self._runner)
+
+    def inspect(self, question: Inspect) -> Facts:
+        build = Build(question.candidate, Path(question.folder), self._config)
+        found = facts.file_facts(build)
+        if self._config.backend == "onnxruntime":
+            options = dict(self._config.options)
+            found.optimised_operators = facts.optimised_operators(build.artifact, options)
+        found.built = dict(self._runner.built())
+        found.batching_problem = self.proof.unbatched
+        found.padding_problem = self.proof.unpadded
+        return found
+
+    def compute(self, question: Compute) -> list[list[Values]]:
+        batch = self._make_batch(question.inputs, question.num_rows)
+        answer = self._run(batch)
+        specs = self._config.outputs
+        if isinstance(answer, PerRequest):
+            return [self._one(specs, each) for each in answer.answers]
+        found = {spec.name: checked(self._config, spec, answer, batch.num_rows) for spec in specs}
+        if self._config.max_batch_size == 0:
+            return [_values(specs, found)]
+        return [
+            _values(specs, {name: array[row] for name, array in found.items()})
+            for row in range(batch.num_rows)
+        ]
+
+    def hold(self, question: Hold) -> None:
+        self._batch = self._make_batch(question.inputs, question.num_rows)
+        began = time.perf_counter()
+        self._run(self._batch)
+        if time.perf_counter() - began < LONG_RUN_S:
+            self._run(self._batch)
+
+    def measure(self, duration_s: float) -> Measured:
+        assert self._batch is not None, "nothing is held"
+        seconds: list[float] = []
+        began = now = time.perf_counter()
+        while now - began < duration_s or len(seconds) < _min_runs(seconds):
+            self._run(self._batch)
+            before, now = now, time.perf_counter()
+            seconds.append(now - before)
+        grown = psutil.Process().memory_info().rss - self._before_bytes
+        return Measured(seconds, max(0, grown))
+
+    def _one(self, specs: Sequence[TensorSpec], answer: Outputs | Exception) -> list[Values]:
+        if isinstance(answer, Exception):
+            raise answer
+        found = {spec.name: checked(self._config, spec, answer, 1) for spec in specs}
+        if self._config.max_batch_size > 0:
+            found = {name: array[0] for name, array in found.items()}
+        return _values(specs, found)
+
+    def _make_batch(self, values: Sequence[Values], num_rows: int) -> Batch:
+        inputs = {each.name: each.array() for each in values}
+        for array in inputs.values():
+            array.flags.writeable = False  # As those of requests.
+        return Batch(inputs, num_rows, [RequestPart("", 1) for _ in range(num_rows)])
+
+    def _run(self, batch: Batch) -> Outputs | PerRequest:
+        answers = list(self._runner.start(batch).wait())
+        if len(answers) != 1:
+            raise BackendFailed(f"expected one answer to the batch, the model gave {len(answers)}")
+        return answers[0]
+
+
+def _batched(config: ModelConfig) -> ModelConfig:
+    """Whether rows may share a batch is wanted of every model that has a batch dimension."""
+    if config.max_batch_size < 2:
+        return config
+    return replace(config, batching=replace(config.batching, is_dynamic=True))
+
+
+def _min_runs(seconds: Sequence[float]) -> int:
+    return MIN_LONG_RUNS if seconds and seconds[0] > LONG_RUN_S else MIN_RUNS
+
+
+def _values(specs: Sequence[TensorSpec], found: Mapping[str, Array]) -> list[Values]:
+    return [Values.of(spec.name, spec.datatype, np.asarray(found[spec.name])) for spec in specs]
+
+
+class Child:
+    """Answers one question after the other."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._trial: Trial | None = None
+
+    def serve(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Question)
+        while (data := receive(self._sock)) is not None:
+            try:
+                answer = self._answer(decoder.decode(data))
+            except ConfigError as error:
+                answer = Failed(list(error.problems), is_config=True)
+            except PenstockError as error:
+                answer = Failed([str(error)[:MAX_ERROR_CHARS]])
+            except Exception as error:  # A trial: whatever a model or its library raises is told.
+                log.error("the model raised %s", type(error).__name__, exc_info=error)
+                answer = Failed([f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]])
+            send(self._sock, answer)
+
+    def _answer(self, question: Question) -> Answer:
+        if isinstance(question, Load):
+            self._trial = Trial(question.config)
+            return Loaded(self._trial.proof, self._trial.load_s)
+        assert self._trial is not None, "nothing is loaded"
+        if isinstance(question, Inspect):
+            return Inspected(self._trial.inspect(question))
+        if isinstance(question, Compute):
+            return Computed(self._trial.compute(question))
+        if isinstance(question, Hold):
+            self._trial.hold(question)
+            return Held()
+        return self._trial.measure(question.duration_s)
+
+
+def main() -> None:
+    parent = int(sys.argv[2])
+    die_with_parent()
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.configure(logs.from_environment())
+    # A model's folder is read, never written to.
+    sys.dont_write_bytecode = True
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    Child(socket.socket(fileno=fd)).serve()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Libraries that cannot end their threads would hang in the usual way out.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
