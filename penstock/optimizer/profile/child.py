@@ -19,6 +19,7 @@ from penstock.benchmark import system
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer.profile import onnx_times, openvino_times, roofline, torch_times, trace
+from penstock.optimizer.profile.opened import THREAD_OPTIONS
 from penstock.optimizer.profile.path import buckets_of
 from penstock.optimizer.profile.peaks import peaks_of
 from penstock.optimizer.profile.profiler import Failed, Job, read_config, unpacked
@@ -31,12 +32,6 @@ NUM_WARM_UP = 3
 # A run that takes long is not repeated for longer than this.
 MAX_MEASURE_S = 20.0
 MIN_RUNS = 3
-# The option of each backend that sets how many threads an instance has.
-THREAD_OPTIONS = {
-    "onnxruntime": "intra_op_thread_count",
-    "pytorch": "intra_op_thread_count",
-    "openvino": "inference_num_threads",
-}
 TORCH_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 

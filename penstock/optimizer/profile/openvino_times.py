@@ -121,9 +121,7 @@ def _operator(key: tuple[str, str, str], seconds: float, node: Any) -> OperatorT
         for port, shaped in zip(node.inputs(), inputs, strict=True)
         if _is_constant(port.get_source_output().get_node())
     ]
-    return OperatorTime(
-        name, kind, seconds, inputs, outputs, sum(constants), datatype=datatype
-    )
+    return OperatorTime(name, kind, seconds, inputs, outputs, sum(constants), datatype=datatype)
 
 
 def _is_constant(node: Any) -> bool:

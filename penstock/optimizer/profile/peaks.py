@@ -202,10 +202,10 @@ def _torch_chain() -> Callable[[], object]:
 
 
 def _load(graph: Any, num_threads: int) -> Any:
-    # For the switch it sets before the library is loaded.
+    # First: it sets a switch before the library is loaded.
+    from penstock.backends.onnxruntime import CPU  # isort: skip
+    import onnxruntime as ort
     from onnx import helper
-
-    from penstock.backends.onnxruntime import CPU, ort
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
@@ -230,16 +230,19 @@ def _torch_product(
     kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.get(datatype)
     shape = (size, size)
 
-    def wait() -> None:
+    if datatype == "int8":
+        whole = torch.ones(shape, dtype=torch.int8, device=device)
+        left, right, product = whole, whole.t(), torch._int_mm
+    else:
+        left, right = (torch.randn(shape, device=device).to(kind) for _ in range(2))
+        product = torch.mm
+
+    def run() -> None:
+        product(left, right)
         if device != "cpu":
             torch.cuda.synchronize(device)
 
-    if datatype == "int8":
-        whole = torch.ones(shape, dtype=torch.int8, device=device)
-        return lambda: (torch._int_mm(whole, whole.t()), wait())
-    left = torch.randn(shape, device=device).to(kind)
-    right = torch.randn(shape, device=device).to(kind)
-    return lambda: (torch.mm(left, right), wait())
+    return run
 
 
 def _cpu_flags() -> set[str]:

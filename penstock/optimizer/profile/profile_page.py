@@ -34,7 +34,7 @@ def page_of(profile: Profile, command: str = "") -> str:
         "about": profile_table.about(profile),
         "cards": _cards(profile),
         "findings": [Line("note", text) for text in profile.findings],
-        "steps": [Line("note", step.text) for step in profile.steps],
+        "steps": [(f"{step.ceiling:.2g}x", step.text) for step in profile.steps],
         "head": HEAD,
         "rows": _rows(profile),
         "num_operators": len(profile.operators),
@@ -61,7 +61,7 @@ def _cards(profile: Profile) -> list[Card]:
 
 
 def _rows(profile: Profile) -> list[list[Cell]]:
-    whole = sum(each.seconds for each in profile.operators)
+    whole = profile_table.whole_s(profile)
     return [
         [
             Cell(each.name, style="words"),

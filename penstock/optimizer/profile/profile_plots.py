@@ -21,8 +21,8 @@ BOUND_COLOURS: dict[Bound, str] = {
 ROOF_COLOURS = {"fp32": "#3d8bc4", "fp16": "#5a6fd0", "bf16": "#8a56c4", "int8": "#b8479c"}
 MEMORY_COLOUR, CACHE_COLOUR = "#6d7a8c", "#b0b8c2"
 NUM_TYPES = 12
-# Dots of a roofline, the longest operators: more only hide each other.
-NUM_DOTS = 300
+# Operators that take less of the time are no dots: they would only stretch the axes.
+MIN_SHARE = 0.001
 LARGEST_DOT, SMALLEST_DOT = 34.0, 6.0
 
 
@@ -37,9 +37,12 @@ def figures(profile: Profile) -> dict[str, list[Figure | None]]:
 
 def roof(operators: Sequence[Operator], peaks: Peaks) -> Figure | None:
     """Operations a second against operations a byte, both logarithmic, under the measured roofs."""
+    least_s = MIN_SHARE * sum(each.seconds for each in operators)
     known = [
-        each for each in operators if each.flops and each.num_bytes and each.seconds > 0
-    ][:NUM_DOTS]
+        each
+        for each in operators
+        if each.flops and each.num_bytes and each.seconds > 0 and each.seconds >= least_s
+    ]
     if not known or not peaks.flops:
         return None
     intensities = [(each.flops or 0.0) / (each.num_bytes or 1.0) for each in known]
@@ -86,9 +89,7 @@ def _line(name: str, x: list[float], y: list[float], colour: str) -> Figure:
 
 def _dots(bound: Bound, colour: str, dots: Sequence[Operator], whole_s: float) -> Figure:
     """As large as their share of the time."""
-    sizes = [
-        max(SMALLEST_DOT, LARGEST_DOT * (each.seconds / whole_s) ** 0.5) for each in dots
-    ]
+    sizes = [max(SMALLEST_DOT, LARGEST_DOT * (each.seconds / whole_s) ** 0.5) for each in dots]
     texts = [
         f"{each.name}<br>{each.type}, {each.datatype}<br>{units.duration(each.seconds)}, "
         f"{units.share(each.seconds, whole_s)}"

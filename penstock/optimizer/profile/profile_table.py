@@ -56,7 +56,9 @@ def peaks_text(peaks: Peaks) -> str:
         for name, value in peaks.flops.items()
     ]
     threads = units.count(peaks.num_threads, "thread")
-    text = f"{peaks.device}, {threads}: {', '.join(flops)}; memory {scaled(peaks.bytes_per_s, 'B/s')}"
+    text = (
+        f"{peaks.device}, {threads}: {', '.join(flops)}; memory {scaled(peaks.bytes_per_s, 'B/s')}"
+    )
     if peaks.cache_bytes_per_s:
         text += f", caches {scaled(peaks.cache_bytes_per_s, 'B/s')}"
     return f"{text}; launch {units.duration(peaks.launch_s)}"
@@ -83,6 +85,11 @@ def efficiency_text(operators: Sequence[Operator]) -> str:
     return units.share(needed, seconds)
 
 
+def whole_s(profile: Profile) -> float:
+    """What shares are of: a run, or its operators where the profiler made them longer."""
+    return max(profile.total_s, sum(each.seconds for each in profile.operators))
+
+
 def _section(title: str) -> Text:
     return Text.assemble("\n", (title, "bold cyan"))
 
@@ -98,11 +105,11 @@ def _table(*columns: str, num_words: int = 1) -> Table:
 
 def _bar(part: float, whole: float) -> Text:
     width = round(BAR_WIDTH * part / whole) if whole else 0
-    return Text("█" * max(1, width) if part > 0 else "", style="cyan")
+    return Text("█" * width or "▏", style="cyan")
 
 
 def _types(profile: Profile) -> Table:
-    whole = sum(each.seconds for each in profile.operators)
+    whole = whole_s(profile)
     unit = units.unit_of([whole])
     table = _table("type", "", "share", unit, "calls", "FLOP", "bytes", "of roof", num_words=1)
     groups = roofline.by_type(profile.operators)
@@ -133,7 +140,7 @@ def _total(values: Sequence[float | None]) -> float | None:
 
 
 def _operators(profile: Profile) -> Table:
-    whole = sum(each.seconds for each in profile.operators)
+    whole = whole_s(profile)
     unit = units.unit_of(each.seconds for each in profile.operators[:NUM_OPERATORS])
     table = _table("operator", "type", "bound", "share", unit, "FLOP/B", "of roof", num_words=3)
     for each in profile.operators[:NUM_OPERATORS]:
@@ -157,7 +164,7 @@ def intensity_text(operator: Operator) -> str:
 
 def _short(name: str, width: int = 44) -> str:
     """The end says most."""
-    return name if len(name) <= width else f"…{name[1 - width:]}"
+    return name if len(name) <= width else f"…{name[1 - width :]}"
 
 
 def _buckets(buckets: Sequence[Bucket]) -> Table:
@@ -165,7 +172,5 @@ def _buckets(buckets: Sequence[Bucket]) -> Table:
     table = _table("part", "", "share", "time")
     for each in buckets:
         share = units.share(each.seconds, whole)
-        table.add_row(
-            each.name, _bar(each.seconds, whole), share, units.duration(each.seconds)
-        )
+        table.add_row(each.name, _bar(each.seconds, whole), share, units.duration(each.seconds))
     return table

@@ -151,8 +151,7 @@ def _run(job: Job, made: Path) -> Profile:
         raise BackendFailed(f"profiling took longer than {TIMEOUT_S:g} s") from None
     result = Path(job.profile_path)
     if ended.returncode == 0 and result.is_file():
-        answer = msgspec.json.decode(result.read_bytes(), type=Profile)
-        return answer
+        return msgspec.json.decode(result.read_bytes(), type=Profile)
     if result.is_file():
         raise ConfigError(msgspec.json.decode(result.read_bytes(), type=Failed).problems)
     raise BackendFailed(f"profiling ended {_how(ended.returncode)}{_last_words(ended.stderr)}")

@@ -1,4 +1,4 @@
-"""What binds each operator and the model, how far the peaks are, and which step can give most. Pure.
+"""What binds each operator and the model, how far the peaks are, which step can give most. Pure.
 
 An operator needs at least the longest of: its operations at the peak of their datatype, its bytes
 at the bandwidth of where they lie, and the cost of being started. What it takes beyond a few times
@@ -17,7 +17,7 @@ import msgspec
 from penstock.benchmark.report import units
 from penstock.optimizer.profile.results import Bound, Bucket, NextStep, Operator, Peaks
 from penstock.optimizer.profile.times import OperatorTime
-from penstock.optimizer.profile.work import BITS, FUSIBLE, MULTIPLIERS, work_of
+from penstock.optimizer.profile.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, work_of
 
 # Less of its time than this is needed: the rest is overhead.
 MIN_EFFICIENCY = 0.15
@@ -27,7 +27,9 @@ NUM_LAUNCHES = 8
 MIN_CEILING = 1.05
 # Buckets of the way of a request that the model itself fills.
 COMPUTE = "compute"
-BLOCK = re.compile(r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.IGNORECASE)
+BLOCK = re.compile(
+    r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.IGNORECASE
+)
 # By the datatype of the multiplications: what they can be replaced with.
 NARROWER = {"fp32": ("bf16", "fp16", "int8"), "bf16": ("int8",), "fp16": ("int8",)}
 NAMES = {"bf16": "BF16", "fp16": "FP16", "int8": "INT8", "fp32": "FP32", "fp64": "FP64"}
@@ -79,7 +81,7 @@ def raised(peaks: Peaks, times: Iterable[OperatorTime]) -> Peaks:
 def judged(times: Iterable[OperatorTime], peaks: Peaks) -> list[Operator]:
     """Every operator with what it does and what binds it, the longest first."""
     listed = list(times)
-    fits = sum(each.weight_bytes * each.num_calls for each in listed) <= peaks.cache_bytes
+    fits = sum(_weights_read(each) * each.num_calls for each in listed) <= peaks.cache_bytes
     found = [_judged(each, peaks, fits) for each in listed]
     return sorted(found, key=lambda each: -each.seconds)
 
@@ -98,7 +100,7 @@ def _judged(each: OperatorTime, peaks: Peaks, fits: bool) -> Operator:
         efficiency=None,
         block=block_of(each.name),
         num_calls=calls,
-        weight_bytes=each.weight_bytes * calls,
+        weight_bytes=_weights_read(each) * calls,
     )
     if operator.num_bytes is not None:
         needed = _needs(operator, peaks, fits)
@@ -109,9 +111,12 @@ def _judged(each: OperatorTime, peaks: Peaks, fits: bool) -> Operator:
     return operator
 
 
-def _needs(
-    operator: Operator, peaks: Peaks, fits: bool, datatype: str = ""
-) -> dict[Bound, float]:
+def _weights_read(each: OperatorTime) -> float:
+    """Of a table only a few rows are."""
+    return 0.0 if each.kind in LOOKUPS else each.weight_bytes
+
+
+def _needs(operator: Operator, peaks: Peaks, fits: bool, datatype: str = "") -> dict[Bound, float]:
     """The least time for each thing it is made of, in another datatype if one is given."""
     own = operator.datatype
     shrink = BITS[datatype] / BITS.get(own, 32) if datatype else 1.0
@@ -147,7 +152,7 @@ def _bound(operator: Operator, needed: dict[Bound, float], peaks: Peaks) -> Boun
 
 
 def block_of(name: str) -> str:
-    """`/encoder/layer.0/attention/MatMul` is of `encoder/layer.0`; empty where names say nothing."""
+    """`/encoder/layer.0/output/MatMul` is of `encoder/layer.0`; empty where names say nothing."""
     found = BLOCK.match(name.strip("/"))
     return found.group(1) if found else ""
 
