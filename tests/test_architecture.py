@@ -30,7 +30,7 @@ ORDER = [
     {"dashboard", "deploy"},
     {"server", "testing"},
     {"ask", "terminal"},
-    {"cli", "bench_cli"},
+    {"cli", "bench_cli", "profile_cli"},
     {"__main__"},
 ]
 PURE = [

@@ -80,8 +80,8 @@ class OnnxRunner:
         self._config = config
         problems: list[str] = []
         warn_unknown(config, OPTIONS)
-        options = _session_options(config, problems)
-        providers = _providers(config, problems)
+        options = session_options(config, problems)
+        providers = providers_of(config, problems)
         if problems:
             raise ConfigError(problems)
         try:
@@ -158,7 +158,7 @@ def load(config: ModelConfig) -> OnnxRunner:
     return OnnxRunner(config)
 
 
-def _session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOptions:
+def session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOptions:
     options = ort.SessionOptions()
     settings = config.options
     options.intra_op_num_threads = num_threads(
@@ -195,7 +195,7 @@ def _flag(name: str, text: str, problems: list[str]) -> bool:
     return text != "0"
 
 
-def _providers(config: ModelConfig, problems: list[str]) -> list[tuple[str, dict[str, str]]]:
+def providers_of(config: ModelConfig, problems: list[str]) -> list[tuple[str, dict[str, str]]]:
     names = [name.strip() for name in config.options.get("providers", CPU).split(",")]
     available = ort.get_available_providers()
     unknown = [name for name in names if name not in available]

@@ -63,9 +63,9 @@ class OpenVinoRunner:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        properties = _properties(config)
+        properties = properties_of(config)
         label = f"{config.version}/{config.file or Path(config.artifact).name}"
-        model = _read(Path(config.artifact), label)
+        model = read_model(Path(config.artifact), label)
         self.inputs = _specs(model.inputs, config.inputs)
         self.outputs = _specs(model.outputs, config.outputs)
         check_signature(config, self.inputs, self.outputs)
@@ -130,7 +130,7 @@ def load(config: ModelConfig) -> OpenVinoRunner:
     return OpenVinoRunner(config)
 
 
-def _properties(config: ModelConfig) -> dict[str, str]:
+def properties_of(config: ModelConfig) -> dict[str, str]:
     """ConfigError with all that is wrong."""
     problems: list[str] = []
     if config.device != "cpu":
@@ -178,7 +178,7 @@ def _properties(config: ModelConfig) -> dict[str, str]:
     return properties
 
 
-def _read(path: Path, label: str) -> Any:
+def read_model(path: Path, label: str) -> Any:
     if path.suffix not in (".xml", ".onnx"):
         raise ConfigError([f"{label}: expected model.xml with model.bin, or model.onnx"])
     weights = path.with_suffix(".bin")

@@ -23,6 +23,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from markupsafe import Markup
 
+HERE = Path(__file__).parent
 OUTCOME_STYLES: dict[Outcome, str] = {
     "kept": "kept",
     "missed": "missed",
@@ -99,12 +100,18 @@ def page(run: Run) -> str:
     return rendered("page.html.jinja", values, plots.figures_of_run(run, figures))
 
 
-def rendered(template: str, values: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
+def rendered(
+    template: str,
+    values: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    folder: Path | None = None,
+) -> str:
+    """`folder` is where the template is, when not here; what it extends and imports is here."""
     import jinja2
     from markupsafe import Markup
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader([folder or HERE, HERE]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

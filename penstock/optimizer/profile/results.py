@@ -19,6 +19,9 @@ class Peaks(msgspec.Struct):
     bytes_per_s: float
     # Smallest time of an operator that does nothing.
     launch_s: float
+    # What lies in the caches of the cores moves faster; 0: not measured.
+    cache_bytes_per_s: float = 0.0
+    cache_bytes: int = 0
 
 
 class Operator(msgspec.Struct):
@@ -36,6 +39,11 @@ class Operator(msgspec.Struct):
     efficiency: float | None
     # Of the model's layer, where the name says it.
     block: str = ""
+    num_calls: int = 1
+    # Of the bytes, those that are constants: read anew for every batch, however small.
+    weight_bytes: float = 0.0
+    # The least time that the peaks allow; None: not known.
+    needed_s: float | None = None
 
 
 class Bucket(msgspec.Struct):
@@ -43,6 +51,16 @@ class Bucket(msgspec.Struct):
 
     name: str
     seconds: float
+
+
+class NextStep(msgspec.Struct):
+    """Something to do, and how many times as fast it can make the model at most."""
+
+    name: str
+    text: str
+    ceiling: float
+    # False: answers come no sooner, but more of them at once.
+    is_latency: bool = True
 
 
 class Profile(msgspec.Struct):
@@ -62,4 +80,12 @@ class Profile(msgspec.Struct):
     recommendation: str
     ceiling: float
     versions: dict[str, str] = {}
+    # All that could be done, the one recommended first.
+    steps: list[NextStep] = []
+    # How many times as fast the operators would be if all ran at the peaks of their datatypes.
+    headroom: float = 1.0
+    # Of one run with a single thread; None: it is that, or nobody knows.
+    single_thread_s: float | None = None
+    # Where the inputs came from.
+    inputs: str = ""
     format: int = 1

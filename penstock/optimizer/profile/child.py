@@ -1,0 +1,164 @@
+"""The process that profiles one model: times without a profiler, then with it, then the way of a
+request around it. Started by `profiler`, which reads the files it writes."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from penstock import backends
+from penstock.backends import Batch, Runner
+from penstock.backends.checks import share_of_cores
+from penstock.benchmark import system
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError, PenstockError
+from penstock.optimizer.profile import onnx_times, openvino_times, roofline, torch_times, trace
+from penstock.optimizer.profile.opened import THREAD_OPTIONS
+from penstock.optimizer.profile.path import buckets_of
+from penstock.optimizer.profile.peaks import peaks_of
+from penstock.optimizer.profile.profiler import Failed, Job, read_config, unpacked
+from penstock.optimizer.profile.results import Profile
+from penstock.optimizer.profile.roofline import Measured
+from penstock.optimizer.profile.times import Timed
+from penstock.types import Array
+
+NUM_WARM_UP = 3
+# A run that takes long is not repeated for longer than this.
+MAX_MEASURE_S = 20.0
+MIN_RUNS = 3
+TORCH_TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+
+
+def main() -> None:
+    job = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    target = Path(job.profile_path)
+    try:
+        profile = profiled(job)
+    except ConfigError as error:
+        target.write_bytes(msgspec.json.encode(Failed(list(error.problems))))
+        sys.exit(1)
+    except PenstockError as error:
+        target.write_bytes(msgspec.json.encode(Failed([str(error)])))
+        sys.exit(1)
+    target.write_bytes(msgspec.json.encode(profile))
+
+
+def profiled(job: Job) -> Profile:
+    config = read_config(Path(job.folder))
+    inputs = {each.name: unpacked(each) for each in job.tensors}
+    batch = Batch(inputs, job.num_rows)
+    runner = backends.backend(config.backend)(config)
+    # Before any other: torch has one number of threads for all of the process.
+    built = dict(runner.built())
+    num_threads = threads_of(config, built)
+    num_runs, total_s = _timed_alone(runner, batch, job.num_runs)
+    timed = _operators(config, runner, inputs, batch, num_runs, built)
+    runner.close()
+    alone_s = _single_thread(config, batch, num_runs, num_threads)
+    buckets = buckets_of(config, Path(job.folder), job.tensors, num_runs)
+    cache = Path(job.cache) if job.cache else None
+    is_torch = config.backend == "pytorch"
+    peaks = peaks_of(config.device, num_threads, cache, is_torch=is_torch)
+    peaks = roofline.raised(peaks, timed.operators)
+    if job.trace_path:
+        trace.write(Path(job.trace_path), config.name, timed.events, buckets)
+    measured = Measured(
+        operators=roofline.judged(timed.operators, peaks),
+        peaks=peaks,
+        total_s=total_s,
+        buckets=buckets,
+        num_rows=job.num_rows,
+        max_batch_size=config.max_batch_size,
+        single_thread_s=alone_s,
+    )
+    steps = roofline.next_steps(measured)
+    return Profile(
+        model=config.name,
+        backend=config.backend,
+        batch=job.batch,
+        num_runs=num_runs,
+        total_s=total_s,
+        profiled_s=timed.profiled_s,
+        operators=list(measured.operators),
+        peaks=peaks,
+        buckets=list(buckets),
+        bound=roofline.bound_of(measured),
+        findings=[*roofline.findings(measured), *timed.notes],
+        recommendation=roofline.verdict(measured, steps),
+        ceiling=steps[0].ceiling if steps else 1.0,
+        versions=system.environment("").versions,
+        steps=steps,
+        headroom=roofline.headroom(measured),
+        single_thread_s=alone_s,
+    )
+
+
+def threads_of(config: ModelConfig, built: Mapping[str, str]) -> int:
+    """As the library says; what it does not know is what an instance may have."""
+    option = THREAD_OPTIONS.get(config.backend, "")
+    text = built.get(option, "")
+    return int(text) if text.isdigit() and int(text) > 0 else share_of_cores(config)
+
+
+def _timed_alone(runner: Runner, batch: Batch, num_runs: int) -> tuple[int, float]:
+    """How many runs there was time for, and the median of them."""
+    run = _run_of(runner, batch)
+    for _ in range(NUM_WARM_UP):
+        began = time.perf_counter()
+        run()
+    last_s = time.perf_counter() - began
+    num_runs = max(MIN_RUNS, min(num_runs, int(MAX_MEASURE_S / max(last_s, 1e-9))))
+    seconds = []
+    for _ in range(num_runs):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return num_runs, statistics.median(seconds)
+
+
+def _run_of(runner: Runner, batch: Batch) -> Callable[[], object]:
+    return lambda: list(runner.start(batch).wait())
+
+
+def _operators(
+    config: ModelConfig,
+    runner: Runner,
+    inputs: Mapping[str, Array],
+    batch: Batch,
+    num_runs: int,
+    built: Mapping[str, str],
+) -> Timed:
+    if config.backend == "onnxruntime":
+        return onnx_times.timed(config, inputs, num_runs)
+    if config.backend == "openvino":
+        return openvino_times.timed(config, inputs, num_runs)
+    if config.backend == "pytorch":
+        datatype = TORCH_TYPES.get(built.get("dtype", "").partition(",")[0], "fp32")
+        is_cuda = config.device.startswith("cuda")
+        return torch_times.timed(_run_of(runner, batch), num_runs, datatype, is_cuda)
+    note = f"backend '{config.backend}' does not tell of its operators: only the way is shown"
+    return Timed((), 0.0, (), (note,))
+
+
+def _single_thread(
+    config: ModelConfig, batch: Batch, num_runs: int, num_threads: int
+) -> float | None:
+    option = THREAD_OPTIONS.get(config.backend)
+    if option is None or num_threads < 2 or config.device != "cpu":
+        return None
+    options = {**config.options, option: "1"}
+    runner = backends.backend(config.backend)(replace(config, options=options))
+    try:
+        return _timed_alone(runner, batch, max(MIN_RUNS, num_runs // 2))[1]
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The way of one request around the model: a request that waits for nobody, through the codec, the
+batcher and the worker loop of the server, in this process. Sockets are left out: they are the
+network's share, and `penstock bench` shows them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+
+import msgspec
+
+from penstock.config import ModelConfig
+from penstock.errors import PenstockError
+from penstock.local import LocalModel
+from penstock.optimizer.profile.profiler import Packed
+from penstock.optimizer.profile.results import Bucket
+from penstock.types import Request, Response, TensorSpec
+from penstock.wire.v2 import Codec
+
+NUM_WARM_UP = 3
+TIMEOUT_S = 300.0
+
+
+class Sender:
+    """Sends one request after the other and notes how long each part took."""
+
+    def __init__(self, config: ModelConfig, tensors: Sequence[Packed]) -> None:
+        self._codec = Codec()
+        self._specs: Sequence[TensorSpec] = config.outputs
+        self._head, self._body = _message(tensors)
+        self._is_answered = Event()
+        self._error: PenstockError | None = None
+        self.parts: dict[str, list[float]] = {}
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        """On the model's thread."""
+        if isinstance(answer, PenstockError):
+            self._error = answer
+        else:
+            began = time.perf_counter()
+            self._codec.encode_answer(request, answer, self._specs)
+            self._note("encode", time.perf_counter() - began)
+        if final:
+            self._is_answered.set()
+
+    def send(self, model: LocalModel) -> None:
+        self._is_answered.clear()
+        began = time.perf_counter()
+        request = self._codec.decode_infer(self._body, self._head, self, time.monotonic())
+        self._note("decode", time.perf_counter() - began)
+        model.send(request)
+        if not self._is_answered.wait(TIMEOUT_S):
+            raise PenstockError(f"no answer within {TIMEOUT_S:g} s")
+        if self._error is not None:
+            raise self._error
+        timings = request.timings
+        self._note("queue", max(0.0, timings.dispatched - timings.queued))
+        self._note("copy in", timings.compute_input_s)
+        self._note("compute", timings.compute_infer_s)
+        self._note("copy out", timings.compute_output_s)
+
+    def _note(self, name: str, seconds: float) -> None:
+        self.parts.setdefault(name, []).append(seconds)
+
+
+def buckets_of(
+    config: ModelConfig, folder: Path, tensors: Sequence[Packed], num_runs: int
+) -> list[Bucket]:
+    """Medians, in the order of the way."""
+    sender = Sender(config, tensors)
+    with LocalModel(str(folder), config.version) as model:
+        for _ in range(NUM_WARM_UP + num_runs):
+            sender.send(model)
+    order = ("decode", "queue", "copy in", "compute", "copy out", "encode")
+    return [Bucket(name, statistics.median(sender.parts[name][NUM_WARM_UP:])) for name in order]
+
+
+def _message(tensors: Sequence[Packed]) -> tuple[int, bytes]:
+    """A binary request of the v2 protocol: the length of its head, and all of it."""
+    inputs = [
+        {
+            "name": each.name,
+            "datatype": each.datatype,
+            "shape": list(each.shape),
+            "parameters": {"binary_data_size": len(each.data)},
+        }
+        for each in tensors
+    ]
+    wanted = {"inputs": inputs, "parameters": {"binary_data_output": True}}
+    head = msgspec.json.encode(wanted)
+    return len(head), head + b"".join(each.data for each in tensors)

@@ -1,0 +1,287 @@
+"""What this device can do at most: measured, once for each number of threads, and remembered.
+
+Multiplications by a large product of matrices, memory by copies larger than any cache, caches by
+copies that fit, launches by a chain of operators that do next to nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.benchmark import system
+from penstock.optimizer.profile.results import Peaks
+from penstock.types import Array
+
+# Each peak is measured in several rounds, in turns with the others: what else the machine does in
+# one moment does not lower them all.
+NUM_ROUNDS = 3
+ROUND_S = 0.15
+# Of the matrices: a few times what the caches hold, so that their edges do not count.
+GEMM_SIZE = 1024
+CUDA_GEMM_SIZE = 8192
+COPY_BYTES = 128 << 20
+CHAIN_LENGTH = 200
+DEFAULT_CACHE_BYTES = 512 << 10
+L2 = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+DATATYPES = ("fp32", "fp16", "bf16", "int8")
+FORMAT = 1
+
+
+def peaks_of(
+    device: str, num_threads: int, folder: Path | None = None, *, is_torch: bool = False
+) -> Peaks:
+    """Of `cpu` or `cuda:N`. Remembered in `folder`, or in the user's cache. Launches cost what they
+    cost in ONNX Runtime, or else in torch."""
+    path = (folder or cache_folder()) / f"peaks-{_digest(device, num_threads, is_torch)}.json"
+    with suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=Peaks)
+    if device.startswith("cuda"):
+        found = _measure_cuda(device)
+    else:
+        found = _measure_cpu(num_threads, is_torch)
+    with suppress(OSError):  # Measured again next time.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(msgspec.json.encode(found))
+        unfinished.replace(path)
+    return found
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+def _digest(device: str, num_threads: int, is_torch: bool) -> str:
+    """The same machine, libraries and threads have the same peaks."""
+    seen = system.environment("")
+    facts: list[object] = [FORMAT, device, num_threads, is_torch, seen.host_cpu, seen.num_cores]
+    facts += [seen.gpus, seen.versions]
+    return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+
+
+@dataclass(slots=True)
+class Try:
+    """Something that does `amount` each time; what else the machine does only slows it, so the
+    shortest time counts."""
+
+    run: Callable[[], object]
+    amount: float
+    best_s: float = float("inf")
+
+    def repeat(self, seconds: float) -> None:
+        self.run()
+        end = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < end:
+            self.run()
+            self.best_s = min(self.best_s, time.perf_counter() - began)
+
+
+def rates(tries: Mapping[str, Try], round_s: float = ROUND_S) -> dict[str, float]:
+    """The best rate of each; one that fails has none."""
+    left = dict(tries)
+    for _ in range(NUM_ROUNDS):
+        for name, each in list(left.items()):
+            try:
+                each.repeat(round_s)
+            except RuntimeError:  # A device without instructions for the type.
+                del left[name]
+    return {name: each.amount / each.best_s for name, each in left.items()}
+
+
+def _measure_cpu(num_threads: int, is_torch: bool) -> Peaks:
+    operations = 2.0 * GEMM_SIZE**3
+    small = cache_bytes() // 4
+    with ThreadPoolExecutor(num_threads) as pool:
+        tries = {
+            "fp32": Try(_session("MatMul", "fp32", num_threads), operations),
+            "int8": Try(_session("MatMulInteger", "int8", num_threads), operations),
+            "memory": _copy(pool, num_threads, COPY_BYTES),
+            "cache": _copy(pool, num_threads, small * num_threads, num_repeats=64),
+            "launch": Try(_torch_chain() if is_torch else _chain(), CHAIN_LENGTH),
+        }
+        bf16 = _torch_product("cpu", "bf16", GEMM_SIZE, num_threads)
+        if bf16 is not None:
+            tries["bf16"] = Try(bf16, operations)
+        found = rates(tries)
+    return Peaks(
+        device=system.environment("").host_cpu,
+        num_threads=num_threads,
+        flops={name: found[name] for name in DATATYPES if name in found},
+        bytes_per_s=found["memory"],
+        launch_s=1 / found["launch"],
+        cache_bytes_per_s=found["cache"],
+        cache_bytes=cache_bytes() * num_threads,
+    )
+
+
+def cache_bytes() -> int:
+    """Of one core, where what it just wrote still is."""
+    with suppress(OSError, ValueError):
+        return int(L2.read_text().strip().removesuffix("K")) << 10
+    return DEFAULT_CACHE_BYTES
+
+
+def _copy(
+    pool: ThreadPoolExecutor, num_threads: int, total_bytes: int, num_repeats: int = 1
+) -> Try:
+    """Bytes read and written, by copies in so many threads at once."""
+    share = total_bytes // num_threads
+    pairs = [(np.ones(share, np.uint8), np.empty(share, np.uint8)) for _ in range(num_threads)]
+
+    def copy(pair: tuple[Array, Array]) -> None:
+        for _ in range(num_repeats):
+            np.copyto(pair[1], pair[0])
+
+    amount = 2.0 * share * num_threads * num_repeats
+    return Try(lambda: list(pool.map(copy, pairs)), amount)
+
+
+def _session(kind: str, datatype: str, num_threads: int) -> Callable[[], object]:
+    """A product of two matrices in ONNX Runtime, the second one being weights."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    random = np.random.default_rng(0)
+    shape = (GEMM_SIZE, GEMM_SIZE)
+    if datatype == "int8":
+        left = random.integers(0, 128, shape, np.uint8)
+        right = random.integers(-64, 64, shape, np.int8)
+        given, answer = TensorProto.UINT8, TensorProto.INT32
+    else:
+        left = random.random(shape, np.float32)
+        right = random.random(shape, np.float32)
+        given, answer = TensorProto.FLOAT, TensorProto.FLOAT
+    graph = helper.make_graph(
+        [helper.make_node(kind, ["left", "right"], ["product"])],
+        "peak",
+        [helper.make_tensor_value_info("left", given, shape)],
+        [helper.make_tensor_value_info("product", answer, shape)],
+        [numpy_helper.from_array(right, "right")],
+    )
+    session = _load(graph, num_threads)
+    return lambda: session.run(None, {"left": left})
+
+
+def _chain() -> Callable[[], object]:
+    """Operators in a row, each on a single number."""
+    from onnx import TensorProto, helper
+
+    nodes = [
+        helper.make_node("Neg", [f"x{index}"], [f"x{index + 1}"]) for index in range(CHAIN_LENGTH)
+    ]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, (1,))
+        for name in ("x0", f"x{CHAIN_LENGTH}")
+    ]
+    session = _load(helper.make_graph(nodes, "chain", ends[:1], ends[1:]), 1)
+    number = np.ones(1, np.float32)
+    return lambda: session.run(None, {"x0": number})
+
+
+def _torch_chain() -> Callable[[], object]:
+    import torch
+
+    number = torch.ones(1)
+
+    def run() -> None:
+        with torch.inference_mode():
+            for _ in range(CHAIN_LENGTH):
+                torch.neg(number)
+
+    return run
+
+
+def _load(graph: Any, num_threads: int) -> Any:
+    # First: it sets a switch before the library is loaded.
+    from penstock.backends.onnxruntime import CPU  # isort: skip
+    import onnxruntime as ort
+    from onnx import helper
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=[CPU])
+
+
+def _torch_product(
+    device: str, datatype: str, size: int, num_threads: int = 0
+) -> Callable[[], object] | None:
+    """The same in torch; None where it is not installed, or the device has nothing for the type."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return None
+    if device == "cpu":
+        if not {"avx512_bf16", "amx_bf16"} & _cpu_flags():
+            return None
+        torch.set_num_threads(num_threads)
+    kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.get(datatype)
+    shape = (size, size)
+
+    if datatype == "int8":
+        whole = torch.ones(shape, dtype=torch.int8, device=device)
+        left, right, product = whole, whole.t(), torch._int_mm
+    else:
+        left, right = (torch.randn(shape, device=device).to(kind) for _ in range(2))
+        product = torch.mm
+
+    def run() -> None:
+        product(left, right)
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+
+    return run
+
+
+def _cpu_flags() -> set[str]:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return set(line.partition(":")[2].split())
+    return set()
+
+
+def _measure_cuda(device: str) -> Peaks:
+    import torch
+
+    source = torch.ones(COPY_BYTES * 8, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    one = torch.ones(1, device=device)
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize(device)
+
+    def chain() -> None:
+        for _ in range(CHAIN_LENGTH):
+            one.neg()
+        torch.cuda.synchronize(device)
+
+    tries = {
+        "memory": Try(copy, 2.0 * source.numel()),
+        "launch": Try(chain, CHAIN_LENGTH),
+    }
+    for datatype in DATATYPES:
+        run = _torch_product(device, datatype, CUDA_GEMM_SIZE)
+        assert run is not None
+        tries[datatype] = Try(run, 2.0 * CUDA_GEMM_SIZE**3)
+    found = rates(tries)
+    return Peaks(
+        device=torch.cuda.get_device_name(device),
+        num_threads=1,
+        flops={name: found[name] for name in DATATYPES if name in found},
+        bytes_per_s=found["memory"],
+        launch_s=1 / found["launch"],
+    )

@@ -1,0 +1,171 @@
+"""A model's folder and a batch to a Profile, in a process of its own: libraries that crash under
+their profilers end as an error here, and nothing else does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from penstock import repository
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer.profile.results import Profile
+from penstock.types import Array, Tensor, from_array, to_array
+
+CHILD = "penstock.optimizer.profile.child"
+TIMEOUT_S = 900.0
+
+
+class Packed(msgspec.Struct):
+    """A tensor on its way to the child."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Job(msgspec.Struct):
+    """What the child is asked for. Files that it writes are given by their paths."""
+
+    folder: str
+    tensors: list[Packed]
+    num_rows: int
+    batch: str
+    num_runs: int
+    # Where peaks are remembered; empty: in the user's cache.
+    cache: str
+    profile_path: str
+    trace_path: str
+
+
+class Failed(msgspec.Struct):
+    """What the child says when it could not: problems in words."""
+
+    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    # Runs that are averaged; there are twice as many in all.
+    num_runs: int = 20
+    # A Chrome trace is written here.
+    trace: Path | None = None
+    cache: Path | None = None
+
+
+def profile_build(
+    folder: Path, rows: Sequence[Mapping[str, Array]], settings: Settings | None = None
+) -> Profile:
+    """`rows` are examples without a batch dimension; those that share the commonest shapes run as
+    one batch. ConfigError for a model or rows that do not fit, BackendFailed when it breaks."""
+    settings = settings or Settings()
+    config = read_config(folder)
+    tensors, num_rows, text = make_batch(config, rows)
+    with tempfile.TemporaryDirectory(prefix="penstock-profile-") as made:
+        job = Job(
+            folder=str(folder),
+            tensors=tensors,
+            num_rows=num_rows,
+            batch=text,
+            num_runs=settings.num_runs,
+            cache=str(settings.cache or ""),
+            profile_path=str(Path(made) / "profile.json"),
+            trace_path=str(settings.trace or ""),
+        )
+        return _run(job, Path(made))
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Of the newest version of the one model there."""
+    found = repository.read(folder)
+    problems = [f"{name}: {text}" for name, texts in found.problems.items() for text in texts]
+    if problems:
+        raise ConfigError(problems)
+    names = sorted(found.folders)
+    if len(names) > 1:
+        raise ConfigError([f"{folder}: holds {repository.listed(names)}; say which by --model"])
+    return found.configs[-1]
+
+
+def make_batch(
+    config: ModelConfig, rows: Sequence[Mapping[str, Array]]
+) -> tuple[list[Packed], int, str]:
+    """Rows as one request: its tensors, how many rows, and that in words."""
+    if not rows:
+        raise ConfigError(["nothing to profile with: expected at least one example"])
+    if config.max_batch_size == 0:
+        chosen = list(rows[:1])
+    else:
+        forms = [str([np.shape(row[name]) for name in sorted(row)]) for row in rows]
+        commonest = Counter(forms).most_common(1)[0][0]
+        alike = [row for row, form in zip(rows, forms, strict=True) if form == commonest]
+        chosen = alike[: config.max_batch_size]
+    tensors = []
+    for spec in config.inputs:
+        if spec.name not in chosen[0]:
+            if spec.is_optional:
+                continue
+            raise ConfigError([f"input '{spec.name}': the examples do not have it"])
+        arrays = [row[spec.name] for row in chosen]
+        array = np.stack(arrays) if config.max_batch_size else np.asarray(arrays[0])
+        tensors.append(_packed(from_array(spec.name, spec.datatype, array)))
+    return tensors, len(chosen), _described(tensors, len(chosen), config)
+
+
+def _packed(tensor: Tensor) -> Packed:
+    return Packed(tensor.name, tensor.datatype, tensor.shape, bytes(tensor.data))
+
+
+def unpacked(packed: Packed) -> Array:
+    return to_array(Tensor(packed.name, packed.datatype, packed.shape, packed.data))
+
+
+def _described(tensors: Sequence[Packed], num_rows: int, config: ModelConfig) -> str:
+    start = 1 if config.max_batch_size else 0
+    shapes = [
+        f"{each.name} {'x'.join(map(str, each.shape[start:])) or 'scalar'}" for each in tensors
+    ]
+    rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
+    return f"{rows} of {', '.join(shapes)}" if config.max_batch_size else ", ".join(shapes)
+
+
+def _run(job: Job, made: Path) -> Profile:
+    path = made / "job"
+    path.write_bytes(msgspec.msgpack.encode(job))
+    command = [sys.executable, "-m", CHILD, str(path)]
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise BackendFailed(f"profiling took longer than {TIMEOUT_S:g} s") from None
+    result = Path(job.profile_path)
+    if ended.returncode == 0 and result.is_file():
+        return msgspec.json.decode(result.read_bytes(), type=Profile)
+    if result.is_file():
+        raise ConfigError(msgspec.json.decode(result.read_bytes(), type=Failed).problems)
+    raise BackendFailed(f"profiling ended {_how(ended.returncode)}{_last_words(ended.stderr)}")
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"with status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"by signal {-status}"
+
+
+def _last_words(text: bytes) -> str:
+    lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
+    return f": {lines[-1].strip()[:500]}" if lines else ""

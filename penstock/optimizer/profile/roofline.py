@@ -1,0 +1,390 @@
+"""What binds each operator and the model, how far the peaks are, which step can give most. Pure.
+
+An operator needs at least the longest of: its operations at the peak of their datatype, its bytes
+at the bandwidth of where they lie, and the cost of being started. What it takes beyond a few times
+that is overhead: a poor kernel, threads that wait for each other, memory in the wrong order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import msgspec
+
+from penstock.benchmark.report import units
+from penstock.optimizer.profile.results import Bound, Bucket, NextStep, Operator, Peaks
+from penstock.optimizer.profile.times import OperatorTime
+from penstock.optimizer.profile.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, work_of
+
+# Less of its time than this is needed: the rest is overhead.
+MIN_EFFICIENCY = 0.15
+# An operator that takes no more than so many launches is not worth another name.
+NUM_LAUNCHES = 8
+# What promises less is not worth a step.
+MIN_CEILING = 1.05
+# Buckets of the way of a request that the model itself fills.
+COMPUTE = "compute"
+BLOCK = re.compile(
+    r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.IGNORECASE
+)
+# By the datatype of the multiplications: what they can be replaced with.
+NARROWER = {"fp32": ("bf16", "fp16", "int8"), "bf16": ("int8",), "fp16": ("int8",)}
+NAMES = {"bf16": "BF16", "fp16": "FP16", "int8": "INT8", "fp32": "FP32", "fp64": "FP64"}
+WORDS = {
+    "compute": "compute-bound",
+    "memory": "memory-bound",
+    "launch": "launch-bound",
+    "overhead": "overhead-bound",
+    "unknown": "not known what binds it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All that a verdict rests on."""
+
+    operators: Sequence[Operator]
+    peaks: Peaks
+    # Of one run without a profiler.
+    total_s: float
+    buckets: Sequence[Bucket]
+    num_rows: int
+    # 0: rows cannot share a batch.
+    max_batch_size: int
+    # None: not measured, or there is but one thread.
+    single_thread_s: float | None = None
+
+    @property
+    def listed_s(self) -> float:
+        return sum(each.seconds for each in self.operators)
+
+    @property
+    def gap_s(self) -> float:
+        """Time of a run between operators; a profiler's own time hides some of it."""
+        return max(0.0, self.total_s - self.listed_s) if self.operators else 0.0
+
+
+def raised(peaks: Peaks, times: Iterable[OperatorTime]) -> Peaks:
+    """No peak is lower than what an operator of the model was seen to reach."""
+    flops = dict(peaks.flops)
+    for each in times:
+        work = work_of(each.kind, each.inputs, each.outputs)
+        datatype = each.datatype or work.datatype
+        if each.kind in MULTIPLIERS and work.flops and each.seconds > 0 and datatype in flops:
+            flops[datatype] = max(flops[datatype], work.flops * each.num_calls / each.seconds)
+    return msgspec.structs.replace(peaks, flops=flops)
+
+
+def judged(times: Iterable[OperatorTime], peaks: Peaks) -> list[Operator]:
+    """Every operator with what it does and what binds it, the longest first."""
+    listed = list(times)
+    fits = sum(_weights_read(each) * each.num_calls for each in listed) <= peaks.cache_bytes
+    found = [_judged(each, peaks, fits) for each in listed]
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def _judged(each: OperatorTime, peaks: Peaks, fits: bool) -> Operator:
+    work = work_of(each.kind, each.inputs, each.outputs)
+    calls = each.num_calls
+    operator = Operator(
+        name=each.name,
+        type=each.kind,
+        seconds=each.seconds,
+        flops=None if work.flops is None else work.flops * calls,
+        num_bytes=None if work.num_bytes is None else work.num_bytes * calls,
+        datatype=each.datatype or work.datatype,
+        bound="unknown",
+        efficiency=None,
+        block=block_of(each.name),
+        num_calls=calls,
+        weight_bytes=_weights_read(each) * calls,
+    )
+    if operator.num_bytes is not None:
+        needed = _needs(operator, peaks, fits)
+        operator.needed_s = max(needed.values())
+        if each.seconds > 0:
+            operator.efficiency = min(1.0, operator.needed_s / each.seconds)
+        operator.bound = _bound(operator, needed, peaks)
+    return operator
+
+
+def _weights_read(each: OperatorTime) -> float:
+    """Of a table only a few rows are."""
+    return 0.0 if each.kind in LOOKUPS else each.weight_bytes
+
+
+def _needs(operator: Operator, peaks: Peaks, fits: bool, datatype: str = "") -> dict[Bound, float]:
+    """The least time for each thing it is made of, in another datatype if one is given."""
+    own = operator.datatype
+    shrink = BITS[datatype] / BITS.get(own, 32) if datatype else 1.0
+    flops = peaks.flops.get(datatype or own) or peaks.flops.get("fp32", 0.0)
+    return {
+        "compute": (operator.flops or 0.0) / flops if flops else 0.0,
+        "memory": shrink * _memory_s(operator, peaks, fits),
+        "launch": peaks.launch_s * operator.num_calls,
+    }
+
+
+def _memory_s(operator: Operator, peaks: Peaks, fits: bool) -> float:
+    """Weights come from memory unless all of the model's fit the caches; what flows between two
+    operators comes from the caches when it fits."""
+    passing = max(0.0, (operator.num_bytes or 0.0) - operator.weight_bytes)
+    is_near = passing / operator.num_calls <= peaks.cache_bytes
+    return passing / _bandwidth(peaks, is_near) + operator.weight_bytes / _bandwidth(peaks, fits)
+
+
+def _bandwidth(peaks: Peaks, is_near: bool) -> float:
+    return max(peaks.cache_bytes_per_s, peaks.bytes_per_s) if is_near else peaks.bytes_per_s
+
+
+def _bound(operator: Operator, needed: dict[Bound, float], peaks: Peaks) -> Bound:
+    work_s = max(needed["compute"], needed["memory"])
+    if needed["launch"] >= work_s or (
+        operator.seconds <= NUM_LAUNCHES * needed["launch"] and work_s < 0.5 * operator.seconds
+    ):
+        return "launch"
+    if operator.efficiency is not None and operator.efficiency < MIN_EFFICIENCY:
+        return "overhead"
+    return "compute" if needed["compute"] >= needed["memory"] else "memory"
+
+
+def block_of(name: str) -> str:
+    """`/encoder/layer.0/output/MatMul` is of `encoder/layer.0`; empty where names say nothing."""
+    found = BLOCK.match(name.strip("/"))
+    return found.group(1) if found else ""
+
+
+# The model as a whole.
+
+
+def shares(measured: Measured) -> dict[Bound, float]:
+    """Seconds of a run by what binds them; time between operators is overhead."""
+    found: dict[Bound, float] = dict.fromkeys(get_args(Bound), 0.0)
+    for each in measured.operators:
+        found[each.bound] += each.seconds
+    found["overhead"] += measured.gap_s
+    return {bound: seconds for bound, seconds in found.items() if seconds > 0}
+
+
+def bound_of(measured: Measured) -> Bound:
+    found = shares(measured)
+    return max(found, key=lambda bound: found[bound]) if found else "unknown"
+
+
+def headroom(measured: Measured) -> float:
+    """How many times as fast at the peaks, the same operators in the same datatypes."""
+    if not measured.operators:
+        return 1.0
+    least = sum(
+        each.seconds if each.needed_s is None else min(each.seconds, each.needed_s)
+        for each in measured.operators
+    )
+    return _speed_up(measured, measured.listed_s - least)
+
+
+def _speed_up(measured: Measured, saved_s: float) -> float:
+    """Amdahl: what is not saved stays."""
+    whole = max(measured.total_s, measured.listed_s)
+    return whole / max(whole - saved_s, 1e-12) if whole > 0 else 1.0
+
+
+def next_steps(measured: Measured) -> list[NextStep]:
+    """What could be done, the highest ceiling first; of equal ones the cheaper."""
+    ways: list[Callable[[Measured], NextStep | None]] = [
+        _fusion,
+        _better_kernels,
+        lambda each: _narrower(each, "bf16"),
+        lambda each: _narrower(each, "fp16"),
+        lambda each: _narrower(each, "int8"),
+        _batching,
+        _instances,
+        _path,
+    ]
+    found = [step for way in ways if (step := way(measured)) is not None]
+    worth = [step for step in found if step.ceiling >= MIN_CEILING]
+    return sorted(worth, key=lambda step: -round(step.ceiling, 2))
+
+
+def _fusion(measured: Measured) -> NextStep | None:
+    """Operators that pass over memory and compute little vanish into their neighbours."""
+    small = [each for each in measured.operators if each.type in FUSIBLE and each.seconds > 0]
+    saved_s = sum(each.seconds for each in small)
+    text = f"fuse {_top_types(small)} into their neighbours ({_percent(saved_s, measured)})"
+    return _step("fusion", text, measured, saved_s)
+
+
+def _better_kernels(measured: Measured) -> NextStep | None:
+    poor = [each for each in measured.operators if each.bound == "overhead"]
+    saved_s = sum(each.seconds - (each.needed_s or 0.0) for each in poor)
+    part = _percent(saved_s, measured)
+    text = f"another compiler for {_top_types(poor)} ({part} is neither work nor memory)"
+    return _step("compile", text, measured, saved_s)
+
+
+def _narrower(measured: Measured, datatype: str) -> NextStep | None:
+    """Products in a narrower datatype: by its peak where they compute, by its bytes where they
+    wait for memory. How far they are from the peak stays as it is."""
+    if datatype not in measured.peaks.flops:
+        return None
+    weights = sum(each.weight_bytes for each in measured.operators)
+    fits = weights <= measured.peaks.cache_bytes
+    chosen, saved_s = [], 0.0
+    for each in measured.operators:
+        if each.type not in MULTIPLIERS or datatype not in NARROWER.get(each.datatype, ()):
+            continue
+        now = max(_needs(each, measured.peaks, fits).values())
+        then = max(_needs(each, measured.peaks, fits, datatype).values())
+        if now > 0 and then < now:
+            chosen.append(each)
+            saved_s += each.seconds * (1 - then / now)
+    part = _percent(sum(each.seconds for each in chosen), measured)
+    text = f"{NAMES[datatype]} for {_top_types(chosen)} ({part})"
+    return _step(datatype, text, measured, saved_s)
+
+
+def _batching(measured: Measured) -> NextStep | None:
+    """What a batch costs whatever its size is shared by more rows."""
+    largest = measured.max_batch_size
+    if largest <= measured.num_rows:
+        return None
+    fixed_s = measured.gap_s
+    for each in measured.operators:
+        if each.bound in ("launch", "overhead"):
+            fixed_s += each.seconds
+        elif each.bound == "memory" and each.num_bytes:
+            fixed_s += each.seconds * each.weight_bytes / each.num_bytes
+    saved_s = fixed_s * (1 - measured.num_rows / largest)
+    text = f"batches of {largest} rows: {_percent(fixed_s, measured)} is paid once a batch"
+    return _step("batching", text, measured, saved_s, is_latency=False)
+
+
+def _instances(measured: Measured) -> NextStep | None:
+    """As many instances as threads, each with one: all they lose by working together is regained.
+    They would share memory and caches, so it is a ceiling."""
+    count, alone_s = measured.peaks.num_threads, measured.single_thread_s
+    if alone_s is None or count < 2 or alone_s <= 0:
+        return None
+    ceiling = count * measured.total_s / alone_s
+    gained = alone_s / measured.total_s
+    text = f"{count} instances of 1 thread: {count} threads are only {gained:.2g}x as fast as 1"
+    return NextStep("instances", f"{text}: at most {ceiling:.2g}x the rate", ceiling, False)
+
+
+def _path(measured: Measured) -> NextStep | None:
+    whole = sum(each.seconds for each in measured.buckets)
+    others = [each for each in measured.buckets if each.name != COMPUTE]
+    around_s = sum(each.seconds for each in others)
+    if not others or around_s < 0.25 * whole:
+        return None
+    largest = max(others, key=lambda each: each.seconds)
+    ceiling = whole / max(whole - around_s, 1e-12)
+    advice = {
+        "queue": "more instances, smaller batches or a shorter queue delay",
+        "decode": "binary tensors, gRPC or shared memory",
+        "encode": "fewer or smaller outputs, binary tensors",
+        "preprocess": "preprocessing in batches, or in instances of its own",
+    }.get(largest.name, "larger batches, so that the way is paid less often")
+    text = f"{largest.name} is {units.share(largest.seconds, whole)} of a request: {advice}"
+    return NextStep("path", f"{text}: at most {ceiling:.2g}x", ceiling)
+
+
+def _step(
+    name: str, text: str, measured: Measured, saved_s: float, *, is_latency: bool = True
+) -> NextStep | None:
+    if saved_s <= 0:
+        return None
+    ceiling = _speed_up(measured, saved_s)
+    unit = "" if is_latency else " the rate"
+    return NextStep(name, f"{text}: at most {ceiling:.2g}x{unit}", ceiling, is_latency)
+
+
+# In words.
+
+
+def findings(measured: Measured) -> list[str]:
+    """What a reader must know, the most important first."""
+    lines = [_bound_line(measured), *_type_lines(measured)]
+    if measured.operators:
+        lines.append(_headroom_line(measured))
+    whole = sum(each.seconds for each in measured.buckets)
+    queue_s = sum(each.seconds for each in measured.buckets if each.name == "queue")
+    if whole and queue_s > 0.1 * whole:
+        lines.append(
+            f"{units.share(queue_s, whole)} of a single request's time is waiting in the queue,"
+            " although nobody else is there: the batcher holds it back"
+        )
+    around_s = sum(each.seconds for each in measured.buckets if each.name != COMPUTE)
+    if whole and around_s > 0.1 * whole:
+        lines.append(f"{units.share(around_s, whole)} of a request is spent around the model")
+    return [line for line in lines if line]
+
+
+def _bound_line(measured: Measured) -> str:
+    found = sorted(shares(measured).items(), key=lambda item: -item[1])
+    parts = [f"{_percent(seconds, measured, '')} {WORDS[bound]}" for bound, seconds in found]
+    return f"of {units.duration(measured.total_s)}: {', '.join(parts)}" if parts else ""
+
+
+def _type_lines(measured: Measured, count: int = 3) -> list[str]:
+    lines = []
+    for kind, operators in by_type(measured.operators)[:count]:
+        seconds = sum(each.seconds for each in operators)
+        if seconds < 0.05 * measured.total_s:
+            continue
+        bounds: dict[Bound, float] = {}
+        for each in operators:
+            bounds[each.bound] = bounds.get(each.bound, 0.0) + each.seconds
+        bound = max(bounds, key=lambda name: bounds[name])
+        known = [each for each in operators if each.needed_s is not None]
+        needed = sum(min(each.seconds, each.needed_s or 0.0) for each in known)
+        at = f" at {units.share(needed, seconds)} of its roof" if known else ""
+        lines.append(f"{_percent(seconds, measured)} is {kind}, {WORDS[bound]}{at}")
+    return lines
+
+
+def _headroom_line(measured: Measured) -> str:
+    room = headroom(measured)
+    known_s = sum(each.seconds for each in measured.operators if each.needed_s is not None)
+    if known_s < 0.5 * measured.listed_s:
+        return "shapes of most operators are not known, and so neither is what the peaks allow"
+    if room < MIN_CEILING:
+        return "the operators run at the peaks of this device: only fewer or narrower ones help"
+    return f"at most {room:.2g}x left in the same operators and datatypes, at this device's peaks"
+
+
+def verdict(measured: Measured, steps: Sequence[NextStep]) -> str:
+    """The first line."""
+    if not measured.operators:
+        start = f"{units.duration(measured.total_s)} a batch; its operators cannot be seen"
+    else:
+        bound = bound_of(measured)
+        seconds = shares(measured).get(bound, 0.0)
+        start = f"{WORDS[bound].capitalize()}: {_percent(seconds, measured)}"
+        if types := by_type([each for each in measured.operators if each.bound == bound]):
+            start += f", most of it {types[0][0]}"
+    if not steps:
+        return f"{start}. Nothing promises more than {MIN_CEILING:g}x"
+    return f"{start}. Next: {steps[0].text}"
+
+
+def by_type(operators: Sequence[Operator]) -> list[tuple[str, list[Operator]]]:
+    """Operators by type, the type with the most time first."""
+    found: dict[str, list[Operator]] = {}
+    for each in operators:
+        found.setdefault(each.type, []).append(each)
+    return sorted(found.items(), key=lambda item: -sum(each.seconds for each in item[1]))
+
+
+def _top_types(operators: Sequence[Operator], count: int = 3) -> str:
+    names = [kind for kind, _ in by_type(operators)]
+    if not names:
+        return "nothing"
+    return units.listed(names[:count] + (["others"] if len(names) > count else []))
+
+
+def _percent(seconds: float, measured: Measured, words: str = " of the time") -> str:
+    whole = max(measured.total_s, measured.listed_s)
+    return units.share(seconds, whole) + words

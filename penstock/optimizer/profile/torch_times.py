@@ -1,0 +1,193 @@
+"""Operator times of PyTorch: the backend's own Runner, watched by torch.profiler.
+
+Times are of an operator alone, without those it calls. Calls with the same shapes are one line. On
+a GPU the time is that of its kernels, by the operator that launched them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.optimizer.profile.times import Event, OperatorTime, Timed
+from penstock.optimizer.profile.work import Shaped
+
+# Its names for what ONNX calls otherwise.
+KINDS: Mapping[str, str] = {
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "linear", "mkldnn_linear"), "MatMul"),
+    **dict.fromkeys(("_int_mm",), "MatMulInteger"),
+    **dict.fromkeys(("_softmax", "softmax"), "Softmax"),
+    **dict.fromkeys(("native_layer_norm", "layer_norm"), "LayerNormalization"),
+    **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm"), "BatchNormalization"),
+    **dict.fromkeys(("copy_", "_to_copy", "clone", "contiguous"), "Copy"),
+    **dict.fromkeys(("relu", "relu_", "clamp_min", "clamp_min_"), "Relu"),
+    **dict.fromkeys(("add", "add_"), "Add"),
+    **dict.fromkeys(("mul", "mul_"), "Mul"),
+    **dict.fromkeys(("div", "div_"), "Div"),
+    **dict.fromkeys(("sub", "sub_"), "Sub"),
+    **dict.fromkeys(("hardtanh", "hardtanh_", "clamp", "clamp_"), "Clip"),
+    **dict.fromkeys(("silu", "silu_"), "Silu"),
+    **dict.fromkeys(("tanh", "tanh_"), "Tanh"),
+    **dict.fromkeys(("sigmoid", "sigmoid_"), "Sigmoid"),
+    **dict.fromkeys(("mean", "sum"), "ReduceMean"),
+    **dict.fromkeys(("embedding", "index_select"), "Gather"),
+    "gelu": "Gelu",
+    "erf": "Erf",
+    "cat": "Concat",
+    "max_pool2d_with_indices": "MaxPool",
+    "mkldnn_max_pool2d": "MaxPool",
+    "avg_pool2d": "AveragePool",
+    "adaptive_avg_pool2d": "GlobalAveragePool",
+}
+CONVOLUTIONS = frozenset(
+    {"mkldnn_convolution", "_slow_conv2d_forward", "cudnn_convolution", "_conv_depthwise2d"}
+    | {"thnn_conv2d", "slow_conv3d_forward", "convolution_overrideable"}
+)
+ATTENTION = "_scaled_dot_product"
+# What only names memory anew.
+VIEWS = frozenset(
+    {"view", "reshape", "as_strided", "transpose", "t", "expand", "permute", "unsqueeze", "slice"}
+    | {"select", "squeeze", "empty", "empty_like", "empty_strided", "resize_", "_unsafe_view"}
+    | {"flatten", "_reshape_alias", "detach", "split", "chunk", "narrow", "alias", "view_as"}
+)
+# Products whose second matrix is nearly always weights.
+WEIGHTED = frozenset({"mm", "addmm", "linear", "mkldnn_linear", "_int_mm"})
+# Position of the matrices that meet.
+SKIPPED_INPUTS = {"addmm": 1, "baddbmm": 1}
+NUM_WARM_UP = 2
+PREFIX = "aten::"
+
+
+def timed(run: Callable[[], object], num_runs: int, datatype: str, is_cuda: bool) -> Timed:
+    """`run` is one batch through the Runner; `datatype` is that of its weights."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if is_cuda else [])
+    for _ in range(NUM_WARM_UP):
+        run()
+    with profile(activities=activities, record_shapes=True, acc_events=True) as watched:
+        seconds = []
+        for _ in range(num_runs):
+            began = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - began)
+    found = [event for event in watched.events() if event.name.startswith(PREFIX)]
+    return read(found, num_runs, statistics.median(seconds), datatype, is_cuda=is_cuda)
+
+
+def read(
+    found: Sequence[Any], num_runs: int, profiled_s: float, datatype: str, *, is_cuda: bool
+) -> Timed:
+    """From the profiler's events, which have `name`, `input_shapes`, `time_range` and times."""
+    grouped: dict[tuple[str, str], list[Any]] = {}
+    for event in found:
+        grouped.setdefault((event.name, str(event.input_shapes)), []).append(event)
+    operators = []
+    for events in grouped.values():
+        calls = max(1, round(len(events) / num_runs))
+        seconds = calls * statistics.median(_self_us(event, is_cuda) for event in events) / 1e6
+        if seconds > 0:
+            operators.append(_operator(events[0], seconds, calls, datatype))
+    return Timed(operators, profiled_s, _events(found))
+
+
+def _self_us(event: Any, is_cuda: bool) -> float:
+    return float(event.self_device_time_total if is_cuda else event.self_cpu_time_total)
+
+
+def _operator(event: Any, seconds: float, calls: int, datatype: str) -> OperatorTime:
+    name = event.name.removeprefix(PREFIX)
+    shapes = [tuple(shape) for shape in event.input_shapes if shape and _is_shape(shape)]
+    kind = _kind(name)
+    tensors = [Shaped(datatype, shape) for shape in shapes[SKIPPED_INPUTS.get(name, 0) :]]
+    inputs, outputs = _answer(kind, tensors, event)
+    has_weights = len(inputs) > 1 and (name in WEIGHTED or kind == "Conv")
+    weights = inputs[1].num_bytes if has_weights else 0.0
+    label = f"{name} {' '.join('x'.join(map(str, shape)) for shape in shapes)}".strip()
+    return OperatorTime(label, kind, seconds, inputs, outputs, weights, calls, datatype)
+
+
+def _is_shape(shape: Sequence[Any]) -> bool:
+    return all(isinstance(size, int) for size in shape)
+
+
+def _kind(name: str) -> str:
+    if name in CONVOLUTIONS:
+        return "Conv"
+    if name.startswith(ATTENTION):
+        return "MultiHeadAttention"
+    if name in VIEWS:
+        return "Reshape"
+    return KINDS.get(name, name)
+
+
+Tensors = tuple[Shaped, ...]
+
+
+def _answer(kind: str, tensors: list[Shaped], event: Any) -> tuple[Tensors, Tensors]:
+    """The profiler tells inputs only; the output follows from them, or nothing is said."""
+    inputs = tuple(tensors)
+    if not inputs:
+        return (), ()
+    first = inputs[0]
+    if kind in ("MatMul", "MatMulInteger") and len(inputs) > 1:
+        width = inputs[1].shape[-1]
+        return inputs, (Shaped(first.datatype, (*first.shape[:-1], width)),)
+    if kind == "Conv":
+        shape = _convolved(event, inputs)
+        return (inputs, (Shaped(first.datatype, shape),)) if shape else ((), ())
+    if kind == "Gather":
+        shape = (*inputs[1].shape, first.shape[-1]) if len(inputs) > 1 else ()
+        indices = tuple(Shaped("int64", each.shape) for each in inputs[1:])
+        return (first, *indices), (Shaped(first.datatype, shape),)
+    if kind == "Concat":
+        return (), ()
+    largest = max(inputs, key=lambda each: each.num_elements)
+    return inputs, (first if kind == "MultiHeadAttention" else largest,)
+
+
+def _convolved(event: Any, inputs: Tensors) -> tuple[int, ...]:
+    """The output of a convolution from its stride, padding and dilation, where they are told."""
+    given = [
+        value
+        for value in getattr(event, "concrete_inputs", None) or ()
+        if isinstance(value, list) and len(value) == len(inputs[0].shape) - 2
+    ]
+    if len(inputs) < 2:
+        return ()
+    image, weights = inputs[0].shape, inputs[1].shape
+    name = event.name.removeprefix(PREFIX)
+    # Some tell the window first.
+    if name in ("_slow_conv2d_forward", "thnn_conv2d", "_conv_depthwise2d"):
+        given = given[1:]
+    elif name in ("mkldnn_convolution", "cudnn_convolution"):
+        given = [given[1], given[0], *given[2:]] if len(given) > 1 else given
+    if len(given) < 2:
+        return ()
+    strides, paddings = given[0], given[1]
+    dilations = given[2] if len(given) > 2 else [1] * len(strides)
+    sizes = [
+        (size + 2 * padding - dilation * (window - 1) - 1) // stride + 1
+        for size, window, stride, padding, dilation in zip(
+            image[2:], weights[2:], strides, paddings, dilations, strict=True
+        )
+    ]
+    return (image[0], weights[0], *sizes)
+
+
+def _events(found: Sequence[Any]) -> list[Event]:
+    if not found:
+        return []
+    start_us = min(event.time_range.start for event in found)
+    return [
+        Event(
+            event.name.removeprefix(PREFIX),
+            _kind(event.name.removeprefix(PREFIX)),
+            (event.time_range.start - start_us) / 1e6,
+            (event.time_range.end - event.time_range.start) / 1e6,
+            {"input": str(event.input_shapes)},
+        )
+        for event in found
+    ]

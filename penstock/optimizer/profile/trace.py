@@ -1,0 +1,53 @@
+"""A profile as a trace that Chrome (chrome://tracing) and Perfetto (ui.perfetto.dev) show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.optimizer.profile.results import Bucket
+from penstock.optimizer.profile.times import Event
+
+OPERATORS, REQUEST = 1, 2
+
+
+def to_trace(model: str, events: Sequence[Event], buckets: Sequence[Bucket]) -> dict[str, Any]:
+    """Operators as they ran on one line, the buckets of a request in a row on another."""
+    spans: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"penstock: {model}"}},
+        _named(OPERATORS, "operators"),
+        _named(REQUEST, "one request"),
+    ]
+    spans += [
+        _span(OPERATORS, event.name, event.kind, event.start_s, event.seconds) | _args(event)
+        for event in events
+    ]
+    start_s = 0.0
+    for bucket in buckets:
+        spans.append(_span(REQUEST, bucket.name, "bucket", start_s, bucket.seconds))
+        start_s += bucket.seconds
+    return {"traceEvents": spans, "displayTimeUnit": "ms"}
+
+
+def write(path: Path, model: str, events: Sequence[Event], buckets: Sequence[Bucket]) -> None:
+    try:
+        path.write_bytes(msgspec.json.encode(to_trace(model, events, buckets)))
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be written: {error.strerror}"]) from None
+
+
+def _named(thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": {"name": name}}
+
+
+def _span(thread: int, name: str, kind: str, start_s: float, seconds: float) -> dict[str, Any]:
+    times = {"ts": start_s * 1e6, "dur": seconds * 1e6}
+    return {"ph": "X", "name": name, "cat": kind, "pid": 1, "tid": thread, **times}
+
+
+def _args(event: Event) -> dict[str, Any]:
+    return {"args": {"type": event.kind, **event.details}}
