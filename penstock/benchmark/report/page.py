@@ -23,6 +23,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from markupsafe import Markup
 
+TEMPLATES = Path(__file__).parent
 OUTCOME_STYLES: dict[Outcome, str] = {
     "kept": "kept",
     "missed": "missed",
@@ -99,12 +100,15 @@ def page(run: Run) -> str:
     return rendered("page.html.jinja", values, plots.figures_of_run(run, figures))
 
 
-def rendered(template: str, values: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
+def rendered(
+    template: str, values: Mapping[str, Any], figures: Mapping[str, Any], folder: Path = TEMPLATES
+) -> str:
+    """`folder` holds the template; what pages share is found beside this file."""
     import jinja2
     from markupsafe import Markup
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
