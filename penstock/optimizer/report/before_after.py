@@ -17,7 +17,7 @@ from penstock.optimizer.results import Optimization, Served
 NEAR = 0.01
 # Share of what arrives that has to be answered in the time measured.
 KEPT_UP = 0.95
-OVERLOADED = "overloaded: not compared"
+OVERLOADED = "was overloaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ def keeps_up(served: Served) -> bool:
 def _measured_rows(before: Served | None, after: Served | None) -> Iterator[Row]:
     both = before, after
     rates = [None if each is None else each.max_rate for each in both]
-    yield _row("highest rate that keeps the SLO", *map(_highest, rates))
+    yield _row("highest rate", *map(_highest, rates))
     is_overloaded = any(each is not None and not keeps_up(each) for each in both)
     for name in ("p50", "p99"):
         found = [None if each is None else getattr(each, name) for each in both]
         row = _row(name, *map(_duration, found), is_lower_better=True)
         yield replace(row, change=OVERLOADED, is_better=None) if is_overloaded else row
-    yield _row("answers per second", *(_rate(each and each.throughput) for each in both))
+    yield _row("answers/s", *(_rate(None if each is None else each.throughput) for each in both))
     yield _row("answered in time", *map(_goodput, both), has_change=False)
     yield _row("cost per million", *map(_cost, both), is_lower_better=True)
     yield _row("memory", *map(_memory, both), is_lower_better=True)
@@ -83,7 +83,8 @@ def _accuracy_rows(optimization: Optimization) -> Iterator[Row]:
     before, after = (
         Figure(wording.score(found.metric, each)) for each in (found.original, found.candidate)
     )
-    yield Row(f"{found.metric} ({found.part})", before, after, wording.bound(found), None)
+    change = wording.bound(found, optimization.accuracy_budget)
+    yield Row(f"{found.metric} ({found.part})", before, after, change, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,10 +54,14 @@ def _missed(optimization: Optimization) -> tuple[str, list[str]]:
 
 def _refused(optimization: Optimization) -> tuple[str, list[str]]:
     decisive = decisive_refusal(optimization)
-    reason = f"nothing keeps {optimization.accuracy_budget or 'the accuracy budget'} for sure"
+    budget = optimization.accuracy_budget
+    reason = f"nothing keeps {budget or 'the accuracy budget'} for sure"
     if decisive is None:
         return "Refused by the accuracy gate", [reason]
-    return "Refused by the accuracy gate", [reason, decisive.text or wording.accuracy(decisive)]
+    return "Refused by the accuracy gate", [
+        reason,
+        decisive.text or wording.accuracy(decisive, budget),
+    ]
 
 
 def _interrupted(optimization: Optimization) -> tuple[str, list[str]]:
@@ -119,7 +123,7 @@ def _gains(optimization: Optimization) -> list[str]:
     """Against the original: speed, and accuracy."""
     found = [_speed(optimization)]
     if optimization.held_out is not None:
-        found.append(wording.accuracy(optimization.held_out))
+        found.append(wording.accuracy(optimization.held_out, optimization.accuracy_budget))
     return found
 
 

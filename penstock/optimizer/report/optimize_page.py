@@ -23,6 +23,9 @@ from penstock.optimizer.report.tried import Told
 from penstock.optimizer.results import Optimization
 
 OUTCOME_STYLES = {"met": "kept", "missed": "missed", "refused": "missed", "interrupted": "mixed"}
+STEP_PLOTS = {"rate_steps", "latency_steps", "accuracy_steps", "cost_steps"}
+# Figures of the table that get no card.
+LESS_TOLD = ("p50", "answers/s", "answered in time")
 DEFINITIONS = {
     "Highest rate": "The most requests a second, arriving by chance, at which the latency terms of"
     " the SLO hold. The original is compared by it also where it misses the SLO.",
@@ -33,7 +36,7 @@ DEFINITIONS = {
     "Accuracy": "Original and candidate on the same examples. The loss is at most the bound, 19"
     " times of 20; a bound beyond the limit is refused, also when the loss itself is not. The"
     " held-out part is looked at once, for what was chosen.",
-    "No better": "Faster or slower by less than the noise: the simpler one is taken.",
+    "Equal": "Faster or slower by less than the noise: the simpler one is taken.",
     "Cost": "Of a million answers at the highest rate, in the unit of the price given.",
 }
 
@@ -42,12 +45,17 @@ def page(optimization: Optimization) -> str:
     headline = optimization.headline or first_line.headline(optimization)
     profile = optimization.profile
     has_after = before_after.has_after(optimization)
+    figures = optimize_plots.figures_of(optimization)
+    figures["roofline"] = [None if profile is None else roofline_plot.roofline(profile)]
     values = {
+        "has_steps": any(figures[name][0] for name in STEP_PLOTS),
+        "has_plots": any(figures[name][0] for name in figures.keys() - STEP_PLOTS),
         "headline": headline,
         "style": _style(optimization),
         "about": about(optimization),
         "notes": _notes(optimization),
         "cards": list(_cards(optimization)),
+        "table_title": "Before and after" if has_after else "The original",
         "head": ["", "original", *(["chosen", "change"] if has_after else [])],
         "rows": [_cells(row, has_after) for row in before_after.rows(optimization)],
         "chosen": optimization.chosen,
@@ -60,14 +68,12 @@ def page(optimization: Optimization) -> str:
         "build_code": reproduce.build_code(optimization, optimization.chosen)
         if optimization.chosen is not None
         else "",
-        "bench": reproduce.bench_commands(optimization, _folder(optimization)),
+        "bench": reproduce.bench_commands(optimization),
         "record": _record(optimization),
         "definitions": DEFINITIONS,
         "command": optimization.command,
         "outcome_style": _outcome_style,
     }
-    figures = optimize_plots.figures_of(optimization)
-    figures["roofline"] = [None if profile is None else roofline_plot.roofline(profile)]
     return rendered("optimize.html.jinja", values, figures, Path(__file__).parent)
 
 
@@ -90,7 +96,9 @@ def about(optimization: Optimization) -> dict[str, str]:
 
 
 def _run_text(optimization: Optimization) -> str:
-    tries = "1 candidate" if len(optimization.tries) == 1 else f"{len(optimization.tries)} candidates"
+    tries = (
+        "1 candidate" if len(optimization.tries) == 1 else f"{len(optimization.tries)} candidates"
+    )
     text = f"{tries} in {wording.span(optimization.elapsed_s)}"
     if optimization.num_measured or optimization.num_remembered:
         text += f", {units.count(optimization.num_measured, 'measurement')}"
@@ -105,22 +113,12 @@ def _notes(optimization: Optimization) -> list[Line]:
 
 def _cards(optimization: Optimization) -> Iterator[Card]:
     """The figures of the table that are told first: what is, and what was."""
-    names = {
-        "highest rate that keeps the SLO": "highest rate",
-        "p99": "p99",
-        "cost per million": "cost per million",
-        "memory": "memory",
-    }
     has_after = before_after.has_after(optimization)
     for row in before_after.rows(optimization):
-        name = names.get(row.name, "")
-        if not name and optimization.held_out is not None:
-            is_accuracy = row.name.startswith(optimization.held_out.metric)
-            name = optimization.held_out.metric if is_accuracy else ""
-        if name:
+        if row.name not in LESS_TOLD:
             value = row.after if has_after else row.before
-            detail = f"was {row.before.text}" if has_after else row.before.range
-            yield Card(name, value.text, detail)
+            detail = f"original: {row.before.text}" if has_after else row.before.range
+            yield Card(row.name, value.text, detail)
 
 
 def _cells(row: Row, has_after: bool) -> list[Cell]:
@@ -168,14 +166,6 @@ def _parents(optimization: Optimization) -> list[str]:
         candidate = candidate.parent
         found.append(candidate.key)
     return found
-
-
-def _folder(optimization: Optimization) -> str:
-    """What `penstock serve` takes: the model's folder of the version, else what the script makes."""
-    if optimization.version:
-        return str(Path(optimization.version).parent)
-    steps = () if optimization.chosen is None else optimization.chosen.steps
-    return f"rebuilt/{len(steps)}"
 
 
 def _record(optimization: Optimization) -> dict[str, str]:

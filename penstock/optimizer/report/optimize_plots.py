@@ -39,13 +39,15 @@ CUT = 4.0
 MAX_HOVER = 60
 # Letters that fit below a bar.
 MAX_LABEL = 10
+# Of the room that a bar has.
+HALF_BAR = 0.325
 # An axis of accuracy spans this at least, so that noise does not look large.
 MIN_SPAN = 0.02
 
 
 def figures_of(optimization: Optimization) -> dict[str, list[Figure | None]]:
     """By name. None: there is nothing to draw."""
-    metric = metric_of(optimization)
+    metric = wording.metric_of(optimization)
     return {
         "latency_steps": [_latency_steps(optimization)],
         "rate_steps": [_waterfall(optimization.phases, RATE)],
@@ -55,12 +57,6 @@ def figures_of(optimization: Optimization) -> dict[str, list[Figure | None]]:
         "curves": [_curves(optimization)],
         "phases": [_phases(optimization)],
     }
-
-
-def metric_of(optimization: Optimization) -> str:
-    """What accuracy was judged by; empty when it was not."""
-    found = [each.accuracy for each in optimization.tries] + [optimization.held_out]
-    return next((each.metric for each in found if each is not None), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +90,8 @@ def _latency_steps(optimization: Optimization) -> Figure | None:
     slo = slo_of(optimization)
     if figure is None or slo is None or slo.latency_s is None:
         return figure
-    at = slo.latency_s * 1e3
-    _across(figure["layout"], at, f" SLO: {units.duration(slo.latency_s)}")
+    _across(figure["layout"], slo.latency_s * 1e3)
+    figure["layout"]["annotations"].append(_corner(f"SLO: {units.duration(slo.latency_s)}"))
     return figure
 
 
@@ -108,14 +104,18 @@ def slo_of(optimization: Optimization) -> Slo | None:
     return promises.parse(optimization.slo) if optimization.slo else None
 
 
-def _across(layout: Figure, at: float, text: str) -> None:
+def _across(layout: Figure, at: float) -> None:
     """A dashed line over the whole width of a plot with a plain axis."""
     line = {"color": plots.LIMIT_COLOUR, "width": 1.5, "dash": "dash"}
     place = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": line}
     layout["shapes"].append(place)
-    note = {"x": 1, "xref": "paper", "xanchor": "right", "y": at, "yanchor": "bottom", "text": text}
-    note |= {"showarrow": False, "font": {"color": plots.LIMIT_COLOUR, "size": 11}}
-    layout["annotations"].append(note)
+
+
+def _corner(text: str) -> Figure:
+    """What a dashed line is, above the plot: nothing else is there."""
+    place = {"x": 1, "xref": "paper", "xanchor": "right", "y": 1, "yref": "paper"}
+    font = {"color": plots.LIMIT_COLOUR, "size": 11}
+    return place | {"yanchor": "bottom", "text": f"- - {text}", "showarrow": False, "font": font}
 
 
 def _waterfall(
@@ -136,7 +136,7 @@ def _waterfall(
         "shapes": _connectors(values, top),
         "annotations": _labels(values, texts, top),
         "showlegend": False,
-        "bargap": 0.35,
+        "bargap": 1 - 2 * HALF_BAR,
     }
     trace: Figure = {
         "type": "bar",
@@ -209,7 +209,8 @@ def _top(finite: Sequence[float], limit: float | None) -> float:
 def _connectors(values: Sequence[float], top: float) -> list[Figure]:
     line = {"color": GREY, "width": 1, "dash": "dot"}
     return [
-        {"type": "line", "x0": index, "x1": index + 1, "y0": value, "y1": value, "line": line}
+        {"type": "line", "y0": value, "y1": value, "line": line}
+        | {"x0": index + HALF_BAR, "x1": index + 1 - HALF_BAR}
         for index, value in enumerate(values[:-1])
         if math.isfinite(value) and value <= top
     ]
@@ -246,7 +247,10 @@ def _accuracy_steps(optimization: Optimization, metric: str) -> Figure | None:
         "x": _names(known),
         "y": [value * scale for value in values],
         "text": [wording.score(metric, value) for value in values],
-        "textposition": "top center",
+        "textposition": [
+            "bottom center" if value < before else "top center"
+            for before, value in zip([values[0], *values], values, strict=False)
+        ],
         "textfont": {"size": 11},
         "line": {"color": GREY, "width": 1.5, "shape": "hv", "dash": "dot"},
         "marker": {"color": WHOLE, "size": 10},
@@ -261,15 +265,16 @@ def _accuracy_steps(optimization: Optimization, metric: str) -> Figure | None:
         "annotations": [],
     }
     if (limit := _accuracy_limit(optimization)) is not None:
-        _across(layout, limit * scale, f"budget: {escape(optimization.accuracy_budget)} ")
+        _across(layout, limit * scale)
+        layout["annotations"].append(_corner(f"budget: {escape(optimization.accuracy_budget)}"))
     return {"data": [trace], "layout": layout}
 
 
 def _accuracy_limit(optimization: Optimization) -> float | None:
     """The least that the budget allows. A relative one, or of an error, is not drawn."""
     found = optimization.held_out
-    words = optimization.accuracy_budget.split()
-    if found is None or "relative" in words or "rise" in words:
+    budget = optimization.accuracy_budget
+    if found is None or wording.is_relative(budget) or " rise " in budget:
         return None
     return found.original - found.limit
 
@@ -295,7 +300,8 @@ class Point:
 
 def points_of(optimization: Optimization, metric: str) -> list[Point]:
     """Every try whose rate is known."""
-    scale = 100.0 if wording.is_share(metric) else 1.0
+    is_percent = wording.is_share(metric) or wording.is_relative(optimization.accuracy_budget)
+    scale = 100.0 if is_percent else 1.0
     found = []
     for each in optimization.tries:
         measured = None if each.served is None else each.served.max_rate
@@ -311,8 +317,9 @@ def _loss_of(optimization: Optimization, candidate: Candidate) -> float:
     """What the last step that changed answers was found to lose; those after it lose no more."""
     while candidate.steps:
         found = try_of(optimization.tries, candidate.key)
-        if found is not None and found.accuracy is not None and math.isfinite(found.accuracy.loss):
-            return found.accuracy.loss
+        judged = None if found is None else found.accuracy
+        if judged is not None and wording.is_known(judged.loss):
+            return judged.loss
         candidate = candidate.parent
     return 0.0
 
@@ -330,7 +337,7 @@ def front_of(points: Sequence[Point]) -> list[Point]:
 # Name in the legend, colour and mark by what became of a try.
 MARKS = {
     "kept": ("kept", BETTER, "circle"),
-    "equal": ("no better", WHOLE, "circle"),
+    "equal": ("equal", WHOLE, "circle"),
     "slower": ("slower", WHOLE, "triangle-down"),
     "rejected": ("rejected by a gate", GREY, "x"),
 }
@@ -346,18 +353,25 @@ def _pareto(optimization: Optimization, metric: str) -> Figure | None:
         if group:
             data.append(_marks(group, name, colour, symbol))
     data += _chosen_mark(optimization, points)
-    unit = "points" if wording.is_share(metric) else "score"
-    lost = f"{metric} lost, {unit}" if metric else "accuracy was not judged"
     losses = [point.loss for point in points]
     span = max(max(losses) - min(losses), 0.5 if wording.is_share(metric) else 1e-3)
-    layout = {
+    title = f"{escape(metric)} lost{_loss_unit(optimization, metric)}"
+    layout: Figure = {
         "xaxis": {"title": "highest rate that keeps the SLO, per second", "rangemode": "tozero"},
         # Upside down: up is good, as in the words above.
-        "yaxis": {"title": lost, "range": [max(losses) + 0.15 * span, min(losses) - 0.15 * span]},
+        "yaxis": {"title": title, "range": [max(losses) + 0.15 * span, min(losses) - 0.15 * span]},
         "shapes": [],
         "annotations": [],
     }
+    if not metric:
+        layout["yaxis"] |= {"title": "accuracy was not judged", "showticklabels": False}
     return {"data": data, "layout": layout}
+
+
+def _loss_unit(optimization: Optimization, metric: str) -> str:
+    if wording.is_relative(optimization.accuracy_budget):
+        return ", % of the original's"
+    return ", points" if wording.is_share(metric) else ""
 
 
 def _front_trace(points: Sequence[Point]) -> Figure:
@@ -441,6 +455,8 @@ def _curves(optimization: Optimization) -> Figure | None:
             plots.add_limit_across(figure["layout"], term)
     if slo is not None and slo.rate is not None:
         _rate_line(figure["layout"], slo.rate.per_s)
+    # Words on the lines would lie on the curves.
+    figure["layout"]["annotations"] = [_corner(f"SLO: {escape(str(slo))}")] if slo else []
     return figure
 
 
@@ -464,9 +480,6 @@ def _rate_line(layout: Figure, rate: float) -> None:
     line = {"color": plots.LIMIT_COLOUR, "width": 1.5, "dash": "dash"}
     place = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": rate, "x1": rate}
     layout["shapes"].append(place | {"line": line})
-    note = {"x": rate, "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
-    note |= {"text": _rate_text(rate), "font": {"color": plots.LIMIT_COLOUR, "size": 11}}
-    layout["annotations"].append(note)
 
 
 def _phases(optimization: Optimization) -> Figure | None:

@@ -1,4 +1,4 @@
-"""How to get a candidate again: its steps, the code that takes them, the commands that measure. Pure
+"""How to get a candidate again: its steps, the code that takes them, commands that measure it. Pure
 text."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import shlex
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.results import Optimization
 
+# Those that bench has too, with the same meaning.
 DATA_FLAGS = ("--data", "--data-name")
 ADDRESS = "http://127.0.0.1:8000/v2/models"
 BUILD = """\
@@ -48,24 +49,34 @@ def build_code(optimization: Optimization, candidate: Candidate) -> str:
     return BUILD.format(steps=steps, source=optimization.source, name=optimization.name)
 
 
-def bench_commands(optimization: Optimization, folder: str) -> str:
-    """What serves a folder and measures it as this run did."""
-    address = f"{ADDRESS}/{optimization.name}"
-    bench = ["penstock", "bench", address, *_data_flags(optimization.command)]
+def bench_commands(optimization: Optimization) -> str:
+    """What serves the chosen and measures it as this run did."""
+    flags = _flags(optimization.command)
+    data = [word for name in DATA_FLAGS if name in flags for word in (name, flags[name])]
+    bench = ["penstock", "bench", f"{ADDRESS}/{optimization.name}", *data]
     if optimization.slo:
         bench += ["--slo", optimization.slo]
-    lines = [shlex.join(["penstock", "serve", folder]), shlex.join(bench)]
+    lines = [shlex.join(["penstock", "serve", _folder(optimization)]), shlex.join(bench)]
     if optimization.slo:
         lines.append(shlex.join([*bench, "--max-rate"]))
     return "\n".join(lines)
 
 
-def _data_flags(command: str) -> list[str]:
-    """What the run was given to send, in the words of bench, which are the same."""
+def _folder(optimization: Optimization) -> str:
+    """The repository that got the version; without one, what the script makes."""
+    repository = _flags(optimization.command).get("--out", "")
+    if optimization.version and repository:
+        return repository
+    steps = () if optimization.chosen is None else optimization.chosen.steps
+    return f"rebuilt/{len(steps)}"
+
+
+def _flags(command: str) -> dict[str, str]:
+    """What stands after each flag of a command, or after its equals sign."""
     words = shlex.split(command)
-    found = []
-    for word, value in zip(words, [*words[1:], ""], strict=True):
+    found = {}
+    for word, following in zip(words, [*words[1:], ""], strict=True):
         name, is_joined, text = word.partition("=")
-        if name in DATA_FLAGS:
-            found += [name, text if is_joined else value]
+        if name.startswith("--"):
+            found[name] = text if is_joined else following
     return found

@@ -131,14 +131,11 @@ def numerics_text(found: Numerics) -> str:
 
 
 def accuracy_text(found: Judgement) -> str:
-    """All that the gate decided from."""
-    word = "passed" if found.is_passed else "refused"
-    needed = "" if found.num_needed is None else f"; about {found.num_needed} examples are needed"
-    return (
-        f"{word}: {wording.accuracy(found)}; {units.count(found.num_examples, 'example')}"
-        f" ({found.part}), better on {found.num_better}, worse on {found.num_worse};"
-        f" {found.method}, one-sided {100 * (1 - found.alpha):.0f} %{needed}"
-    )
+    """What the gate said, and what it decided from."""
+    said = found.text or wording.accuracy(found)
+    examples = f"{units.count(found.num_examples, 'example')} ({found.part})"
+    pairs = f"better on {found.num_better}, worse on {found.num_worse}"
+    return f"{said}; {examples}, {pairs}; {found.method}"
 
 
 def times_text(table: TimeTable) -> str:

@@ -13,8 +13,10 @@ from penstock.benchmark.report.headline import term_text
 from penstock.benchmark.stats import Interval
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.results import Verdict
+from penstock.optimizer.results import Optimization, Verdict
 
+# A number that is no loss but the lack of a bound.
+ANY_LOSS = 1e100
 # Scores that are a share of the examples, and read as percent.
 SHARES = re.compile(r"top\d+|agreement|accuracy")
 
@@ -30,29 +32,45 @@ def score(metric: str, value: float) -> str:
     return f"{100 * value:.1f} %" if is_share(metric) else f"{value:.4g}"
 
 
-def loss(metric: str, amount: float) -> str:
-    """`0.6 points` of a share of examples, else the number itself."""
-    if not math.isfinite(amount):
+def is_relative(budget: str) -> bool:
+    """Losses under such a budget are shares of the original's score."""
+    return budget.endswith(" relative")
+
+
+def loss(metric: str, amount: float, budget: str = "") -> str:
+    """`0.6 points` of a share of examples, `0.6 % relative`, else the number itself."""
+    if not is_known(amount):
         return units.UNKNOWN
-    if not is_share(metric):
-        return f"{amount:.3g}"
-    points = f"{100 * amount:.2f}".rstrip("0").rstrip(".")
-    return f"{points} point" + ("" if points == "1" else "s")
+    percent = f"{100 * amount:.2f}".rstrip("0").rstrip(".")
+    if is_relative(budget):
+        return f"{percent} % relative"
+    if is_share(metric):
+        return f"{percent} point" + ("" if percent == "1" else "s")
+    return f"{amount:.3g}"
 
 
-def accuracy(found: Judgement) -> str:
+def is_known(amount: float) -> bool:
+    """Where nothing can be said any loss is assumed, as a number beyond all sense."""
+    return abs(amount) < ANY_LOSS
+
+
+def accuracy(found: Judgement, budget: str = "") -> str:
     """`top1 91.2 % → 91.0 % (loss at most 0.6 points, limit 1 point)`."""
     both = f"{score(found.metric, found.original)} → {score(found.metric, found.candidate)}"
-    return f"{found.metric} {both} ({bound(found)})"
+    return f"{found.metric} {both} ({bound(found, budget)}, {limit(found, budget)})"
 
 
-def bound(found: Judgement) -> str:
-    limit = f"limit {loss(found.metric, found.limit)}"
-    if not math.isfinite(found.loss_bound):
-        return f"loss not known, {limit}"
+def bound(found: Judgement, budget: str = "") -> str:
+    """The most that may be lost."""
+    if not is_known(found.loss_bound):
+        return "loss not known"
     if found.loss_bound <= 0:
-        return f"no loss, {limit}"
-    return f"loss at most {loss(found.metric, found.loss_bound)}, {limit}"
+        return "no loss"
+    return f"loss at most {loss(found.metric, found.loss_bound, budget)}"
+
+
+def limit(found: Judgement, budget: str = "") -> str:
+    return f"limit {loss(found.metric, found.limit, budget)}"
 
 
 def last_step(candidate: Candidate) -> str:
@@ -77,6 +95,13 @@ def ratio(before: Interval | None, after: Interval | None) -> float | None:
 def term(found: Verdict) -> str:
     """`p99 12.1 ms (11.8-12.6) < 20 ms`."""
     return term_text(verdicts.Verdict(promises.parse(found.term).terms[0], found.measured))
+
+
+def metric_of(optimization: Optimization) -> str:
+    """What accuracy is judged by; empty when it is not."""
+    found = [each.accuracy for each in optimization.tries] + [optimization.held_out]
+    named = next((each.metric for each in found if each is not None), "")
+    return named or optimization.accuracy_budget.partition(" ")[0]
 
 
 def excess(found: Verdict) -> float | None:
