@@ -17,7 +17,7 @@ from penstock.optimizer.results import Optimization, Served
 NEAR = 0.01
 # Share of what arrives that has to be answered in the time measured.
 KEPT_UP = 0.95
-OVERLOADED = "was overloaded"
+OVERLOADED = "overloaded"
 
 
 @dataclass(frozen=True, slots=True)
