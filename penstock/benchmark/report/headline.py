@@ -196,6 +196,8 @@ def _measured_text(term: Term, measured: Interval) -> str:
         if math.isinf(measured.value):
             return "infinite (too many requests failed)"
         return units.duration_interval(measured)
+    if isinstance(term, Memory):
+        return units.size(measured.value)
     text = units.range_of(measured)
     unit = "/s" if isinstance(term, Throughput) else " %" if isinstance(term, Goodput) else ""
     return f"{units.number(measured.value)}{unit}" + (f" ({text})" if text else "")

@@ -125,7 +125,7 @@ def _curve(run: Run, figures: Sequence[Figures]) -> Figure | None:
         [curve_trace(run, name, name, colour) for name, colour in colour_of.items()]
     )
     for term in _limits(run):
-        _add_limit_across(figure["layout"], term)
+        add_limit_across(figure["layout"], term)
     _mark_knee(run, figures, figure)
     return figure
 
@@ -133,7 +133,7 @@ def _curve(run: Run, figures: Sequence[Figures]) -> Figure | None:
 def curve_figure(traces: list[Figure]) -> Figure:
     layout = {
         "xaxis": {"title": "good answers per second", "rangemode": "tozero"},
-        "yaxis": _log_axis("latency, ms", _with_bars(traces)),
+        "yaxis": log_axis("latency, ms", _with_bars(traces)),
         "shapes": [],
         "annotations": [],
     }
@@ -181,7 +181,7 @@ def _with_bars(traces: Sequence[Figure]) -> Iterator[float]:
         yield from (y - less for y, less in zip(trace["y"], bars["arrayminus"], strict=False))
 
 
-def _add_limit_across(layout: Figure, term: Latency) -> None:
+def add_limit_across(layout: Figure, term: Latency) -> None:
     """Of latency, on an axis of latency that goes up."""
     if term.metric != "latency":
         return
@@ -226,7 +226,7 @@ def _mark_knee(run: Run, figures: Sequence[Figures], figure: Figure) -> None:
     figure["layout"]["annotations"].append(note)
 
 
-def _log_axis(title: str, values: Iterable[float]) -> Figure:
+def log_axis(title: str, values: Iterable[float]) -> Figure:
     """Ticks at 1, 2, 5, 10 …, in plain numbers; more where the values are close together. Values
     that hardly differ get room around them: else no tick is in sight, and noise looks large."""
     finite = [value for value in values if math.isfinite(value) and value > 0]
@@ -268,7 +268,7 @@ def nines(percent: float) -> float:
 def cdf_layout(data: Sequence[Figure], title: str = "latency, ms") -> Figure:
     values = [x for trace in data for x in trace["x"]]
     return {
-        "xaxis": _log_axis(title, values),
+        "xaxis": log_axis(title, values),
         "yaxis": {
             "title": "percentile",
             "tickvals": [nines(percent) for percent in CDF_TICKS.values()],
@@ -408,12 +408,12 @@ def _over_time(run: Run, level: Level) -> Figure | None:
     values = [each for trace in data for each in trace["y"]]
     layout: Figure = {
         "xaxis": {"title": "seconds since measuring began", "rangemode": "tozero"},
-        "yaxis": _log_axis("latency, ms", values),
+        "yaxis": log_axis("latency, ms", values),
         "shapes": [],
         "annotations": [],
     }
     for term in _limits(run):
-        _add_limit_across(layout, term)
+        add_limit_across(layout, term)
     failures = [sum(window.failures.values()) for window in windows]
     if any(failures):
         data.append(

@@ -53,7 +53,7 @@ def write_run(run: Run, path: Path) -> None:
     """Whole, or not at all."""
     verdict = headline_of(run)
     data: dict[str, Any] = {"verdict": {"slo": verdict.outcome, "text": verdict.text}}
-    data |= _plain(msgspec.to_builtins(run, str_keys=True))
+    data |= plain(msgspec.to_builtins(run, str_keys=True))
     data["levels"] = [
         {"summary": _summary(run, level)} | values
         for level, values in zip(run.levels, data["levels"], strict=True)
@@ -97,14 +97,14 @@ def write_text(text: str, path: Path) -> None:
         raise ConfigError([f"{path}: cannot be written: {reason}"]) from error
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON has no NaN and no infinity; as words they are read again as what they were."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     return value
 
 

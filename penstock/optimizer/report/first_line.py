@@ -1,0 +1,140 @@
+"""The first line of every report of an optimisation, and the exit code that says the same. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from penstock.benchmark.report import units
+from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.report import wording
+from penstock.optimizer.results import Optimization, Served, Try, Verdict
+
+# met, SLO missed, refused by the accuracy gate, Ctrl-C as shells know it.
+EXIT_CODES = {"met": 0, "missed": 2, "refused": 3, "interrupted": 130}
+
+
+def exit_code(optimization: Optimization) -> int:
+    return EXIT_CODES[optimization.outcome]
+
+
+def headline(optimization: Optimization) -> str:
+    """What was promised, whether it is kept, what was gained and what that cost."""
+    head, details = {
+        "met": _met,
+        "missed": _missed,
+        "refused": _refused,
+        "interrupted": _interrupted,
+    }[optimization.outcome](optimization)
+    text = "; ".join(filter(None, details))
+    return f"{head}: {text}" if text else head
+
+
+def _met(optimization: Optimization) -> tuple[str, list[str]]:
+    after = _last(optimization)
+    kept = "" if after is None else _terms(after, "kept")
+    if is_original(optimization):
+        word = "SLO kept by the original" if optimization.slo else "No SLO was given"
+        return word, [kept, "nothing had to be changed"]
+    word = "SLO kept" if optimization.slo else "No SLO was given"
+    return word, [kept, *_gains(optimization)]
+
+
+def _missed(optimization: Optimization) -> tuple[str, list[str]]:
+    after = _last(optimization)
+    if after is None:
+        return "SLO missed", ["nothing could be served", *_gains(optimization)]
+    by = [wording.excess(each) for each in _of(after.verdicts, "missed")]
+    known = [each for each in by if each is not None]
+    head = f"SLO missed by {units.share(max(known), 1.0)}" if known else "SLO missed"
+    terms = _terms(after, "missed") or _terms(after, "not measured")
+    binding = optimization.binding and f"what binds is {optimization.binding}"
+    return head, [terms, binding, *_gains(optimization)]
+
+
+def _refused(optimization: Optimization) -> tuple[str, list[str]]:
+    decisive = decisive_refusal(optimization)
+    budget = optimization.accuracy_budget
+    reason = f"nothing keeps {budget or 'the accuracy budget'} for sure"
+    if decisive is None:
+        return "Refused by the accuracy gate", [reason]
+    return "Refused by the accuracy gate", [
+        reason,
+        decisive.text or wording.accuracy(decisive, budget),
+    ]
+
+
+def _interrupted(optimization: Optimization) -> tuple[str, list[str]]:
+    head = f"Interrupted after {wording.span(optimization.elapsed_s)}"
+    if optimization.chosen is None:
+        return head, ["nothing was found by then"]
+    best = f"the best by then is {optimization.chosen}"
+    if optimization.after is not None:
+        return head, [best, _terms(optimization.after, "kept"), *_gains(optimization)]
+    found = try_of(optimization.tries, optimization.chosen.key)
+    rate = None if found is None else found.predicted_rate
+    predicted = "" if rate is None else f"predicted to reach {units.number(rate)}/s, not yet served"
+    return head, [best, predicted]
+
+
+def is_original(optimization: Optimization) -> bool:
+    """Chosen is what was given."""
+    return optimization.chosen is not None and not optimization.chosen.steps
+
+
+def try_of(tries: Sequence[Try], key: str) -> Try | None:
+    return next((each for each in tries if each.candidate.key == key), None)
+
+
+def decisive_refusal(optimization: Optimization) -> Judgement | None:
+    """What the gate said of the candidate that came closest, best one that more examples would
+    help; the held-out part has the last word."""
+    if optimization.held_out is not None and not optimization.held_out.is_passed:
+        return optimization.held_out
+    refused = [
+        each.accuracy
+        for each in optimization.tries
+        if each.accuracy is not None and not each.accuracy.is_passed
+    ]
+    return min(refused, key=_distance, default=None)
+
+
+def _distance(refused: Judgement) -> tuple[bool, float]:
+    # NaN is no bound at all.
+    bound = math.inf if math.isnan(refused.loss_bound) else refused.loss_bound
+    return refused.num_needed is None, bound
+
+
+def _last(optimization: Optimization) -> Served | None:
+    return optimization.after or optimization.before
+
+
+def _of(verdicts: Sequence[Verdict], outcome: str) -> list[Verdict]:
+    return [each for each in verdicts if each.outcome == outcome]
+
+
+def _terms(served: Served, outcome: str) -> str:
+    """Terms of one outcome, and where they were measured."""
+    terms = [wording.term(each) for each in _of(served.verdicts, outcome)]
+    return f"{', '.join(terms)} at {served.load}" if terms else ""
+
+
+def _gains(optimization: Optimization) -> list[str]:
+    """Against the original: speed, and accuracy."""
+    found = [_speed(optimization)]
+    if optimization.held_out is not None:
+        found.append(wording.accuracy(optimization.held_out, optimization.accuracy_budget))
+    return found
+
+
+def _speed(optimization: Optimization) -> str:
+    before, after = optimization.before, optimization.after
+    if before is None or after is None or is_original(optimization):
+        return ""
+    if before.max_rate is not None and after.max_rate is not None:
+        ratio = wording.ratio(before.max_rate, after.max_rate)
+        if ratio is not None:
+            return f"{wording.times(ratio)} the original's highest rate"
+        if not before.max_rate.value > 0 < after.max_rate.value:
+            return f"up to {units.number(after.max_rate.value)}/s, the original at no rate"
+    return ""

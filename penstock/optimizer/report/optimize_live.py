@@ -1,0 +1,108 @@
+"""How an optimisation goes on while it goes on: a few lines that move in a terminal, else a line
+for each thing that begins. A new best stays to be read in both."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live as Screen
+from rich.text import Text
+
+from penstock.optimizer.candidates import STAGES
+from penstock.optimizer.progress import Progress
+from penstock.optimizer.report import wording
+
+
+class Live:
+    """`update` as often as wanted; everything goes to stderr, so that stdout is the report's."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._screen: Screen | None = None
+        self._last: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._screen = Screen(console=self._console, auto_refresh=False, transient=True)
+            self._screen.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._screen is not None:
+            self._screen.stop()
+            self._screen = None
+
+    def update(self, progress: Progress) -> None:
+        last, self._last = self._last, progress
+        if progress.best and (last is None or _best(last) != _best(progress)):
+            self._console.print(best_line(progress), soft_wrap=True)
+        if self._screen is not None:
+            self._screen.update(lines(progress), refresh=True)
+        elif last is None or _place(last) != _place(progress):
+            self._console.print(plain_line(progress), soft_wrap=True)
+
+
+def _best(progress: Progress) -> tuple[str, str]:
+    return progress.best, progress.best_text
+
+
+def _place(progress: Progress) -> tuple[str, str, str]:
+    return progress.stage, progress.candidate, progress.doing
+
+
+def lines(progress: Progress) -> Group:
+    """Where it is in the sequence, what is being tried, what is the best."""
+    found = [sequence(progress.stage), _now(progress)]
+    if progress.best:
+        found.append(Text.assemble(("best so far  ", "dim"), *_best_parts(progress)))
+    return Group(*found)
+
+
+def sequence(stage: str) -> Text:
+    """Stages in their order: those that are over, the present one, those to come."""
+    if stage not in STAGES:
+        return Text(stage, style="bold")
+    present = STAGES.index(stage)
+    text = Text()
+    for index, name in enumerate(STAGES):
+        text.append(" › " if index else "", style="dim")
+        style = "green" if index < present else "reverse bold" if index == present else "dim"
+        text.append(f" {name} " if index == present else name, style=style)
+    return text
+
+
+def _now(progress: Progress) -> Text:
+    parts: list[str | tuple[str, str]] = []
+    if progress.candidate:
+        parts.append((f"{progress.candidate}: ", "bold"))
+    parts += [progress.doing, (f"  {clock(progress)}", "dim")]
+    return Text.assemble(*parts)
+
+
+def clock(progress: Progress) -> str:
+    """`4 tried, 1 min 20 s, at most 8 min 40 s left`."""
+    parts = [f"{progress.num_tried} tried", wording.span(progress.elapsed_s)]
+    if progress.left_s is not None:
+        parts.append(f"at most {wording.span(max(progress.left_s, 0.0))} left")
+    return ", ".join(parts)
+
+
+def plain_line(progress: Progress) -> Text:
+    """For a file or a log: `[1 min 20 s] quantise: int8-static: accuracy`."""
+    parts = [progress.stage, progress.candidate, progress.doing]
+    return Text(f"[{wording.span(progress.elapsed_s)}] {': '.join(filter(None, parts))}")
+
+
+def best_line(progress: Progress) -> Text:
+    return Text.assemble(("best so far: ", "green"), *_best_parts(progress))
+
+
+def _best_parts(progress: Progress) -> list[str]:
+    return [progress.best, f" ({progress.best_text})" if progress.best_text else ""]

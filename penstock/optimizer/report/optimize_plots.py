@@ -1,0 +1,521 @@
+"""What the page of an optimisation draws, as figures in plotly's JSON form. Pure.
+
+Predicted figures are hatched bars and open marks, measured ones are solid.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from penstock import slo as promises
+from penstock.benchmark.report import plots, units
+from penstock.benchmark.report.plots import Figure
+from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.report import wording
+from penstock.optimizer.report.before_after import has_after
+from penstock.optimizer.report.first_line import try_of
+from penstock.optimizer.results import Curve, Optimization, Phase, Served, Try
+from penstock.slo import Latency, Slo
+
+BETTER, WORSE, WHOLE, GREY = "#2a9d8f", "#c94a63", "#3d8bc4", "#9aa5b4"
+BEFORE_COLOUR, AFTER_COLOUR = "#9aa5b4", "#2a9d8f"
+CHOSEN_COLOUR = "#d9822b"
+PHASE_COLOURS = {
+    "network and codec": "#9aa5b4",
+    "preprocess": "#b08968",
+    "queue": "#e0a458",
+    "compute input": "#8fd0c2",
+    "compute": "#2a9d8f",
+    "compute output": "#1f6f78",
+}
+OTHER_PHASES = ("#8a56c4", "#b8479c", "#5a6fd0")
+# A bar that is so many times the limit, or the middle one of them, is cut off.
+CUT = 4.0
+# Letters of a line that is shown beside the pointer.
+MAX_HOVER = 60
+# Letters that fit below a bar.
+MAX_LABEL = 10
+# Of the room that a bar has.
+HALF_BAR = 0.325
+# An axis of accuracy spans this at least, so that noise does not look large.
+MIN_SPAN = 0.02
+
+
+def figures_of(optimization: Optimization) -> dict[str, list[Figure | None]]:
+    """By name. None: there is nothing to draw."""
+    metric = wording.metric_of(optimization)
+    return {
+        "latency_steps": [_latency_steps(optimization)],
+        "rate_steps": [_waterfall(optimization.phases, RATE)],
+        "accuracy_steps": [_accuracy_steps(optimization, metric)],
+        "cost_steps": [_waterfall(optimization.phases, COST)],
+        "pareto": [_pareto(optimization, metric)],
+        "curves": [_curves(optimization)],
+        "phases": [_phases(optimization)],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """What a waterfall is about, in the unit it is drawn in."""
+
+    title: str
+    value: Callable[[Phase], float]
+    text: Callable[[float], str]
+    is_lower_better: bool
+
+
+def _rate_text(rate: float) -> str:
+    return f"{units.number(rate)}/s"
+
+
+LATENCY = _Quantity(
+    "p99, ms", lambda phase: phase.p99_s * 1e3, lambda ms: units.duration(ms / 1e3), True
+)
+RATE = _Quantity("requests per second", lambda phase: phase.max_rate, _rate_text, False)
+COST = _Quantity(
+    "per million answers",
+    lambda phase: math.nan if phase.cost_per_million is None else phase.cost_per_million,
+    units.number,
+    True,
+)
+
+
+def _latency_steps(optimization: Optimization) -> Figure | None:
+    figure = _waterfall(optimization.phases, LATENCY, _limit_ms(optimization))
+    slo = slo_of(optimization)
+    if figure is None or slo is None or slo.latency_s is None:
+        return figure
+    _across(figure["layout"], slo.latency_s * 1e3)
+    figure["layout"]["annotations"].append(_corner(f"SLO: {units.duration(slo.latency_s)}"))
+    return figure
+
+
+def _limit_ms(optimization: Optimization) -> float | None:
+    slo = slo_of(optimization)
+    return None if slo is None or slo.latency_s is None else slo.latency_s * 1e3
+
+
+def slo_of(optimization: Optimization) -> Slo | None:
+    return promises.parse(optimization.slo) if optimization.slo else None
+
+
+def _across(layout: Figure, at: float) -> None:
+    """A dashed line over the whole width of a plot with a plain axis."""
+    line = {"color": plots.LIMIT_COLOUR, "width": 1.5, "dash": "dash"}
+    place = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at, "line": line}
+    layout["shapes"].append(place)
+
+
+def _corner(text: str) -> Figure:
+    """What a dashed line is, above the plot: nothing else is there."""
+    place = {"x": 1, "xref": "paper", "xanchor": "right", "y": 1, "yref": "paper"}
+    font = {"color": plots.LIMIT_COLOUR, "size": 11}
+    return place | {"yanchor": "bottom", "text": f"- - {text}", "showarrow": False, "font": font}
+
+
+def _waterfall(
+    phases: Sequence[Phase], quantity: _Quantity, limit: float | None = None
+) -> Figure | None:
+    """The first and the last bar stand on the ground; between them each goes from what was before
+    to what is now."""
+    values = [quantity.value(phase) for phase in phases]
+    finite = [value for value in values if math.isfinite(value)]
+    if len(values) < 2 or len(finite) < 2:
+        return None
+    top = _top(finite, limit)
+    bars = [_bar(values, index, quantity.is_lower_better) for index in range(len(values))]
+    texts = [quantity.text(value) + (" ↑" if value > top else "") for value in values]
+    layout: Figure = {
+        "xaxis": {"type": "category", "showgrid": False},
+        "yaxis": {"title": quantity.title, "range": [0, top * 1.12]},
+        "shapes": _connectors(values, top),
+        "annotations": _labels(values, texts, top),
+        "showlegend": False,
+        "bargap": 1 - 2 * HALF_BAR,
+    }
+    trace: Figure = {
+        "type": "bar",
+        "x": _names(phases),
+        "base": [min(bar.low, top * 1.12) for bar in bars],
+        "y": [min(bar.high, top * 1.12) - min(bar.low, top * 1.12) for bar in bars],
+        "marker": {
+            "color": [bar.colour for bar in bars],
+            "pattern": _hatching(phases),
+        },
+        "customdata": [
+            f"{escape(phase.label)}: {text}{'' if phase.is_measured else ' (predicted)'}"
+            for phase, text in zip(phases, map(quantity.text, values), strict=True)
+        ],
+        "hovertemplate": "%{customdata}<extra></extra>",
+    }
+    return {"data": [trace], "layout": layout}
+
+
+def _names(phases: Sequence[Phase]) -> list[str]:
+    """One word would be one bar: a second one of the same name gets a number."""
+    seen: dict[str, int] = {}
+    found = []
+    for phase in phases:
+        seen[phase.label] = seen.get(phase.label, 0) + 1
+        number = f" {seen[phase.label]}" if seen[phase.label] > 1 else ""
+        found.append(_broken(phase.label) + number)
+    return found
+
+
+def _broken(label: str) -> str:
+    """Long labels in two lines: they stand side by side below the bars."""
+    plain = escape(label)
+    if len(label) <= MAX_LABEL:
+        return plain
+    return plain.replace("(", "<br>(", 1) if "(" in plain else plain.replace("-", "-<br>", 1)
+
+
+def _hatching(phases: Sequence[Phase]) -> Figure:
+    shapes = ["" if phase.is_measured else "/" for phase in phases]
+    return {"shape": shapes, "fillmode": "replace", "solidity": 0.35, "size": 7}
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    low: float
+    high: float
+    colour: str
+
+
+def _bar(values: Sequence[float], index: int, is_lower_better: bool) -> _Bar:
+    value = values[index]
+    if not math.isfinite(value):
+        # Never answered, beyond every top; what is not known has no height.
+        return _Bar(0.0, math.inf if value > 0 else 0.0, WHOLE)
+    if index in (0, len(values) - 1):
+        return _Bar(0.0, value, WHOLE)
+    before = values[index - 1] if not math.isnan(values[index - 1]) else value
+    is_better = (value < before) is is_lower_better
+    return _Bar(min(before, value), max(before, value), BETTER if is_better else WORSE)
+
+
+def _top(finite: Sequence[float], limit: float | None) -> float:
+    """As high as all values, except those that would make the others too small to see."""
+    usual = sorted(finite)[len(finite) // 2] if limit is None else limit
+    kept = [value for value in finite if value <= CUT * usual]
+    return max([*kept, usual]) or 1.0
+
+
+def _connectors(values: Sequence[float], top: float) -> list[Figure]:
+    line = {"color": GREY, "width": 1, "dash": "dot"}
+    return [
+        {"type": "line", "y0": value, "y1": value, "line": line}
+        | {"x0": index + HALF_BAR, "x1": index + 1 - HALF_BAR}
+        for index, value in enumerate(values[:-1])
+        if math.isfinite(value) and value <= top
+    ]
+
+
+def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> list[Figure]:
+    """Above the higher end of each bar."""
+    found = []
+    for index, (value, text) in enumerate(zip(values, texts, strict=True)):
+        if math.isnan(value):
+            continue
+        before = values[index - 1] if 0 < index < len(values) - 1 else 0.0
+        ends = [each for each in (value, before) if not math.isnan(each)]
+        place = {"x": index, "y": min(max(ends), top), "yanchor": "bottom", "text": text}
+        if max(ends) > top:
+            # Its bar goes on beyond the plot.
+            place |= {"y": 1, "yref": "paper"}
+        found.append(place | {"showarrow": False, "font": {"size": 11}})
+    return found
+
+
+def _accuracy_steps(optimization: Optimization, metric: str) -> Figure | None:
+    """Points, not bars: their axis does not begin at nothing."""
+    known = [phase for phase in optimization.phases if phase.accuracy is not None]
+    values = [math.nan if phase.accuracy is None else phase.accuracy for phase in known]
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return None
+    scale = 100.0 if wording.is_share(metric) else 1.0
+    low, high = _accuracy_range(optimization, finite)
+    trace: Figure = {
+        "type": "scatter",
+        "mode": "lines+markers+text",
+        "x": _names(known),
+        "y": [value * scale for value in values],
+        "text": [wording.score(metric, value) for value in values],
+        "textposition": [
+            "bottom center" if value < before else "top center"
+            for before, value in zip([values[0], *values], values, strict=False)
+        ],
+        "textfont": {"size": 11},
+        "line": {"color": GREY, "width": 1.5, "shape": "hv", "dash": "dot"},
+        "marker": {"color": WHOLE, "size": 10},
+        "customdata": [escape(phase.label) for phase in known],
+        "hovertemplate": "%{customdata}: %{text}<extra></extra>",
+    }
+    unit = ", %" if scale > 1 else ""
+    layout: Figure = {
+        "xaxis": {"type": "category", "showgrid": False},
+        "yaxis": {"title": f"{metric or 'score'}{unit}", "range": [low * scale, high * scale]},
+        "shapes": [],
+        "annotations": [],
+    }
+    if (limit := _accuracy_limit(optimization)) is not None:
+        _across(layout, limit * scale)
+        layout["annotations"].append(_corner(f"budget: {escape(optimization.accuracy_budget)}"))
+    return {"data": [trace], "layout": layout}
+
+
+def _accuracy_limit(optimization: Optimization) -> float | None:
+    """The least that the budget allows. A relative one, or of an error, is not drawn."""
+    found = optimization.held_out
+    budget = optimization.accuracy_budget
+    if found is None or wording.is_relative(budget) or " rise " in budget:
+        return None
+    return found.original - found.limit
+
+
+def _accuracy_range(optimization: Optimization, values: Sequence[float]) -> tuple[float, float]:
+    limit = _accuracy_limit(optimization)
+    ends = [*values, *([] if limit is None else [limit])]
+    span = max(max(ends) - min(ends), MIN_SPAN * max(map(abs, ends)), 1e-9)
+    middle = (max(ends) + min(ends)) / 2
+    return middle - 0.7 * span, middle + 0.8 * span
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A try on the plane of speed and accuracy."""
+
+    attempt: Try
+    rate: float
+    # Points lost for shares, else in the unit of the score.
+    loss: float
+    is_measured: bool
+
+
+def points_of(optimization: Optimization, metric: str) -> list[Point]:
+    """Every try whose rate is known."""
+    is_percent = wording.is_share(metric) or wording.is_relative(optimization.accuracy_budget)
+    scale = 100.0 if is_percent else 1.0
+    found = []
+    for each in optimization.tries:
+        measured = None if each.served is None else each.served.max_rate
+        is_measured = measured is not None and math.isfinite(measured.value)
+        rate = measured.value if measured is not None and is_measured else each.predicted_rate
+        if rate is not None and math.isfinite(rate):
+            lost = _loss_of(optimization, each.candidate)
+            found.append(Point(each, rate, lost * scale, is_measured))
+    return found
+
+
+def _loss_of(optimization: Optimization, candidate: Candidate) -> float:
+    """What the last step that changed answers was found to lose; those after it lose no more."""
+    while candidate.steps:
+        found = try_of(optimization.tries, candidate.key)
+        judged = None if found is None else found.accuracy
+        if judged is not None and wording.is_known(judged.loss):
+            return judged.loss
+        candidate = candidate.parent
+    return 0.0
+
+
+def front_of(points: Sequence[Point]) -> list[Point]:
+    """Allowed ones that no other allowed one beats in both, from slow to fast."""
+    allowed = [each for each in points if each.attempt.outcome not in ("rejected", "failed")]
+    front: list[Point] = []
+    for point in sorted(allowed, key=lambda each: (-each.rate, each.loss)):
+        if not front or point.loss < front[-1].loss:
+            front.append(point)
+    return front[::-1]
+
+
+# Name in the legend, colour and mark by what became of a try.
+MARKS = {
+    "kept": ("kept", BETTER, "circle"),
+    "equal": ("equal", WHOLE, "circle"),
+    "slower": ("slower", WHOLE, "triangle-down"),
+    "rejected": ("rejected by a gate", GREY, "x"),
+}
+
+
+def _pareto(optimization: Optimization, metric: str) -> Figure | None:
+    points = points_of(optimization, metric)
+    if len(points) < 2:
+        return None
+    data = [_front_trace(points)]
+    for outcome, (name, colour, symbol) in MARKS.items():
+        group = [point for point in points if point.attempt.outcome == outcome]
+        if group:
+            data.append(_marks(group, name, colour, symbol))
+    data += _chosen_mark(optimization, points)
+    losses = [point.loss for point in points]
+    span = max(max(losses) - min(losses), 0.5 if wording.is_share(metric) else 1e-3)
+    title = f"{escape(metric)} lost{_loss_unit(optimization, metric)}"
+    layout: Figure = {
+        "xaxis": {"title": "highest rate that keeps the SLO, per second", "rangemode": "tozero"},
+        # Upside down: up is good, as in the words above.
+        "yaxis": {"title": title, "range": [max(losses) + 0.15 * span, min(losses) - 0.15 * span]},
+        "shapes": [],
+        "annotations": [],
+    }
+    if not metric:
+        layout["yaxis"] |= {"title": "accuracy was not judged", "showticklabels": False}
+    return {"data": data, "layout": layout}
+
+
+def _loss_unit(optimization: Optimization, metric: str) -> str:
+    if wording.is_relative(optimization.accuracy_budget):
+        return ", % of the original's"
+    return ", points" if wording.is_share(metric) else ""
+
+
+def _front_trace(points: Sequence[Point]) -> Figure:
+    front = front_of(points)
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "best trade",
+        "x": [point.rate for point in front],
+        "y": [point.loss for point in front],
+        "line": {"color": GREY, "width": 1.5, "dash": "dot", "shape": "vh"},
+        "hoverinfo": "skip",
+    }
+
+
+def _marks(points: Sequence[Point], name: str, colour: str, symbol: str) -> Figure:
+    is_crossed = symbol == "x"
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [point.rate for point in points],
+        "y": [point.loss for point in points],
+        "marker": {
+            "color": colour,
+            "size": 9 if is_crossed else 11,
+            "symbol": [
+                symbol if point.is_measured or is_crossed else f"{symbol}-open" for point in points
+            ],
+            "line": {"width": 1 if is_crossed else 2, "color": colour},
+        },
+        "customdata": [_hover(point) for point in points],
+        "hovertemplate": "%{customdata}<extra>" + name + "</extra>",
+    }
+
+
+def _hover(point: Point) -> str:
+    steps = "<br>→ ".join(escape(str(step)) for step in point.attempt.candidate.steps)
+    how = "measured" if point.is_measured else "predicted"
+    reason = "<br>".join(map(escape, textwrap.wrap(point.attempt.reason, MAX_HOVER)))
+    return f"<b>{steps or 'original'}</b><br>{units.number(point.rate)}/s {how}<br>{reason}"
+
+
+def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Figure]:
+    key = None if optimization.chosen is None else optimization.chosen.key
+    found = [point for point in points if point.attempt.candidate.key == key]
+    if not found:
+        return []
+    ring = {"size": 20, "color": "rgba(0,0,0,0)", "line": {"color": CHOSEN_COLOUR, "width": 2.5}}
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "chosen",
+            "x": [found[0].rate],
+            "y": [found[0].loss],
+            "marker": ring,
+            "hoverinfo": "skip",
+        }
+    ]
+
+
+def _curves(optimization: Optimization) -> Figure | None:
+    """Throughput against latency, before and after, with what was promised."""
+    sides: list[tuple[str, Served | None, str]] = [("original", optimization.before, BEFORE_COLOUR)]
+    if has_after(optimization):
+        sides.append(("chosen", optimization.after, AFTER_COLOUR))
+    traces = [
+        _curve_trace(f"{name} {percentile}", run.curve, percentile, colour)
+        for name, run, colour in sides
+        if run is not None and run.curve is not None
+        for percentile in ("p50", "p99")
+    ]
+    traces = [trace for trace in traces if any(map(math.isfinite, trace["y"]))]
+    if not traces:
+        return None
+    figure = plots.curve_figure(traces)
+    slo = slo_of(optimization)
+    for term in () if slo is None else slo.terms:
+        if isinstance(term, Latency):
+            plots.add_limit_across(figure["layout"], term)
+    if slo is not None and slo.rate is not None:
+        _rate_line(figure["layout"], slo.rate.per_s)
+    # Words on the lines would lie on the curves.
+    figure["layout"]["annotations"] = [_corner(f"SLO: {escape(str(slo))}")] if slo else []
+    return figure
+
+
+def _curve_trace(name: str, curve: Curve, percentile: str, colour: str) -> Figure:
+    seconds = curve.p99_s if percentile == "p99" else curve.p50_s
+    is_tail = percentile == "p99"
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": curve.throughput,
+        "y": [each * 1e3 for each in seconds],
+        "customdata": [f"{units.number(rate)}/s sent" for rate in curve.rates],
+        "hovertemplate": "%{customdata}<br>%{x:.1f}/s, %{y:.3g} ms<extra>" + name + "</extra>",
+        "line": {"color": colour, "width": 2, "dash": "solid" if is_tail else "dot"},
+        "marker": {"color": colour, "size": 7 if is_tail else 5},
+    }
+
+
+def _rate_line(layout: Figure, rate: float) -> None:
+    line = {"color": plots.LIMIT_COLOUR, "width": 1.5, "dash": "dash"}
+    place = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": rate, "x1": rate}
+    layout["shapes"].append(place | {"line": line})
+
+
+def _phases(optimization: Optimization) -> Figure | None:
+    """Where the time of a request goes, before and after; the sum stands below."""
+    rows = [("original", optimization.before)]
+    rows += [("chosen", optimization.after)] if has_after(optimization) else []
+    known = [(name, run.phases) for name, run in rows if run is not None and run.phases]
+    if not known:
+        return None
+    names = list(dict.fromkeys(name for _, parts in known for name in parts))
+    order = [*PHASE_COLOURS, *(name for name in names if name not in PHASE_COLOURS)]
+    colours = PHASE_COLOURS | dict(zip(order[len(PHASE_COLOURS) :], OTHER_PHASES, strict=False))
+    sums = [sum(parts.values()) for _, parts in known]
+    # Side by side in one unit as long as the shorter one can be seen.
+    is_share = max(sums) > plots.MAX_SUM_RATIO * min(sums)
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": [f"{side}<br>{units.duration(sum(parts.values()))}" for side, parts in known],
+            "x": [
+                parts.get(name, 0.0) * (100 / whole if is_share else 1e3)
+                for (_, parts), whole in zip(known, sums, strict=True)
+            ],
+            "customdata": [units.duration(parts.get(name, 0.0)) for _, parts in known],
+            "marker": {"color": colours.get(name, GREY)},
+            "hovertemplate": "%{customdata}<extra>" + name + "</extra>",
+        }
+        for name in order
+        if name in names
+    ]
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": "share, %" if is_share else "mean per request, ms"},
+        "yaxis": {"type": "category", "autorange": "reversed"},
+        "bargap": 0.45,
+    }
+    return {"data": data, "layout": layout}

@@ -1,0 +1,117 @@
+"""An optimisation in a terminal: the verdict first, then before and after, the steps, what lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock.benchmark.report import units
+from penstock.benchmark.report.table import figure_table
+from penstock.optimizer.report import before_after, first_line, tried, wording
+from penstock.optimizer.report.tried import Told
+from penstock.optimizer.results import Optimization
+
+HEADLINE_STYLES = {
+    "met": "bold green",
+    "missed": "bold red",
+    "refused": "bold red",
+    "interrupted": "bold yellow",
+}
+OUTCOME_STYLES = {"kept": "green", "equal": "dim", "slower": "dim", "rejected": "red"}
+OUTCOME_STYLES["failed"] = "red"
+CHANGE_STYLES = {True: "green", False: "red", None: ""}
+
+
+def shown(optimization: Optimization) -> Group:
+    headline = optimization.headline or first_line.headline(optimization)
+    style = HEADLINE_STYLES[optimization.outcome] if optimization.slo else "bold"
+    parts: list[RenderableType] = [Text(headline, style=style)]
+    parts += [Text.assemble(("warning: ", "yellow"), note) for note in optimization.notes]
+    for part in (_compared(optimization), _steps(optimization), _tried(optimization)):
+        if part is not None:
+            parts += ["", part]
+    parts += ["", *_ends(optimization)]
+    return Group(*parts)
+
+
+def _compared(optimization: Optimization) -> Table | None:
+    rows = before_after.rows(optimization)
+    if not rows:
+        return None
+    has_after = before_after.has_after(optimization)
+    table = figure_table("", "original", *(["chosen", "change"] if has_after else []))
+    for row in rows:
+        cells: list[str | Text] = [str(row.before)]
+        if has_after:
+            cells += [str(row.after), Text(row.change, style=CHANGE_STYLES[row.is_better])]
+        table.add_row(Text(row.name), *cells)
+    return table
+
+
+def _steps(optimization: Optimization) -> Table | None:
+    """By step; what was predicted is marked."""
+    phases = optimization.phases
+    if len(phases) < 2:
+        return None
+    metric = wording.metric_of(optimization)
+    columns = ["highest rate", "p99", metric or "accuracy", "per million"]
+    table = figure_table("step", *columns)
+    for phase in phases:
+        about = "" if phase.is_measured else "≈ "
+        accuracy, cost = phase.accuracy, phase.cost_per_million
+        table.add_row(
+            Text(phase.label),
+            f"{about}{units.number(phase.max_rate)}/s",
+            f"{about}{units.duration(phase.p99_s)}",
+            units.UNKNOWN if accuracy is None else wording.score(metric, accuracy),
+            f"{about}{units.number(cost)}"
+            if cost is not None and cost < math.inf
+            else units.UNKNOWN,
+        )
+    return table
+
+
+def _tried(optimization: Optimization) -> Table | None:
+    """What lost, and why; what was kept stands above."""
+    lost = [
+        (stage, told)
+        for stage, group in tried.by_stage(optimization)
+        for told in group
+        if told.outcome != "kept"
+    ]
+    if not lost:
+        return None
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("stage", "what lost", "outcome", "why"):
+        table.add_column(Text(name), overflow="fold")
+    for stage, cells in _with_stage_once(lost):
+        table.add_row(stage, *cells)
+    return table
+
+
+def _with_stage_once(lost: Sequence[tuple[str, Told]]) -> Iterator[tuple[str, list[Text]]]:
+    """The stage stands in the first of its rows only."""
+    last = ""
+    for stage, told in lost:
+        outcome = Text(told.outcome, style=OUTCOME_STYLES[told.outcome])
+        yield ("" if stage == last else stage, [Text(told.step), outcome, Text(told.reason)])
+        last = stage
+
+
+def _ends(optimization: Optimization) -> Iterator[Text]:
+    layers = [layer.name for each in optimization.tries for layer in each.fallback]
+    if layers:
+        yield Text.assemble(("kept in float  ", "dim"), ", ".join(dict.fromkeys(layers)))
+    if optimization.profile is not None:
+        yield Text.assemble(("next           ", "dim"), optimization.profile.recommendation)
+    if optimization.skipped:
+        names = dict.fromkeys(str(each.step or each.pass_name) for each in optimization.skipped)
+        yield Text.assemble(("not tried      ", "dim"), ", ".join(names))
+    if optimization.chosen is not None:
+        yield Text.assemble(("chosen         ", "dim"), str(optimization.chosen))
+    if optimization.version:
+        yield Text.assemble(("version        ", "dim"), optimization.version)

@@ -1,0 +1,165 @@
+"""Every try as it is told: what became of it and why, and what each gate saw. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.benchmark.report import units
+from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.candidates import STAGES, Stage
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.numerics import Numerics
+from penstock.optimizer.report import wording
+from penstock.optimizer.results import Optimization, Try
+from penstock.optimizer.simulate import TimeTable
+
+# Operator types and settings that are listed; the others are counted.
+MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One try in words."""
+
+    # What it adds to its parent, and all of it.
+    step: str
+    candidate: str
+    outcome: str
+    reason: str
+    accuracy: str
+    rate: str
+    p99: str
+    took: str
+    is_chosen: bool
+    # What each gate saw, by its name.
+    gates: Mapping[str, str]
+    attempt: Try
+
+
+def by_stage(optimization: Optimization) -> list[tuple[Stage, list[Told]]]:
+    """In the order of the sequence; stages without a try are left out."""
+    key = None if optimization.chosen is None else optimization.chosen.key
+    groups = [
+        (stage, [_told(each, key) for each in optimization.tries if each.stage == stage])
+        for stage in STAGES
+    ]
+    return [(stage, found) for stage, found in groups if found]
+
+
+def _told(attempt: Try, chosen_key: str | None) -> Told:
+    return Told(
+        step=wording.last_step(attempt.candidate),
+        candidate=str(attempt.candidate),
+        outcome=attempt.outcome,
+        reason=attempt.reason,
+        accuracy=_short_accuracy(attempt.accuracy),
+        rate=rate_text(attempt),
+        p99=units.UNKNOWN if attempt.served is None else units.duration(attempt.served.p99.value),
+        took=wording.span(attempt.seconds),
+        is_chosen=attempt.candidate.key == chosen_key,
+        gates=dict(_gates(attempt)),
+        attempt=attempt,
+    )
+
+
+def rate_text(attempt: Try) -> str:
+    """The highest rate: measured, else about what was predicted."""
+    if attempt.served is not None and attempt.served.max_rate is not None:
+        return f"{units.number(attempt.served.max_rate.value)}/s"
+    if attempt.predicted_rate is not None:
+        return f"≈ {units.number(attempt.predicted_rate)}/s"
+    return units.UNKNOWN
+
+
+def _short_accuracy(found: Judgement | None) -> str:
+    return units.UNKNOWN if found is None else wording.score(found.metric, found.candidate)
+
+
+def _gates(attempt: Try) -> Iterator[tuple[str, str]]:
+    """In the order in which they are passed."""
+    if attempt.facts is not None:
+        yield "read back", read_back(attempt.facts)
+    if attempt.numerics is not None:
+        yield "numerics", numerics_text(attempt.numerics)
+    if attempt.accuracy is not None:
+        yield "accuracy", accuracy_text(attempt.accuracy)
+    if attempt.times:
+        yield "batch times", "; ".join(map(times_text, attempt.times))
+    if attempt.predicted_rate is not None:
+        shape = f" with {attempt.predicted_shape}" if attempt.predicted_shape else ""
+        yield "predicted", f"{units.number(attempt.predicted_rate)}/s{shape}"
+    if attempt.served is not None:
+        yield "served", _served_text(attempt)
+
+
+def read_back(facts: Facts) -> str:
+    """What was really built."""
+    parts = [facts.backend]
+    if facts.weight_bytes:
+        sizes = [f"{units.size(size)} {name}" for name, size in facts.weight_bytes.items()]
+        parts.append(f"weights {', '.join(sizes)}")
+    if facts.quantised:
+        parts.append(f"quantised: {_counts(facts.quantised)}")
+    parts += [f"{name} {text}" for name, text in facts.built.items()]
+    if facts.batching_problem:
+        parts.append(f"not batched: {facts.batching_problem}")
+    if facts.padding_problem:
+        parts.append(f"not padded: {facts.padding_problem}")
+    return "; ".join(parts)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    listed = sorted(counts.items(), key=lambda each: -each[1])
+    words = [f"{number} {name}" for name, number in listed[:MAX_LISTED]]
+    rest = sum(number for _, number in listed[MAX_LISTED:])
+    return ", ".join([*words, *([f"{rest} others"] if rest else [])])
+
+
+def numerics_text(found: Numerics) -> str:
+    if found.problems:
+        return "; ".join(found.problems)
+    parts = [
+        f"{units.count(found.num_examples, 'example')}",
+        f"largest difference {found.max_absolute:.2g} ({found.max_relative:.2g} of the largest"
+        " value)",
+        f"least cosine {found.min_cosine:.6f}",
+    ]
+    if found.agreement is not None:
+        parts.append(f"same first choice in {100 * found.agreement:.4g} %")
+    return ", ".join(parts)
+
+
+def accuracy_text(found: Judgement) -> str:
+    """What the gate said, and what it decided from."""
+    said = found.text or wording.accuracy(found)
+    examples = f"{units.count(found.num_examples, 'example')} ({found.part})"
+    pairs = f"better on {found.num_better}, worse on {found.num_worse}"
+    return f"{said}; {examples}, {pairs}; {found.method}"
+
+
+def times_text(table: TimeTable) -> str:
+    """`2 x 1 thread: 1 row 4.00 ms, 8 rows 20.8 ms`."""
+    instances = units.count(table.num_instances, "instance")
+    head = f"{instances} x {units.count(table.num_threads, 'thread')}"
+    return f"{head}: {', '.join(_bucket_texts(table.seconds))}"
+
+
+def _bucket_texts(seconds: Mapping[int, Mapping[int, float]]) -> Sequence[str]:
+    return [
+        (f"length {bucket}: " if bucket else "")
+        + ", ".join(f"{units.count(rows, 'row')} {units.duration(s)}" for rows, s in times.items())
+        for bucket, times in seconds.items()
+    ]
+
+
+def _served_text(attempt: Try) -> str:
+    served = attempt.served
+    assert served is not None
+    terms = [f"{wording.term(each)}: {each.outcome}" for each in served.verdicts]
+    p50 = f"p50 {units.duration_interval(served.p50)}"
+    p99 = f"p99 {units.duration_interval(served.p99)}"
+    failed = f", {served.num_failed} failed" if served.num_failed else ""
+    requests = f"{units.count(served.num_requests, 'request')} at {served.load}{failed}"
+    rows = f"{units.number(served.rows_per_batch)} rows a batch"
+    return "; ".join([requests, p50, p99, rows, *terms])

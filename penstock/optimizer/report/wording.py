@@ -1,0 +1,122 @@
+"""How the figures of an optimisation are said, in the same words by table, page and first line.
+Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from penstock import slo as promises
+from penstock.benchmark import verdicts
+from penstock.benchmark.report import units
+from penstock.benchmark.report.headline import term_text
+from penstock.benchmark.stats import Interval
+from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.results import Optimization, Verdict
+
+# A number that is no loss but the lack of a bound.
+ANY_LOSS = 1e100
+# Scores that are a share of the examples, and read as percent.
+SHARES = re.compile(r"top\d+|agreement|accuracy")
+
+
+def is_share(metric: str) -> bool:
+    return SHARES.fullmatch(metric) is not None
+
+
+def score(metric: str, value: float) -> str:
+    """`91.2 %` of a share of examples, else the number itself."""
+    if math.isnan(value):
+        return units.UNKNOWN
+    return f"{100 * value:.1f} %" if is_share(metric) else f"{value:.4g}"
+
+
+def is_relative(budget: str) -> bool:
+    """Losses under such a budget are shares of the original's score."""
+    return budget.endswith(" relative")
+
+
+def loss(metric: str, amount: float, budget: str = "") -> str:
+    """`0.6 points` of a share of examples, `0.6 % relative`, else the number itself."""
+    if not is_known(amount):
+        return units.UNKNOWN
+    percent = f"{100 * amount:.2f}".rstrip("0").rstrip(".")
+    if is_relative(budget):
+        return f"{percent} % relative"
+    if is_share(metric):
+        return f"{percent} point" + ("" if percent == "1" else "s")
+    return f"{amount:.3g}"
+
+
+def is_known(amount: float) -> bool:
+    """Where nothing can be said any loss is assumed, as a number beyond all sense."""
+    return abs(amount) < ANY_LOSS
+
+
+def accuracy(found: Judgement, budget: str = "") -> str:
+    """`top1 91.2 % → 91.0 % (loss at most 0.6 points, limit 1 point)`."""
+    both = f"{score(found.metric, found.original)} → {score(found.metric, found.candidate)}"
+    return f"{found.metric} {both} ({bound(found, budget)}, {limit(found, budget)})"
+
+
+def bound(found: Judgement, budget: str = "") -> str:
+    """The most that may be lost."""
+    if not is_known(found.loss_bound):
+        return "loss not known"
+    if found.loss_bound <= 0:
+        return "no loss"
+    return f"loss at most {loss(found.metric, found.loss_bound, budget)}"
+
+
+def limit(found: Judgement, budget: str = "") -> str:
+    return f"limit {loss(found.metric, found.limit, budget)}"
+
+
+def last_step(candidate: Candidate) -> str:
+    """What a candidate adds to its parent."""
+    return str(candidate.steps[-1]) if candidate.steps else str(candidate)
+
+
+def times(ratio: float) -> str:
+    """`1.08x`, `3.1x`, `35x`."""
+    decimals = 2 if ratio < 1.95 else 1 if ratio < 9.95 else 0
+    return f"{ratio:.{decimals}f}x"
+
+
+def ratio(before: Interval | None, after: Interval | None) -> float | None:
+    """After over before; None where one of them is nothing, or not known."""
+    if before is None or after is None:
+        return None
+    is_known = math.isfinite(before.value) and math.isfinite(after.value)
+    return after.value / before.value if is_known and before.value > 0 < after.value else None
+
+
+def term(found: Verdict) -> str:
+    """`p99 12.1 ms (11.8-12.6) < 20 ms`."""
+    return term_text(verdicts.Verdict(promises.parse(found.term).terms[0], found.measured))
+
+
+def metric_of(optimization: Optimization) -> str:
+    """What accuracy is judged by; empty when it is not."""
+    found = [each.accuracy for each in optimization.tries] + [optimization.held_out]
+    named = next((each.metric for each in found if each is not None), "")
+    return named or optimization.accuracy_budget.partition(" ")[0]
+
+
+def excess(found: Verdict) -> float | None:
+    """How far a missed term is from its limit, as a share of the limit."""
+    if found.measured is None or not math.isfinite(found.measured.value) or not found.limit:
+        return None
+    return abs(found.measured.value - found.limit) / found.limit
+
+
+def span(seconds: float) -> str:
+    """Of a run: `42 s`, `6 min 52 s`, `1 h 3 min`."""
+    if not math.isfinite(seconds):
+        return units.UNKNOWN
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

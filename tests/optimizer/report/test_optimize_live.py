@@ -1,0 +1,90 @@
+"""Progress while an optimisation goes on."""
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from penstock.optimizer.progress import Progress
+from penstock.optimizer.report.optimize_live import Live, sequence
+
+NOW = Progress(
+    stage="quantise",
+    candidate="int8-static(calibrator=minmax)",
+    doing="accuracy",
+    num_tried=4,
+    best="transformer-fusion",
+    best_text="p99 12 ms, about 310/s",
+    elapsed_s=80.0,
+    left_s=520.0,
+)
+
+
+def test_a_file_gets_one_line_for_each_thing_that_begins() -> None:
+    out = io.StringIO()
+    with Live(Console(file=out, width=200)) as live:
+        for elapsed_s in (80.0, 81.0, 82.0):
+            live.update(replace(NOW, elapsed_s=elapsed_s))
+        live.update(replace(NOW, doing="batch times", elapsed_s=90.0))
+        live.update(replace(NOW, doing="served", elapsed_s=120.0, best="int8-static"))
+        live.update(replace(NOW, stage="final", candidate="", doing="curves", best="int8-static"))
+    assert out.getvalue().splitlines() == [
+        "best so far: transformer-fusion (p99 12 ms, about 310/s)",
+        "[1 min 20 s] quantise: int8-static(calibrator=minmax): accuracy",
+        "[1 min 30 s] quantise: int8-static(calibrator=minmax): batch times",
+        "best so far: int8-static (p99 12 ms, about 310/s)",
+        "[2 min 0 s] quantise: int8-static(calibrator=minmax): served",
+        "[1 min 20 s] final: curves",
+    ]
+
+
+def in_terminal(progress: Progress, width: int = 100) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    with Live(console) as live:
+        live.update(progress)
+        return out.getvalue()
+
+
+def test_a_terminal_shows_the_sequence_the_candidate_and_the_best() -> None:
+    text = in_terminal(NOW)
+    stages = "baseline › compile › precision ›  quantise  › batching › instances › memory"
+    assert stages in text
+    assert "int8-static(calibrator=minmax): accuracy" in text
+    assert "4 tried, 1 min 20 s, at most 8 min 40 s left" in text
+    assert text.count("best so far") == 2
+
+
+def test_what_is_not_known_yet_is_not_said() -> None:
+    early = replace(NOW, stage="baseline", best="", best_text="", left_s=None, num_tried=0)
+    text = in_terminal(early)
+    assert "best so far" not in text and "left" not in text
+    assert "0 tried, 1 min 20 s" in text
+    assert "at most 0 s left" in in_terminal(replace(NOW, left_s=-3.0))
+
+
+def test_the_present_stage_is_marked_and_earlier_ones_are_done() -> None:
+    spans = {
+        sequence("compile").plain[span.start : span.end].strip(): str(span.style)
+        for span in sequence("compile").spans
+    }
+    assert spans["baseline"] == "green" and "reverse" in spans["compile"]
+    assert spans["memory"] == "dim"
+    assert sequence("head to head").plain == "head to head"
+
+
+def test_names_are_not_obeyed_as_markup() -> None:
+    assert "[bold]x" in in_terminal(replace(NOW, candidate="[bold]x"))
+
+
+def test_an_error_ends_the_view() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    try:
+        with Live(console) as live:
+            live.update(NOW)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    # The cursor is given back.
+    assert out.getvalue().count("\x1b[?25h") == 1

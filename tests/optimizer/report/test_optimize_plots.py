@@ -1,0 +1,155 @@
+"""What the page draws."""
+
+import math
+
+import pytest
+from optimizer import made_optimizations as made
+
+from penstock.benchmark.report.plots import Figure
+from penstock.optimizer.report import optimize_plots
+from penstock.optimizer.report.optimize_plots import front_of, points_of
+from penstock.optimizer.results import Optimization, Phase
+
+
+def figure(name: str, optimization: Optimization) -> Figure:
+    (found,) = optimize_plots.figures_of(optimization)[name]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("met", set()),
+        ("missed", set()),
+        ("refused", {"rate_steps", "latency_steps", "accuracy_steps", "cost_steps"}),
+        (
+            "already-met",
+            {"rate_steps", "latency_steps", "accuracy_steps", "cost_steps", "pareto"},
+        ),
+        ("without-data", {"accuracy_steps", "cost_steps"}),
+        ("interrupted", set()),
+        ("unknown-figures", set()),
+    ],
+)
+def test_a_plot_that_would_be_empty_is_none(name: str, missing: set[str]) -> None:
+    found = optimize_plots.figures_of(made.MAKERS[name]())
+    assert {key for key, (each,) in found.items() if each is None} == missing
+
+
+def test_nothing_is_drawn_of_nothing() -> None:
+    assert set(map(repr, optimize_plots.figures_of(made.nothing()).values())) == {"[None]"}
+
+
+def test_a_waterfall_goes_from_each_value_to_the_next() -> None:
+    (trace,) = figure("rate_steps", made.met())["data"]
+    assert trace["base"] == [0.0, 98.0, 137.0, 168.0, 255.0, 0.0]
+    assert trace["y"] == [98.0, 39.0, 31.0, 87.0, 25.0, 304.0]
+    assert trace["marker"]["pattern"]["shape"] == ["", "/", "/", "/", "/", ""]
+    assert trace["customdata"][1] == "onnx-export: 137/s (predicted)"
+
+
+def test_a_step_that_makes_it_worse_has_the_other_colour() -> None:
+    found = made.met()
+    found.phases[2] = Phase("transformer-fusion", 0.08, 110.0, 0.912, 1.0, False)
+    for name in ("rate_steps", "latency_steps", "cost_steps"):
+        colours = figure(name, found)["data"][0]["marker"]["color"]
+        assert colours[2] == optimize_plots.WORSE and colours[1] == optimize_plots.BETTER
+
+
+def test_an_overloaded_original_does_not_make_the_others_too_small_to_see() -> None:
+    found = made.met()
+    drawn = figure("latency_steps", found)
+    top = drawn["layout"]["yaxis"]["range"][1]
+    assert 61.0 < top < 80.0
+    assert drawn["data"][0]["y"][0] == top
+    texts = [note["text"] for note in drawn["layout"]["annotations"]]
+    assert texts[0] == "410 ms ↑" and texts[-1] == "- - SLO: 20.0 ms"
+    found.phases[0].p99_s = math.inf
+    drawn = figure("latency_steps", found)
+    assert drawn["layout"]["annotations"][0]["text"] == "never ↑"
+    assert all(map(math.isfinite, drawn["data"][0]["y"]))
+
+
+def test_steps_of_one_name_are_two_bars() -> None:
+    found = made.met()
+    found.phases[4].label = "instances"
+    (trace,) = figure("rate_steps", found)["data"]
+    assert trace["x"][4:] == ["instances", "instances 2"]
+
+
+def test_accuracy_is_shown_with_its_budget_and_room_around() -> None:
+    drawn = figure("accuracy_steps", made.met())
+    assert drawn["data"][0]["text"][0] == "91.2 %"
+    (line,) = drawn["layout"]["shapes"]
+    assert line["y0"] == pytest.approx(90.2)
+    low, high = drawn["layout"]["yaxis"]["range"]
+    assert low < 90.2 and high > 91.2 and high - low > 1.0
+
+
+def test_a_relative_budget_is_no_line_of_points() -> None:
+    found = made.met()
+    found.accuracy_budget = "top1 drop <= 1 % relative"
+    assert figure("accuracy_steps", found)["layout"]["shapes"] == []
+    assert figure("pareto", found)["layout"]["yaxis"]["title"] == "top1 lost, % of the original's"
+
+
+def test_a_try_after_the_one_that_lost_accuracy_has_lost_it_too() -> None:
+    found = made.met()
+    losses = {
+        str(point.attempt.candidate): round(point.loss, 6) for point in points_of(found, "top1")
+    }
+    assert losses["original"] == losses[str(made.FUSED)] == 0.0
+    assert losses[str(made.QUANTISED)] == losses[str(made.CHOSEN)] == 0.2
+    assert str(made.FUSED.then(made.HALF)) not in losses
+
+
+def test_the_front_is_what_no_allowed_one_beats() -> None:
+    front = front_of(points_of(made.met(), "top1"))
+    assert [(point.rate, round(point.loss, 6)) for point in front] == [(168.0, 0.0), (304.0, 0.2)]
+
+
+def test_measured_marks_are_solid_and_rejected_ones_say_why() -> None:
+    drawn = {trace["name"]: trace for trace in figure("pareto", made.met())["data"]}
+    assert drawn["kept"]["marker"]["symbol"][0] == "circle"
+    assert drawn["kept"]["marker"]["symbol"][1] == "circle-open"
+    (hover,) = drawn["rejected by a gate"]["customdata"]
+    assert hover.endswith("top1 may lose 4.4 points") and "calibrator=entropy" in hover
+    assert drawn["chosen"]["x"] == [304.0]
+
+
+def test_names_are_not_obeyed_as_tags() -> None:
+    found = made.met()
+    found.tries[7].reason = found.phases[1].label = "<a href=x>"
+    drawn = {trace["name"]: trace for trace in figure("pareto", found)["data"]}
+    assert "<a" not in drawn["rejected by a gate"]["customdata"][0]
+    (steps,) = figure("rate_steps", found)["data"]
+    assert "<a" not in steps["x"][1] and "<a" not in steps["customdata"][1]
+
+
+def test_curves_are_before_and_after_with_the_promise() -> None:
+    drawn = figure("curves", made.met())
+    assert [trace["name"] for trace in drawn["data"]] == [
+        "original p50",
+        "original p99",
+        "chosen p50",
+        "chosen p99",
+    ]
+    lines = drawn["layout"]["shapes"]
+    assert [line.get("y0") for line in lines if line.get("yref") != "paper"] == [20.0]
+    assert [line.get("x0") for line in lines if line.get("yref") == "paper"] == [200.0]
+    names = [trace["name"] for trace in figure("curves", made.unknown_figures())["data"]]
+    assert names == ["chosen p50", "chosen p99"]
+
+
+def test_the_time_of_a_request_is_drawn_by_phase() -> None:
+    drawn = figure("phases", made.met())
+    queue = next(trace for trace in drawn["data"] if trace["name"] == "queue")
+    assert queue["x"] == pytest.approx([123.0, 3.54])
+    assert queue["y"][1].startswith("chosen<br>")
+    found = made.met()
+    assert found.after is not None
+    found.after.phases = {"compute": 0.001, "decrypt": 0.0005}
+    drawn = figure("phases", found)
+    assert drawn["layout"]["xaxis"]["title"] == "share, %"
+    assert drawn["data"][-1]["name"] == "decrypt"

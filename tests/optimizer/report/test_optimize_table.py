@@ -1,0 +1,82 @@
+"""An optimisation in a terminal."""
+
+import io
+
+import msgspec
+import pytest
+from optimizer import made_optimizations as made
+from rich.console import Console
+
+from penstock.optimizer.report import first_line
+from penstock.optimizer.report.optimize_table import shown
+from penstock.optimizer.results import Optimization
+
+
+def text_of(optimization: Optimization, width: int = 200) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(shown(optimization))
+    return out.getvalue()
+
+
+def rows_of(optimization: Optimization) -> list[list[str]]:
+    """Cells lie apart by two spaces at least, or are figures."""
+    return [line.split() for line in text_of(optimization).splitlines()]
+
+
+@pytest.mark.parametrize("name", made.MAKERS)
+def test_the_first_line_is_the_verdict(name: str) -> None:
+    optimization = made.MAKERS[name]()
+    whole = text_of(optimization, width=1000)
+    assert whole.splitlines()[0].strip() == first_line.headline(optimization)
+
+
+def test_notes_follow_at_once() -> None:
+    line = text_of(made.without_data()).splitlines()[1]
+    assert line.startswith("warning: No data was given")
+
+
+def test_before_and_after_and_the_steps() -> None:
+    rows = rows_of(made.met())
+    assert ["p99", "410", "ms", "(398-422)", "11.8", "ms", "(11.4-12.2)", "overloaded"] in rows
+    assert ["memory", "620", "MiB", "212", "MiB", "2.9x", "less"] in rows
+    assert ["original", "98.0/s", "410", "ms", "91.2", "%", "1.13"] in rows
+    assert ["int8-static", "≈", "255/s", "≈", "16.5", "ms", "91.0", "%", "≈", "0.436"] in rows
+    assert ["instances", "304/s", "11.8", "ms", "91.0", "%", "0.365"] in rows
+
+
+def test_what_lost_and_why() -> None:
+    text = text_of(made.met())
+    assert "built FP32: no MatMul is quantised" in text
+    assert "0.9x the rate of the best" in text
+    # What was kept is no loser.
+    assert "1.5x the rate of its parent" not in text
+    assert [line.split()[0] for line in text.splitlines() if "rejected" in line] == [
+        "quantise",
+        "int8-static(calibrator=entropy,",
+    ]
+
+
+def test_the_end_names_layers_version_and_the_next_step() -> None:
+    text = text_of(made.met())
+    assert "kept in float  /encoder/layer.0/attention/query/MatMul, /classifier/Gemm" in text
+    assert "next           INT8 MatMul: at most 2.4x" in text
+    assert "not tried      torch-compile, half(datatype=FP16)" in text
+    assert "version        models/reviews/1" in text
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    rows = rows_of(made.unknown_figures())
+    assert ["original", "0/s", "never", "-", "-"] in rows
+    assert ["original", "98.0/s", "410", "ms", "-", "-"] in rows_of(made.without_data())
+
+
+def test_figures_fit_an_ordinary_terminal() -> None:
+    text = text_of(made.met(), width=80)
+    assert "…" not in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_names_are_not_obeyed_as_markup() -> None:
+    found = msgspec.structs.replace(made.met(), version="[red]models[/red]")
+    found.tries[2].reason = "[bold]no[/bold]"
+    assert "[red]models[/red]" in text_of(found) and "[bold]no[/bold]" in text_of(found)

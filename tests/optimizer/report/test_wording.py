@@ -1,0 +1,89 @@
+"""The same figures in the same words, wherever they stand."""
+
+import math
+
+import pytest
+from optimizer import made_optimizations as made
+
+from penstock.benchmark.stats import Interval
+from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.report import wording
+from penstock.optimizer.results import Verdict
+
+
+def test_shares_of_examples_are_percent_and_other_scores_are_numbers() -> None:
+    assert wording.score("top1", 0.9123) == "91.2 %"
+    assert wording.score("agreement", 1.0) == "100.0 %"
+    assert wording.score("perplexity", 23.456) == "23.46"
+    assert wording.score("top1", math.nan) == "-"
+
+
+@pytest.mark.parametrize(
+    ("metric", "amount", "budget", "text"),
+    [
+        ("top1", 0.006, "top1 drop <= 1 %", "0.6 points"),
+        ("top1", 0.01, "top1 drop <= 1 %", "1 point"),
+        ("top1", 0.0125, "", "1.25 points"),
+        ("mae", 0.0125, "mae rise <= 0.05", "0.0125"),
+        ("mae", 0.0125, "mae rise <= 2 % relative", "1.25 % relative"),
+        ("top1", 1e300, "", "-"),
+        ("top1", math.nan, "", "-"),
+    ],
+)
+def test_losses(metric: str, amount: float, budget: str, text: str) -> None:
+    assert wording.loss(metric, amount, budget) == text
+
+
+def test_accuracy_has_its_bound_and_its_limit() -> None:
+    assert (
+        wording.accuracy(made.judgement())
+        == "top1 91.2 % → 91.0 % (loss at most 0.6 points, limit 1 point)"
+    )
+    better: Judgement = made.judgement(loss=-0.01, bound=-0.001)
+    assert "(no loss, limit 1 point)" in wording.accuracy(better)
+    unknown = made.judgement(bound=1e300)
+    assert "(loss not known, limit 1 point)" in wording.accuracy(unknown)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(1.044, "1.04x"), (1.96, "2.0x"), (3.14, "3.1x"), (34.7, "35x")]
+)
+def test_ratios(ratio: float, text: str) -> None:
+    assert wording.times(ratio) == text
+
+
+def test_what_is_infinite_or_nothing_is_no_ratio() -> None:
+    one, none = Interval(1.0, 0.9, 1.1), Interval(0.0, 0.0, 0.0)
+    endless = Interval(math.inf, math.inf, math.inf)
+    assert wording.ratio(one, Interval(3.0, 2.9, 3.1)) == 3.0
+    assert wording.ratio(None, one) is wording.ratio(one, None) is None
+    assert wording.ratio(none, one) is wording.ratio(one, endless) is None
+    assert wording.ratio(endless, one) is None
+
+
+def test_terms_of_every_kind() -> None:
+    def text(term: str, value: float, limit: float) -> str:
+        measured = Interval(value, value * 0.99, value * 1.01)
+        return wording.term(Verdict(term, "kept", measured, limit, ""))
+
+    assert text("p99 < 20ms", 0.0121, 0.02) == "p99 12.1 ms (12.0-12.2) < 20 ms"
+    assert text("p99 < 20ms", 0.0242, 0.02) == "p99 24.2 ms (24.0-24.4) >= 20 ms"
+    assert text("memory <= 2GiB", 2**29, 2**31) == "memory 512 MiB <= 2 GiB"
+    assert text("throughput >= 100/s", 120.0, 100.0).startswith("throughput 120/s (")
+    assert wording.term(Verdict("p50 < 5ms", "not measured", None, 0.005, "s")) == (
+        "p50 was not measured (p50 < 5ms)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (42.3, "42 s"), (412.0, "6 min 52 s"), (3780.0, "1 h 3 min"), (math.nan, "-")],
+)
+def test_spans_of_a_run(seconds: float, text: str) -> None:
+    assert wording.span(seconds) == text
+
+
+def test_the_metric_is_known_from_the_budget_before_anything_was_judged() -> None:
+    assert wording.metric_of(made.met()) == "top1"
+    assert wording.metric_of(made.interrupted()) == "top1"
+    assert wording.metric_of(made.without_data()) == ""
