@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 import penstock
-from penstock import bench_cli, logs, profile_cli
+from penstock import bench_cli, logs, optimize_cli, profile_cli
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -353,6 +353,7 @@ def explain(model: str, url: str, version: str, api_key: str, watch: bool, as_js
 
 main.add_command(bench_cli.bench)
 main.add_command(bench_cli.report)
+main.add_command(optimize_cli.optimize)
 main.add_command(profile_cli.profile)
 
 

@@ -149,7 +149,7 @@ def optimize(
     Killed at any moment it goes on where it was when it is run again. Exit codes: 0 the SLO is
     kept, 2 it is not and the best is saved, 3 the accuracy gate allows nothing that would help.
     """
-    from penstock.optimizer.report.headlines import exit_code
+    from penstock.optimizer.report.first_line import exit_code
 
     try:
         plan = make_plan(model, plan_path, flags)
@@ -176,7 +176,7 @@ def make_plan(model: str | None, plan_path: str | None, flags: dict[str, Any]) -
 
 
 def _optimize(plan: Plan) -> Optimization:
-    from penstock.optimizer.report.sequence_live import Live
+    from penstock.optimizer.report.optimize_live import Live
     from penstock.optimizer.run import optimize as run
 
     command = shlex.join(["penstock", *sys.argv[1:]])
@@ -185,4 +185,15 @@ def _optimize(plan: Plan) -> Optimization:
 
 
 def _show(found: Optimization, plan: Plan, html_path: str | None, json_path: str | None) -> None:
-    raise NotImplementedError
+    from penstock import terminal
+    from penstock.benchmark.report.run_files import write_text
+    from penstock.optimizer.report import optimization_files, optimize_page, optimize_table
+    from penstock.optimizer.run import report_path
+
+    html = Path(html_path) if html_path else report_path(plan)
+    write_text(optimize_page.page(found), html)
+    if json_path:
+        optimization_files.write_optimization(found, Path(json_path))
+    console = terminal.console()
+    console.print(optimize_table.shown(found))
+    console.print(f"version {found.version} of {found.name} in {plan.out}; report: {html}")

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from penstock.errors import PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement, spent_alpha
-from penstock.optimizer.lab import Lab
+from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.search import Finalist, Findings
-
-CHOICE, HELD_OUT = "choice", "held out"
 
 
 @dataclass(slots=True)
@@ -66,6 +64,7 @@ def conclude(lab: Lab, findings: Findings, command: str) -> Optimization:
         notes=_notes(lab, findings),
         tries=findings.tries,
         skipped=findings.skipped,
+        profile=findings.profile,
     )
     choice = choose(lab, findings)
     found.notes += [f"on held-out examples: {each.text}" for each in choice.refused]
@@ -137,7 +136,7 @@ def _phases(lab: Lab, findings: Findings, found: Optimization) -> list[Phase]:
         phases.append(
             Phase(
                 label="original" if stage == "baseline" else str(contender.candidate.steps[-1]),
-                p99_s=contender.shapes[0].p99_s if contender.shapes else float("nan"),
+                p99_s=float("nan"),
                 max_rate=contender.rate,
                 accuracy=original if judged is None else judged.candidate,
                 cost_per_million=_cost(contender.rate, lab.plan.price_per_hour),

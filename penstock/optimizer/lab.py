@@ -1,7 +1,7 @@
 """Everything the search finds out, each from the journal where it is known already.
 
-Owns the folder of a run: builds by their key, the original's answers, the journal. Knows how to ask
-trials, the gate and the server; decides nothing.
+Owns the folder of a run: builds by their key, calibration ranges, the journal. Knows how to ask
+trials, the gate, the profiler and the server; decides nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import numpy as np
 
 from penstock import repository
 from penstock.errors import BackendFailed, ConfigError, PenstockError
-from penstock.optimizer import accuracy, numerics, passes, scores, served, trials
+from penstock.optimizer import accuracy, audit, numerics, passes, scores, served, trials
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.audit import Audit, audit_calibration
 from penstock.optimizer.budget import Budget, default_budget
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import Examples
@@ -28,6 +27,8 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Answers, Numerics
 from penstock.optimizer.passes import Workshop
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.profile.profiler import profile_build
+from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.results import Served
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.subject import Subject
@@ -37,34 +38,61 @@ from penstock.types import Array
 NUM_COMPARED = 64
 # Rounding of another order of operations, as a share of an output's largest value.
 TOLERANCE = 1e-3
+CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
+NO_DATA = (
+    "no data was given: inputs are drawn from the signature, nothing is quantised, and answers are "
+    "compared with the original's on made-up inputs only"
+)
+ONLY_AGREEMENT = (
+    "there are no labels: candidates are judged by how often they agree with the original, which "
+    "says nothing about how right either is"
+)
 
 Row = Mapping[str, Array]
 
 
 class Lab:
-    """Of one run. `rows` are what requests are made of, examples or inputs drawn from the
+    """Of one run. `examples` are representative where data was given, else drawn from the
     signature; `watch` hears what is being done."""
 
     def __init__(
-        self, plan: Plan, machine: Machine, subject: Subject, journal: Journal, folder: Path
+        self, plan: Plan, machine: Machine, subject: Subject, examples: Examples, journal: Journal
     ) -> None:
         self.plan = plan
         self.machine = machine
         self.subject = subject
         self.journal = journal
-        self.examples: Examples | None = None
-        self.rows: Sequence[Row] = ()
+        self.notes: list[str] = []
         self.watch: Callable[[str], None] = lambda doing: None
-        self._folder = folder
-        self._builds: dict[str, Build] = {"": subject.build}
+        self._examples = examples
+        self._folder = journal.path.parent
+        self._builds: dict[str, Build] = {}
         self._original: dict[str, Answers] = {}
 
     @property
     def original(self) -> Build:
         return self.subject.build
 
+    @property
+    def examples(self) -> Examples | None:
+        """None where nothing representative was given."""
+        return self._examples if self.plan.data else None
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        return self._examples.rows
+
+    @property
+    def data_text(self) -> str:
+        return self._examples.text
+
+    # Builds.
+
+    @cached_property
     def workshop(self) -> Workshop:
-        return Workshop(self.plan, self.machine, self.examples, self._folder / "cache")
+        cache = self._folder / "cache"
+        cache.mkdir(exist_ok=True)
+        return Workshop(self.plan, self.machine, self.examples, cache)
 
     def build(self, candidate: Candidate) -> Build:
         """The candidate's files, made if they are not there; its parents' first. BackendFailed
@@ -75,18 +103,12 @@ class Lab:
         if known is not None:
             return known
         parent = self.build(candidate.parent)
-        folder = self._folder / "builds" / candidate.key / self.plan.name
+        home = self._folder / "builds" / candidate.key
         self.journal.remember("build", candidate.key, bool, lambda: self._make(candidate, parent))
-        if not folder.is_dir():
+        if not home.is_dir():
             # The journal outlived the files.
             self._make(candidate, parent)
-        return self._open(candidate, folder)
-
-    def _open(self, candidate: Candidate, folder: Path) -> Build:
-        found = repository.read(folder)
-        if found.problems:
-            raise BackendFailed("; ".join(*found.problems.values()))
-        build = Build(candidate, folder, found.configs[-1])
+        build = _opened(candidate, home / self.plan.name)
         self._builds[candidate.key] = build
         return build
 
@@ -95,112 +117,179 @@ class Lab:
         self.watch("build")
         step = candidate.steps[-1]
         home = self._folder / "builds" / candidate.key
-        draft = home.with_name(f".{home.name}-{os.getpid()}")
-        for old in home.parent.glob(f".{home.name}-*"):
+        draft = home.with_name(f".{home.name}")
+        for old in (draft, home):
             shutil.rmtree(old, ignore_errors=True)
-        shutil.rmtree(home, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
-            passes.find(step.pass_name).build(parent, step, draft / self.plan.name, self.workshop())
+            passes.find(step.pass_name).build(parent, step, draft / self.plan.name, self.workshop)
+            _opened(candidate, draft / self.plan.name)
             os.rename(draft, home)
-        except OSError as error:
-            raise ConfigError([f"{draft}: cannot be written: {error}"]) from None
         except PenstockError as error:
             raise BackendFailed(str(error)) from error
         except Exception as error:  # A trial may fail in any way its libraries know.
-            text = str(error).strip().splitlines()
-            raise BackendFailed(f"{type(error).__name__}: {text[0] if text else ''}") from error
+            raise BackendFailed(f"{type(error).__name__}: {_first_line(error)}") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return True
 
+    def forget(self, candidate: Candidate) -> None:
+        """Remove the files of a candidate that nobody will ask for again."""
+        self._builds.pop(candidate.key, None)
+        shutil.rmtree(self._folder / "builds" / candidate.key, ignore_errors=True)
+
     def facts(self, build: Build) -> Facts:
         self.watch("read back")
-        return self.journal.remember(
-            "facts", build.candidate.key, Facts, lambda: trials.inspect(build)
-        )
+        key = build.candidate.key
+        return self.journal.remember("facts", key, Facts, lambda: trials.inspect(build))
 
-    def numerics(self, build: Build, is_exact: bool) -> Numerics:
+    # Answers.
+
+    def numerics(self, build: Build, *, is_exact: bool) -> Numerics:
         """Against the original, on the first rows of what candidates are chosen by."""
 
         def compare() -> Numerics:
-            rows = [self.rows[index] for index in self._compared]
-            original = self._original_answers("compared", self._compared)
-            found = trials.answers(build, rows)
-            return numerics.compare(original, found, tolerance=TOLERANCE if is_exact else None)
+            found = self.answers(build, self.compared)
+            tolerance = TOLERANCE if is_exact else None
+            return numerics.compare(self.original_answers(COMPARED), found, tolerance=tolerance)
 
         self.watch("numerics")
         return self.journal.remember("numerics", build.candidate.key, Numerics, compare)
 
     @property
-    def _compared(self) -> tuple[int, ...]:
-        if self.examples is None:
-            return tuple(range(min(NUM_COMPARED, len(self.rows))))
-        return self.examples.split.choice[:NUM_COMPARED]
+    def compared(self) -> tuple[int, ...]:
+        return self._examples.split.choice[:NUM_COMPARED]
+
+    def answers(self, build: Build, indices: tuple[int, ...]) -> Answers:
+        """To these rows. Not kept: they are large and soon made again."""
+        return trials.answers(
+            build, [self.rows[index] for index in indices], self._tell_share(indices)
+        )
+
+    def original_answers(self, part: str) -> Answers:
+        known = self._original.get(part)
+        if known is None:
+            self.watch(f"the original's answers, {part}")
+            known = self._original[part] = self.answers(self.original, self._indices(part))
+        return known
+
+    def _indices(self, part: str) -> tuple[int, ...]:
+        split = self._examples.split
+        return {COMPARED: self.compared, CHOICE: split.choice, HELD_OUT: split.held_out}[part]
+
+    def _tell_share(self, indices: tuple[int, ...]) -> Callable[[int], None] | None:
+        if len(indices) <= NUM_COMPARED:
+            return None
+        total = f"{len(indices):,}"
+        return lambda num_done: self.watch(f"answers, {num_done:,} of {total}")
+
+    # Accuracy.
 
     def judge(self, build: Build, part: str, alpha: float = accuracy.ALPHA) -> Judgement:
-        """The gate, on one part of the examples: "choice" or "held out"."""
-        original = self._scores(self.original, part)
-        found = self._scores(build, part)
+        """The gate, on one part of the examples."""
+        original, found = self._scores(self.original, part), self._scores(build, part)
         return accuracy.judge(original, found, self.budget, alpha=alpha, part=part)
 
     @cached_property
     def scorer(self) -> scores.Scorer:
-        assert self.examples is not None
-        original = self._original_answers("compared", self._compared)
-        return scores.make_scorer(self.plan, self.examples, original)
+        return scores.make_scorer(self.plan, self._examples, self.original_answers(COMPARED))
 
-    @property
+    @cached_property
     def budget(self) -> Budget:
         return self.plan.accuracy or default_budget(self.scorer.metric)
 
     def _scores(self, build: Build, part: str) -> Array:
-        assert self.examples is not None
-        split = self.examples.split
-        indices = split.choice if part == "choice" else split.held_out
-
         def evaluate() -> list[float]:
-            self.watch(f"accuracy, {len(indices):,} examples")
-            original = self._original_answers(part, indices)
-            if build is self.original:
-                answers = original
-            else:
-                answers = trials.answers(build, [self.rows[index] for index in indices])
-            return [float(score) for score in self.scorer.score(answers, indices, original)]
+            self.watch(f"accuracy, {part}")
+            original = self.original_answers(part)
+            is_original = build.candidate == self.original.candidate
+            found = original if is_original else self.answers(build, self._indices(part))
+            return [float(each) for each in self.scorer.score(found, self._indices(part), original)]
 
-        key = f"{build.candidate.key} {part} {self.scorer.metric}"
+        key = f"{build.candidate.key} {part} {self.budget.metric}"
         return np.array(self.journal.remember("scores", key, list[float], evaluate))
 
-    def _original_answers(self, part: str, indices: tuple[int, ...]) -> Answers:
-        known = self._original.get(part)
-        if known is None:
-            self.watch(f"the original's answers, {len(indices):,} examples")
-            known = trials.answers(self.original, [self.rows[index] for index in indices])
-            self._original[part] = known
-        return known
-
-    def audit(self) -> Audit:
-        assert self.examples is not None
+    def check_data(self) -> None:
+        """ConfigError, with an explanation, for data that would mislead calibration or the gate."""
+        if self.examples is None:
+            self.notes.append(NO_DATA)
+            return
         self.watch("audit of the data")
-        labelled = None if self.scorer.is_agreement else self._scores(self.original, "choice")
-        return audit_calibration(self.examples, labelled)
+        if self.scorer.is_agreement:
+            self.notes.append(ONLY_AGREEMENT)
+        found = self.journal.remember("audit", "", audit.Audit, self._audit)
+        if found.problems:
+            ways = "or leave data out, to optimise without what needs it"
+            raise ConfigError([*(f"data: {each}" for each in found.problems), ways])
+        self.notes += found.warnings
+
+    def _audit(self) -> audit.Audit:
+        split, labels = self._examples.split, self._examples.labels
+        calibration = [self.rows[index] for index in split.calibration]
+        evaluation = [self.rows[index] for index in (*split.choice, *split.held_out)]
+        parts = [
+            audit.audit_calibration(
+                calibration, evaluation, is_separate=bool(self.plan.calibration)
+            )
+        ]
+        if labels is not None and self.scorer.predict is not None:
+            predicted = self.scorer.predict(self.original_answers(CHOICE))
+            parts.append(audit.audit_labels(predicted, labels[list(split.choice)]))
+        return audit.Audit(
+            [text for part in parts for text in part.problems],
+            [text for part in parts for text in part.warnings],
+            {name: value for part in parts for name, value in part.facts.items()},
+        )
+
+    # Speed.
 
     def times(self, build: Build, num_instances: int, num_threads: int) -> TimeTable:
         self.watch(f"batch times, {num_instances} x {num_threads} threads")
-        key = f"{build.candidate.key} {num_instances}x{num_threads}"
         return self.journal.remember(
             "times",
-            key,
+            f"{build.candidate.key} {num_instances}x{num_threads}",
             TimeTable,
             lambda: trials.times(build, self.rows, num_instances, num_threads),
         )
 
-    def serve(self, builds: Sequence[Build], purpose: str) -> list[Served]:
-        """At the load of the SLO, in turns."""
-        key = " ".join([purpose, *(build.candidate.key for build in builds)])
+    def profile(self, build: Build) -> Profile:
+        self.watch("profile")
         return self.journal.remember(
-            "served",
-            key,
-            list[Served],
-            lambda: served.measure_alternately(builds, self.plan, self.rows, self.watch),
+            "profile", build.candidate.key, Profile, lambda: profile_build(build.folder, self.rows)
         )
+
+    def serve(self, builds: Sequence[Build]) -> list[Served]:
+        """At the load of the SLO; several in turns."""
+
+        def measure() -> list[Served]:
+            if len(builds) == 1:
+                return [served.measure(builds[0], self.plan, self.rows, self.watch)]
+            return served.measure_alternately(builds, self.plan, self.rows, self.watch)
+
+        self.watch("start servers")
+        return self.journal.remember("served", _keys(builds), list[Served], measure)
+
+    def prove(self, builds: Sequence[Build]) -> list[Served]:
+        """At the load of the SLO and up to the highest rate of each, in turns."""
+        self.watch("start servers for the proof")
+        return self.journal.remember(
+            "proof",
+            _keys(builds),
+            list[Served],
+            lambda: served.prove(builds, self.plan, self.rows, self.watch),
+        )
+
+
+def _opened(candidate: Candidate, folder: Path) -> Build:
+    found = repository.read(folder)
+    if found.problems:
+        raise BackendFailed("; ".join(text for each in found.problems.values() for text in each))
+    return Build(candidate, folder, found.configs[-1])
+
+
+def _keys(builds: Sequence[Build]) -> str:
+    return " ".join(build.candidate.key for build in builds)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,11 @@ from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.lab import Lab, Row
+from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine, read_machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
-from penstock.optimizer.report.headlines import headline
+from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Search
 from penstock.optimizer.subject import Subject, open_subject
@@ -40,6 +40,11 @@ NUM_DRAWN = 256
 Watch = Callable[[Progress], None]
 
 
+def report_path(plan: Plan) -> Path:
+    """Where the report goes when nobody says."""
+    return Path(plan.out).absolute() / WORK / plan.name / "report.html"
+
+
 def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
     """ConfigError before anything long begins, if the plan or its files are wrong."""
     began = time.monotonic()
@@ -50,9 +55,7 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
         run = run_key(plan, machine, subject, examples)
         with Journal(work / run) as journal:
             subject = _placed(subject, work / run / ORIGINAL / plan.name)
-            lab = Lab(plan, machine, subject, journal, work / run)
-            lab.examples = examples
-            lab.rows = _rows(plan, subject, examples)
+            lab = Lab(plan, machine, subject, examples, journal)
             return _found(lab, watch, command, run, began)
 
 
@@ -94,28 +97,22 @@ def _placed(subject: Subject, folder: Path) -> Subject:
     return replace(subject, build=Build(Candidate(), folder, config))
 
 
-def _examples(plan: Plan, subject: Subject) -> Examples | None:
-    if not plan.data:
-        return None
+def _examples(plan: Plan, subject: Subject) -> Examples:
     config = subject.build.config
-    return open_examples(plan, config.inputs, config.max_batch_size > 0)
+    has_batch = config.max_batch_size > 0
+    if plan.data:
+        return open_examples(plan, config.inputs, has_batch)
+    return signature_examples(config.inputs, has_batch, plan.seed, NUM_DRAWN)
 
 
-def _rows(plan: Plan, subject: Subject, examples: Examples | None) -> Sequence[Row]:
-    if examples is not None:
-        return examples.rows
-    config = subject.build.config
-    return signature_examples(config.inputs, config.max_batch_size > 0, plan.seed, NUM_DRAWN)
-
-
-def run_key(plan: Plan, machine: Machine, subject: Subject, examples: Examples | None) -> str:
+def run_key(plan: Plan, machine: Machine, subject: Subject, examples: Examples) -> str:
     """The same model, data, wishes, code, tools and machine: then what a journal says holds."""
     wishes = replace(plan, budget_s=None, out="", price_per_hour=None)
     parts = [
         str(wishes),
         str(machine),
         subject.digest,
-        "" if examples is None else examples.digest,
+        examples.digest,
         *(_code_digest(each) for each in (plan.evaluator, plan.preprocess)),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

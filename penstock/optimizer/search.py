@@ -9,6 +9,7 @@ may come from the journal: the same answers lead to the same choice.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,13 @@ from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.lab import Lab
+from penstock.optimizer.kept_layers import KeptLayers
+from penstock.optimizer.lab import CHOICE, Lab
 from penstock.optimizer.passes import Pass, Situation
+from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Served, Try
-from penstock.optimizer.shapes import Shape, arrangements, rank_shapes
+from penstock.optimizer.shapes import pairs, shapes
 from penstock.optimizer.simulate import TimeTable
 
 MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
@@ -46,8 +49,8 @@ class Contender:
     build: Build
     facts: Facts
     times: dict[tuple[int, int], TimeTable]
-    # Serving configurations from the best to the worst, by simulation.
-    shapes: list[Shape]
+    # Steps of the serving passes, with the highest rate that is predicted for them; best first.
+    shapes: list[tuple[tuple[Step, ...], float]]
     is_lossy: bool
 
     @property
@@ -56,7 +59,7 @@ class Contender:
 
     @property
     def rate(self) -> float:
-        return self.shapes[0].rate if self.shapes else 0.0
+        return self.shapes[0][1] if self.shapes else 0.0
 
 
 @dataclass(slots=True)
@@ -85,6 +88,8 @@ class Findings:
     # The best contender after each stage, for the waterfall.
     by_stage: list[tuple[Stage, Contender]] = field(default_factory=list)
     original: Served | None = None
+    # Of the best before anything is quantised: what binds.
+    profile: Profile | None = None
     is_interrupted: bool = False
     is_out_of_time: bool = False
 
@@ -143,6 +148,8 @@ class Search:
         if self._is_enough():
             return
         for stage in MODEL_STAGES:
+            if stage == "quantise":
+                self._profile()
             self._run_stage(stage)
             if self._is_in_reach():
                 self._measure_finalists()
@@ -190,6 +197,12 @@ class Search:
                 self._run_pass(each)
         self.findings.by_stage.append((stage, self.findings.best))
 
+    def _profile(self) -> None:
+        """What binds now. A profiler that fails costs the report a picture, and nothing else."""
+        self._trying = str(self.findings.best.candidate)
+        with contextlib.suppress(PenstockError):
+            self.findings.profile = self._lab.profile(self.findings.best.build)
+
     def _run_pass(self, each: Pass) -> None:
         for parent, steps in self._proposals(each):
             records = [
@@ -223,7 +236,13 @@ class Search:
     def _situation(self, parent: Contender) -> Situation:
         lab = self._lab
         return Situation(
-            self._plan, lab.machine, parent.build, parent.facts, lab.examples, parent.times
+            self._plan,
+            lab.machine,
+            parent.build,
+            parent.facts,
+            lab.examples,
+            parent.times,
+            lab.rows,
         )
 
     # One candidate.
@@ -253,33 +272,34 @@ class Search:
         record.facts = facts = self._lab.facts(build)
         problems = each.check(candidate.steps[-1], parent.facts, facts)
         if problems:
-            return _rejected(record, f"not what was asked for: {'; '.join(problems)}")
+            _reject(record, f"not what was asked for: {'; '.join(problems)}")
+            return None
         is_lossy = parent.is_lossy or each.changes_answers
         record.numerics = self._lab.numerics(build, is_exact=not is_lossy)
         if record.numerics.problems:
-            return _rejected(record, "; ".join(record.numerics.problems))
-        contender = self._timed(build, facts, is_lossy)
+            _reject(record, "; ".join(record.numerics.problems))
+            return None
+        contender = self._timed(build, facts, is_lossy=is_lossy)
         self._note_times(record, contender)
         if is_lossy:
-            record.accuracy = self._lab.judge(build, "choice")
+            record.accuracy = self._lab.judge(build, CHOICE)
             if not record.accuracy.is_passed:
-                return _rejected(record, record.accuracy.text)
+                _reject(record, record.accuracy.text)
+                return None
         return contender
 
     def _timed(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
-        times = {(table.num_instances, table.num_threads): table for table in self._tables(build)}
         lab = self._lab
-        situation = Situation(self._plan, lab.machine, build, facts, lab.examples, times)
-        return Contender(build, facts, times, rank_shapes(situation, lab.rows), is_lossy)
-
-    def _tables(self, build: Build) -> Iterator[TimeTable]:
-        for num_instances, num_threads in arrangements(self._lab.machine.num_cores):
-            yield self._lab.times(build, num_instances, num_threads)
+        times = {pair: lab.times(build, *pair) for pair in pairs(lab.machine.num_cores)}
+        contender = Contender(build, facts, times, [], is_lossy)
+        contender.shapes = shapes(self._situation(contender))
+        return contender
 
     def _note_times(self, record: Try, contender: Contender) -> None:
         record.times = list(contender.times.values())
         record.predicted_rate = contender.rate
-        record.predicted_shape = contender.shapes[0].text if contender.shapes else ""
+        if contender.shapes:
+            record.predicted_shape = ", ".join(map(str, contender.shapes[0][0]))
 
     def _compare(self, contender: Contender, record: Try) -> None:
         """By prediction, with the best so far."""
@@ -306,7 +326,8 @@ class Search:
         if not goals.is_better(least.predicted_rate or 0.0, self.findings.best.rate):
             least.reason += "; no faster either, so no layer was kept in float for it"
             return
-        found = self._lab.fall_back(parent.build, least.candidate, self._check_time)
+        step = least.candidate.steps[-1]
+        found = KeptLayers(self._lab, parent.build, step, self._check_time).find()
         if found is None:
             least.reason += "; keeping layers in float did not help"
             return
@@ -335,26 +356,29 @@ class Search:
             self._add_served(contender, build, served)
 
     def _shaped(self) -> Iterator[tuple[Contender, Build]]:
+        """What is predicted to come near the best, and of equal ones the simpler first."""
         near = NEAR * self.findings.best.rate
-        ranked = sorted(self.findings.contenders, key=lambda each: (-each.rate, _simplicity(each)))
-        pairs = [
-            (contender, shape)
+        ranked = sorted(self.findings.contenders, key=_simplicity)
+        found = [
+            (contender, steps, rate)
             for contender in ranked
-            for shape in contender.shapes[:MAX_SHAPES]
-            if shape.rate >= near
+            for steps, rate in contender.shapes[:MAX_SHAPES]
+            if rate >= near
         ]
-        pairs.sort(key=lambda pair: -pair[1].rate)
-        for contender, shape in pairs[:MAX_FINALISTS]:
+        found.sort(key=lambda each: -each[2])
+        for contender, steps, _ in found[:MAX_FINALISTS]:
+            candidate = Candidate((*contender.candidate.steps, *steps))
             try:
-                yield contender, self._build_shape(contender, shape)
+                yield contender, self._build_shape(contender, candidate, steps)
             except PenstockError as error:
-                candidate = _with_steps(contender.candidate, shape.steps)
                 self.findings.tries.append(Try(candidate, "batching", "failed", str(error)))
 
-    def _build_shape(self, contender: Contender, shape: Shape) -> Build:
-        build = self._lab.build(_with_steps(contender.candidate, shape.steps))
+    def _build_shape(
+        self, contender: Contender, candidate: Candidate, steps: Sequence[Step]
+    ) -> Build:
+        build = self._lab.build(candidate)
         facts = self._lab.facts(build)
-        for step in shape.steps:
+        for step in steps:
             problems = self._pass(step).check(step, contender.facts, facts)
             if problems:
                 raise BackendFailed(f"not what was asked for: {'; '.join(problems)}")
@@ -394,7 +418,7 @@ class Search:
         )
 
 
-def _rejected(record: Try, reason: str) -> None:
+def _reject(record: Try, reason: str) -> None:
     record.outcome, record.reason = "rejected", reason
 
 
@@ -409,7 +433,3 @@ def _simplicity(contender: Contender) -> tuple[bool, int]:
 
 def _pass_names(candidate: Candidate) -> set[str]:
     return {step.pass_name for step in candidate.steps}
-
-
-def _with_steps(candidate: Candidate, steps: Sequence[Step]) -> Candidate:
-    return Candidate((*candidate.steps, *steps))

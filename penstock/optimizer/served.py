@@ -89,22 +89,28 @@ def max_rates(
     """The highest rate of each that keeps the latency terms, in turns; without such terms, what it
     answers when it never has to wait for requests. NaN where an end is not known."""
     with _stage(builds, rows) as (endpoints, data):
-        return _max_rates(endpoints, plan, data, watch)
+        return [rate for rate, _ in _max_rates(endpoints, plan, data, watch)]
 
 
-def curve(
-    build: Build, plan: Plan, rows: Sequence[Row], rates: Sequence[float], watch: Watch
-) -> Curve:
-    """Throughput and latency at each of these rates."""
-    loads = [_open(rate, plan.slo) for rate in rates]
-    with _stage([build], rows) as (endpoints, data):
-        wanted = _bench_plan(endpoints[0], plan, data, loads)
-        duration_s = min(plan.duration_s, CURVE_LEVEL_S)
-        run = endpoints[0].measured(replace(wanted, duration_s=duration_s), watch)
-    histograms = [stats.histogram(level.windows) for level in run.levels]
+def prove(builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch) -> list[Served]:
+    """At the load of the SLO, and up to the highest rate of each: with rates, costs and curves."""
+    with _stage(builds, rows) as (endpoints, data):
+        found = _in_turns(endpoints, plan, data, watch, NUM_ROUNDS)
+        rates = _max_rates(endpoints, plan, data, watch)
+        return [
+            msgspec.structs.replace(priced(each, rate, plan), curve=curve)
+            for each, (rate, curve) in zip(found, rates, strict=True)
+        ]
+
+
+def curve_of(levels: Sequence[Level]) -> Curve:
+    """Throughput and latency at rising rates; of a rate that was measured twice, the last time."""
+    by_rate = {pacer.mean_rate(each.load): each for each in levels if isinstance(each.load, Open)}
+    ordered = [by_rate[rate] for rate in sorted(by_rate)]
+    histograms = [stats.histogram(level.windows) for level in ordered]
     return Curve(
-        rates=list(rates),
-        throughput=[stats.throughput_interval(level.windows).value for level in run.levels],
+        rates=sorted(by_rate),
+        throughput=[stats.throughput_interval(level.windows).value for level in ordered],
         p50_s=[each.percentile(50) for each in histograms],
         p99_s=[each.percentile(99) for each in histograms],
     )
@@ -351,18 +357,24 @@ class _Account:
 def _measure(
     builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch, *, num_rounds: int
 ) -> list[Served]:
-    load = load_of(plan.slo)
     with _stage(builds, rows) as (endpoints, data):
-        accounts = [_Account() for _ in builds]
-        for _ in range(num_rounds):
-            for endpoint, account in zip(endpoints, accounts, strict=True):
-                run = endpoint.measured(_bench_plan(endpoint, plan, data, [load]), watch)
-                account.add(run.levels[0], endpoint.memory_bytes)
-        found = [_served(account, load, plan) for account in accounts]
+        found = _in_turns(endpoints, plan, data, watch, num_rounds)
         if any(isinstance(term, Cost) for term in _terms(plan)):
-            rates = _max_rates(endpoints, plan, data, watch)
+            rates = [rate for rate, _ in _max_rates(endpoints, plan, data, watch)]
             found = [priced(each, rate, plan) for each, rate in zip(found, rates, strict=True)]
         return found
+
+
+def _in_turns(
+    endpoints: Sequence[Endpoint], plan: Plan, data: str, watch: Watch, num_rounds: int
+) -> list[Served]:
+    load = load_of(plan.slo)
+    accounts = [_Account() for _ in endpoints]
+    for _ in range(num_rounds):
+        for endpoint, account in zip(endpoints, accounts, strict=True):
+            run = endpoint.measured(_bench_plan(endpoint, plan, data, [load]), watch)
+            account.add(run.levels[0], endpoint.memory_bytes)
+    return [_served(account, load, plan) for account in accounts]
 
 
 def _served(account: _Account, load: Load, plan: Plan) -> Served:
@@ -446,11 +458,12 @@ def _limit(term: Term) -> tuple[float, str]:
 
 def _max_rates(
     endpoints: Sequence[Endpoint], plan: Plan, data: str, watch: Watch
-) -> list[Interval]:
+) -> list[tuple[Interval, Curve | None]]:
+    """With what was measured on the way, as a curve."""
     has_limits = any(isinstance(term, Latency | Goodput) for term in _terms(plan))
     probes = [_saturated(endpoint, plan, data, watch) for endpoint in endpoints]
     if not has_limits:
-        return probes
+        return [(probe, None) for probe in probes]
     assert plan.slo is not None
     searches = [
         _Search(endpoint, plan, data, max(1.0, probe.value / 2))
@@ -459,7 +472,7 @@ def _max_rates(
     while left := [each for each in searches if each.is_open]:
         for each in left:
             each.step(watch)
-    return [each.rate for each in searches]
+    return [(each.rate, curve_of(each.levels)) for each in searches]
 
 
 def _saturated(endpoint: Endpoint, plan: Plan, data: str, watch: Watch) -> Interval:
@@ -481,6 +494,7 @@ class _Search:
         self._plan = plan
         self._data = data
         self._left_s = SEARCH_S
+        self.levels: list[Level] = []
         first = _open(start, plan.slo)
         self._search = MaxRateSearch(
             plan.slo, start, precision=SEARCH_PRECISION, arrivals=first.arrivals, cv=first.cv
@@ -503,6 +517,7 @@ class _Search:
         duration_s = min(self._plan.duration_s, SEARCH_LEVEL_S)
         short = replace(wanted, duration_s=duration_s, max_warm_up_s=SEARCH_WARM_UP_S)
         level = self._endpoint.measured(short, watch).levels[0]
+        self.levels.append(level)
         self._search.add(self._next, level.windows)
         self._left_s -= time.monotonic() - began
         self._next = self._search.next()

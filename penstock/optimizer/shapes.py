@@ -169,7 +169,7 @@ class Ranking:
         self._config = situation.build.config
         self._facts = situation.facts
         self._slo = situation.plan.slo
-        rows = situation.examples.rows if situation.examples is not None else ()
+        rows = situation.rows
         self._lengths = row_lengths(rows, self._config)
 
     def rate(self, table: TimeTable, settings: Settings, above: float = 0.0) -> float:

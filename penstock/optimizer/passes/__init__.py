@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.optimizer.machine import Machine
     from penstock.optimizer.plan import Plan
     from penstock.optimizer.simulate import TimeTable
+    from penstock.types import Array
 
 # In the order of the sequence: cheap and lossless first. Module and class by name.
 PASSES: Mapping[str, tuple[str, str]] = {
@@ -50,6 +51,8 @@ class Situation:
     examples: Examples | None
     # How long batches of the model as it stands take, by (instances, threads); empty until known.
     times: Mapping[tuple[int, int], TimeTable]
+    # What requests are made of: the examples, or inputs drawn from the signature.
+    rows: Sequence[Mapping[str, Array]] = ()
 
 
 @dataclass(frozen=True, slots=True)

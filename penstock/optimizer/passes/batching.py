@@ -25,6 +25,7 @@ class Batching:
     stage: Stage = "batching"
     changes_answers = False
     is_config_only = True
+    has_layers = False
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         config, facts = situation.build.config, situation.facts

@@ -26,6 +26,7 @@ class Half:
     stage: Stage = "precision"
     changes_answers = True
     is_config_only = False
+    has_layers = False
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         config, facts = situation.build.config, situation.facts

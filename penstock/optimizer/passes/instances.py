@@ -19,6 +19,7 @@ class Instances:
     stage: Stage = "instances"
     changes_answers = False
     is_config_only = True
+    has_layers = False
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         config, num_cores = situation.build.config, situation.machine.num_cores

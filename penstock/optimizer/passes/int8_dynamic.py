@@ -27,6 +27,7 @@ class Int8Dynamic:
     stage: Stage = "quantise"
     changes_answers = True
     is_config_only = False
+    has_layers = False
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         facts = situation.facts

@@ -68,6 +68,7 @@ class Int8Static:
     stage: Stage = "quantise"
     changes_answers = True
     is_config_only = False
+    has_layers = True
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         is_exhaustive = situation.plan.is_exhaustive
@@ -171,6 +172,21 @@ def layers(ready: Any) -> list[Any]:
     """The nodes that quantisation is about."""
     weights = onnx_model.constants(ready.graph)
     return [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
+
+
+def weighed_layers(ready: Any) -> list[tuple[str, str, float]]:
+    """Name, operator and number of weights of each: what it costs, as far as a file can tell."""
+    weights = onnx_model.constants(ready.graph)
+    return [
+        (
+            node.name,
+            node.op_type,
+            float(
+                sum(onnx_model.num_values(weights[name]) for name in node.input if name in weights)
+            ),
+        )
+        for node in layers(ready)
+    ]
 
 
 def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:

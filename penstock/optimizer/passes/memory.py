@@ -25,6 +25,7 @@ class Memory:
     stage: Stage = "memory"
     changes_answers = False
     is_config_only = True
+    has_layers = False
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         plan, config = situation.plan, situation.build.config

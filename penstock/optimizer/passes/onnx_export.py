@@ -23,6 +23,7 @@ class OnnxExport:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
+    has_layers = False
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         build = situation.build

@@ -39,6 +39,7 @@ class OnnxGraph:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
+    has_layers = False
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         build = situation.build

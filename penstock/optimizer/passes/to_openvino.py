@@ -19,6 +19,7 @@ class ToOpenVino:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
+    has_layers = False
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         config = situation.build.config

@@ -44,6 +44,7 @@ class TransformerFusion:
     stage: Stage = "compile"
     changes_answers = False
     is_config_only = False
+    has_layers = False
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         facts = situation.facts
