@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from penstock.optimizer.binomial import at_least
 from penstock.types import Array, pack_bytes
+
+if TYPE_CHECKING:
+    from penstock.optimizer.examples import Examples
 
 Row = Mapping[str, Array]
 
@@ -48,6 +52,29 @@ class Audit(msgspec.Struct):
     problems: list[str] = []
     warnings: list[str] = []
     facts: dict[str, float] = {}
+
+
+def audit_examples(
+    examples: Examples, predictions: Array | None, *, is_separate: bool
+) -> tuple[Audit, Audit]:
+    """Of calibration, and of labels. `predictions` are what the original says of the choice part,
+    in the form of the labels (`Scorer.predict`); None without any to compare."""
+    split, labels = examples.split, examples.labels
+    evaluation = (*split.choice, *split.held_out)
+    calibration = audit_calibration(
+        [examples.rows[index] for index in split.calibration],
+        [examples.rows[index] for index in evaluation],
+        is_separate=is_separate,
+    )
+    if predictions is None or labels is None:
+        return calibration, Audit()
+    if labels.dtype.kind == "i":
+        known = labels[list(split.calibration)]
+        coverage = audit_classes(known[known >= 0], labels[list(evaluation)])
+        calibration.problems += coverage.problems
+        calibration.warnings += coverage.warnings
+        calibration.facts |= coverage.facts
+    return calibration, audit_labels(predictions, labels[list(split.choice)])
 
 
 def audit_calibration(
@@ -107,7 +134,8 @@ def audit_labels(predictions: Array, labels: Array) -> Audit:
     predictions, labels = predictions[is_known], labels[is_known]
     if len(labels) == 0:
         return Audit(problems=["the original's answers to labelled examples are not finite"])
-    if labels.dtype.kind == "f" and not (labels == np.floor(labels)).all():
+    if not (predictions == np.floor(predictions)).all():
+        # No class numbers, whatever the labels look like.
         return _audit_values(predictions, labels)
     right = float((predictions == labels).mean())
     guessed = _expected_by_chance(predictions, labels)

@@ -9,10 +9,12 @@ from scipy import stats
 from penstock.optimizer.audit import (
     audit_calibration,
     audit_classes,
+    audit_examples,
     audit_labels,
     clipped_share,
     kolmogorov_smirnov,
 )
+from penstock.optimizer.examples import Examples, Split, split_examples
 from penstock.types import Array
 
 Rows = list[dict[str, Array]]
@@ -212,6 +214,34 @@ def test_values() -> None:
     labels = np.random.default_rng(0).normal(20, 3, 100)
     assert audit_labels(labels + 0.5, labels).problems == []
     assert "always answering the median" in audit_labels(labels * 1000, labels).problems[0]
+
+
+def test_values_with_whole_numbers_as_labels() -> None:
+    ages = np.random.default_rng(0).integers(1, 90, 100)
+    assert audit_labels(ages + 0.4, ages).problems == []
+    assert audit_labels(ages[::-1] + 0.4, ages).problems
+
+
+def test_examples_as_a_whole() -> None:
+    random = np.random.default_rng(0)
+    rows, labels = images(random, 500), np.arange(500) % 5
+    examples = Examples(rows, labels, split_examples(500, 0), "", "")
+    right = labels[list(examples.split.choice)].astype(float)
+    for predictions in (None, right):
+        calibration, labelled = audit_examples(examples, predictions, is_separate=False)
+        assert (calibration.problems, labelled.problems) == ([], [])
+    moved = (right + 1) % 5
+    assert audit_examples(examples, moved, is_separate=False)[1].problems
+    # Calibration rows without labels of their own cover no classes, and need not.
+    extra = Split(tuple(range(400, 500)), tuple(range(200)), tuple(range(200, 400)))
+    unknown = np.where(np.arange(500) < 400, labels, -1)
+    apart = Examples(rows, unknown, extra, "", "")
+    found = audit_examples(apart, labels[:200].astype(float), is_separate=True)
+    assert [each.problems for each in found] == [[], []]
+    one_class = np.where(np.arange(500) < 400, labels, 3)
+    apart = Examples(rows, one_class, extra, "", "")
+    found = audit_examples(apart, labels[:200].astype(float), is_separate=True)
+    assert "rows of 1 of 5 classes" in found[0].problems[0]
 
 
 def test_answers_that_are_not_finite() -> None:
