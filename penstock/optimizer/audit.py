@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from penstock.optimizer.binomial import at_least
 from penstock.types import Array, pack_bytes
+
+if TYPE_CHECKING:
+    from penstock.optimizer.examples import Examples
 
 Row = Mapping[str, Array]
 
@@ -35,6 +39,10 @@ CHANCE_ALPHA = 0.05
 MAX_ELEMENTS = 4096
 # Of one row of one input, in the order of `_row_features`.
 FEATURES = ("the mean", "the deviation", "the maximum", "the minimum", "the size", "the roughness")
+# Those that are compared by their own size; the others by the range of values in a row.
+RELATIVE = ("the size", "the roughness")
+# The share of that which makes no difference to a range.
+SLIGHT = 0.1
 BRING = "bring 100 to 300 rows of what users send, prepared as they are when served"
 
 
@@ -44,6 +52,29 @@ class Audit(msgspec.Struct):
     problems: list[str] = []
     warnings: list[str] = []
     facts: dict[str, float] = {}
+
+
+def audit_examples(
+    examples: Examples, predictions: Array | None, *, is_separate: bool
+) -> tuple[Audit, Audit]:
+    """Of calibration, and of labels. `predictions` are what the original says of the choice part,
+    in the form of the labels (`Scorer.predict`); None without any to compare."""
+    split, labels = examples.split, examples.labels
+    evaluation = (*split.choice, *split.held_out)
+    calibration = audit_calibration(
+        [examples.rows[index] for index in split.calibration],
+        [examples.rows[index] for index in evaluation],
+        is_separate=is_separate,
+    )
+    if predictions is None or labels is None:
+        return calibration, Audit()
+    if labels.dtype.kind == "i":
+        known = labels[list(split.calibration)]
+        coverage = audit_classes(known[known >= 0], labels[list(evaluation)])
+        calibration.problems += coverage.problems
+        calibration.warnings += coverage.warnings
+        calibration.facts |= coverage.facts
+    return calibration, audit_labels(predictions, labels[list(split.choice)])
 
 
 def audit_calibration(
@@ -103,7 +134,8 @@ def audit_labels(predictions: Array, labels: Array) -> Audit:
     predictions, labels = predictions[is_known], labels[is_known]
     if len(labels) == 0:
         return Audit(problems=["the original's answers to labelled examples are not finite"])
-    if labels.dtype.kind == "f" and not (labels == np.floor(labels)).all():
+    if not (predictions == np.floor(predictions)).all():
+        # No class numbers, whatever the labels look like.
         return _audit_values(predictions, labels)
     right = float((predictions == labels).mean())
     guessed = _expected_by_chance(predictions, labels)
@@ -231,26 +263,36 @@ def _range(arrays: Sequence[Array]) -> tuple[float, float]:
     return float(min(lows)), float(max(highs))
 
 
+class _Feature(msgspec.Struct):
+    """A number per row of both sets, and how much of a difference is none that matters."""
+
+    one: Array
+    other: Array
+    tolerance: float
+
+
 def _check_kinship(calibration: Sequence[Row], evaluation: Sequence[Row], audit: Audit) -> None:
-    """Features of each row, compared between the two sets by a two-sample test."""
-    found = _features(calibration, evaluation)
-    if not found:
-        return
-    level = FALSE_ALARMS / len(found)
-    results = {label: kolmogorov_smirnov(one, other) for label, (one, other) in found.items()}
-    audit.facts["distance"] = max(distance for distance, _ in results.values())
-    differing = [label for label, (_, likely) in results.items() if likely < level]
+    """Features of each row, compared between the two sets by a two-sample test. A difference that
+    is sure may still be small: refused is what is also far apart."""
+    features = _features(calibration, evaluation)
+    level = FALSE_ALARMS / max(len(features), 1)
+    results = {label: kolmogorov_smirnov(each.one, each.other) for label, each in features.items()}
+    differing = {
+        label: _tolerant_distance(features[label])
+        for label, (_, likely) in results.items()
+        if likely < level
+    }
+    audit.facts["distance"] = max(differing.values(), default=0.0)
     if not differing:
         return
-    label = max(differing, key=lambda each: results[each][0])
-    distance, likely = results[label]
-    one, other = found[label]
+    label = max(differing, key=lambda each: (differing[each], results[each][0]))
+    found = features[label]
     text = (
         f"calibration is other data than what candidates are judged on: {label} is "
-        f"{np.median(one):.3g} in the middle instead of {np.median(other):.3g} "
-        f"(distance {distance:.2g} of 1, by chance in {likely:.1g})"
+        f"{np.median(found.one):.3g} in the middle instead of {np.median(found.other):.3g} "
+        f"(distance {results[label][0]:.2g} of 1, by chance in {results[label][1]:.1g})"
     )
-    if distance > FOREIGN:
+    if differing[label] > FOREIGN:
         audit.problems.append(
             f"{text}: INT8 would be scaled for values that do not come, and clip those that do; "
             f"{BRING}"
@@ -259,35 +301,66 @@ def _check_kinship(calibration: Sequence[Row], evaluation: Sequence[Row], audit:
         audit.warnings.append(text)
 
 
-def _features(one: Sequence[Row], other: Sequence[Row]) -> dict[str, tuple[Array, Array]]:
-    """By what they are called. The second set's own average is taken from every other row of it,
-    and only the rest is compared with it: a sample is always closer to its own average."""
-    found: dict[str, tuple[Array, Array]] = {}
+def _tolerant_distance(feature: _Feature) -> float:
+    """As the largest distance of two distributions, when each may be moved by the tolerance."""
+    return max(
+        _lead(feature.one, feature.other, feature.tolerance),
+        _lead(feature.other, feature.one, feature.tolerance),
+    )
+
+
+def _lead(lower: Array, upper: Array, tolerance: float) -> float:
+    """How much more of `lower` than of `upper` is below some value, moved up by the tolerance."""
+    places = np.sort(lower)
+    own = np.arange(1, len(places) + 1) / len(places)
+    theirs = np.searchsorted(np.sort(upper), places + tolerance, "right") / len(upper)
+    return float((own - theirs).max())
+
+
+def _features(one: Sequence[Row], other: Sequence[Row]) -> dict[str, _Feature]:
+    """By what they are called; those without any difference are left out."""
+    found: dict[str, _Feature] = {}
     for name in _names(one, "fiubO"):
         rows, others = ([row[name] for row in rows if name in row] for rows in (one, other))
-        if len(rows) < MIN_ROWS or len(others) < MIN_ROWS:
-            continue
-        label = f"input '{name}': "
-        mine, theirs = (
-            np.array([_row_features(array) for array in each]) for each in (rows, others)
+        if min(len(rows), len(others)) >= MIN_ROWS:
+            for feature, each in _features_of(rows, others).items():
+                found[f"input '{name}': {feature}"] = each
+    return {
+        label: each
+        for label, each in found.items()
+        if np.ptp(np.concatenate([each.one, each.other])) > 0
+    }
+
+
+def _features_of(rows: Sequence[Array], others: Sequence[Array]) -> dict[str, _Feature]:
+    mine, theirs = (np.array([_row_features(array) for array in each]) for each in (rows, others))
+    middle = np.median(theirs, axis=0)
+    span = middle[FEATURES.index("the maximum")] - middle[FEATURES.index("the minimum")]
+    found = {
+        feature: _Feature(
+            mine[:, column],
+            theirs[:, column],
+            SLIGHT * abs(float(middle[column] if feature in RELATIVE else span)),
         )
-        for column, feature in enumerate(FEATURES):
-            found[label + feature] = (mine[:, column], theirs[:, column])
-        if len({array.shape for array in (*rows, *others)}) == 1 and rows[0].dtype.kind != "O":
-            center = np.stack([_thinned(array) for array in others[::2]])
-            away = [
-                _distances(np.stack([_thinned(a) for a in each]), center)
-                for each in (rows, others[1::2])
-            ]
-            found[f"{label}distance from the average"] = (away[0], away[1])
-    return {label: pair for label, pair in found.items() if _varies(*pair)}
+        for column, feature in enumerate(FEATURES)
+    }
+    if rows[0].dtype.kind != "O" and len({array.shape for array in (*rows, *others)}) == 1:
+        # The average is taken from every other row, and only the rest is compared with it: a
+        # sample is always closer to its own average.
+        average = np.stack([_thinned(array) for array in others[::2]])
+        away, usual = (
+            _distances(np.stack([_thinned(array) for array in each]), average)
+            for each in (rows, others[1::2])
+        )
+        found["distance from the average"] = _Feature(away, usual, SLIGHT * float(np.median(usual)))
+    return found
 
 
 def _row_features(array: Array) -> list[float]:
     if array.dtype.kind == "O":
         # Texts: how long they are.
-        sizes = np.array([len(each) for each in array.ravel().tolist()], np.float64)
-        return [float(sizes.mean()) if sizes.size else 0.0, 0.0, 0.0, 0.0, float(array.size), 0.0]
+        total = float(sum(len(each) for each in array.ravel().tolist()))
+        return [total if feature == "the size" else 0.0 for feature in FEATURES]
     if not array.size:
         return [0.0] * len(FEATURES)
     values = array.astype(np.float64)
@@ -313,10 +386,6 @@ def _distances(rows: Array, reference: Array) -> Array:
     typical = float(spread.mean()) or 1.0
     away: Array = np.abs((rows - reference.mean(axis=0)) / (spread + 0.1 * typical)).mean(axis=1)
     return away
-
-
-def _varies(one: Array, other: Array) -> bool:
-    return bool(np.ptp(np.concatenate([one, other])) > 0)
 
 
 def _names(rows: Sequence[Row], kinds: str) -> list[str]:

@@ -52,19 +52,18 @@ def chance_to_pass(num_examples: int, differing: float, loss: float, alpha: floa
 
 
 @pytest.mark.parametrize(
-    ("num_examples", "differing", "loss"),
+    ("num_examples", "differing", "loss", "alpha"),
     [
-        (50, 0.05, 0.05),
-        (100, 0.05, 0.05),
-        (100, 0.2, 0.02),
-        (300, 0.01, 0.01),
-        (400, 0.1, 0.01),
-        (1000, 0.005, 0.005),
-        (1000, 0.05, 0.005),
-        (5000, 0.005, 0.005),
+        (50, 0.05, 0.05, 0.05),
+        (100, 0.05, 0.05, 0.0375),
+        (100, 0.2, 0.02, 0.05),
+        (300, 0.01, 0.01, 0.05),
+        (400, 0.1, 0.01, 0.05),
+        (1000, 0.005, 0.005, 0.0375),
+        (1000, 0.03, 0.005, 0.05),
+        (5000, 0.005, 0.005, 0.0375),
     ],
 )
-@pytest.mark.parametrize("alpha", [0.05, 0.0375])
 def test_right_or_wrong_a_candidate_at_the_limit_hardly_passes(
     num_examples: int, differing: float, loss: float, alpha: float
 ) -> None:
