@@ -1,5 +1,6 @@
 """A function in front of a model: rows in, the model's inputs out, answers in the order of rows."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,17 +10,21 @@ import pytest
 from onnx import TensorProto, helper
 
 import penstock
-from penstock import pbtxt, repository
+from penstock import pbtxt, repository, versions
 from penstock.backends import Batch, PerRequest, Runner, backend
 from penstock.backends.preprocessing import apply
 from penstock.config import ModelConfig, Padding, Preprocess
 from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.serving.model import Model
 from penstock.serving.proof import apply_proof, prove
-from penstock.types import TensorSpec
-from penstock.wire.frames import RequestPart
+from penstock.testing import Puppets, RecordingSink
+from penstock.types import Request, TensorSpec, from_array
+from penstock.wire.frames import Proof, RequestPart
 
 # Words become their lengths; "bad" is a text that cannot be understood.
 CODE = """
+import time
+
 import numpy as np
 
 
@@ -31,6 +36,13 @@ def encode(inputs):
         "ids": np.array([len(word) for word in words], np.int64),
         "mask": np.ones(len(words), np.int64),
     }
+
+
+def slow(inputs):
+    end = time.perf_counter() + 0.02
+    while time.perf_counter() < end:
+        pass
+    return encode(inputs)
 
 
 def wrong_type(inputs):
@@ -108,7 +120,7 @@ def config_of(path: Path) -> ModelConfig:
 def loaded(path: Path) -> Runner:
     config = config_of(path)
     runner = backend(config.backend)(config)
-    apply_proof(runner, prove(config, runner))
+    prove(config, runner)
     return runner
 
 
@@ -166,7 +178,6 @@ def test_a_model_that_padding_changes_is_run_by_length(tmp_path: Path) -> None:
     runner = backend(config.backend)(config)
     proof = prove(config, runner)
     assert proof.unpadded.startswith("padding changes answers")
-    apply_proof(runner, proof)
     answer = run(runner, "a", "aaa aa a")
     assert [each["total"].tolist() for each in answer.answers] == [[[2]], [[9]]]
     runner.close()
@@ -177,6 +188,18 @@ def test_one_bad_text_fails_its_own_request_only(tmp_path: Path) -> None:
     answer = run(runner, "good one", "a bad one")
     assert answer.answers[0]["total"].tolist() == [[4 + 1 + 3 + 1]]
     assert str(answer.answers[1]) == "a bad word"
+    runner.close()
+
+
+def test_an_earlier_proof_will_do(tmp_path: Path) -> None:
+    """As for a worker that takes the place of one that died."""
+    config = config_of(folder(tmp_path, more=PAD))
+    runner = backend(config.backend)(config)
+    apply_proof(runner, Proof(crops=(("each", 0),)))
+    assert run(runner, "a", "a aa").answers[0]["each"].tolist() == [[2]]
+    runner.inner = spy = Spy(runner.inner)
+    run(runner, "a", "a aa")
+    assert spy.shapes == [(2, 4)]
     runner.close()
 
 
@@ -230,6 +253,40 @@ def test_it_is_served_like_any_model(tmp_path: Path) -> None:
         assert answer["each"].tolist() == [[4, 3]]
         with pytest.raises(PenstockError, match="a bad word"):
             model.infer({"text": texts("bad")})
+
+
+def test_its_time_counts_as_input_and_not_as_the_model(tmp_path: Path) -> None:
+    config = config_of(folder(tmp_path, "slow"))
+    request = Request(RecordingSink(), [from_array("text", "BYTES", texts("a", "aa"))], 0.0)
+
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(config, start_life=puppets)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        model.submit(request)
+        await puppets.step_all()
+        closing = asyncio.ensure_future(model.close())
+        while not closing.done():
+            await puppets.step_all()
+        await closing
+
+    asyncio.run(main())
+    assert request.sink.outputs[0]["total"].tolist() == [[2], [3]]
+    # Two rows, one after the other.
+    assert request.timings.compute_input_s >= 0.04
+    assert request.timings.compute_infer_s > 0
+
+
+def test_it_is_part_of_a_committed_version(tmp_path: Path) -> None:
+    config = config_of(folder(tmp_path / "work", more=PAD))
+    (tmp_path / "models").mkdir()
+    source = Path(config.artifact).parent
+    versions.commit(tmp_path / "models", "texts", source, replace(config, name="texts"))
+    with penstock.load(str(tmp_path / "models" / "texts")) as model:
+        assert model.config.preprocess == config.preprocess
+        assert model.infer({"text": texts("aaa")})["total"].tolist() == [[4]]
 
 
 def test_configuration_reads_back_as_it_was_written(tmp_path: Path) -> None:
