@@ -258,6 +258,41 @@ def test_what_is_no_model_is_told(here: Path, model: str, problem: str) -> None:
     assert problem in found
 
 
+NEEDS_A_FILE = """
+from pathlib import Path
+
+import numpy as np
+
+
+def halve(inputs):
+    scale = float((Path(__file__).parent / "scale.txt").read_text())
+    return {"x": inputs["raw"].astype(np.float32) / scale}
+
+
+def place(inputs):
+    return {"x": inputs["raw"].astype(np.float32) + len(__file__)}
+"""
+
+
+def test_copy_that_does_not_do_what_the_original_did_is_refused(here: Path) -> None:
+    (here / "subject_code.py").write_text(NEEDS_A_FILE)
+    (here / "scale.txt").write_text("2")
+    write_linear(here / "linear.onnx")
+    np.savez(here / "data.npz", raw=np.ones((2, 3), np.uint8))
+    problems = [
+        problems_of("linear.onnx", here / name, preprocess=f"subject_code:{name}", data="data.npz")
+        for name in ("halve", "place")
+    ]
+    assert "the copy that is served, fails: FileNotFoundError" in problems[0][0]
+    assert problems[0][0].endswith("name files beside it that it reads in FILES")
+    assert problems[1][0].endswith("gives something else than the original")
+    sys.modules.pop("subject_code")
+    (here / "subject_code.py").write_text('FILES = ("scale.txt",)\n' + NEEDS_A_FILE)
+    wishes = {"preprocess": "subject_code:halve", "data": "data.npz"}
+    subject = open_subject(plan("linear.onnx", **wishes), here / "good")
+    assert (subject.build.version_folder / "scale.txt").read_text() == "2"
+
+
 def test_preprocessing_needs_data(here: Path) -> None:
     write_linear(here / "linear.onnx")
     (problem,) = problems_of("linear.onnx", here / "original", preprocess="subject_code:halve")
