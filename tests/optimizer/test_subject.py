@@ -216,6 +216,21 @@ def test_factory_is_taken_along_with_its_weights(here: Path) -> None:
     assert found["y"].tolist() == [[2.0] * 3] * 2
 
 
+def test_exported_program_is_served_as_it_is(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    shapes = ({0: torch.export.Dim("batch", max=16)},)
+    program = torch.export.export(
+        torch.nn.Linear(3, 2).eval(), (torch.ones(2, 3),), dynamic_shapes=shapes
+    )
+    torch.export.save(program, tmp_path / "linear.pt2")
+    subject = open_subject(plan(tmp_path / "linear.pt2"), tmp_path / "original")
+    config = subject.build.config
+    assert subject.kind == "exported program"
+    # It was exported for fewer rows than we would take.
+    assert (config.backend, config.max_batch_size) == ("pytorch", 16)
+    assert answer(subject, input=np.ones((3, 3), np.float32))["OUTPUT__0"].shape == (3, 2)
+
+
 def test_preprocessing_becomes_part_of_what_is_served(here: Path) -> None:
     pytest.importorskip("torch")
     np.savez(here / "data.npz", raw=np.full((5, 3), 4, np.uint8), y=np.zeros(5))
