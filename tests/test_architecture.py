@@ -119,6 +119,8 @@ WITHOUT_OWN_TEST = {
     "onnx_file.py": "tests/test_repository.py reads files through it",
     "optimizer/progress.py": "values only; tests/optimizer/report/test_optimize_live.py shows them",
     "optimizer/report/__init__.py": "empty",
+    "optimizer/torch_export.py": "tests/optimizer/passes/test_onnx_export.py and "
+    "test_torch_compile.py export through it",
     "protocols/__init__.py": "empty",
     "server.py": "tests/e2e/test_server.py and tests/test_cli.py start it",
     "serving/__init__.py": "empty",

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock import pt2_file
 from penstock.errors import ConfigError
 from penstock.pt2_file import read_program, read_signature
 
@@ -147,6 +148,17 @@ def test_other_archives_are_told_apart(tmp_path: Path, names: list[str], text: s
         for name in names:
             archive.writestr(f"model/{name}", b"{}")
     assert refused(path).startswith(text)
+
+
+def test_machine_code_is_known_by_what_is_in_the_archive(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt2"
+    for name, is_compiled in (("data/aotinductor/model/x.so", True), ("models/model.json", False)):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(f"model/{name}", b"{}")
+        assert pt2_file.is_compiled(path) is is_compiled
+    path.write_text("no archive")
+    assert not pt2_file.is_compiled(path)
+    assert not pt2_file.is_compiled(tmp_path / "none.pt2")
 
 
 def with_members(good: Path, path: Path, *names: str) -> Path:

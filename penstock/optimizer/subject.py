@@ -72,8 +72,7 @@ def open_subject(plan: Plan, target: Path) -> Subject:
         config = _with_preprocessing(config, function, rows, seen)
     config = folders.write_config(target, config)
     if function:
-        # The copy must give what the original gave.
-        apply(config, rows[:1])
+        _check_copy(config, rows[0], seen[0])
     text = ", ".join(filter(None, (taken.kind, _weights_text(config), *notes)))
     build = Build(Candidate(), target, config)
     return Subject(build, taken.kind, _digest(target), text)
@@ -268,6 +267,19 @@ def _with_preprocessing(
         raise ConfigError([f"preprocess: {error}"]) from None
     preprocess = Preprocess(name, config.inputs, config.padding)
     return replace(config, inputs=sent.specs_of(rows), padding=None, preprocess=preprocess)
+
+
+def _check_copy(config: ModelConfig, row: Row, expected: Row) -> None:
+    """What was taken along must do without what was left behind."""
+    where = f"preprocess: {folders.VERSION}/{PREPROCESS_FILE}, the copy that is served,"
+    try:
+        (made,) = apply(config, [row])
+    except Exception as error:  # Users' code may raise anything.
+        reason = f"{type(error).__name__}: {error}"
+        advice = f"name files beside it that it reads in {user_code.FILES}"
+        raise ConfigError([f"{where} fails: {reason}; {advice}"]) from error
+    if any(not np.array_equal(made[name], expected[name]) for name in made):
+        raise ConfigError([f"{where} gives something else than the original"])
 
 
 def _weights_text(config: ModelConfig) -> str:

@@ -43,13 +43,14 @@ class Plain(torch.nn.Module):  # type: ignore[misc]
         return self
 
 
-def examples(config: ModelConfig) -> tuple[Any, ...]:
-    """One batch. A mask masks something, or a model may leave it out of what is traced."""
+def examples(config: ModelConfig, more: int = 0) -> tuple[Any, ...]:
+    """One batch, its free sizes so much larger. A mask masks something, or a model may leave it out
+    of what is traced."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for spec in config.inputs:
-        shape = [FREE_SIZE if size < 0 else size for size in spec.shape]
-        full = [NUM_ROWS, *shape] if config.max_batch_size else shape
+        shape = [FREE_SIZE + more if size < 0 else size for size in spec.shape]
+        full = [NUM_ROWS + more, *shape] if config.max_batch_size else shape
         kind = TORCH_TYPES[spec.datatype]
         if kind.is_floating_point:
             tensor = torch.randn(full, generator=generator).to(kind)
@@ -82,6 +83,7 @@ def to_onnx(loaded: Loaded, config: ModelConfig, path: Path) -> str:
         try:
             _export(module, config, path, is_dynamo)
             check_exported(path, config)
+            check_sizes(path, module, config)
             return name
         except Exception as error:  # The exporters raise many types, and so may the model.
             reasons.append(f"{name}: {_first_line(error)}")
@@ -124,6 +126,25 @@ def check_exported(path: Path, config: ModelConfig) -> None:
             fixed = [axis for axis in free_axes(spec, config) if shapes[spec.name][axis] != -1]
             if fixed and kind == "input":
                 raise BackendFailed(f"{kind} '{spec.name}': axis {fixed[0]} became fixed")
+
+
+def check_sizes(path: Path, module: Plain, config: ModelConfig) -> None:
+    """BackendFailed if the file is no good for other sizes than those it was traced with: a size
+    that became a constant is told nowhere else."""
+    import onnxruntime
+
+    inputs = examples(config, more=1)
+    with torch.inference_mode():
+        wanted = [tuple(output.shape) for output in module(*inputs)]
+    feeds = {s.name: tensor.numpy() for s, tensor in zip(config.inputs, inputs, strict=True)}
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found = session.run([spec.name for spec in config.outputs], feeds)
+    for spec, array, shape in zip(config.outputs, found, wanted, strict=True):
+        if array.shape != shape:
+            raise BackendFailed(
+                f"output '{spec.name}' has shape {list(array.shape)} where the module gives "
+                f"{list(shape)}: a size became a constant"
+            )
 
 
 def to_package(loaded: Loaded, config: ModelConfig, path: Path) -> None:

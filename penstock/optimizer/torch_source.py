@@ -69,7 +69,9 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
     """A folder that `save_pretrained` wrote; the configuration, and the architecture's name."""
     _torch()
     name = _architecture(folder)
-    kind = getattr(_transformers(), name, None)
+    library = _transformers()
+    library.utils.logging.disable_progress_bar()
+    kind = getattr(library, name, None)
     if kind is None:
         raise ConfigError([f"{folder}/config.json: transformers has no '{name}'"])
     module = _from_pretrained(kind, folder)
@@ -145,6 +147,8 @@ def _write_factory(found: user_code.UserFunction, version: Path) -> str:
 def _save(module: Any, version: Path) -> None:
     if module.state_dict():
         importlib.import_module("safetensors.torch").save_model(module, str(version / WEIGHTS))
+        # The library lets only the writer read it; whoever serves the model may be another.
+        (version / WEIGHTS).chmod((version / MODULE).stat().st_mode)
 
 
 def _architecture(folder: Path) -> str:

@@ -46,9 +46,11 @@ class Unproven(Exception):
 
 def prove(config: ModelConfig, runner: Runner) -> Proof:
     """Never raises for what the model does with made-up inputs. Of a preprocessed model, the part
-    behind the function is tried out."""
+    behind the function is tried out, and the runner then told whether to pad."""
     if isinstance(runner, Preprocessed):
-        return prove(config.model, runner.inner)
+        proof = prove(config.model, runner.inner)
+        apply_proof(runner, proof)
+        return proof
     if config.max_batch_size == 0 or not config.batching.is_dynamic:
         reason = "the model is not batched dynamically" if config.padding else ""
         return Proof(unpadded=reason)
@@ -75,7 +77,8 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
 
 
 def apply_proof(runner: Runner, proof: Proof) -> None:
-    """Tell a runner that pads by itself that it may; the server's core pads for all others."""
+    """Tell a runner that pads by itself that it may, also where the proof is an earlier one; the
+    server's core pads for all others."""
     if isinstance(runner, Preprocessed) and not proof.unpadded:
         runner.allow_padding(proof.crops)
 

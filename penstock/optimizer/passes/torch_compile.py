@@ -56,7 +56,9 @@ class TorchCompile:
         if not any(map(shutil.which, COMPILERS)):
             reason = f"no C++ compiler; expected one of {', '.join(COMPILERS)}"
         elif config.device == "cpu" and not situation.plan.is_exhaustive:
-            reason = "compiles for minutes on CPUs; ONNX Runtime is there and compiles in seconds"
+            reason = (
+                "takes a minute or more to compile; ONNX Runtime is there and compiles in seconds"
+            )
         return [Skip(self.name, reason, step) for step in steps] if reason else list(steps)
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:

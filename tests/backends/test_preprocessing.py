@@ -1,0 +1,319 @@
+"""A function in front of a model: rows in, the model's inputs out, answers in the order of rows."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import penstock
+from penstock import pbtxt, repository, versions
+from penstock.backends import Batch, PerRequest, Runner, backend
+from penstock.backends.preprocessing import apply
+from penstock.config import ModelConfig, Padding, Preprocess
+from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.serving.model import Model
+from penstock.serving.proof import apply_proof, prove
+from penstock.testing import Puppets, RecordingSink
+from penstock.types import Request, TensorSpec, from_array
+from penstock.wire.frames import Proof, RequestPart
+
+# Words become their lengths; "bad" is a text that cannot be understood.
+CODE = """
+import time
+
+import numpy as np
+
+
+def encode(inputs):
+    words = inputs["text"][0].decode().split()
+    if "bad" in words:
+        raise ValueError("a bad word")
+    return {
+        "ids": np.array([len(word) for word in words], np.int64),
+        "mask": np.ones(len(words), np.int64),
+    }
+
+
+def slow(inputs):
+    end = time.perf_counter() + 0.02
+    while time.perf_counter() < end:
+        pass
+    return encode(inputs)
+
+
+def wrong_type(inputs):
+    return {"ids": np.zeros(2, np.float32), "mask": np.ones(2, np.int64)}
+
+
+def nothing(inputs):
+    return None
+"""
+CONFIG = """
+backend: "onnxruntime"
+max_batch_size: 8
+input { name: "text" data_type: TYPE_STRING dims: 1 }
+output { name: "total" data_type: TYPE_INT64 dims: 1 }
+output { name: "each" data_type: TYPE_INT64 dims: -1 }
+dynamic_batching { }
+"""
+INPUTS = "ids:INT64[-1], mask:INT64[-1]"
+
+
+def parameter(key: str, value: str) -> str:
+    return f'parameters {{ key: "penstock.{key}" value {{ string_value: "{value}" }} }}\n'
+
+
+def write_model(path: Path, mask_power: int = 1) -> None:
+    """each = ids * mask, total = their sum; without the mask padding changes the total."""
+
+    def value(name: str, *shape: object) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, TensorProto.INT64, shape)
+
+    other = "mask" if mask_power else "ones"
+    nodes = [
+        helper.make_node("Mul", ["mask", "zero"], ["zeros"]),
+        helper.make_node("Add", ["zeros", "one"], ["ones"]),
+        helper.make_node("Add", ["ids", "one"], ["more"]),
+        helper.make_node("Mul", ["more", other], ["each"]),
+        helper.make_node("ReduceSum", ["each", "axes"], ["total"], keepdims=1),
+    ]
+    constants = [
+        helper.make_tensor("zero", TensorProto.INT64, [1], [0]),
+        helper.make_tensor("one", TensorProto.INT64, [1], [1]),
+        helper.make_tensor("axes", TensorProto.INT64, [1], [1]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "model",
+        [value("ids", "n", "s"), value("mask", "n", "s")],
+        [value("total", "n", 1), value("each", "n", "s")],
+        constants,
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+
+
+def folder(root: Path, function: str = "encode", mask_power: int = 1, more: str = "") -> Path:
+    version = root / "model" / "1"
+    version.mkdir(parents=True)
+    (version / "code.py").write_text(CODE)
+    write_model(version / "model.onnx", mask_power)
+    text = CONFIG + parameter("preprocess", f"code.py:{function}")
+    text += parameter("model_inputs", INPUTS) + more
+    (root / "model" / "config.pbtxt").write_text(text)
+    return root / "model"
+
+
+PAD = parameter("pad", "ids[0]=0, mask[0]=0") + parameter("pad_buckets", "4,8")
+
+
+def config_of(path: Path) -> ModelConfig:
+    found = repository.read(path)
+    assert found.problems == {}
+    return found.configs[0]
+
+
+def loaded(path: Path) -> Runner:
+    config = config_of(path)
+    runner = backend(config.backend)(config)
+    prove(config, runner)
+    return runner
+
+
+def texts(*values: str) -> np.ndarray:
+    return np.array([[value.encode()] for value in values], object)
+
+
+def run(runner: Runner, *values: str) -> PerRequest:
+    parts = [RequestPart("", 1) for _ in values]
+    (answer,) = runner.start(Batch({"text": texts(*values)}, len(values), parts)).wait()
+    assert isinstance(answer, PerRequest)
+    return answer
+
+
+class Spy:
+    """A runner that remembers the shapes it ran."""
+
+    needs_requests = False
+    keeps_rows_apart = False
+    inputs = ()
+
+    def __init__(self, inner: Runner) -> None:
+        self.inner = inner
+        self.outputs = inner.outputs
+        self.shapes: list[tuple[int, ...]] = []
+
+    def built(self):
+        return self.inner.built()
+
+    def start(self, batch: Batch):
+        self.shapes.append(batch.inputs["ids"].shape)
+        return self.inner.start(batch)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def test_rows_of_different_lengths_are_computed_by_bucket_and_cut_back(tmp_path: Path) -> None:
+    runner = loaded(folder(tmp_path, more=PAD))
+    runner.inner = spy = Spy(runner.inner)
+    sent = ["a", "aa aa aa aa aa", "aaa aa a", "a a a a a a a a a"]
+    answer = run(runner, *sent)
+    # 1 and 3 words share a bucket, 9 words are longer than the last one.
+    assert sorted(spy.shapes) == [(1, 8), (1, 9), (2, 4)]
+    for text, outputs in zip(sent, answer.answers, strict=True):
+        expected = [len(word) + 1 for word in text.split()]
+        assert outputs["each"].tolist() == [expected]
+        assert outputs["total"].tolist() == [[sum(expected)]]
+    runner.close()
+
+
+def test_a_model_that_padding_changes_is_run_by_length(tmp_path: Path) -> None:
+    path = folder(tmp_path, mask_power=0, more=PAD)
+    config = config_of(path)
+    runner = backend(config.backend)(config)
+    proof = prove(config, runner)
+    assert proof.unpadded.startswith("padding changes answers")
+    answer = run(runner, "a", "aaa aa a")
+    assert [each["total"].tolist() for each in answer.answers] == [[[2]], [[9]]]
+    runner.close()
+
+
+def test_one_bad_text_fails_its_own_request_only(tmp_path: Path) -> None:
+    runner = loaded(folder(tmp_path, more=PAD))
+    answer = run(runner, "good one", "a bad one")
+    assert answer.answers[0]["total"].tolist() == [[4 + 1 + 3 + 1]]
+    assert str(answer.answers[1]) == "a bad word"
+    runner.close()
+
+
+def test_an_earlier_proof_will_do(tmp_path: Path) -> None:
+    """As for a worker that takes the place of one that died."""
+    config = config_of(folder(tmp_path, more=PAD))
+    runner = backend(config.backend)(config)
+    apply_proof(runner, Proof(crops=(("each", 0),)))
+    assert run(runner, "a", "a aa").answers[0]["each"].tolist() == [[2]]
+    runner.inner = spy = Spy(runner.inner)
+    run(runner, "a", "a aa")
+    assert spy.shapes == [(2, 4)]
+    runner.close()
+
+
+def test_time_of_the_function_is_told_apart(tmp_path: Path) -> None:
+    runner = loaded(folder(tmp_path))
+    execution = runner.start(Batch({"text": texts("a")}, 1))
+    assert 0 < execution.prepare_s < 60
+    assert runner.built()["preprocess"] == "code.py:encode"
+    runner.close()
+
+
+def test_a_batch_without_requests_has_one_answer(tmp_path: Path) -> None:
+    runner = loaded(folder(tmp_path, more=PAD))
+    (answer,) = runner.start(Batch({"text": texts("a aa", "aaa a")}, 2)).wait()
+    assert answer["each"].tolist() == [[2, 3], [4, 2]]
+    with pytest.raises(BackendFailed, match="different shapes; send them apart"):
+        runner.start(Batch({"text": texts("a aa", "a")}, 2))
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("wrong_type", "code.py:wrong_type: 'ids' is float32, the model takes int64"),
+        ("nothing", "code.py:nothing: expected arrays by name, got NoneType"),
+    ],
+)
+def test_what_the_model_does_not_take_is_told(tmp_path: Path, function: str, text: str) -> None:
+    runner = loaded(folder(tmp_path, function))
+    assert str(run(runner, "a").answers[0]) == text
+    runner.close()
+
+
+def test_a_function_that_is_not_there_is_refused_at_load(tmp_path: Path) -> None:
+    config = config_of(folder(tmp_path, "absent"))
+    with pytest.raises(ConfigError, match=r"1/code.py: no function absent\(inputs\)"):
+        backend(config.backend)(config)
+
+
+def test_apply_gives_what_the_model_sees(tmp_path: Path) -> None:
+    config = config_of(folder(tmp_path))
+    (row,) = apply(config, [{"text": texts("aaa a")[0]}])
+    assert row["ids"].tolist() == [3, 1]
+    assert apply(config.model, [row])[0]["ids"] is row["ids"]
+
+
+def test_it_is_served_like_any_model(tmp_path: Path) -> None:
+    """The same worker and batcher as the server's."""
+    with penstock.load(str(folder(tmp_path, more=PAD))) as model:
+        answer = model.infer({"text": texts("aaa aa")})
+        assert answer["each"].tolist() == [[4, 3]]
+        with pytest.raises(PenstockError, match="a bad word"):
+            model.infer({"text": texts("bad")})
+
+
+def test_its_time_counts_as_input_and_not_as_the_model(tmp_path: Path) -> None:
+    config = config_of(folder(tmp_path, "slow"))
+    request = Request(RecordingSink(), [from_array("text", "BYTES", texts("a", "aa"))], 0.0)
+
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(config, start_life=puppets)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        model.submit(request)
+        await puppets.step_all()
+        closing = asyncio.ensure_future(model.close())
+        while not closing.done():
+            await puppets.step_all()
+        await closing
+
+    asyncio.run(main())
+    assert request.sink.outputs[0]["total"].tolist() == [[2], [3]]
+    # Two rows, one after the other.
+    assert request.timings.compute_input_s >= 0.04
+    assert request.timings.compute_infer_s > 0
+
+
+def test_it_is_part_of_a_committed_version(tmp_path: Path) -> None:
+    config = config_of(folder(tmp_path / "work", more=PAD))
+    (tmp_path / "models").mkdir()
+    source = Path(config.artifact).parent
+    versions.commit(tmp_path / "models", "texts", source, replace(config, name="texts"))
+    with penstock.load(str(tmp_path / "models" / "texts")) as model:
+        assert model.config.preprocess == config.preprocess
+        assert model.infer({"text": texts("aaa")})["total"].tolist() == [[4]]
+
+
+def test_configuration_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    path = folder(tmp_path, more=PAD)
+    config = config_of(path)
+    specs = (TensorSpec("ids", "INT64", (-1,)), TensorSpec("mask", "INT64", (-1,)))
+    assert config.padding is None
+    assert config.preprocess is not None
+    assert config.preprocess == Preprocess("code.py:encode", specs, config.model.padding)
+    assert isinstance(config.model.padding, Padding)
+    assert (config.model.inputs, config.model.preprocess) == (specs, None)
+    (path / "config.pbtxt").write_text(pbtxt.write(config))
+    assert config_of(path) == replace(config)
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (parameter("preprocess", "code.py"), "parameters.penstock.preprocess: 'code.py': expected"),
+        (parameter("preprocess", "other.py:f"), "1/other.py: no such file"),
+        (parameter("model_inputs", "ids"), "parameters.penstock.model_inputs: 'ids': expected"),
+        (parameter("model_inputs", "ids:INT65[2]"), "'ids:INT65[2]': expected what the model"),
+        (parameter("model_inputs", "ids:INT64[0]"), "'ids:INT64[0]': expected what the model"),
+        (parameter("pad", "text[0]"), "no input 'text'; there are ids, mask"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused(tmp_path: Path, more: str, problem: str) -> None:
+    path = folder(tmp_path, more=more)
+    (problems,) = repository.read(path).problems.values()
+    assert any(problem in each for each in problems), problems

@@ -1,0 +1,36 @@
+"""What this machine can do, as its own files say."""
+
+import os
+
+import numpy as np
+
+from penstock.optimizer.machine import Machine, isa_of, read_machine
+
+CPUINFO = """processor\t: 0
+model name\t: A Processor
+flags\t\t: fpu sse avx2 f16c avx512f avx512_vnni avx512fp
+
+processor\t: 1
+flags\t\t: fpu
+"""
+
+
+def test_this_machine_is_read() -> None:
+    machine = read_machine()
+    assert machine.num_cores == len(os.sched_getaffinity(0))
+    assert machine.memory_bytes > 1 << 20
+    assert machine.cpu
+    assert machine.versions["numpy"] == np.__version__
+    assert "onnx" in machine.versions
+
+
+def test_instructions_are_whole_words_of_the_first_processor() -> None:
+    assert isa_of(CPUINFO) == ("avx2", "f16c", "avx512f", "avx512_vnni")
+    assert isa_of("") == ()
+
+
+def test_what_instructions_are_good_for() -> None:
+    plain = Machine("cpu", 2, 1 << 30, ("avx2", "avx512f"))
+    assert not plain.has_int8
+    assert not plain.has_bf16
+    assert Machine("cpu", 2, 1 << 30, isa_of(CPUINFO)).has_int8

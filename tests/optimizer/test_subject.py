@@ -1,0 +1,314 @@
+"""Whatever form a model comes in, it becomes a folder that can be served as it is."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import penstock
+from penstock import versions
+from penstock.errors import ConfigError
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.subject import MAX_BATCH, Subject, open_subject
+
+MODULE = """
+import numpy as np
+import torch
+
+
+class Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x):
+        return {"y": x * self.weight, "total": x.sum(-1)}
+
+
+def make():
+    return Scale()
+
+
+def not_a_module():
+    return 3
+
+
+def example_inputs():
+    return {"x": np.zeros((2, 3), np.float32)}
+
+
+def halve(inputs):
+    return {"x": inputs["raw"].astype(np.float32) / 2}
+
+
+def wrong(inputs):
+    return {"z": inputs["raw"]}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A current folder with users' code in it."""
+    (tmp_path / "subject_code.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("subject_code", None)
+
+
+def write_linear(path: Path, rows: object = "n") -> np.ndarray:
+    """y = x W, of three numbers two."""
+    weight = np.arange(6, dtype=np.float32).reshape(3, 2)
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "linear",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [rows, 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [rows, 2])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return weight
+
+
+def plan(model: object, **wishes: str) -> Plan:
+    return Plan(str(model), "model", "out", **wishes)
+
+
+def problems_of(model: object, target: Path, **wishes: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        open_subject(plan(model, **wishes), target)
+    return error.value.problems
+
+
+def answer(subject: Subject, **inputs: np.ndarray) -> dict[str, np.ndarray]:
+    with penstock.load(str(subject.build.folder)) as model:
+        return dict(model.infer(inputs))
+
+
+def test_onnx_file_is_batched_as_it_is(tmp_path: Path) -> None:
+    weight = write_linear(tmp_path / "linear.onnx")
+    subject = open_subject(plan(tmp_path / "linear.onnx"), tmp_path / "work" / "original")
+    config = subject.build.config
+    assert (subject.kind, subject.text) == ("ONNX", "ONNX, 6 parameters, FP32")
+    assert (config.max_batch_size, config.batching.is_dynamic) == (MAX_BATCH, True)
+    assert (config.num_instances, config.slo, config.padding) == (1, "", None)
+    x = np.ones((2, 3), np.float32)
+    assert np.array_equal(answer(subject, x=x)["y"], x @ weight)
+
+
+def test_onnx_model_without_batch_is_not_batched(tmp_path: Path) -> None:
+    write_linear(tmp_path / "linear.onnx", rows=1)
+    config = open_subject(plan(tmp_path / "linear.onnx"), tmp_path / "original").build.config
+    assert (config.max_batch_size, config.batching.is_dynamic) == (0, False)
+
+
+def test_weights_beside_an_onnx_file_come_along(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    weight = write_linear(source / "plain.onnx")
+    onnx.save(
+        onnx.load(source / "plain.onnx"),
+        source / "linear.onnx",
+        save_as_external_data=True,
+        location="linear.weights",
+        size_threshold=0,
+    )
+    subject = open_subject(plan(source / "linear.onnx"), tmp_path / "original")
+    x = np.ones((1, 3), np.float32)
+    assert np.array_equal(answer(subject, x=x)["y"], x @ weight)
+    (source / "linear.weights").unlink()
+    assert problems_of(source / "linear.onnx", tmp_path / "other") == (
+        f"{source}/linear.onnx: its weights 'linear.weights' are not beside it",
+    )
+
+
+def test_weights_may_not_lie_elsewhere(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    write_linear(source / "linear.onnx")
+    model = onnx.load(source / "linear.onnx")
+    (tensor,) = model.graph.initializer
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../secret")
+    (tmp_path / "secret").write_bytes(b"0" * 24)
+    onnx.save(model, source / "linear.onnx")
+    (problem,) = problems_of(source / "linear.onnx", tmp_path / "original")
+    assert problem.endswith("its weights '../secret' lie outside the model's folder")
+
+
+def test_tokens_with_a_mask_are_padded_up_to_the_longest_of_the_data(tmp_path: Path) -> None:
+    names = ("input_ids", "attention_mask")
+    values = [helper.make_tensor_value_info(n, TensorProto.INT64, ["n", "s"]) for n in names]
+    output = helper.make_tensor_value_info("y", TensorProto.INT64, ["n", "s"])
+    graph = helper.make_graph([helper.make_node("Mul", names, ["y"])], "mul", values, [output])
+    opsets = [helper.make_opsetid("", 17)]
+    path = tmp_path / "tokens.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    rows = [{name: [1] * length for name in names} for length in (3, 17)]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    subject = open_subject(plan(path, data=str(tmp_path / "data.json")), tmp_path / "original")
+    padding = subject.build.config.padding
+    assert padding is not None
+    assert [(each.input, each.axis, each.value) for each in padding.axes] == [
+        ("input_ids", 0, 0.0),
+        ("attention_mask", 0, 0.0),
+    ]
+    assert padding.buckets == (8, 16, 32)
+
+
+def test_digest_changes_with_every_byte(tmp_path: Path) -> None:
+    write_linear(tmp_path / "linear.onnx")
+    digests = [
+        open_subject(plan(tmp_path / "linear.onnx"), tmp_path / name / "original").digest
+        for name in ("a", "b")
+    ]
+    assert digests[0] == digests[1]
+    write_linear(tmp_path / "linear.onnx", rows="m")
+    other = open_subject(plan(tmp_path / "linear.onnx"), tmp_path / "c" / "original").digest
+    assert other != digests[0]
+
+
+def test_served_version_keeps_its_configuration_and_loses_its_promise(tmp_path: Path) -> None:
+    write_linear(tmp_path / "linear.onnx")
+    first = open_subject(plan(tmp_path / "linear.onnx"), tmp_path / "linear")
+    evidence = {"slo": "p99 < 20ms"}
+    (tmp_path / "models").mkdir()
+    for _ in range(2):
+        source = first.build.version_folder
+        versions.commit(tmp_path / "models", "linear", source, first.build.config, evidence)
+    folder = tmp_path / "models" / "linear"
+    latest = open_subject(plan(folder), tmp_path / "latest")
+    named = open_subject(plan(folder / "1"), tmp_path / "named")
+    assert (latest.kind, named.kind) == ("served version 2", "served version 1")
+    assert latest.build.config.max_batch_size == MAX_BATCH
+    assert (latest.build.config.slo, latest.build.config.batching.slo_latency_s) == ("", None)
+    assert sorted(path.name for path in latest.build.version_folder.iterdir()) == ["model.onnx"]
+
+
+def test_repository_of_several_models_is_not_one_model(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "models" / name / "1").mkdir(parents=True)
+        write_linear(tmp_path / "models" / name / "1" / "model.onnx")
+    (problem,) = problems_of(tmp_path / "models", tmp_path / "original")
+    assert "holds several models (a, b); name the folder of one" in problem
+
+
+def test_factory_is_taken_along_with_its_weights(here: Path) -> None:
+    pytest.importorskip("torch")
+    subject = open_subject(plan("subject_code:make"), here / "original")
+    config = subject.build.config
+    assert subject.kind == "PyTorch module"
+    assert subject.text == "PyTorch module, 3 parameters, FP32, subject_code.py is taken along"
+    assert [(s.name, s.datatype, s.shape) for s in (*config.inputs, *config.outputs)] == [
+        ("x", "FP32", (3,)),
+        ("y", "FP32", (3,)),
+        ("total", "FP32", ()),
+    ]
+    assert config.max_batch_size == MAX_BATCH
+    found = answer(subject, x=np.ones((2, 3), np.float32))
+    assert found["y"].tolist() == [[2.0] * 3] * 2
+
+
+def test_exported_program_is_served_as_it_is(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    shapes = ({0: torch.export.Dim("batch", max=16)},)
+    program = torch.export.export(
+        torch.nn.Linear(3, 2).eval(), (torch.ones(2, 3),), dynamic_shapes=shapes
+    )
+    torch.export.save(program, tmp_path / "linear.pt2")
+    subject = open_subject(plan(tmp_path / "linear.pt2"), tmp_path / "original")
+    config = subject.build.config
+    assert subject.kind == "exported program"
+    # It was exported for fewer rows than we would take.
+    assert (config.backend, config.max_batch_size) == ("pytorch", 16)
+    assert answer(subject, input=np.ones((3, 3), np.float32))["OUTPUT__0"].shape == (3, 2)
+
+
+def test_preprocessing_becomes_part_of_what_is_served(here: Path) -> None:
+    pytest.importorskip("torch")
+    np.savez(here / "data.npz", raw=np.full((5, 3), 4, np.uint8), y=np.zeros(5))
+    wishes = {"data": "data.npz", "labels": "y"}
+    subject = open_subject(
+        plan("subject_code:make", preprocess="subject_code:halve", **wishes), here / "original"
+    )
+    config = subject.build.config
+    assert [(spec.name, spec.datatype) for spec in config.inputs] == [("raw", "UINT8")]
+    assert [(spec.name, spec.datatype) for spec in config.model.inputs] == [("x", "FP32")]
+    found = answer(subject, raw=np.full((1, 3), 6, np.uint8))
+    assert found["y"].tolist() == [[6.0] * 3]
+    (problem,) = problems_of(
+        "subject_code:make", here / "other", preprocess="subject_code:wrong", **wishes
+    )
+    assert "forward(x)" in problem
+    write_linear(here / "linear.onnx")
+    (problem,) = problems_of(
+        "linear.onnx", here / "third", preprocess="subject_code:wrong", **wishes
+    )
+    assert problem == "preprocess: preprocess.py:wrong: gave no 'x'; it gave ['z']"
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ("none.onnx", "none.onnx: no such file"),
+        ("text.onnx", "text.onnx: cannot be read as ONNX"),
+        ("none", "none: no such file or folder; expected an .onnx or .pt2 file"),
+        ("model.bin", "model.bin: not a model that can be optimised; expected an .onnx"),
+        ("subject_code:not_a_module", "gave a int, expected a torch.nn.Module"),
+        ("subject_code:absent", "'subject_code' has no function 'absent'"),
+    ],
+)
+def test_what_is_no_model_is_told(here: Path, model: str, problem: str) -> None:
+    pytest.importorskip("torch")
+    (here / "text.onnx").write_text("hello")
+    (here / "model.bin").write_text("hello")
+    (found,) = problems_of(model, here / "original")
+    assert problem in found
+
+
+NEEDS_A_FILE = """
+from pathlib import Path
+
+import numpy as np
+
+
+def halve(inputs):
+    scale = float((Path(__file__).parent / "scale.txt").read_text())
+    return {"x": inputs["raw"].astype(np.float32) / scale}
+
+
+def place(inputs):
+    return {"x": inputs["raw"].astype(np.float32) + len(__file__)}
+"""
+
+
+def test_copy_that_does_not_do_what_the_original_did_is_refused(here: Path) -> None:
+    (here / "subject_code.py").write_text(NEEDS_A_FILE)
+    (here / "scale.txt").write_text("2")
+    write_linear(here / "linear.onnx")
+    np.savez(here / "data.npz", raw=np.ones((2, 3), np.uint8))
+    problems = [
+        problems_of("linear.onnx", here / name, preprocess=f"subject_code:{name}", data="data.npz")
+        for name in ("halve", "place")
+    ]
+    assert "the copy that is served, fails: FileNotFoundError" in problems[0][0]
+    assert problems[0][0].endswith("name files beside it that it reads in FILES")
+    assert problems[1][0].endswith("gives something else than the original")
+    sys.modules.pop("subject_code")
+    (here / "subject_code.py").write_text('FILES = ("scale.txt",)\n' + NEEDS_A_FILE)
+    wishes = {"preprocess": "subject_code:halve", "data": "data.npz"}
+    subject = open_subject(plan("linear.onnx", **wishes), here / "good")
+    assert (subject.build.version_folder / "scale.txt").read_text() == "2"
+
+
+def test_preprocessing_needs_data(here: Path) -> None:
+    write_linear(here / "linear.onnx")
+    (problem,) = problems_of("linear.onnx", here / "original", preprocess="subject_code:halve")
+    assert problem.startswith("preprocess: needs data")
