@@ -160,9 +160,9 @@ class Calibration:
         }
 
 
-def calibration_rows(config: ModelConfig, examples: Examples) -> list[Row]:
-    """The examples for ranges, as the model itself takes them."""
-    rows = [examples.rows[index] for index in examples.split.calibration[:MAX_ROWS]]
+def model_rows(config: ModelConfig, examples: Examples, indices: Sequence[int]) -> list[Row]:
+    """These examples, at most `MAX_ROWS`, as the model itself takes them."""
+    rows = [examples.rows[index] for index in indices[:MAX_ROWS]]
     if PREPROCESS in config.options:
         preprocessing = importlib.import_module("penstock.backends.preprocessing")
         rows = list(preprocessing.apply(config, rows))

@@ -3,6 +3,7 @@ GELU with its bias, each in one. A fusion that matches nothing is a failure, not
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -87,6 +88,12 @@ class TransformerFusion:
 
 
 def _fused_by_library(model: Any, *, with_attention: bool) -> Any:
+    """Without sympy, which it needs, attention alone is fused; ONNX Runtime does most of the rest
+    when it loads the model."""
+    try:
+        importlib.import_module("sympy")
+    except ImportError:
+        return model
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
