@@ -58,6 +58,7 @@ PURE = [
     "benchmark/verdicts.py",
     "benchmark/targets/shared.py",
     "benchmark/targets/sse.py",
+    "optimizer/fallback.py",
     "serving/batch_times.py",
     "serving/batcher.py",
     "serving/explain.py",

@@ -77,6 +77,7 @@ class _Graph:
         for node in graph.node:
             for name in node.input:
                 self._consumers.setdefault(name, []).append(node)
+        self._given = {value.name for value in graph.output}
         self._weights: Mapping[str, Any] = onnx_model.constants(graph)
 
     def attention_at(self, softmax: Any) -> Found:
@@ -108,7 +109,7 @@ class _Graph:
 
     def _only_consumer(self, name: str, kind: str) -> Any:
         consumers = self._consumers.get(name, [])
-        if len(consumers) != 1 or consumers[0].op_type != kind:
+        if len(consumers) != 1 or consumers[0].op_type != kind or name in self._given:
             raise Misfit
         return consumers[0]
 

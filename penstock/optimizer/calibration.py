@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,10 +269,10 @@ def _digest(model: Any, names: Sequence[str], rows: Sequence[Row]) -> str:
 def _read(path: Path) -> dict[str, Histogram] | None:
     """None where there is none that can be used."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             names = json.loads(str(stored["names"]))
             counts, numbers = stored["counts"], stored["numbers"]
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return {
         name: Histogram(counts[index], *map(float, numbers[index]))

@@ -45,6 +45,7 @@ def test_a_guard_against_rows_without_keys_stays_without_nan() -> None:
     for node in (where, guard):
         model.graph.node.insert(place, node)
     given = feeds(model)
+    given["mask"] = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]], np.float32)
     wanted = onnx_model.run(onnx_model.session(model), given)["y"]
     assert attention.fuse(model, "heads") == 1
     assert np.allclose(onnx_model.run(onnx_model.session(model), given)["y"], wanted, atol=1e-4)

@@ -39,7 +39,7 @@ def test_parts_in_any_order_give_the_range_of_all_values() -> None:
     random = np.random.default_rng(0)
     values = (random.normal(size=200_000) * 3 + 1).astype(np.float32)
     low, high = histogram(*np.array_split(values, 40)).range("percentile")
-    width = 2 * np.abs(values).max() / NUM_BINS
+    width = 2 * float(np.abs(values).max()) / NUM_BINS
     assert low == pytest.approx(np.percentile(values, 0.005), abs=2 * width)
     assert high == pytest.approx(np.percentile(values, 99.995), abs=2 * width)
 

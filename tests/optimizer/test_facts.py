@@ -59,9 +59,7 @@ def test_a_product_is_quantised_only_if_both_sides_are(tmp_path: Path) -> None:
             [value("y", TensorProto.FLOAT, ["b", 16])],
             [scale, zero, weight],
         )
-        model = helper.make_model(
-            graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9
-        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
         facts = file_facts(build_of(model, tmp_path / name))
         assert facts.quantised == ({"MatMul": 1} if name == "both" else {})
         assert facts.weight_bytes["INT8"] == 257

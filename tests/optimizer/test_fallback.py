@@ -114,9 +114,7 @@ def test_the_destroyed_layers_are_ranked_first_whichever_they_are(seed: int) -> 
 
     def evaluate(keep: tuple[str, ...]) -> Answers:
         """Each quantised layer adds a little noise, a destroyed one drowns the answer."""
-        size = sum(
-            (1.0 if each.name in bad else 1e-3) for each in layers if each.name not in keep
-        )
+        size = sum((1.0 if each.name in bad else 1e-3) for each in layers if each.name not in keep)
         return [{"y": row["y"] + size * random.normal(size=8)} for row in original]
 
     ranked = fallback.sensitivity(layers, evaluate, original)

@@ -71,7 +71,9 @@ def cnn(seed: int = 0) -> onnx.ModelProto:
     return graph.model({"x": (TensorProto.FLOAT, ["b", 3, 8, 8])}, last, ["b", 16])
 
 
-def stack(num_layers: int = 4, seed: int = 0, size: int = 32, residual: bool = True) -> onnx.ModelProto:
+def stack(
+    num_layers: int = 4, seed: int = 0, size: int = 32, residual: bool = True
+) -> onnx.ModelProto:
     """MatMul and Tanh, several times: x [b, size] to y [b, size]."""
     graph = Graph(seed)
     value = "x"

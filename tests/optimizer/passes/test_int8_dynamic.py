@@ -34,7 +34,9 @@ def test_products_with_weights_become_integers(make: object, tmp_path: Path) -> 
     assert facts.quantised["MatMulInteger"] == sum(file_facts(parent).quantisable.values())
     feeds = batch(drawn_rows(parent, 6))
     assert cosine(answers(parent.artifact, feeds), answers(made.artifact, feeds)) > 0.99
-    assert any("Integer" in name or "Dynamic" in name for name in optimised_operators(made.artifact, {}))
+    assert any(
+        "Integer" in name or "Dynamic" in name for name in optimised_operators(made.artifact, {})
+    )
     # One range for all rows of a batch: the server's proof needs to know.
     assert made.config.tolerance == TOLERANCE
 
