@@ -19,7 +19,7 @@ from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
 from penstock.optimizer.numerics import Answers
 from penstock.optimizer.passes import Situation, Workshop
-from penstock.optimizer.passes.building import is_onnx, write_onnx
+from penstock.optimizer.passes.building import is_onnx, without_slow_fusion, write_onnx
 from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
@@ -94,7 +94,9 @@ class Int8Static:
         ready = prepared(parent)
         known = calibrate(ready, scheme, parent, workshop)
         model = quantised(ready, known.ranges(scheme.method), scheme)
-        write_onnx(parent, model, target)
+        is_transformer = scheme.is_transformer
+        config = without_slow_fusion(parent.config) if is_transformer else parent.config
+        write_onnx(parent, model, target, config)
         record = json.dumps(known.record(scheme.method), indent=1)
         (target / "1" / calibration.FILE).write_text(record)
 

@@ -8,7 +8,14 @@ from suites.onnx_models import answers, batch, build_of, cnn, drawn_rows, opened
 
 from penstock import versions
 from penstock.optimizer.candidates import Build, Candidate
-from penstock.optimizer.passes.building import copy_files, is_onnx, write_config, write_onnx
+from penstock.optimizer.passes.building import (
+    LEFT_OUT,
+    copy_files,
+    is_onnx,
+    without_slow_fusion,
+    write_config,
+    write_onnx,
+)
 from penstock.repository import read
 
 
@@ -59,3 +66,15 @@ def test_a_committed_version_can_be_the_parent(tmp_path: Path) -> None:
     assert made.config.version == "1" and made.config.num_instances == 2
     assert made.config.manifest == ""
     assert is_onnx(made)
+
+
+def test_a_fusion_is_left_out_only_where_onnx_runtime_is_on_the_processor(tmp_path: Path) -> None:
+    config = build_of(stack(), tmp_path / "m").config
+    assert without_slow_fusion(config).options[LEFT_OUT] == "SkipLayerNormFusion"
+    chosen = replace(config, options={LEFT_OUT: "GeluFusion"})
+    assert without_slow_fusion(chosen) == chosen
+    for other in (
+        replace(config, backend="openvino"),
+        replace(config, options={"providers": "CUDAExecutionProvider,CPUExecutionProvider"}),
+    ):
+        assert without_slow_fusion(other) == other

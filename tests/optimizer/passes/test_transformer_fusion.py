@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from suites.onnx_models import (
     answers,
@@ -12,8 +13,10 @@ from suites.onnx_models import (
     built,
     cnn,
     drawn_rows,
+    opened,
     situation,
     transformer,
+    workshop,
 )
 
 from penstock.optimizer.candidates import Skip, Step
@@ -24,13 +27,7 @@ PASS = TransformerFusion()
 OPERATORS = {"packed": "Attention", "heads": "MultiHeadAttention"}
 
 
-@pytest.mark.parametrize("has_sympy", [True, False])
-def test_both_forms_give_the_answers_of_the_original(
-    has_sympy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the library needs for its own fusions is not in the base install."""
-    if not has_sympy:
-        monkeypatch.setitem(sys.modules, "sympy", None)
+def test_both_forms_give_the_answers_of_the_original(tmp_path: Path) -> None:
     parent = build_of(transformer(), tmp_path / "m")
     steps = [step for step in PASS.propose(situation(parent)) if isinstance(step, Step)]
     assert [step.settings["attention"] for step in steps] == ["packed", "heads"]
@@ -43,6 +40,28 @@ def test_both_forms_give_the_answers_of_the_original(
         assert "Softmax" not in facts.operators
         assert np.allclose(answers(made.artifact, feeds), wanted, atol=1e-4)
         assert made.config.inputs == parent.config.inputs
+
+
+@pytest.mark.parametrize("has_sympy", [True, False])
+def test_a_graph_that_nobody_can_fuse_fails_the_check(
+    has_sympy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is asked too; what it needs for that is not in the base install."""
+    if not has_sympy:
+        monkeypatch.setitem(sys.modules, "sympy", None)
+    model = transformer(num_blocks=1)
+    softmax = next(node for node in model.graph.node if node.op_type == "Softmax")
+    model.graph.output.append(
+        onnx.helper.make_tensor_value_info(
+            softmax.output[0], onnx.TensorProto.FLOAT, ["b", 4, "s", "s"]
+        )
+    )
+    parent = build_of(model, tmp_path / "m")
+    step = Step(PASS.name, {"attention": "heads"})
+    target = tmp_path / "next" / "m"
+    PASS.build(parent, step, target, workshop(tmp_path))
+    (problem,) = PASS.check(step, file_facts(parent), file_facts(opened(target)))
+    assert "was" in problem and "fused" in problem
 
 
 def test_a_fusion_that_matched_nothing_is_caught(tmp_path: Path) -> None:
