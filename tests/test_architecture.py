@@ -70,6 +70,7 @@ PURE = [
     "optimizer/binomial.py",
     "optimizer/budget.py",
     "optimizer/numerics.py",
+    "optimizer/fallback.py",
     "serving/batch_times.py",
     "serving/batcher.py",
     "serving/explain.py",

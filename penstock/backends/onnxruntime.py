@@ -3,8 +3,8 @@
 Options (config.pbtxt `parameters`, Triton's names): `intra_op_thread_count`,
 `inter_op_thread_count`, `execution_mode` (0 sequential, 1 parallel), `graph_level` (disabled,
 basic, extended, all), `enable_mem_arena`, `enable_mem_pattern` (0 or 1), `providers`
-(comma-separated), `provider_options.<provider>.<key>`, and any `session.<key>` config entry. What
-the session really uses is read back and compared.
+(comma-separated), `provider_options.<provider>.<key>`, and any `session.<key>` or
+`optimization.<key>` config entry. What the session really uses is read back and compared.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ OPTIONS = (
     "providers",
     "provider_options.",
     "session.",
+    "optimization.",
 )
 EXECUTION_MODES = {
     "0": ort.ExecutionMode.ORT_SEQUENTIAL,
@@ -184,7 +185,7 @@ def session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOpti
     # Spinning threads take the cores that the front and other instances need.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     for key, value in settings.items():
-        if key.startswith("session."):
+        if key.startswith(("session.", "optimization.")):
             options.add_session_config_entry(key, value)
     return options
 

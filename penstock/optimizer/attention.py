@@ -52,8 +52,7 @@ class Found:
 
 
 def fuse(model: Any, form: Form) -> int:
-    """Change the graph in place; how many were found. What is no longer used stays for whoever
-    removes dead nodes."""
+    """Change the graph in place; how many were found."""
     graph = _Graph(model.graph)
     num_found = 0
     for softmax in [node for node in model.graph.node if node.op_type == "Softmax"]:
@@ -65,6 +64,7 @@ def fuse(model: Any, form: Form) -> int:
         num_found += 1
     if num_found:
         _sort(model.graph)
+        onnx_model.remove_dead(model.graph)
         if all(each.domain != DOMAIN for each in model.opset_import):
             model.opset_import.append(_opset())
     return num_found
@@ -77,6 +77,7 @@ class _Graph:
         for node in graph.node:
             for name in node.input:
                 self._consumers.setdefault(name, []).append(node)
+        self._given = {value.name for value in graph.output}
         self._weights: Mapping[str, Any] = onnx_model.constants(graph)
 
     def attention_at(self, softmax: Any) -> Found:
@@ -108,7 +109,7 @@ class _Graph:
 
     def _only_consumer(self, name: str, kind: str) -> Any:
         consumers = self._consumers.get(name, [])
-        if len(consumers) != 1 or consumers[0].op_type != kind:
+        if len(consumers) != 1 or consumers[0].op_type != kind or name in self._given:
             raise Misfit
         return consumers[0]
 
@@ -303,7 +304,7 @@ def _sort(graph: Any) -> None:
             index = waiting[-1]
             needed = [
                 makers[name]
-                for name in _needs(nodes[index])
+                for name in onnx_model.inputs_of(nodes[index])
                 if name in makers and not is_done[makers[name]]
             ]
             if needed and not is_done[index]:
@@ -316,17 +317,6 @@ def _sort(graph: Any) -> None:
     copies = [type(node).FromString(node.SerializeToString()) for node in ordered]
     del graph.node[:]
     graph.node.extend(copies)
-
-
-def _needs(node: Any) -> list[str]:
-    inner = [
-        name
-        for attribute in node.attribute
-        for graph in (attribute.g, *attribute.graphs)
-        for each in onnx_model.nodes(graph)
-        for name in each.input
-    ]
-    return [*node.input, *inner]
 
 
 def _opset() -> Any:

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,9 +161,9 @@ class Calibration:
         }
 
 
-def calibration_rows(config: ModelConfig, examples: Examples) -> list[Row]:
-    """The examples for ranges, as the model itself takes them."""
-    rows = [examples.rows[index] for index in examples.split.calibration[:MAX_ROWS]]
+def model_rows(config: ModelConfig, examples: Examples, indices: Sequence[int]) -> list[Row]:
+    """These examples, at most `MAX_ROWS`, as the model itself takes them."""
+    rows = [examples.rows[index] for index in indices[:MAX_ROWS]]
     if PREPROCESS in config.options:
         preprocessing = importlib.import_module("penstock.backends.preprocessing")
         rows = list(preprocessing.apply(config, rows))
@@ -268,10 +269,10 @@ def _digest(model: Any, names: Sequence[str], rows: Sequence[Row]) -> str:
 def _read(path: Path) -> dict[str, Histogram] | None:
     """None where there is none that can be used."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             names = json.loads(str(stored["names"]))
             counts, numbers = stored["counts"], stored["numbers"]
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return {
         name: Histogram(counts[index], *map(float, numbers[index]))

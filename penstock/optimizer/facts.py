@@ -135,7 +135,8 @@ def file_facts(build: Build) -> Facts:
 def optimised_operators(path: Path, options: Mapping[str, str]) -> dict[str, int]:
     """What ONNX Runtime makes of an ONNX file with these options of the backend: how many nodes
     of each type will run. Loads the model, so it belongs into a process of its own."""
-    entries = {key: text for key, text in options.items() if key.startswith("session.")}
+    prefixes = ("session.", "optimization.")
+    entries = {key: text for key, text in options.items() if key.startswith(prefixes)}
     model = onnx_model.optimised(path, options.get("graph_level", "all"), entries)
     return dict(Counter(node.op_type for node in onnx_model.nodes(model.graph)))
 

@@ -20,11 +20,13 @@ MIN_SHARE = 0.01
 # A layer is taken to cost at least so much of all the time: else those that cost nothing would
 # always come first, however little they help.
 MIN_COST_SHARE = 0.01
-# Blocks that are looked into operator by operator: those that cause most of the error.
+# Blocks that are looked into operator by operator: those that cause most of the error, as long as
+# they are not too many. Where the error is everywhere, single layers say little.
 ERROR_COVERED = 0.95
+MAX_SINGLE = 18
 DEFAULT_MAX_CALLS = 24
 # The rows where quantised and original disagree most say most about the layers.
-MAX_ROWS = 64
+MAX_ROWS = 32
 
 # Answers of the model with these layers in float, all others in INT8.
 Evaluate = Callable[[tuple[str, ...]], Answers]
@@ -152,14 +154,15 @@ def sensitivity(layers: Sequence[Layer], evaluate: Evaluate, original: Answers) 
     by_block = effects(blocks(layers), layers, evaluate, original)
     by_block.sort(key=lambda effect: -_finite(effect.error))
     total = sum(_finite(effect.error) for effect in by_block)
-    covered, looked_into, rest = 0.0, list[Group](), list[Effect]()
+    covered, single, rest = 0.0, list[Group](), list[Effect]()
     for effect in by_block:
-        if covered < ERROR_COVERED * total or not looked_into:
-            looked_into.append(effect.group)
+        members = effect.group.layers
+        has_room = len(single) + len(members) <= MAX_SINGLE
+        if not single or (covered < ERROR_COVERED * total and has_room):
+            single += [Group(layer.name, (layer,)) for layer in members]
             covered += _finite(effect.error)
         else:
             rest.append(effect)
-    single = [Group(layer.name, (layer,)) for group in looked_into for layer in group.layers]
     return [*rank(effects(single, layers, evaluate, original)), *rank(rest)]
 
 

@@ -169,6 +169,9 @@ def made_up(graph: Any, num_rows: int, size: int, seed: int = 0) -> dict[str, Ar
         ]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         drawn = random.normal(size=shape) if dtype.kind == "f" else random.integers(0, 2, shape)
+        if dtype.kind != "f" and shape:
+            # It may be a mask, and a row that is masked as a whole has no right answer.
+            drawn[..., 0] = 1
         feeds[value.name] = np.asarray(drawn).astype(dtype)
     return feeds
 
@@ -226,6 +229,35 @@ def _tell_types(graph: Any) -> None:
                 known.add(name)
                 elem_type = weights[node.input[1]].data_type
                 graph.value_info.append(onnx.helper.make_tensor_value_info(name, elem_type, None))
+
+
+def remove_dead(graph: Any) -> None:
+    """Nodes and weights that no output needs; ONNX Runtime would compute them all the same."""
+    needed = {value.name for value in graph.output}
+    alive = []
+    # Nodes stand behind those they need.
+    for node in reversed(graph.node):
+        if needed.intersection(node.output):
+            alive.append(node)
+            needed.update(inputs_of(node))
+    kept = [type(node).FromString(node.SerializeToString()) for node in reversed(alive)]
+    del graph.node[:]
+    graph.node.extend(kept)
+    for index in reversed(range(len(graph.initializer))):
+        if graph.initializer[index].name not in needed:
+            del graph.initializer[index]
+
+
+def inputs_of(node: Any) -> list[str]:
+    """Those of its branches and loop bodies too."""
+    inner = [
+        name
+        for attribute in node.attribute
+        for graph in (attribute.g, *attribute.graphs)
+        for each in nodes(graph)
+        for name in each.input
+    ]
+    return [*node.input, *inner]
 
 
 def float_tensors(graph: Any, op_types: Sequence[str]) -> list[str]:

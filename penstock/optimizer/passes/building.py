@@ -16,6 +16,10 @@ from penstock.optimizer.candidates import Build
 from penstock.repository import CONFIG
 
 ONNX_FILE = "model.onnx"
+# Around products in INT8, ONNX Runtime makes one operator of a layer normalisation and its
+# residual, whose kernel for CPUs takes longer than the two.
+LEFT_OUT = "optimization.disable_specified_optimizers"
+SLOW_FUSION = "SkipLayerNormFusion"
 # Made for one version by whoever commits it.
 OF_A_COMMIT = (CONFIG, MANIFEST, "history.jsonl")
 
@@ -52,6 +56,14 @@ def write_onnx(parent: Build, model: Any, target: Path, config: ModelConfig | No
     copy_files(parent, target, leave_out=(old, *_external_files(parent.artifact)))
     onnx_model.write(model, target / "1" / ONNX_FILE)
     write_config(replace(config or parent.config, file=""), target)
+
+
+def without_slow_fusion(config: ModelConfig) -> ModelConfig:
+    """For transformers in INT8 on CPUs; what the operator has set himself stays."""
+    providers = config.options.get("providers", "CPUExecutionProvider")
+    if config.backend != "onnxruntime" or providers != "CPUExecutionProvider":
+        return config
+    return replace(config, options={LEFT_OUT: SLOW_FUSION, **config.options})
 
 
 def _version_folder(parent: Build) -> Path:

@@ -5,20 +5,23 @@ rule can say."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import calibration, onnx_model
+from penstock.optimizer import calibration, fallback, onnx_model
 from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
+from penstock.optimizer.numerics import Answers
 from penstock.optimizer.passes import Situation, Workshop
-from penstock.optimizer.passes.building import is_onnx, write_onnx
+from penstock.optimizer.passes.building import is_onnx, without_slow_fusion, write_onnx
+from penstock.optimizer.results import FallbackLayer
+from penstock.types import Array
 
 if TYPE_CHECKING:
     from penstock.optimizer.machine import Machine
@@ -92,7 +95,9 @@ class Int8Static:
         ready = prepared(parent)
         known = calibrate(ready, scheme, parent, workshop)
         model = quantised(ready, known.ranges(scheme.method), scheme)
-        write_onnx(parent, model, target)
+        is_transformer = scheme.is_transformer
+        config = without_slow_fusion(parent.config) if is_transformer else parent.config
+        write_onnx(parent, model, target, config)
         record = json.dumps(known.record(scheme.method), indent=1)
         (target / "1" / calibration.FILE).write_text(record)
 
@@ -164,7 +169,8 @@ def prepared(parent: Build) -> Any:
 def calibrate(ready: Any, scheme: Scheme, parent: Build, workshop: Workshop) -> Calibration:
     assert workshop.examples is not None
     names = onnx_model.float_tensors(ready.graph, scheme.operators)
-    rows = calibration.calibration_rows(parent.config, workshop.examples)
+    indices = workshop.examples.split.calibration
+    rows = calibration.model_rows(parent.config, workshop.examples, indices)
     return calibration.calibrate(ready, names, parent.config, rows, workshop.cache)
 
 
@@ -247,6 +253,77 @@ def _to_quantise(ready: Any, products: Collection[str], scheme: Scheme) -> list[
         if sources and all(each is not None and each.name in chosen for each in sources):
             chosen.add(node.name)
     return [node.name for node in ready.graph.node if node.name in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrial:
+    """The model with any of its layers in float, computed in this process on some rows."""
+
+    ready: Any
+    ranges: Mapping[str, Range]
+    scheme: Scheme
+    batches: Sequence[Mapping[str, Array]]
+
+    def original(self) -> Answers:
+        return self._answers(self.ready)
+
+    def answers(self, keep: tuple[str, ...]) -> Answers:
+        return self._answers(quantised(self.ready, self.ranges, replace(self.scheme, keep=keep)))
+
+    def layers(self, seconds: Mapping[str, float] | None) -> list[fallback.Layer]:
+        known = [(node.name, node.op_type, _flops(self.ready, node)) for node in layers(self.ready)]
+        return fallback.with_costs(known, seconds)
+
+    def on_most_different(self) -> LayerTrial:
+        """The same on the rows where INT8 and float disagree most."""
+        chosen = fallback.most_different(self.original(), self.answers(()))
+        return replace(self, batches=[self.batches[index] for index in chosen])
+
+    def _answers(self, model: Any) -> Answers:
+        loaded = onnx_model.session(model)
+        return [onnx_model.run(loaded, batch) for batch in self.batches]
+
+
+def fall_back(
+    parent: Build,
+    step: Step,
+    workshop: Workshop,
+    passes: Callable[[Step], bool],
+    seconds: Mapping[str, float] | None = None,
+) -> tuple[Step, list[FallbackLayer]] | None:
+    """The step with the fewest layers in float that `passes` (which builds and judges it), and
+    those layers; None: no choice of layers that was tried does. `seconds` are what a layer's name
+    costs more in float than in INT8, where that was measured."""
+    if workshop.examples is None:
+        raise ConfigError(["int8-static: there are no examples to compare layers with"])
+    scheme = replace(scheme_of(step), keep=())
+    ready = prepared(parent)
+    ranges = calibrate(ready, scheme, parent, workshop).ranges(scheme.method)
+    indices = workshop.examples.split.choice
+    rows = calibration.model_rows(parent.config, workshop.examples, indices)
+    taken = {value.name for value in onnx_model.true_inputs(ready.graph)}
+    batches = [
+        {name: array for name, array in batch.items() if name in taken}
+        for batch in calibration.batches(parent.config, rows)
+    ]
+    trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
+    ranked = fallback.sensitivity(trial.layers(seconds), trial.answers, trial.original())
+    kept = fallback.find_fallback(ranked, lambda keep: passes(with_kept(step, keep)))
+    if kept is None:
+        return None
+    names = [name for effect in kept for name in effect.group.names]
+    return with_kept(step, names), fallback.described(kept, ranked)
+
+
+def _flops(ready: Any, node: Any) -> float:
+    """Of one position; convolutions have as many as their output is wide and high."""
+    weight = onnx_model.constants(ready.graph)[node.input[1]]
+    num_positions = 1
+    for value in ready.graph.value_info:
+        if node.op_type == "Conv" and value.name == node.output[0]:
+            sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim][2:]
+            num_positions = max(1, int(np.prod(sizes)))
+    return 2.0 * onnx_model.num_values(weight) * num_positions
 
 
 def check_quantised(before: Facts, after: Facts, num_kept: int = 0) -> list[str]:

@@ -1,8 +1,9 @@
-"""Transformers in ONNX Runtime's own operators: attention, layer normalisation with its residual,
-GELU with its bias, each in one. A fusion that matches nothing is a failure, not a silence."""
+"""Attention in one of ONNX Runtime's own operators. A fusion that matches nothing is a failure, not
+a silence. Other fusions are left to ONNX Runtime, which does them when it loads the model."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -66,10 +67,8 @@ class TransformerFusion:
             raise ConfigError([f"attention: '{form}' is not one of {', '.join(FORMS)}"])
         original = onnx_model.read(parent.artifact)
         model = onnx_model.optimised(original)
-        num_found = attention.fuse(model, form)
-        if num_found:
-            model = onnx_model.optimised(model)
-        model = _fused_by_library(model, with_attention=not num_found)
+        if not attention.fuse(model, form):
+            model = _fused_by_library(model)
         _check_answers(original, model)
         write_onnx(parent, model, target)
 
@@ -87,12 +86,20 @@ class TransformerFusion:
         return []
 
 
-def _fused_by_library(model: Any, *, with_attention: bool) -> Any:
+def _fused_by_library(model: Any) -> Any:
+    """It knows forms of attention that we do not. Without sympy, which it needs, nothing is fused
+    and `check` says so."""
+    try:
+        importlib.import_module("sympy")
+    except ImportError:
+        return model
     from onnxruntime.transformers.fusion_options import FusionOptions
     from onnxruntime.transformers.optimizer import optimize_model
 
     options = FusionOptions("bert")
-    options.enable_attention = with_attention
+    # Their kernels for CPUs take longer than what they replace.
+    options.enable_skip_layer_norm = False
+    options.enable_embed_layer_norm = False
     with _quiet("onnxruntime.transformers"):
         fused = optimize_model(model, "bert", opt_level=0, optimization_options=options)
     return fused.model

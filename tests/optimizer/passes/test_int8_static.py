@@ -1,0 +1,200 @@
+"""Static INT8: built from ranges of the examples, read back, and layers kept in float by name."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from suites.onnx_models import (
+    AVX2,
+    answers,
+    batch,
+    build_of,
+    built,
+    cnn,
+    cosine,
+    drawn_rows,
+    examples_of,
+    opened,
+    situation,
+    stack,
+    transformer,
+    workshop,
+)
+
+from penstock.errors import ConfigError
+from penstock.optimizer.candidates import Build, Skip, Step
+from penstock.optimizer.facts import file_facts, optimised_operators
+from penstock.optimizer.passes.int8_static import Int8Static, fall_back
+
+PASS = Int8Static()
+
+
+def proposed(build: Build) -> list[Step]:
+    steps = PASS.propose(situation(build, examples=examples_of(build)))
+    assert all(isinstance(step, Step) for step in steps)
+    return [step for step in steps if isinstance(step, Step)]
+
+
+@pytest.mark.parametrize("make", [cnn, stack, transformer])
+def test_every_calibrator_gives_a_quantised_model_that_answers_nearly_alike(
+    make: object, tmp_path: Path
+) -> None:
+    parent = build_of(make(), tmp_path / "m")  # type: ignore[operator]
+    examples = examples_of(parent)
+    rows = batch(drawn_rows(parent, 8, seed=5))
+    wanted = answers(parent.artifact, rows)
+    steps = proposed(parent)
+    assert [step.settings["calibrator"] for step in steps] == ["minmax", "entropy", "percentile"]
+    for step in steps:
+        made, facts = built(PASS, parent, step, tmp_path, examples)
+        assert sum(facts.quantised.values()) >= sum(file_facts(parent).quantisable.values())
+        assert facts.weight_bytes["INT8"] > 0
+        assert cosine(wanted, answers(made.artifact, rows)) > 0.98
+
+
+def test_onnx_runtime_really_computes_in_bytes(tmp_path: Path) -> None:
+    parent = build_of(cnn(), tmp_path / "m")
+    made, facts = built(PASS, parent, proposed(parent)[0], tmp_path, examples_of(parent))
+    facts.optimised_operators = optimised_operators(made.artifact, {})
+    assert facts.optimised_operators["QLinearConv"] == 2
+    assert PASS.check(proposed(parent)[0], file_facts(parent), facts) == []
+
+
+def test_ranges_lie_beside_the_model(tmp_path: Path) -> None:
+    parent = build_of(stack(), tmp_path / "m")
+    examples = examples_of(parent)
+    made, _ = built(PASS, parent, proposed(parent)[0], tmp_path, examples)
+    record = json.loads((made.version_folder / "calibration.json").read_text())
+    rows = [examples.rows[index]["x"] for index in examples.split.calibration]
+    assert record["method"] == "minmax" and record["num_examples"] == 8
+    assert record["inputs"]["x"]["max"] == pytest.approx(float(np.max(rows)))
+    assert record["tensors"]["x"] == pytest.approx([float(np.min(rows)), float(np.max(rows))])
+
+
+def test_a_model_that_stayed_float_is_caught(tmp_path: Path) -> None:
+    parent = build_of(cnn(), tmp_path / "m")
+    facts = file_facts(parent)
+    assert "built in float" in PASS.check(proposed(parent)[0], facts, facts)[0]
+
+
+def test_a_model_of_which_a_part_is_quantised_is_caught(tmp_path: Path) -> None:
+    parent = build_of(stack(8), tmp_path / "m")
+    step = proposed(parent)[0]
+    kept = ",".join(f"layer.{index}/dense/MatMul" for index in range(4))
+    target = tmp_path / "half" / "m"
+    PASS.build(
+        parent,
+        Step(step.pass_name, {**step.settings, "keep": kept}),
+        target,
+        workshop(tmp_path, examples_of(parent)),
+    )
+    after = file_facts(opened(target))
+    assert PASS.check(step, file_facts(parent), after) == [
+        "4 of 8 layers are quantised; expected 90%"
+    ]
+
+
+def test_runtime_that_computes_in_float_all_the_same_is_caught(tmp_path: Path) -> None:
+    parent = build_of(stack(), tmp_path / "m")
+    step = proposed(parent)[0]
+    _, facts = built(PASS, parent, step, tmp_path, examples_of(parent))
+    facts.optimised_operators = {"MatMul": 4, "QuantizeLinear": 4, "DequantizeLinear": 8}
+    assert "in float" in PASS.check(step, file_facts(parent), facts)[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_layer_that_int8_destroys_is_found_and_alone_kept(seed: int, tmp_path: Path) -> None:
+    num_layers = 6
+    destroyed = int(np.random.default_rng(seed).integers(1, num_layers))
+    model = _with_outlier(stack(num_layers, seed=seed, residual=False), destroyed)
+    parent = build_of(model, tmp_path / "m")
+    examples = examples_of(parent)
+    step = proposed(parent)[0]
+    rows = batch(drawn_rows(parent, 16, seed=9))
+    wanted = answers(parent.artifact, rows)
+    judged: list[Step] = []
+
+    def passes(candidate: Step) -> bool:
+        judged.append(candidate)
+        made, _ = built(PASS, parent, candidate, tmp_path, examples)
+        return cosine(wanted, answers(made.artifact, rows)) > 0.99
+
+    assert not passes(step)
+    found = fall_back(parent, step, workshop(tmp_path, examples), passes)
+    assert found is not None
+    fallen, layers = found
+    assert [layer.name for layer in layers] == [f"layer.{destroyed}/dense/MatMul"]
+    assert fallen.settings["keep"] == f"layer.{destroyed}/dense/MatMul"
+    assert layers[0].operator == "MatMul" and layers[0].regained > 0.5
+    assert len(judged) <= 6
+
+
+def _with_outlier(model: onnx.ModelProto, layer: int) -> onnx.ModelProto:
+    """One row of the weights is huge and meets an activation that is always zero: it adds nothing,
+    but takes all levels of a scale by column."""
+    for tensor in model.graph.initializer:
+        array = numpy_helper.to_array(tensor).copy()
+        if tensor.name == f"w{layer - 1}":
+            array[:, 0] = 0
+        elif tensor.name == f"w{layer}":
+            array[0] *= 5000
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    return model
+
+
+def test_a_layer_that_does_not_exist_cannot_be_kept(tmp_path: Path) -> None:
+    parent = build_of(stack(), tmp_path / "m")
+    step = Step("int8-static", {"calibrator": "minmax", "keep": "nowhere"})
+    with pytest.raises(ConfigError, match="there is no layer 'nowhere'"):
+        PASS.build(parent, step, tmp_path / "t" / "m", workshop(tmp_path, examples_of(parent)))
+
+
+def test_a_calibrator_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    parent = build_of(stack(), tmp_path / "m")
+    step = Step("int8-static", {"calibrator": "guess"})
+    with pytest.raises(ConfigError, match="minmax, entropy, percentile"):
+        PASS.build(parent, step, tmp_path / "t" / "m", workshop(tmp_path, examples_of(parent)))
+
+
+def reason(*proposals: Step | Skip) -> str:
+    (only,) = proposals
+    assert isinstance(only, Skip)
+    return only.reason
+
+
+def test_what_cannot_gain_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    parent = build_of(cnn(), tmp_path / "m")
+    examples = examples_of(parent)
+    assert "no examples" in reason(*PASS.propose(situation(parent)))
+    assert "VNNI" in reason(*PASS.propose(situation(parent, AVX2, examples)))
+    small = build_of(stack(size=8), tmp_path / "small")
+    assert "nothing to gain" in reason(*PASS.propose(situation(small, examples=examples)))
+    made, _ = built(PASS, parent, proposed(parent)[0], tmp_path, examples)
+    assert "quantised already" in reason(*PASS.propose(situation(made, examples=examples)))
+
+
+def test_exhaustive_search_tries_old_processors_with_a_smaller_range(tmp_path: Path) -> None:
+    parent = build_of(cnn(), tmp_path / "m")
+    given = situation(parent, AVX2, examples_of(parent), is_exhaustive=True)
+    steps = [step for step in PASS.propose(given) if isinstance(step, Step)]
+    assert len(steps) == 6
+    assert {step.settings["range"] for step in steps} == {"7 bits"}
+    made, _ = built(PASS, parent, steps[0], tmp_path, examples_of(parent))
+    model = onnx.load(str(made.artifact))
+    weights = [
+        numpy_helper.to_array(tensor)
+        for tensor in model.graph.initializer
+        if tensor.name.startswith("w") and tensor.data_type == onnx.TensorProto.INT8
+    ]
+    largest = max(int(np.abs(array.astype(int)).max()) for array in weights if array.ndim > 1)
+    assert largest <= 64
+
+
+def test_the_same_file_is_for_openvino(tmp_path: Path) -> None:
+    config = 'backend: "openvino"'
+    parent = build_of(cnn(), tmp_path / "m", config)
+    made, _ = built(PASS, parent, proposed(parent)[0], tmp_path, examples_of(parent))
+    assert made.config.backend == "openvino" and made.artifact.name == "model.onnx"
