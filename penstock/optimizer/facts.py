@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import msgspec
 
 from penstock.optimizer.candidates import Build
@@ -45,9 +42,4 @@ class Facts(msgspec.Struct):
 
 def file_facts(build: Build) -> Facts:
     """What can be read without loading the model."""
-    raise NotImplementedError
-
-
-def optimised_operators(path: Path, options: Mapping[str, str]) -> dict[str, int]:
-    """What the runtime makes of an ONNX file with these options of the backend."""
     raise NotImplementedError

@@ -25,7 +25,7 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
-from penstock.optimizer.simulate import TimeTable, length_of, row_lengths, variable_axes
+from penstock.optimizer.simulate import TimeTable, length_of, row_lengths
 from penstock.optimizer.trial_child import (
     Answer,
     Compute,
@@ -326,9 +326,10 @@ def _spread(keys: Sequence[int]) -> list[int]:
 
 def padded(config: ModelConfig, row: Row, length: int) -> Row:
     """Filled up as the server would fill it up; rows that are long enough stay as they are."""
-    pads = Pads(config)
-    if length_of(row, variable_axes(config)) == length:
+    assert config.padding is not None
+    if length_of(row, config.padding.axes) == length:
         return row
+    pads = Pads(config)
     shapes = tuple(np.shape(row[spec.name]) for spec in config.inputs)
     full = pads.shapes(shapes, length)
     return {
