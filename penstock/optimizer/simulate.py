@@ -34,7 +34,9 @@ WARM_UP = 0.1
 SEED = 11
 # Without a limit on latency a rate is too high when so many times a full batch is waited for.
 KNEE = 10.0
-NUM_HALVINGS = 7
+# How near the highest rate is found, and how far below what is possible it is looked for.
+PRECISION = 0.02
+MIN_SHARE = 1 / 128
 
 
 class TimeTable(msgspec.Struct):
@@ -256,13 +258,16 @@ def run(
     patience = patience or Patience(Slo(()), len(arrivals))
     executors = _Executors(batcher, batch_s, table.num_instances, outcome, patience)
     sink = _Nobody()
+    # It takes the time between an arrival and its turn for a loop that is busy.
+    is_slo = isinstance(batcher, SloBatcher)
     for index, (due, bucket) in enumerate(zip(arrivals, buckets, strict=True)):
         while (event := executors.next_event) <= due:
             executors.turn(event)
         request = Request(sink, (), due)
         request.turn = index
         executors.add(request, bucket, due)
-        executors.turn(due)
+        if executors.num_idle or is_slo:
+            executors.turn(due)
         if patience.is_over:
             return outcome
     while (event := executors.next_event) < math.inf:
@@ -389,10 +394,10 @@ def max_rate(
         return not patience.is_over and _is_kept(slo, _counted(outcome))
 
     high = capacity(table, config, lengths)
-    low = max(high / (1 << NUM_HALVINGS), above)
+    low = max(high * MIN_SHARE, above)
     if low > high or not holds(low):
         return 0.0
-    for _ in range(NUM_HALVINGS):
+    while high > low * (1 + PRECISION):
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
