@@ -61,6 +61,8 @@ ABOVE = 1.05
 # Of the search for the highest rate, of one build.
 SEARCH_S = 60.0
 SEARCH_LEVEL_S = 4.0
+# A level is longer where fewer would come in that time: so few say nothing of a tail.
+SEARCH_REQUESTS = 400
 SEARCH_WARM_UP_S = 1.0
 SEARCH_PRECISION = 0.05
 PROBE_S = 2.0
@@ -500,7 +502,8 @@ class _Search:
         assert self._next is not None
         began = time.monotonic()
         wanted = _bench_plan(self._endpoint, self._plan, self._data, [self._next])
-        duration_s = min(self._plan.duration_s, SEARCH_LEVEL_S)
+        enough_s = max(SEARCH_LEVEL_S, SEARCH_REQUESTS / pacer.mean_rate(self._next))
+        duration_s = min(self._plan.duration_s, enough_s)
         short = replace(wanted, duration_s=duration_s, max_warm_up_s=SEARCH_WARM_UP_S)
         level = self._endpoint.measured(short, watch).levels[0]
         self._search.add(self._next, level.windows)

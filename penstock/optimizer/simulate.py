@@ -28,7 +28,7 @@ OVERHEAD_S = 0.0003
 # The core takes requests one after the other; no model is served faster than this allows.
 CORE_S = 0.0001
 # So many that a burst or two does not decide: the slowest hundredth comes in clusters.
-NUM_REQUESTS = 6000
+NUM_REQUESTS = 4000
 # Of the requests, left out at the start: the queue is empty then, which it will not be again.
 WARM_UP = 0.1
 SEED = 11

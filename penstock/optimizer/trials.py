@@ -60,6 +60,8 @@ POINT_S = 0.3
 RUNG = 8
 # A larger batch than is configured is tried too, up to this: batching may be worth more of it.
 LARGEST_RUNG = 32
+# Batches that would take longer are not run: no SLO has room for them, and a line goes on.
+MAX_BATCH_S = 1.0
 MAX_LENGTHS = 6
 A = TypeVar("A", bound=Answer)
 
@@ -222,6 +224,8 @@ class Crew:
         """By number of rows: the median, mean over the children."""
         found: dict[int, float] = {}
         for rung in self._rungs():
+            if found and found[max(found)] * rung / max(found) > MAX_BATCH_S:
+                break
             try:
                 found[rung] = self._time(rows, rung)
             except (BackendFailed, ConfigError):

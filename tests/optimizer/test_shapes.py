@@ -109,7 +109,7 @@ class TestRanking:
         found = shapes.Ranking(a_situation(a_config())).batching(a_table(0.010, 0.0005))
         assert all(shape.rate >= shapes.WORTH * found[0].rate for shape in found)
         assert [shape.rate for shape in found] == sorted((s.rate for s in found), reverse=True)
-        assert {"mode": "fixed", "max_batch": "1"} not in [shape.settings for shape in found]
+        assert {"mode": "off"} not in [shape.settings for shape in found]
 
     def test_a_model_that_must_not_be_batched_is_not(self):
         situation = a_situation(a_config(), facts=Facts("onnxruntime", batching_problem="mixes"))
@@ -119,7 +119,7 @@ class TestRanking:
     def test_without_a_latency_there_is_no_slo_mode(self):
         situation = a_situation(a_config(), slo="throughput >= 10/s")
         found = shapes.Ranking(situation).batching(a_table())
-        assert {shape.settings["mode"] for shape in found} == {"fixed"}
+        assert "slo" not in {shape.settings["mode"] for shape in found}
 
     def test_many_lengths_get_buckets(self):
         rows = texts([*range(1, 65)] * 2)

@@ -174,6 +174,10 @@ class TestTimes:
         table = trials.times(null_build(tmp_path, max_batch=4), numbers(1), 1, 1)
         assert list(table.seconds[0]) == [1, 4, 8, 32]
 
+    def test_batches_that_would_take_very_long_are_not_run(self, tmp_path: Path):
+        table = trials.times(null_build(tmp_path, max_batch=64, c_ms=20), numbers(1), 1, 1)
+        assert list(table.seconds[0]) == [1, 8]
+
     def test_where_rows_must_be_alone_there_is_one_rung(self, tmp_path: Path, write_onnx):
         rows = [{"x": np.ones(3, np.float32)}]
         table = trials.times(company_build(tmp_path, write_onnx), rows, 1, 1)
