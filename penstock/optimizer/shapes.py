@@ -83,8 +83,9 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
         assert slo is not None and slo.latency_s is not None, "slo mode without a latency"
         batching = replace(batching, slo_latency_s=slo.latency_s)
         promised = str(slo)
+    config = replace(config, slo=promised, is_slo_from_evidence=False)
     if mode == "off":
-        return replace(config, batching=batching, slo=promised, padding=None)
+        return replace(config, batching=batching, padding=None)
     most = int(settings["max_batch"])
     preferred = tuple(each for each in batching.preferred_batch_sizes if each <= most)
     batching = replace(batching, max_batch_size=most, preferred_batch_sizes=preferred)
@@ -97,8 +98,6 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
         max_batch_size=most,
         batching=batching,
         padding=padding,
-        slo=promised,
-        is_slo_from_evidence=False,
     )
 
 
