@@ -73,7 +73,7 @@ libc = ctypes.CDLL(None)
 
 
 def measure(build: Build, plan: Plan, rows: Sequence[Row], watch: Watch) -> Served:
-    """At the load of the SLO. With a term on cost the highest rate is looked for as well."""
+    """At the load of the SLO. With a price and a term on cost the highest rate is looked for too."""
     (served,) = _measure([build], plan, rows, watch, num_rounds=1)
     return served
 
@@ -361,7 +361,8 @@ def _measure(
                 run = endpoint.measured(_bench_plan(endpoint, plan, data, [load]), watch)
                 account.add(run.levels[0], endpoint.memory_bytes)
         found = [_served(account, load, plan) for account in accounts]
-        if any(isinstance(term, Cost) for term in _terms(plan)):
+        is_priced = plan.price_per_hour is not None
+        if is_priced and any(isinstance(term, Cost) for term in _terms(plan)):
             rates = _max_rates(endpoints, plan, data, watch)
             found = [priced(each, rate, plan) for each, rate in zip(found, rates, strict=True)]
         return found
