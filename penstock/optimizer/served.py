@@ -68,12 +68,16 @@ SEARCH_PRECISION = 0.05
 PROBE_S = 2.0
 CURVE_LEVEL_S = 5.0
 MAX_CLIENTS = 256
+# Who waits longer, or so many times what the SLO allows, has no answer: a build that is overrun is
+# not waited for.
+PATIENCE_S = 10.0
+PATIENCE = 3.0
 PER_MILLION_HOUR = 1e6 / 3600
 libc = ctypes.CDLL(None)
 
 
 def measure(build: Build, plan: Plan, rows: Sequence[Row], watch: Watch) -> Served:
-    """At the load of the SLO. With a price and a term on cost the highest rate is looked for too."""
+    """At the load of the SLO. With a price and a term on cost, the highest rate is looked for."""
     (served,) = _measure([build], plan, rows, watch, num_rounds=1)
     return served
 
@@ -296,8 +300,9 @@ def _json(spec: TensorSpec, array: Array) -> object:
 
 
 def _bench_plan(endpoint: Endpoint, plan: Plan, data: str, loads: Sequence[Load]) -> bench.Plan:
+    limit_s = (plan.slo.latency_s if plan.slo else None) or 0.0
     return bench.Plan(
-        TargetSpec(endpoint.address),
+        TargetSpec(endpoint.address, timeout_s=max(PATIENCE_S, PATIENCE * limit_s)),
         InputSpec(path=data, seed=plan.seed),
         tuple(loads),
         slo=plan.slo,
