@@ -71,6 +71,8 @@ PURE = [
     "optimizer/budget.py",
     "optimizer/numerics.py",
     "optimizer/fallback.py",
+    "optimizer/shapes.py",
+    "optimizer/simulate.py",
     "serving/batch_times.py",
     "serving/batcher.py",
     "serving/explain.py",
@@ -122,6 +124,7 @@ WITHOUT_OWN_TEST = {
     "optimizer/report/__init__.py": "empty",
     "optimizer/torch_export.py": "tests/optimizer/passes/test_onnx_export.py and "
     "test_torch_compile.py export through it",
+    "optimizer/trial_child.py": "tests/optimizer/test_trials.py starts it",
     "protocols/__init__.py": "empty",
     "server.py": "tests/e2e/test_server.py and tests/test_cli.py start it",
     "serving/__init__.py": "empty",

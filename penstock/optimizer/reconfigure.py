@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from penstock import pbtxt
+from penstock import manifest, pbtxt
 from penstock.config import ModelConfig
 from penstock.optimizer.candidates import Build
 from penstock.repository import CONFIG
@@ -18,12 +18,16 @@ def write(parent: Build, config: ModelConfig, target: Path) -> None:
     """The parent's folder at `target`, with this configuration. Files are linked where the file
     system can, since nobody writes to a build."""
     shutil.copytree(parent.folder, target, copy_function=_link, dirs_exist_ok=True)
-    for own in target.glob(f"*/{CONFIG}"):
-        own.unlink()  # The model's own would not count beside it.
+    # Beside a version's own configuration the model's would not count, and this is no longer the
+    # version that was committed.
+    for name in (CONFIG, manifest.NAME):
+        for old in target.glob(f"*/{name}"):
+            old.unlink()
     path = target / CONFIG
     path.unlink(missing_ok=True)
-    # A model is called what its folder is called.
-    path.write_text(pbtxt.write(replace(config, name=target.name)), encoding="utf-8")
+    # A model is called what its folder is called; what evidence promised has to be said now.
+    config = replace(config, name=target.name, is_slo_from_evidence=False)
+    path.write_text(pbtxt.write(config), encoding="utf-8")
 
 
 def _link(source: str, target: str) -> str:

@@ -61,17 +61,23 @@ ABOVE = 1.05
 # Of the search for the highest rate, of one build.
 SEARCH_S = 60.0
 SEARCH_LEVEL_S = 4.0
+# A level is longer where fewer would come in that time: so few say nothing of a tail.
+SEARCH_REQUESTS = 400
 SEARCH_WARM_UP_S = 1.0
 SEARCH_PRECISION = 0.05
 PROBE_S = 2.0
 CURVE_LEVEL_S = 5.0
 MAX_CLIENTS = 256
+# Who waits longer, or so many times what the SLO allows, has no answer: a build that is overrun is
+# not waited for.
+PATIENCE_S = 10.0
+PATIENCE = 3.0
 PER_MILLION_HOUR = 1e6 / 3600
 libc = ctypes.CDLL(None)
 
 
 def measure(build: Build, plan: Plan, rows: Sequence[Row], watch: Watch) -> Served:
-    """At the load of the SLO. With a term on cost the highest rate is looked for as well."""
+    """At the load of the SLO. With a price and a term on cost, the highest rate is looked for."""
     (served,) = _measure([build], plan, rows, watch, num_rounds=1)
     return served
 
@@ -300,8 +306,9 @@ def _json(spec: TensorSpec, array: Array) -> object:
 
 
 def _bench_plan(endpoint: Endpoint, plan: Plan, data: str, loads: Sequence[Load]) -> bench.Plan:
+    limit_s = (plan.slo.latency_s if plan.slo else None) or 0.0
     return bench.Plan(
-        TargetSpec(endpoint.address),
+        TargetSpec(endpoint.address, timeout_s=max(PATIENCE_S, PATIENCE * limit_s)),
         InputSpec(path=data, seed=plan.seed),
         tuple(loads),
         slo=plan.slo,
@@ -359,7 +366,8 @@ def _measure(
 ) -> list[Served]:
     with _stage(builds, rows) as (endpoints, data):
         found = _in_turns(endpoints, plan, data, watch, num_rounds)
-        if any(isinstance(term, Cost) for term in _terms(plan)):
+        is_priced = plan.price_per_hour is not None
+        if is_priced and any(isinstance(term, Cost) for term in _terms(plan)):
             rates = [rate for rate, _ in _max_rates(endpoints, plan, data, watch)]
             found = [priced(each, rate, plan) for each, rate in zip(found, rates, strict=True)]
         return found
@@ -514,7 +522,8 @@ class _Search:
         assert self._next is not None
         began = time.monotonic()
         wanted = _bench_plan(self._endpoint, self._plan, self._data, [self._next])
-        duration_s = min(self._plan.duration_s, SEARCH_LEVEL_S)
+        enough_s = max(SEARCH_LEVEL_S, SEARCH_REQUESTS / pacer.mean_rate(self._next))
+        duration_s = min(self._plan.duration_s, enough_s)
         short = replace(wanted, duration_s=duration_s, max_warm_up_s=SEARCH_WARM_UP_S)
         level = self._endpoint.measured(short, watch).levels[0]
         self.levels.append(level)

@@ -7,7 +7,7 @@ Settings are the strings of a step: `mode` (off, fixed, slo), `max_batch`, `buck
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,9 @@ THREADS = {
     "openvino": "inference_num_threads",
     "pytorch": "intra_op_thread_count",
 }
-MAX_BATCHES = (1, 4, 8, 16, 32, 64, 128)
+MAX_BATCHES = (4, 8, 16, 32, 64, 128)
+# Sizes, of the best in fixed mode, that slo mode is tried with.
+NUM_SLO_SIZES = 2
 # Every bucket is warmed up on every rung, so there are few.
 NUM_BUCKETS = (4, 6)
 # Kernels like whole vectors.
@@ -81,8 +83,9 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
         assert slo is not None and slo.latency_s is not None, "slo mode without a latency"
         batching = replace(batching, slo_latency_s=slo.latency_s)
         promised = str(slo)
+    config = replace(config, slo=promised, is_slo_from_evidence=False)
     if mode == "off":
-        return replace(config, batching=batching, slo=promised, padding=None)
+        return replace(config, batching=batching, padding=None)
     most = int(settings["max_batch"])
     preferred = tuple(each for each in batching.preferred_batch_sizes if each <= most)
     batching = replace(batching, max_batch_size=most, preferred_batch_sizes=preferred)
@@ -95,8 +98,6 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
         max_batch_size=most,
         batching=batching,
         padding=padding,
-        slo=promised,
-        is_slo_from_evidence=False,
     )
 
 
@@ -184,30 +185,33 @@ class Ranking:
         return max_rate(table, self._config, self._slo or NO_TERMS, shares)
 
     def batching(self, table: TimeTable) -> list[Shape]:
-        """Best first; only what is near the best."""
-        found: list[Shape] = []
-        best = 0.0
-        for settings in self._candidates(table):
-            rate = self.rate(table, settings, above=WORTH * best)
-            best = max(best, rate)
-            found.append(Shape(settings, table.num_instances, table.num_threads, rate))
-        near = [shape for shape in found if shape.rate and shape.rate >= WORTH * best]
-        return sorted(near, key=lambda shape: -shape.rate)
-
-    def _candidates(self, table: TimeTable) -> Iterator[Settings]:
-        """Buckets are chosen first, with the largest batch; sizes and modes then with those."""
-        if not self.may_batch:
-            yield {"mode": "off"}
-            return
-        most = max(table.max_rows, 1)
+        """Best first; only what is near the best. Buckets are chosen first, with the largest batch;
+        then sizes with those, and slo mode with the best sizes."""
+        off: Settings = {"mode": "off"}
+        if not self.may_batch or table.max_rows == 1:
+            return self._near_best(table, [off])
+        most = table.max_rows
         sizes = [size for size in MAX_BATCHES if size < most] + [most]
         buckets = self._best_buckets(table, most)
-        modes = ["fixed"]
-        if self._slo is not None and self._slo.latency_s is not None:
-            modes.append("slo")
-        for size in reversed(sizes):
-            for mode in modes:
-                yield {"mode": mode, "max_batch": str(size), **buckets}
+        fixed = [{"mode": "fixed", "max_batch": str(size), **buckets} for size in sizes]
+        found = self._near_best(table, [*reversed(fixed), off])
+        if self._slo is None or self._slo.latency_s is None:
+            return found
+        batched = [shape for shape in found if shape.settings != off]
+        slo = [{**shape.settings, "mode": "slo"} for shape in batched[:NUM_SLO_SIZES]]
+        return self._near_best(table, slo or [{**fixed[-1], "mode": "slo"}], found)
+
+    def _near_best(
+        self, table: TimeTable, wanted: Sequence[Settings], known: Sequence[Shape] = ()
+    ) -> list[Shape]:
+        found = list(known)
+        for settings in wanted:
+            best = max((shape.rate for shape in found), default=0.0)
+            rate = self.rate(table, settings, above=WORTH * best)
+            found.append(Shape(settings, table.num_instances, table.num_threads, rate))
+        best = max(shape.rate for shape in found)
+        near = [shape for shape in found if shape.rate and shape.rate >= WORTH * best]
+        return sorted(near, key=lambda shape: -shape.rate)
 
     @property
     def may_batch(self) -> bool:

@@ -39,8 +39,8 @@ LENGTH = struct.Struct("<Q")
 MAX_ERROR_CHARS = 4096
 # A point is measured at least so often, unless one run takes very long.
 MIN_RUNS = 5
-MIN_LONG_RUNS = 2
-LONG_RUN_S = 1.0
+MIN_LONG_RUNS = 3
+LONG_RUN_S = 0.3
 log = logging.getLogger("penstock.trial")
 
 

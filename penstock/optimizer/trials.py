@@ -25,7 +25,7 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
-from penstock.optimizer.simulate import TimeTable, length_of, row_lengths, variable_axes
+from penstock.optimizer.simulate import TimeTable, length_of, row_lengths
 from penstock.optimizer.trial_child import (
     Answer,
     Compute,
@@ -60,6 +60,8 @@ POINT_S = 0.3
 RUNG = 8
 # A larger batch than is configured is tried too, up to this: batching may be worth more of it.
 LARGEST_RUNG = 32
+# Batches that would take longer are not run: no SLO has room for them, and a line goes on.
+MAX_BATCH_S = 1.0
 MAX_LENGTHS = 6
 A = TypeVar("A", bound=Answer)
 
@@ -222,6 +224,8 @@ class Crew:
         """By number of rows: the median, mean over the children."""
         found: dict[int, float] = {}
         for rung in self._rungs():
+            if found and found[max(found)] * rung / max(found) > MAX_BATCH_S:
+                break
             try:
                 found[rung] = self._time(rows, rung)
             except (BackendFailed, ConfigError):
@@ -326,9 +330,10 @@ def _spread(keys: Sequence[int]) -> list[int]:
 
 def padded(config: ModelConfig, row: Row, length: int) -> Row:
     """Filled up as the server would fill it up; rows that are long enough stay as they are."""
-    pads = Pads(config)
-    if length_of(row, variable_axes(config)) == length:
+    assert config.padding is not None
+    if length_of(row, config.padding.axes) == length:
         return row
+    pads = Pads(config)
     shapes = tuple(np.shape(row[spec.name]) for spec in config.inputs)
     full = pads.shapes(shapes, length)
     return {

@@ -209,6 +209,14 @@ def test_graph_level_is_set_and_read_back(identity: Path, level: str, is_built: 
     assert backend("onnxruntime")(config).built()["graph_level"] == is_built
 
 
+@pytest.mark.parametrize("option", ["enable_mem_arena", "enable_mem_pattern"])
+def test_memory_is_kept_unless_it_is_switched_off(identity: Path, option: str) -> None:
+    specs = echo_specs("FP32", (3,))
+    assert backend("onnxruntime")(onnx_config(identity, *specs)).built()[option] == "1"
+    config = onnx_config(identity, *specs, **{option: "0"})
+    assert backend("onnxruntime")(config).built()[option] == "0"
+
+
 def test_provider_is_read_back(identity: Path) -> None:
     specs = echo_specs("FP32", (3,))
     config = onnx_config(identity, *specs, providers="CPUExecutionProvider")
@@ -235,6 +243,8 @@ def test_unknown_provider_is_refused_with_what_there_is(identity: Path) -> None:
         pytest.param("intra_op_thread_count", "99999999999"),
         ("inter_op_thread_count", "1.5"),
         pytest.param("execution_mode", "2"),
+        ("enable_mem_arena", "yes"),
+        ("enable_mem_pattern", "2"),
     ],
 )
 def test_option_that_makes_no_sense_is_refused_by_name(

@@ -1,0 +1,36 @@
+"""What a child writes can be read while it writes."""
+
+import subprocess
+import sys
+
+from penstock.optimizer.child_output import TAIL_BYTES, Output
+
+
+def written(output: Output, text: str) -> None:
+    command = [sys.executable, "-c", "import sys; sys.stdout.write(sys.argv[1])", text]
+    subprocess.run(command, stdout=output.fileno(), check=True)
+
+
+def test_reading_does_not_disturb_the_writer():
+    output = Output()
+    written(output, "one ")
+    assert output.text() == "one "
+    written(output, "two")
+    assert output.text() == "one two"
+    assert output.tail("it") == "; it wrote: one two"
+    output.close()
+
+
+def test_the_tail_is_the_end_and_short():
+    output = Output()
+    written(output, "a" * 3 * TAIL_BYTES + "end")
+    assert len(output.tail("it")) < TAIL_BYTES + 50
+    assert output.tail("it").endswith("end")
+    output.close()
+
+
+def test_who_wrote_nothing_is_not_mentioned():
+    output = Output()
+    written(output, " \n")
+    assert output.tail("it") == ""
+    output.close()

@@ -1,0 +1,198 @@
+"""Builds measured through a real server: what is sent, what is judged, and that nothing is left."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from served_builds import a_config, null_build
+
+from penstock.benchmark.inputs import InputSpec, RequestForm, open_source
+from penstock.benchmark.pacer import Closed, Flat, Open
+from penstock.benchmark.stats import Interval
+from penstock.benchmark.targets import Counters
+from penstock.errors import BackendFailed
+from penstock.optimizer import served
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.results import Served, Verdict
+from penstock.slo import parse
+from penstock.types import TensorSpec
+
+NAN = Interval(math.nan, math.nan, math.nan)
+
+
+def a_plan(slo: str = "", **others: object) -> Plan:
+    return Plan("m.onnx", "model", "out", slo=parse(slo) if slo else None, **others)
+
+
+def numbers(count: int) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.array([n], np.int32), "label": np.array(n % 2)} for n in range(count)]
+
+
+def silent(text: str) -> None:
+    pass
+
+
+class TestLoad:
+    @pytest.mark.parametrize(
+        ("slo", "load"),
+        [
+            ("p99 < 20ms at 200/s", Open(Flat(200))),
+            ("p99 < 20ms at 200/s constant", Open(Flat(200), "constant")),
+            ("p99 < 20ms at 200/s gamma 3", Open(Flat(200), "gamma", 3.0)),
+            ("throughput >= 100/s, p99 < 20ms", Open(Flat(105.0))),
+            ("p99 < 20ms", Closed(1)),
+        ],
+    )
+    def test_is_the_slos(self, slo, load):
+        assert served.load_of(parse(slo)) == load
+
+    def test_without_one_there_is_one_client(self):
+        assert served.load_of(None) == Closed(1)
+
+
+class TestRows:
+    """What is written is what the bench then sends."""
+
+    def sent(self, spec: TensorSpec, arrays, folder: Path) -> list[np.ndarray]:
+        rows = [{spec.name: array, "label": np.array(1)} for array in arrays]
+        path = served.write_rows(rows, a_config(spec), folder)
+        source = open_source(InputSpec(path), RequestForm("tensors", (spec,), True), 0, 1)
+        found = {}
+        while len(found) < len(arrays):
+            index, sample = source.next()
+            assert list(sample.tensors) == [spec.name]
+            found[index] = sample.tensors[spec.name][0]
+        return [found[index] for index in range(len(arrays))]
+
+    @pytest.mark.parametrize("datatype", ["FP32", "INT64", "UINT8", "BOOL", "FP16"])
+    def test_equal_shapes(self, tmp_path, datatype):
+        spec = TensorSpec("x", datatype, (2, 3))
+        random = np.random.default_rng(1)
+        arrays = [random.integers(0, 2, (2, 3)) * (n % 2) for n in range(5)]
+        found = self.sent(spec, arrays, tmp_path)
+        assert [each.tolist() for each in found] == [each.tolist() for each in arrays]
+
+    def test_many_lengths(self, tmp_path):
+        arrays = [np.arange(n, dtype=np.int64) for n in (1, 5, 3)]
+        found = self.sent(TensorSpec("x", "INT64", (-1,)), arrays, tmp_path)
+        assert [each.tolist() for each in found] == [each.tolist() for each in arrays]
+
+    def test_floats_of_many_lengths_are_exact(self, tmp_path):
+        arrays = [np.random.default_rng(n).standard_normal(n).astype(np.float32) for n in (1, 5)]
+        found = self.sent(TensorSpec("x", "FP32", (-1,)), arrays, tmp_path)
+        assert all(np.array_equal(*pair) for pair in zip(found, arrays, strict=True))
+
+    def test_texts_and_bytes(self, tmp_path):
+        texts = ["good", "\N{SNOWMAN}", b"\xff\x00"]
+        arrays = [np.array([text], np.object_) for text in texts]
+        found = self.sent(TensorSpec("x", "BYTES", (1,)), arrays, tmp_path)
+        assert [each.item() for each in found] == [b"good", "\N{SNOWMAN}".encode(), b"\xff\x00"]
+
+    def test_bits_of_bf16_are_numbers_in_files(self, tmp_path):
+        bits = np.array([0x3F80, 0xC000], np.uint16)  # 1 and -2
+        (found,) = self.sent(TensorSpec("x", "BF16", (2,)), [bits], tmp_path)
+        assert found.tolist() == bits.tolist()
+
+    def test_a_tensor_that_is_called_file(self, tmp_path):
+        (found,) = self.sent(TensorSpec("file", "FP32", (2,)), [np.ones(2)], tmp_path)
+        assert found.tolist() == [1, 1]
+
+    def test_none_are_no_file(self, tmp_path):
+        assert served.write_rows([], a_config(), tmp_path) == ""
+
+
+class TestPhases:
+    def test_are_means_of_a_request(self):
+        counters = Counters(10, 0, 10, 5, 200_000_000, 40_000_000, 10_000_000, 100_000_000, 0)
+        found = served.phases([counters, counters], latency_s=0.025)
+        assert found == pytest.approx(
+            {
+                "queue": 0.004,
+                "compute input": 0.001,
+                "compute": 0.010,
+                "compute output": 0.0,
+                "network and codec": 0.010,
+            }
+        )
+
+    def test_without_an_account_there_are_none(self):
+        assert served.phases([], 0.01) == {}
+
+
+class TestPrice:
+    PLAN = a_plan("p99 < 20ms, cost <= 1 per million", price_per_hour=3.6)
+
+    def made(self) -> Served:
+        terms = ("p99 < 20ms", "kept", NAN, 0.02, "s"), ("cost", "not measured", None, 1.0, "")
+        verdicts = [Verdict(*each) for each in terms]
+        return Served("", NAN, NAN, NAN, 1.0, verdicts, 1, 0, {}, 1.0, 0)
+
+    def test_is_by_the_million_at_the_highest_rate(self):
+        found = served.priced(self.made(), Interval(2000, 1000, 4000), self.PLAN)
+        assert found.cost_per_million == pytest.approx(0.5)
+        latency, cost = found.verdicts
+        assert latency.outcome == cost.outcome == "kept"
+        assert (cost.measured.low, cost.measured.high) == pytest.approx((0.25, 1.0))
+        assert found.is_met
+
+    def test_that_is_too_high_is_missed(self):
+        found = served.priced(self.made(), Interval(500, 400, 600), self.PLAN)
+        assert found.verdicts[1].outcome == "missed"
+
+    def test_is_not_known_without_a_rate(self):
+        found = served.priced(self.made(), NAN, self.PLAN)
+        assert found.verdicts[1].outcome == "not measured"
+
+    def test_is_not_known_without_a_price(self):
+        found = served.priced(self.made(), Interval(2000, 1000, 4000), a_plan("p99 < 20ms"))
+        assert (found.cost_per_million, found.max_rate.value) == (None, 2000)
+
+
+class TestEndpoint:
+    def test_a_model_that_cannot_be_loaded_says_why(self, tmp_path: Path):
+        build = null_build(tmp_path)
+        (build.folder / "config.pbtxt").write_text('backend: "nonsense"')
+        with pytest.raises(
+            BackendFailed, match=r"did not start; the server wrote: (?s:.*)nonsense"
+        ):
+            served.measure(build, a_plan(), numbers(3), silent)
+
+    def test_nothing_is_left_when_somebody_interrupts(self, tmp_path: Path):
+        def interrupt(text: str) -> None:
+            raise KeyboardInterrupt
+
+        before = set(psutil.Process().children(recursive=True))
+        with pytest.raises(KeyboardInterrupt):
+            served.measure(null_build(tmp_path), a_plan("p99 < 1s"), numbers(3), interrupt)
+        assert set(psutil.Process().children(recursive=True)) == before
+
+
+def test_two_builds_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(served, "WARM_UP_S", 0.3)
+    quick = null_build(tmp_path / "a", a_ms=1)
+    slow = null_build(tmp_path / "b", a_ms=100)
+    slo = "p99 < 90ms, goodput >= 50 %, throughput >= 5/s, memory <= 100GiB at 40/s"
+    heard: list[str] = []
+    plan = a_plan(slo, duration_s=1.0)
+    first, second = served.measure_alternately([quick, slow], plan, numbers(5), heard.append)
+    # It sleeps for 100 ms, so nothing is faster than that.
+    assert second.p50.value > 0.1
+    assert [each.outcome for each in second.verdicts] == ["missed", "missed", "kept", "kept"]
+    assert [each.unit for each in second.verdicts] == ["s", "%", "/s", "bytes"]
+    assert second.goodput == 0 and not second.is_met
+    assert second.phases["compute"] > 0.1
+    assert second.rows_per_batch > 1
+    for each in (first, second):
+        assert (each.num_runs, each.num_failed, each.load) == (2, 0, "40/s poisson")
+        assert each.num_requests > 40
+        assert each.memory_bytes > 1 << 20
+    assert any(text.startswith("40/s poisson, measuring") for text in heard)
+
+
+def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
+    build = null_build(tmp_path, max_batch=1, a_ms=10)
+    (found,) = served.max_rates([build], a_plan("throughput >= 5/s"), numbers(5), silent)
+    # One after the other, 10 ms each.
+    assert 1 < found.value <= 101

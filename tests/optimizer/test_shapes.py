@@ -1,0 +1,155 @@
+"""Which ways to serve are worth measuring."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from served_builds import IMAGE, TEXT, a_config, a_situation, a_table, texts
+
+from penstock.config import SLO_OFF, PadAxis, Padding
+from penstock.optimizer import shapes
+from penstock.optimizer.facts import Facts
+from penstock.slo import parse
+
+SLO = parse("p99 < 20ms at 100/s")
+
+
+class TestInstances:
+    def test_threads_are_the_option_of_the_backend(self):
+        config = shapes.with_instances(a_config(), 2, 1)
+        assert config.num_instances == 2
+        assert config.options == {"intra_op_thread_count": "1"}
+
+    def test_another_spelling_of_it_is_replaced(self):
+        config = replace(
+            a_config(), backend="openvino", options={"INFERENCE_NUM_THREADS": "8", "x": "y"}
+        )
+        found = shapes.with_instances(config, 1, 2)
+        assert found.options == {"x": "y", "inference_num_threads": "2"}
+        assert shapes.threads_of(found, 16) == 2
+
+    def test_backends_without_it_only_get_instances(self):
+        config = shapes.with_instances(replace(a_config(), backend="python"), 4, 1)
+        assert (config.num_instances, config.options) == (4, {})
+
+    def test_threads_are_the_share_of_the_cores_unless_said(self):
+        assert shapes.threads_of(replace(a_config(), num_instances=2), 8) == 4
+
+    @pytest.mark.parametrize(
+        ("num_cores", "expected"),
+        [(1, [(1, 1)]), (2, [(1, 2), (2, 1)]), (8, [(1, 8), (2, 4), (4, 2), (8, 1)])],
+    )
+    def test_pairs_use_the_cores(self, num_cores, expected):
+        assert shapes.pairs(num_cores) == expected
+
+    @given(st.integers(1, 500))
+    def test_pairs_never_use_more_than_there_are(self, num_cores):
+        assert all(n * t <= num_cores for n, t in shapes.pairs(num_cores))
+
+
+class TestBatching:
+    def test_fixed_mode_stays_fixed_beside_evidence(self):
+        config = shapes.with_batching(a_config(), {"mode": "fixed", "max_batch": "8"}, SLO)
+        assert config.max_batch_size == config.batching.max_batch_size == 8
+        assert (config.slo, config.batching.slo_latency_s) == (SLO_OFF, None)
+
+    def test_slo_mode_is_the_plans(self):
+        config = shapes.with_batching(a_config(), {"mode": "slo", "max_batch": "8"}, SLO)
+        assert parse(config.slo) == SLO
+        assert config.batching.slo_latency_s == 0.020
+
+    def test_off_keeps_the_batch_dimension(self):
+        padded = a_config(TEXT, padding=Padding((PadAxis("tokens", 0),), (8,)))
+        config = shapes.with_batching(padded, {"mode": "off"}, None)
+        assert (config.max_batch_size, config.batching.is_dynamic) == (32, False)
+        assert config.padding is None
+
+    def test_buckets_are_for_the_variable_axes(self):
+        wanted = {"mode": "fixed", "max_batch": "8", "buckets": "16,64"}
+        config = shapes.with_batching(a_config(TEXT), wanted, None)
+        assert config.padding == Padding((PadAxis("tokens", 0),), (16, 64))
+        assert shapes.settings_of(config) == wanted
+
+    def test_preferred_sizes_that_are_too_large_go(self):
+        config = a_config()
+        config = replace(config, batching=replace(config.batching, preferred_batch_sizes=(4, 32)))
+        found = shapes.with_batching(config, {"mode": "fixed", "max_batch": "8"}, None)
+        assert found.batching.preferred_batch_sizes == (4,)
+
+
+class TestBuckets:
+    @given(st.lists(st.integers(1, 120), min_size=1, max_size=30), st.integers(1, 4))
+    @settings(max_examples=60)
+    def test_no_others_fill_up_less(self, lengths, num_buckets):
+        longest = max(lengths)
+        ends = sorted({min(longest, -(-n // 8) * 8) for n in lengths})
+
+        def filled(buckets):
+            return sum(min(b for b in buckets if b >= n) for n in lengths)
+
+        found = shapes.best_buckets(lengths, num_buckets)
+        assert found[-1] == longest and len(found) <= num_buckets
+        count = min(num_buckets, len(ends))
+        best = min(filled((*rest, longest)) for rest in combinations(ends[:-1], count - 1))
+        assert filled(found) == best
+
+    def test_the_longest_is_not_rounded(self):
+        """More than it may be more than the model has positions for."""
+        assert shapes.best_buckets([5, 77], 2) == (8, 77)
+
+
+class TestRanking:
+    def test_a_model_that_gains_from_batches_gets_large_ones(self):
+        best, *_ = shapes.Ranking(a_situation(a_config())).batching(a_table(0.010, 0.0005))
+        assert int(best.settings["max_batch"]) >= 16
+
+    def test_only_what_is_near_the_best_is_left(self):
+        found = shapes.Ranking(a_situation(a_config())).batching(a_table(0.010, 0.0005))
+        assert all(shape.rate >= shapes.WORTH * found[0].rate for shape in found)
+        assert [shape.rate for shape in found] == sorted((s.rate for s in found), reverse=True)
+        assert {"mode": "off"} not in [shape.settings for shape in found]
+
+    def test_a_model_that_must_not_be_batched_is_not(self):
+        situation = a_situation(a_config(), facts=Facts("onnxruntime", batching_problem="mixes"))
+        found = shapes.Ranking(situation).batching(a_table())
+        assert [shape.settings for shape in found] == [{"mode": "off"}]
+
+    def test_without_a_latency_there_is_no_slo_mode(self):
+        situation = a_situation(a_config(), slo="throughput >= 10/s")
+        found = shapes.Ranking(situation).batching(a_table())
+        assert "slo" not in {shape.settings["mode"] for shape in found}
+
+    def test_many_lengths_get_buckets(self):
+        rows = texts([*range(1, 65)] * 2)
+        situation = a_situation(a_config(TEXT), rows=rows)
+        table = a_table(0.004, 0.002, lengths=(1, 16, 32, 64))
+        best, *_ = shapes.Ranking(situation).batching(table)
+        buckets = list(map(int, best.settings["buckets"].split(",")))
+        assert buckets[-1] == 64 and 4 <= len(buckets) <= 6
+
+    def test_where_padding_changes_answers_there_are_none(self):
+        facts = Facts("onnxruntime", padding_problem="padding changes answers")
+        situation = a_situation(a_config(TEXT), rows=texts(range(1, 65)), facts=facts)
+        assert shapes.Ranking(situation).buckets() == [{}]
+
+    def test_images_have_none(self):
+        assert shapes.Ranking(a_situation(a_config(IMAGE))).buckets() == [{}]
+
+
+def test_shapes_are_over_all_tables_best_first():
+    one = a_table(0.004, 0.0010, instances=1, threads=2)
+    two = a_table(0.006, 0.0014, instances=2, threads=1)
+    found = shapes.shapes(a_situation(a_config(), one, two))
+    rates = [rate for _, rate in found]
+    assert rates == sorted(rates, reverse=True)
+    (batching, instances), _ = found[0]
+    assert (batching.pass_name, instances.pass_name) == ("batching", "instances")
+    # Two with 1.4 times the time do 1.4 times as much.
+    assert instances.settings == {"instances": "2", "threads": "1"}
+    assert {steps[1].settings["instances"] for steps, _ in found} == {"1", "2"}
+
+
+def test_without_times_nothing_is_known():
+    assert shapes.shapes(a_situation(a_config())) == []

@@ -1,0 +1,253 @@
+"""Builds tried out for real, in processes of their own: answers, batch times, and all the ways in
+which a model can end its process."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from served_builds import company_build, mean_build, null_build, read
+
+from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer import trials
+from penstock.optimizer.trial_child import Compute, Computed, Load, Loaded, Values
+
+PADDED = """
+parameters { key: "penstock.pad" value { string_value: "x[0]=0" } }
+parameters { key: "penstock.pad_buckets" value { string_value: "4,8" } }
+"""
+
+
+def sequences(*lengths: int) -> list[dict[str, np.ndarray]]:
+    random = np.random.default_rng(5)
+    return [{"x": random.standard_normal((n, 2)).astype(np.float32)} for n in lengths]
+
+
+def numbers(*values: int) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.array([value], np.int32)} for value in values]
+
+
+class TestValues:
+    def test_strings_travel(self):
+        array = np.array([b"a", "\N{SNOWMAN}".encode(), b""], np.object_).reshape(3, 1)
+        found = Values.of("x", "BYTES", array).array()
+        assert found.tolist() == array.tolist()
+
+    def test_numbers_travel_as_the_model_takes_them(self):
+        found = Values.of("x", "INT64", np.array([[1, 2]], np.int32)).array()
+        assert (found.dtype, found.tolist()) == (np.int64, [[1, 2]])
+
+
+class TestAnswers:
+    def test_each_row_gets_its_own_in_order(self, tmp_path: Path, write_onnx):
+        rows = sequences(*np.random.default_rng(0).integers(1, 9, 300).tolist())
+        heard: list[int] = []
+        found = trials.answers(mean_build(tmp_path, write_onnx), rows, heard.append)
+        for row, answer in zip(rows, found, strict=True):
+            assert answer["y"] == pytest.approx(row["x"].sum(axis=0), abs=1e-5)
+        assert heard[-1] == 300
+        # In batches: eight lengths, at most 32 rows each.
+        assert len(heard) < 40
+
+    def test_rows_that_influence_each_other_are_computed_alone(self, tmp_path: Path, write_onnx):
+        rows = [{"x": np.full(3, n, np.float32)} for n in range(4)]
+        heard: list[int] = []
+        found = trials.answers(company_build(tmp_path, write_onnx), rows, heard.append)
+        assert [answer["y"].tolist() for answer in found] == [[0, 0, 0]] * 4
+        assert heard == [1, 2, 3, 4]
+
+    def test_what_is_no_input_is_not_sent(self, tmp_path: Path):
+        rows = [{**row, "label": np.array(3)} for row in numbers(7, 8)]
+        found = trials.answers(null_build(tmp_path), rows)
+        assert [answer["y"].tolist() for answer in found] == [[7], [8]]
+
+    def test_a_model_without_batch_dimension_takes_rows_as_they_are(self, tmp_path: Path):
+        build = null_build(tmp_path)
+        text = (build.folder / "config.pbtxt").read_text()
+        plain = text.replace("max_batch_size: 8 dynamic_batching { }", "max_batch_size: 0")
+        (build.folder / "config.pbtxt").write_text(plain)
+        found = trials.answers(read(build.folder), numbers(7, 8))
+        assert [answer["y"].tolist() for answer in found] == [[7], [8]]
+
+    def test_no_rows_have_no_answers(self, tmp_path: Path):
+        assert trials.answers(null_build(tmp_path), []) == []
+
+    def test_a_row_without_an_input_is_told(self, tmp_path: Path):
+        with pytest.raises(ConfigError, match=r"input 'x': missing; a row has \['z'\]"):
+            trials.answers(null_build(tmp_path), [{"z": np.zeros(1)}])
+
+
+class TestWhatGoesWrong:
+    def test_a_model_that_raises(self, tmp_path: Path):
+        with pytest.raises(BackendFailed, match="fail_on"):
+            trials.answers(null_build(tmp_path, fail_on=7), numbers(1, 7))
+
+    def test_a_model_that_ends_its_process(self, tmp_path: Path):
+        with pytest.raises(BackendFailed, match="the process of the model was killed by SIG"):
+            trials.answers(null_build(tmp_path, crash_on=7), numbers(1, 7))
+
+    def test_a_model_that_hangs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(trials, "RUN_TIMEOUT_S", 0.3)
+        with pytest.raises(BackendFailed, match=r"no answer within 0\.3 s"):
+            trials.answers(null_build(tmp_path, hang_on=7), numbers(7))
+
+    def test_a_file_that_is_no_model(self, tmp_path: Path, write_onnx):
+        build = mean_build(tmp_path, write_onnx)
+        build.artifact.write_bytes(b"nothing of the kind")
+        with pytest.raises(BackendFailed, match="ONNX Runtime cannot load the model"):
+            trials.answers(build, sequences(2))
+
+    def test_options_that_make_no_sense_are_all_told(self, tmp_path: Path, write_onnx):
+        option = 'parameters {{ key: "{}" value {{ string_value: "x" }} }}\n'
+        text = option.format("graph_level") + option.format("execution_mode")
+        build = mean_build(tmp_path, write_onnx, config=text)
+        with pytest.raises(ConfigError) as caught:
+            trials.answers(build, sequences(2))
+        assert len(caught.value.problems) == 2
+
+    def test_what_the_code_of_a_model_wrote_is_in_the_error(self, tmp_path: Path):
+        folder = tmp_path / "model"
+        (folder / "1").mkdir(parents=True)
+        (folder / "1" / "model.py").write_text(
+            "import os\n"
+            "class TritonPythonModel:\n"
+            "    def initialize(self, args):\n"
+            "        print('about to leave', flush=True)\n"
+            "        os._exit(3)\n"
+            "    def execute(self, requests):\n"
+            "        return []\n"
+        )
+        (folder / "config.pbtxt").write_text(
+            'backend: "python" max_batch_size: 4\n'
+            'input { name: "x" data_type: TYPE_INT32 dims: 1 }\n'
+            'output { name: "y" data_type: TYPE_INT32 dims: 1 }\n'
+        )
+        with pytest.raises(BackendFailed, match="exited with 3; it wrote: (?s:.*)about to leave"):
+            trials.answers(read(folder), numbers(1))
+
+
+class TestChild:
+    def test_is_gone_after_the_block_also_when_it_was_busy(self, tmp_path: Path):
+        build = null_build(tmp_path, a_ms=60_000)
+        before = set(psutil.Process().children())
+        with pytest.raises(KeyboardInterrupt), trials.Child(build.config) as child:
+            child.send(Load(build.config))
+            child.expect(Loaded)
+            child.send(Compute([Values.of("x", "INT32", np.zeros((1, 1), np.int32))], 1))
+            raise KeyboardInterrupt
+        assert set(psutil.Process().children()) == before
+
+    def test_is_in_a_session_of_its_own(self, tmp_path: Path):
+        """A Ctrl-C in the terminal is for whoever decides, not for it."""
+        build = null_build(tmp_path)
+        before = set(psutil.Process().children())
+        with trials.Child(build.config) as child:
+            child.load()
+            (process,) = set(psutil.Process().children()) - before
+            assert os.getsid(process.pid) == process.pid
+
+    def test_answers_one_question_after_the_other(self, tmp_path: Path):
+        build = null_build(tmp_path)
+        with trials.Child(build.config) as child:
+            child.load()
+            for value in (1, 2, 3):
+                child.send(Compute([Values.of("x", "INT32", np.array([[value]]))], 1))
+                assert child.expect(Computed).rows[0][0].array().tolist() == [value]
+
+
+class TestTimes:
+    @pytest.fixture(autouse=True)
+    def short_points(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(trials, "POINT_S", 0.02)
+
+    def test_rungs_are_one_eight_and_the_largest(self, tmp_path: Path):
+        table = trials.times(null_build(tmp_path, max_batch=64, a_ms=1), numbers(1, 2, 3), 1, 2)
+        assert list(table.seconds) == [0]
+        assert list(table.seconds[0]) == [1, 8, 64]
+        # It sleeps so long, so that is what it takes at least.
+        assert min(table.seconds[0].values()) >= 0.001
+        assert (table.num_instances, table.num_threads) == (1, 2)
+        assert table.load_s >= 0
+
+    def test_larger_batches_than_configured_are_tried(self, tmp_path: Path):
+        table = trials.times(null_build(tmp_path, max_batch=4), numbers(1), 1, 1)
+        assert list(table.seconds[0]) == [1, 4, 8, 32]
+
+    def test_batches_that_would_take_very_long_are_not_run(self, tmp_path: Path):
+        table = trials.times(null_build(tmp_path, max_batch=64, c_ms=20), numbers(1), 1, 1)
+        assert list(table.seconds[0]) == [1, 8]
+
+    def test_where_rows_must_be_alone_there_is_one_rung(self, tmp_path: Path, write_onnx):
+        rows = [{"x": np.ones(3, np.float32)}]
+        table = trials.times(company_build(tmp_path, write_onnx), rows, 1, 1)
+        assert list(table.seconds[0]) == [1]
+
+    def test_all_instances_compute_at_once(self, tmp_path: Path, monkeypatch):
+        """All are told to begin before anybody is asked for what it measured."""
+        events: list[str] = []
+        send, expect = trials.Child.send, trials.Child.expect
+
+        def sent(self, question):
+            events.append(type(question).__name__)
+            send(self, question)
+
+        def expected(self, kind):
+            events.append(kind.__name__)
+            return expect(self, kind)
+
+        monkeypatch.setattr(trials.Child, "send", sent)
+        monkeypatch.setattr(trials.Child, "expect", expected)
+        build = null_build(tmp_path, max_batch=1, a_ms=1)
+        assert trials.times(build, numbers(1), 3, 1).num_instances == 3
+        point = ["Hold"] * 3 + ["Held"] * 3 + ["Measure"] * 3 + ["Measured"] * 3
+        assert events == ["Load"] * 3 + ["Loaded"] * 3 + point
+
+    def test_lengths_without_padding_are_a_few_that_the_rows_have(self, tmp_path: Path, write_onnx):
+        lengths = [*range(1, 21), 20, 20]
+        table = trials.times(mean_build(tmp_path, write_onnx), sequences(*lengths), 1, 1)
+        assert min(table.seconds) == 1 and max(table.seconds) == 20
+        assert 4 <= len(table.seconds) <= 6
+        assert table.memory_bytes > 0
+
+    def test_lengths_with_padding_are_buckets(self, tmp_path: Path, write_onnx):
+        build = mean_build(tmp_path, write_onnx, config=PADDED)
+        table = trials.times(build, sequences(1, 3, 7, 11), 1, 1)
+        assert sorted(table.seconds) == [4, 8, 11]
+
+    def test_padding_that_changes_answers_is_not_used(self, tmp_path: Path, write_onnx):
+        build = mean_build(tmp_path, write_onnx, masked=False, config=PADDED)
+        table = trials.times(build, sequences(1, 3), 1, 1)
+        assert sorted(table.seconds) == [1, 3]
+
+    def test_needs_a_row(self, tmp_path: Path):
+        with pytest.raises(ConfigError, match="at least one row"):
+            trials.times(null_build(tmp_path), [], 1, 1)
+
+    def test_a_model_that_fails_says_why(self, tmp_path: Path):
+        with pytest.raises(BackendFailed, match="fail_on"):
+            trials.times(null_build(tmp_path, fail_on=7), numbers(7), 2, 1)
+
+
+class TestInspect:
+    def test_says_what_was_built(self, tmp_path: Path, write_onnx):
+        facts = trials.inspect(mean_build(tmp_path, write_onnx))
+        assert facts.backend == "onnxruntime"
+        assert facts.operators == {"ReduceSum": 1}
+        assert facts.optimised_operators == {"ReduceSum": 1}
+        assert facts.built["providers"] == "CPUExecutionProvider"
+        assert (facts.batching_problem, facts.padding_problem) == ("", "")
+
+    def test_says_why_rows_must_not_share_a_batch(self, tmp_path: Path, write_onnx):
+        facts = trials.inspect(company_build(tmp_path, write_onnx))
+        assert "answers depend on what else is in the batch" in facts.batching_problem
+
+    def test_says_why_rows_are_not_padded(self, tmp_path: Path, write_onnx):
+        build = mean_build(tmp_path, write_onnx, masked=False, config=PADDED)
+        assert "padding changes answers" in trials.inspect(build).padding_problem
+
+    def test_a_build_that_cannot_be_loaded_says_why(self, tmp_path: Path, write_onnx):
+        build = mean_build(tmp_path, write_onnx)
+        build.artifact.write_bytes(b"")
+        with pytest.raises(BackendFailed):
+            trials.inspect(build)
