@@ -37,19 +37,9 @@ def profile(cache, monkeypatch):
 
 def test_a_file_is_profiled_to_terminal_page_trace_and_json(profile, model, tmp_path) -> None:
     files = [tmp_path / name for name in ("p.html", "p.json", "t.json")]
-    flags = zip(("--html", "--json", "--trace"), files, strict=True)
-    ended = profile(
-        model,
-        "--lengths",
-        6,
-        "-b",
-        2,
-        "--runs",
-        3,
-        "--threads",
-        1,
-        *(x for pair in flags for x in pair),
-    )
+    outputs = zip(("--html", "--json", "--trace"), files, strict=True)
+    flags = ["--runs", 3, "--threads", 1, *(text for pair in outputs for text in pair)]
+    ended = profile(model, "--lengths", 6, "-b", 2, *flags)
     assert ended.exit_code == 0, ended.output
     assert "2 rows of x 6x8" in " ".join(ended.output.split())
     found = json.loads(files[1].read_text())

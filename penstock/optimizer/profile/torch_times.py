@@ -17,7 +17,7 @@ from penstock.optimizer.profile.work import Shaped
 # Its names for what ONNX calls otherwise. Those that only call others (linear, softmax, conv2d) are
 # not here: their work is that of the others.
 KINDS: Mapping[str, str] = {
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), "MatMul"),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"), "MatMul"),
     "_int_mm": "MatMulInteger",
     "_softmax": "Softmax",
     "native_layer_norm": "LayerNormalization",
@@ -55,9 +55,9 @@ VIEWS = frozenset(
     | {"flatten", "_reshape_alias", "detach", "split", "chunk", "narrow", "alias", "view_as"}
 )
 # Products whose second matrix is nearly always weights.
-WEIGHTED = frozenset({"mm", "addmm", "_int_mm"})
+WEIGHTED = frozenset({"mm", "addmm", "_addmm_activation", "_int_mm"})
 # Position of the matrices that meet.
-SKIPPED_INPUTS = {"addmm": 1, "baddbmm": 1}
+SKIPPED_INPUTS = {"addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
 NUM_WARM_UP = 2
 PREFIX = "aten::"
 

@@ -17,17 +17,34 @@ def test_every_peak_is_a_number_above_zero(peaks_cache) -> None:
     assert found.device
 
 
-def test_a_second_question_is_answered_from_the_cache(peaks_cache) -> None:
-    peaks_of("cpu", 1, peaks_cache)
-    (path,) = [each for each in peaks_cache.iterdir() if '"num_threads":1,' in each.read_text()]
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"bytes_per_s": 12345.0}))
-    assert peaks_of("cpu", 1, peaks_cache).bytes_per_s == 12345
-    path.unlink()
-
-
-def test_a_broken_cache_is_measured_anew(tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    """Nothing is measured."""
     monkeypatch.setattr(peaks, "rates", lambda tries: dict.fromkeys(tries, 2.0))
     monkeypatch.setattr(peaks, "COPY_BYTES", 1 << 16)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_second_question_is_answered_from_the_cache(tmp_path) -> None:
+    peaks_of("cpu", 1, tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"bytes_per_s": 12345.0}))
+    assert peaks_of("cpu", 1, tmp_path).bytes_per_s == 12345
+
+
+def test_what_was_disturbed_is_not_remembered(tmp_path, monkeypatch) -> None:
+    def disturbed(tries: dict[str, Try]) -> dict[str, float]:
+        tries["fp32"].rounds_s += [1.0, 2.0, 1.0]
+        return dict.fromkeys(tries, 2.0)
+
+    monkeypatch.setattr(peaks, "rates", disturbed)
+    monkeypatch.setattr(peaks, "COPY_BYTES", 1 << 16)
+    assert peaks_of("cpu", 1, tmp_path).bytes_per_s == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_broken_cache_is_measured_anew(tmp_path) -> None:
     first = peaks_of("cpu", 1, tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text("{")
@@ -35,18 +52,16 @@ def test_a_broken_cache_is_measured_anew(tmp_path, monkeypatch) -> None:
     assert first.launch_s == 0.5
 
 
-def test_threads_and_library_have_peaks_of_their_own(tmp_path, monkeypatch) -> None:
+@pytest.mark.usefixtures("quick")
+def test_threads_and_library_have_peaks_of_their_own(tmp_path) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setattr(peaks, "rates", lambda tries: dict.fromkeys(tries, 2.0))
-    monkeypatch.setattr(peaks, "COPY_BYTES", 1 << 16)
     for num_threads, is_torch in ((1, False), (2, False), (2, True), (2, True)):
         peaks_of("cpu", num_threads, tmp_path, is_torch=is_torch)
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(peaks, "rates", lambda tries: dict.fromkeys(tries, 2.0))
-    monkeypatch.setattr(peaks, "COPY_BYTES", 1 << 16)
+@pytest.mark.usefixtures("quick")
+def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     assert peaks_of("cpu", 1, tmp_path / "file").bytes_per_s == 2
 

@@ -205,6 +205,16 @@ def test_without_operators_there_is_still_a_verdict(peaks) -> None:
     assert "cannot be seen" in roofline.verdict(found, roofline.next_steps(found))
 
 
+def test_runs_that_differ_much_are_warned_of() -> None:
+    assert roofline.noise([1.0, 1.1, 1.2, 1.05]) == []
+    (warning,) = roofline.noise([10e-3, 11e-3, 30e-3])
+    assert warning.startswith("the same run took from 10.0 ms to 30.0 ms")
+
+
+def test_one_slow_run_of_twenty_is_no_noise() -> None:
+    assert roofline.noise([1.0] * 19 + [9.0]) == []
+
+
 times = st.builds(
     OperatorTime,
     name=st.just("o"),
