@@ -78,6 +78,9 @@ def profiled(job: Job) -> Profile:
         max_batch_size=config.max_batch_size,
         single_thread_s=alone_s,
     )
+    # Padding makes the request's run a longer one.
+    computed = {each.name: each.seconds for each in buckets}
+    again_s = computed[roofline.COMPUTE] if config.padding is None else None
     steps = roofline.next_steps(measured)
     return Profile(
         model=config.name,
@@ -90,7 +93,7 @@ def profiled(job: Job) -> Profile:
         peaks=peaks,
         buckets=list(buckets),
         bound=roofline.bound_of(measured),
-        findings=[*roofline.findings(measured), *timed.notes, *roofline.noise(alone)],
+        findings=[*roofline.noise(alone, again_s), *roofline.findings(measured), *timed.notes],
         recommendation=roofline.verdict(measured, steps),
         ceiling=steps[0].ceiling if steps else 1.0,
         versions=system.environment("").versions,

@@ -324,10 +324,13 @@ def findings(measured: Measured) -> list[str]:
     return [line for line in lines if line]
 
 
-def noise(runs_s: Sequence[float]) -> list[str]:
-    """A warning where the same run took very different times: what follows is as loose."""
+def noise(runs_s: Sequence[float], again_s: float | None = None) -> list[str]:
+    """A warning where the same run took very different times: what follows is as loose. `again_s`
+    is a median taken later."""
     ordered = sorted(runs_s)
     low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+    if again_s:
+        low, high = min(low, again_s), max(high, again_s)
     if high <= NOISY * low:
         return []
     return [

@@ -46,7 +46,7 @@ CONVOLUTIONS = frozenset(
     {"mkldnn_convolution", "_slow_conv2d_forward", "cudnn_convolution", "_conv_depthwise2d"}
 )
 # With heads before the length, and behind it.
-ATTENTION = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
+ATTENTION = frozenset({"_scaled_dot_product_flash_attention_for_cpu", "_cudnn_attention_forward"})
 KERNEL_ATTENTION = frozenset({"_flash_attention_forward", "_efficient_attention_forward"})
 # What only names memory anew.
 VIEWS = frozenset(

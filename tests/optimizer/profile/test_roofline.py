@@ -211,6 +211,11 @@ def test_runs_that_differ_much_are_warned_of() -> None:
     assert warning.startswith("the same run took from 10.0 ms to 30.0 ms")
 
 
+def test_the_same_run_later_must_take_as_long() -> None:
+    assert roofline.noise([1.0] * 5, 1.2) == []
+    assert roofline.noise([1.0] * 5, 2.0)
+
+
 def test_one_slow_run_of_twenty_is_no_noise() -> None:
     assert roofline.noise([1.0] * 19 + [9.0]) == []
 
