@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Rows in the batch that is profiled. Set it to what the server really batches "
+    help="Rows in the batch that is profiled. Raise it to what the server really batches "
     "(`penstock explain` shows it): what binds one row seldom binds thirty.",
 )
 @click.option(

@@ -57,7 +57,8 @@ def profiled(job: Job) -> Profile:
     # Before any other: torch has one number of threads for all of the process.
     built = dict(runner.built())
     num_threads = threads_of(config, built)
-    num_runs, total_s = _timed_alone(runner, batch, job.num_runs)
+    alone = _timed_alone(runner, batch, job.num_runs)
+    num_runs, total_s = len(alone), statistics.median(alone)
     timed = _operators(config, runner, inputs, batch, num_runs, built)
     runner.close()
     alone_s = _single_thread(config, batch, num_runs, num_threads)
@@ -77,6 +78,9 @@ def profiled(job: Job) -> Profile:
         max_batch_size=config.max_batch_size,
         single_thread_s=alone_s,
     )
+    # Padding makes the request's run a longer one.
+    computed = {each.name: each.seconds for each in buckets}
+    again_s = computed[roofline.COMPUTE] if config.padding is None else None
     steps = roofline.next_steps(measured)
     return Profile(
         model=config.name,
@@ -89,7 +93,7 @@ def profiled(job: Job) -> Profile:
         peaks=peaks,
         buckets=list(buckets),
         bound=roofline.bound_of(measured),
-        findings=[*roofline.findings(measured), *timed.notes],
+        findings=[*roofline.noise(alone, again_s), *roofline.findings(measured), *timed.notes],
         recommendation=roofline.verdict(measured, steps),
         ceiling=steps[0].ceiling if steps else 1.0,
         versions=system.environment("").versions,
@@ -106,8 +110,8 @@ def threads_of(config: ModelConfig, built: Mapping[str, str]) -> int:
     return int(text) if text.isdigit() and int(text) > 0 else share_of_cores(config)
 
 
-def _timed_alone(runner: Runner, batch: Batch, num_runs: int) -> tuple[int, float]:
-    """How many runs there was time for, and the median of them."""
+def _timed_alone(runner: Runner, batch: Batch, num_runs: int) -> list[float]:
+    """Seconds of as many runs as there was time for."""
     run = _run_of(runner, batch)
     for _ in range(NUM_WARM_UP):
         began = time.perf_counter()
@@ -119,7 +123,7 @@ def _timed_alone(runner: Runner, batch: Batch, num_runs: int) -> tuple[int, floa
         began = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - began)
-    return num_runs, statistics.median(seconds)
+    return seconds
 
 
 def _run_of(runner: Runner, batch: Batch) -> Callable[[], object]:
@@ -155,7 +159,7 @@ def _single_thread(
     options = {**config.options, option: "1"}
     runner = backends.backend(config.backend)(replace(config, options=options))
     try:
-        return _timed_alone(runner, batch, max(MIN_RUNS, num_runs // 2))[1]
+        return statistics.median(_timed_alone(runner, batch, max(MIN_RUNS, num_runs // 2)))
     finally:
         runner.close()
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from penstock.types import Array
 # one moment does not lower them all.
 NUM_ROUNDS = 3
 ROUND_S = 0.15
+# Rounds that differ by more were disturbed: such peaks are used, but not remembered.
+STEADY = 1.3
 # Of the matrices: a few times what the caches hold, so that their edges do not count.
 GEMM_SIZE = 1024
 CUDA_GEMM_SIZE = 8192
@@ -47,15 +49,20 @@ def peaks_of(
     with suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(path.read_bytes(), type=Peaks)
     if device.startswith("cuda"):
-        found = _measure_cuda(device)
+        found, is_steady = _measure_cuda(device)
     else:
-        found = _measure_cpu(num_threads, is_torch)
+        found, is_steady = _measure_cpu(num_threads, is_torch)
+    if is_steady:
+        _remember(found, path)
+    return found
+
+
+def _remember(found: Peaks, path: Path) -> None:
     with suppress(OSError):  # Measured again next time.
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_bytes(msgspec.json.encode(found))
         unfinished.replace(path)
-    return found
 
 
 def cache_folder() -> Path:
@@ -77,14 +84,21 @@ class Try:
 
     run: Callable[[], object]
     amount: float
-    best_s: float = float("inf")
+    # Of each round.
+    rounds_s: list[float] = field(default_factory=list)
 
     def repeat(self, seconds: float) -> None:
         self.run()
+        best_s = float("inf")
         end = time.perf_counter() + seconds
         while (began := time.perf_counter()) < end:
             self.run()
-            self.best_s = min(self.best_s, time.perf_counter() - began)
+            best_s = min(best_s, time.perf_counter() - began)
+        self.rounds_s.append(best_s)
+
+    @property
+    def is_steady(self) -> bool:
+        return not self.rounds_s or max(self.rounds_s) <= STEADY * min(self.rounds_s)
 
 
 def rates(tries: Mapping[str, Try], round_s: float = ROUND_S) -> dict[str, float]:
@@ -96,10 +110,11 @@ def rates(tries: Mapping[str, Try], round_s: float = ROUND_S) -> dict[str, float
                 each.repeat(round_s)
             except RuntimeError:  # A device without instructions for the type.
                 del left[name]
-    return {name: each.amount / each.best_s for name, each in left.items()}
+    return {name: each.amount / min(each.rounds_s) for name, each in left.items()}
 
 
-def _measure_cpu(num_threads: int, is_torch: bool) -> Peaks:
+def _measure_cpu(num_threads: int, is_torch: bool) -> tuple[Peaks, bool]:
+    """With whether nothing disturbed it."""
     operations = 2.0 * GEMM_SIZE**3
     small = cache_bytes() // 4
     with ThreadPoolExecutor(num_threads) as pool:
@@ -114,7 +129,7 @@ def _measure_cpu(num_threads: int, is_torch: bool) -> Peaks:
         if bf16 is not None:
             tries["bf16"] = Try(bf16, operations)
         found = rates(tries)
-    return Peaks(
+    peaks = Peaks(
         device=system.environment("").host_cpu,
         num_threads=num_threads,
         flops={name: found[name] for name in DATATYPES if name in found},
@@ -123,6 +138,7 @@ def _measure_cpu(num_threads: int, is_torch: bool) -> Peaks:
         cache_bytes_per_s=found["cache"],
         cache_bytes=cache_bytes() * num_threads,
     )
+    return peaks, all(each.is_steady for each in tries.values())
 
 
 def cache_bytes() -> int:
@@ -253,7 +269,7 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def _measure_cuda(device: str) -> Peaks:
+def _measure_cuda(device: str) -> tuple[Peaks, bool]:
     import torch
 
     source = torch.ones(COPY_BYTES * 8, dtype=torch.uint8, device=device)
@@ -278,10 +294,11 @@ def _measure_cuda(device: str) -> Peaks:
         assert run is not None
         tries[datatype] = Try(run, 2.0 * CUDA_GEMM_SIZE**3)
     found = rates(tries)
-    return Peaks(
+    peaks = Peaks(
         device=torch.cuda.get_device_name(device),
         num_threads=1,
         flops={name: found[name] for name in DATATYPES if name in found},
         bytes_per_s=found["memory"],
         launch_s=1 / found["launch"],
     )
+    return peaks, all(each.is_steady for each in tries.values())

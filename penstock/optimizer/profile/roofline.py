@@ -25,6 +25,8 @@ MIN_EFFICIENCY = 0.15
 NUM_LAUNCHES = 8
 # What promises less is not worth a step.
 MIN_CEILING = 1.05
+# Runs of which the slowest takes so many times as long as the fastest were disturbed.
+NOISY = 1.5
 # Buckets of the way of a request that the model itself fills.
 COMPUTE = "compute"
 BLOCK = re.compile(
@@ -320,6 +322,21 @@ def findings(measured: Measured) -> list[str]:
     if whole and around_s > 0.1 * whole:
         lines.append(f"{units.share(around_s, whole)} of a request is spent around the model")
     return [line for line in lines if line]
+
+
+def noise(runs_s: Sequence[float], again_s: float | None = None) -> list[str]:
+    """A warning where the same run took very different times: what follows is as loose. `again_s`
+    is a median taken later."""
+    ordered = sorted(runs_s)
+    low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+    if again_s:
+        low, high = min(low, again_s), max(high, again_s)
+    if high <= NOISY * low:
+        return []
+    return [
+        f"the same run took from {units.duration(low)} to {units.duration(high)}: something else"
+        " used this machine, so measure again when it is quiet before you believe this"
+    ]
 
 
 def _bound_line(measured: Measured) -> str:

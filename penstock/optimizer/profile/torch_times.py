@@ -14,14 +14,15 @@ from typing import Any
 from penstock.optimizer.profile.times import Event, OperatorTime, Timed
 from penstock.optimizer.profile.work import Shaped
 
-# Its names for what ONNX calls otherwise.
+# Its names for what ONNX calls otherwise. Those that only call others (linear, softmax, conv2d) are
+# not here: their work is that of the others.
 KINDS: Mapping[str, str] = {
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "linear", "mkldnn_linear"), "MatMul"),
-    **dict.fromkeys(("_int_mm",), "MatMulInteger"),
-    **dict.fromkeys(("_softmax", "softmax"), "Softmax"),
-    **dict.fromkeys(("native_layer_norm", "layer_norm"), "LayerNormalization"),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"), "MatMul"),
+    "_int_mm": "MatMulInteger",
+    "_softmax": "Softmax",
+    "native_layer_norm": "LayerNormalization",
     **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm"), "BatchNormalization"),
-    **dict.fromkeys(("copy_", "_to_copy", "clone", "contiguous"), "Copy"),
+    "copy_": "Copy",
     **dict.fromkeys(("relu", "relu_", "clamp_min", "clamp_min_"), "Relu"),
     **dict.fromkeys(("add", "add_"), "Add"),
     **dict.fromkeys(("mul", "mul_"), "Mul"),
@@ -43,9 +44,10 @@ KINDS: Mapping[str, str] = {
 }
 CONVOLUTIONS = frozenset(
     {"mkldnn_convolution", "_slow_conv2d_forward", "cudnn_convolution", "_conv_depthwise2d"}
-    | {"thnn_conv2d", "slow_conv3d_forward", "convolution_overrideable"}
 )
-ATTENTION = "_scaled_dot_product"
+# With heads before the length, and behind it.
+ATTENTION = frozenset({"_scaled_dot_product_flash_attention_for_cpu", "_cudnn_attention_forward"})
+KERNEL_ATTENTION = frozenset({"_flash_attention_forward", "_efficient_attention_forward"})
 # What only names memory anew.
 VIEWS = frozenset(
     {"view", "reshape", "as_strided", "transpose", "t", "expand", "permute", "unsqueeze", "slice"}
@@ -53,9 +55,9 @@ VIEWS = frozenset(
     | {"flatten", "_reshape_alias", "detach", "split", "chunk", "narrow", "alias", "view_as"}
 )
 # Products whose second matrix is nearly always weights.
-WEIGHTED = frozenset({"mm", "addmm", "linear", "mkldnn_linear", "_int_mm"})
+WEIGHTED = frozenset({"mm", "addmm", "_addmm_activation", "_int_mm"})
 # Position of the matrices that meet.
-SKIPPED_INPUTS = {"addmm": 1, "baddbmm": 1}
+SKIPPED_INPUTS = {"addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
 NUM_WARM_UP = 2
 PREFIX = "aten::"
 
@@ -101,6 +103,8 @@ def _operator(event: Any, seconds: float, calls: int, datatype: str) -> Operator
     name = event.name.removeprefix(PREFIX)
     shapes = [tuple(shape) for shape in event.input_shapes if shape and _is_shape(shape)]
     kind = _kind(name)
+    if name in KERNEL_ATTENTION:
+        shapes = [(*each[:-3], each[-2], each[-3], each[-1]) for each in shapes if len(each) == 4]
     tensors = [Shaped(datatype, shape) for shape in shapes[SKIPPED_INPUTS.get(name, 0) :]]
     inputs, outputs = _answer(kind, tensors, event)
     has_weights = len(inputs) > 1 and (name in WEIGHTED or kind == "Conv")
@@ -116,7 +120,7 @@ def _is_shape(shape: Sequence[Any]) -> bool:
 def _kind(name: str) -> str:
     if name in CONVOLUTIONS:
         return "Conv"
-    if name.startswith(ATTENTION):
+    if name in ATTENTION | KERNEL_ATTENTION:
         return "MultiHeadAttention"
     if name in VIEWS:
         return "Reshape"
@@ -144,6 +148,8 @@ def _answer(kind: str, tensors: list[Shaped], event: Any) -> tuple[Tensors, Tens
         return (first, *indices), (Shaped(first.datatype, shape),)
     if kind == "Concat":
         return (), ()
+    if kind == "ReduceMean":
+        return inputs, (Shaped(first.datatype, ()),)
     largest = max(inputs, key=lambda each: each.num_elements)
     return inputs, (first if kind == "MultiHeadAttention" else largest,)
 
@@ -160,7 +166,7 @@ def _convolved(event: Any, inputs: Tensors) -> tuple[int, ...]:
     image, weights = inputs[0].shape, inputs[1].shape
     name = event.name.removeprefix(PREFIX)
     # Some tell the window first.
-    if name in ("_slow_conv2d_forward", "thnn_conv2d", "_conv_depthwise2d"):
+    if name in ("_slow_conv2d_forward", "_conv_depthwise2d"):
         given = given[1:]
     elif name in ("mkldnn_convolution", "cudnn_convolution"):
         given = [given[1], given[0], *given[2:]] if len(given) > 1 else given

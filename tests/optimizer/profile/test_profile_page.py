@@ -1,0 +1,32 @@
+"""The page of a profile: whole in itself, the verdict first, names shown as they are."""
+
+import re
+
+from penstock.optimizer.profile import profile_page
+
+
+def text_of(html: str) -> str:
+    body = html[html.index("<body") :]
+    return re.sub(r"<script.*?</script>", "", body, flags=re.DOTALL)
+
+
+def test_the_verdict_comes_first(profile) -> None:
+    text = text_of(profile_page.page_of(profile, "penstock profile models/encoder"))
+    first = re.sub(r"<[^>]*>", "", text[text.index("<h1") : text.index("</h1>")])
+    assert "Compute-bound: 80 % of the time, most of it MatMul" in first
+    assert "at most 2.5x" in first
+    assert "penstock profile models/encoder" in text
+
+
+def test_names_cannot_become_markup(profile) -> None:
+    text = text_of(profile_page.page_of(profile))
+    assert "<b>sum</b>" not in text
+    assert "&lt;b&gt;sum&lt;/b&gt;" in text
+
+
+def test_nothing_is_loaded_from_elsewhere(profile) -> None:
+    html = profile_page.page_of(profile)
+    text = text_of(html)
+    assert not re.search(r"(src|href)=", text)
+    assert "default-src 'none'" in html
+    assert "Plotly" in html

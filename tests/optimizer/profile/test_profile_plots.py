@@ -1,0 +1,44 @@
+"""Figures of a profile."""
+
+import pytest
+
+from penstock.optimizer.profile import profile_plots
+
+
+def test_a_dot_lies_where_its_operator_is(profile) -> None:
+    (figure,) = profile_plots.figures(profile)["roofline"]
+    assert figure is not None
+    dots = next(each for each in figure["data"] if each["name"] == "compute-bound")
+    operator = profile.operators[0]
+    assert dots["x"] == [pytest.approx(operator.flops / operator.num_bytes)]
+    assert dots["y"] == [pytest.approx(operator.flops / 16e-3 / 1e9)]
+    assert (figure["layout"]["xaxis"]["type"], figure["layout"]["yaxis"]["type"]) == ("log", "log")
+
+
+def test_roofs_are_the_measured_peaks(profile) -> None:
+    (figure,) = profile_plots.figures(profile)["roofline"]
+    assert figure is not None
+    roofs = {each["name"]: each for each in figure["data"] if each["mode"] == "lines"}
+    assert roofs["FP32 100 GFLOP/s"]["y"] == [100, 100]
+    slope = roofs["memory 10.0 GB/s"]
+    assert [y / x for x, y in zip(slope["x"], slope["y"], strict=True)] == [pytest.approx(10)] * 2
+
+
+def test_what_takes_no_time_is_no_dot(profile) -> None:
+    profile.operators[1].seconds = 1e-9
+    (figure,) = profile_plots.figures(profile)["roofline"]
+    assert figure is not None
+    assert sum(len(each["x"]) for each in figure["data"] if each["mode"] == "markers") == 1
+
+
+def test_bars_add_up_to_the_time(profile) -> None:
+    (figure,) = profile_plots.figures(profile)["types"]
+    assert figure is not None
+    assert sum(sum(each["x"]) for each in figure["data"]) == pytest.approx(19)
+
+
+def test_where_there_is_nothing_nothing_is_drawn(profile) -> None:
+    profile.operators, profile.steps, profile.buckets = [], [], []
+    assert [each for listed in profile_plots.figures(profile).values() for each in listed] == [
+        None
+    ] * 4

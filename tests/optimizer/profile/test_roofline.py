@@ -1,0 +1,243 @@
+"""What binds operators and models, on a device of round numbers."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from optimizer.profile.made_operators import product, sum_of_two
+
+from penstock.optimizer.profile import roofline
+from penstock.optimizer.profile.results import Bucket, Peaks
+from penstock.optimizer.profile.roofline import Measured
+from penstock.optimizer.profile.times import OperatorTime
+from penstock.optimizer.profile.work import Shaped
+
+
+def measured(peaks, times, total_s=None, buckets=(), **more) -> Measured:
+    operators = roofline.judged(times, peaks)
+    total_s = sum(each.seconds for each in times) if total_s is None else total_s
+    return Measured(
+        operators, peaks, total_s, buckets, **{"num_rows": 1, "max_batch_size": 0} | more
+    )
+
+
+def bound_of(peaks, each: OperatorTime) -> str:
+    return roofline.judged([each], peaks)[0].bound
+
+
+def test_a_large_product_computes(peaks) -> None:
+    """512 x 1024 x 1024: 1.07 GFLOP in 10.7 ms at the peak; 8.4 MB in 0.84 ms."""
+    (found,) = roofline.judged([product("p", 16e-3)], peaks)
+    assert found.bound == "compute"
+    assert found.needed_s == pytest.approx(10.74e-3, rel=1e-3)
+    assert found.efficiency == pytest.approx(0.671, rel=1e-3)
+
+
+def test_the_same_product_of_one_row_waits_for_its_weights(peaks) -> None:
+    """2 MFLOP in 21 us; 4.2 MB in 420 us."""
+    assert bound_of(peaks, product("p", 500e-6, rows=1)) == "memory"
+
+
+def test_a_sum_waits_for_memory(peaks) -> None:
+    (found,) = roofline.judged([sum_of_two("s", 2e-3)], peaks)
+    assert (found.bound, found.efficiency) == ("memory", pytest.approx(0.6))
+
+
+def test_what_the_caches_hold_moves_faster(peaks) -> None:
+    with_caches = msgspec.structs.replace(peaks, cache_bytes=50_000_000, cache_bytes_per_s=100e9)
+    (found,) = roofline.judged([sum_of_two("s", 2e-3)], with_caches)
+    assert found.efficiency == pytest.approx(0.06)
+
+
+def test_weights_are_in_the_caches_only_when_all_of_them_fit(peaks) -> None:
+    caches = msgspec.structs.replace(peaks, cache_bytes=6_000_000, cache_bytes_per_s=100e9)
+    alone = roofline.judged([product("p", 1e-3, rows=1)], caches)
+    two = roofline.judged([product("p", 1e-3, rows=1), product("q", 1e-3, rows=1)], caches)
+    assert alone[0].needed_s == pytest.approx(4.2e-5, rel=0.01)
+    assert two[0].needed_s == pytest.approx(4.2e-4, rel=0.01)
+
+
+def test_a_tiny_operator_is_a_launch(peaks) -> None:
+    assert bound_of(peaks, sum_of_two("s", 3e-6, num_elements=10)) == "launch"
+
+
+def test_far_from_every_roof_is_overhead(peaks) -> None:
+    assert bound_of(peaks, sum_of_two("s", 100e-3)) == "overhead"
+
+
+def test_without_shapes_nothing_is_said(peaks) -> None:
+    (found,) = roofline.judged([OperatorTime("s", "Add", 1e-3)], peaks)
+    assert (found.bound, found.efficiency, found.needed_s) == ("unknown", None, None)
+
+
+def test_calls_are_work_done_several_times(peaks) -> None:
+    once = roofline.judged([product("p", 16e-3)], peaks)[0]
+    twice = roofline.judged([replace(product("p", 32e-3), num_calls=2)], peaks)[0]
+    assert twice.flops == 2 * once.flops
+    assert twice.efficiency == pytest.approx(once.efficiency)
+
+
+def test_the_longest_comes_first(peaks) -> None:
+    found = roofline.judged([sum_of_two("a", 1e-3), sum_of_two("b", 3e-3)], peaks)
+    assert [each.name for each in found] == ["b", "a"]
+
+
+def test_a_peak_is_no_lower_than_what_was_seen(peaks) -> None:
+    """10 ms for what the peak says takes 10.74."""
+    raised = roofline.raised(peaks, [product("p", 5.37e-3)])
+    assert raised.flops["fp32"] == pytest.approx(200e9, rel=1e-3)
+    assert raised.flops["int8"] == 400e9
+    assert roofline.raised(peaks, [product("p", 16e-3)]) == peaks
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("/encoder/layer.3/attention/MatMul", "encoder/layer.3"),
+        ("/m/features.12/conv/Conv", "m/features.12"),
+        ("model.layers.7.mlp", "model.layers.7"),
+        ("MatMul_42", ""),
+    ],
+)
+def test_names_tell_blocks(name, block) -> None:
+    assert roofline.block_of(name) == block
+
+
+def test_time_between_operators_is_overhead(peaks) -> None:
+    found = measured(peaks, [product("p", 16e-3)], total_s=50e-3)
+    assert roofline.bound_of(found) == "overhead"
+    assert roofline.shares(found)["overhead"] == pytest.approx(34e-3)
+
+
+def test_headroom_is_what_the_peaks_leave(peaks) -> None:
+    found = measured(peaks, [product("p", 16e-3)], total_s=16e-3)
+    assert roofline.headroom(found) == pytest.approx(16 / 10.74, rel=1e-3)
+
+
+def step(found: Measured, name: str):
+    return next((each for each in roofline.next_steps(found) if each.name == name), None)
+
+
+def test_int8_is_bounded_by_amdahl(peaks) -> None:
+    """16 of 20 ms become a quarter: 20 / (4 + 4)."""
+    found = measured(peaks, [product("p", 16e-3), sum_of_two("s", 4e-3)])
+    int8 = step(found, "int8")
+    assert int8.ceiling == pytest.approx(2.5, rel=0.01)
+    assert int8.text == "INT8 for MatMul (80 % of the time): at most 2.5x"
+
+
+def test_int8_of_weights_from_memory_is_bounded_by_their_bytes(peaks) -> None:
+    slow = msgspec.structs.replace(peaks, flops={"fp32": 100e9, "int8": 100e9})
+    found = measured(slow, [product("p", 500e-6, rows=1)])
+    assert step(found, "int8").ceiling == pytest.approx(4, rel=0.05)
+
+
+def test_int8_without_instructions_for_it_promises_nothing_to_what_computes(peaks) -> None:
+    slow = msgspec.structs.replace(peaks, flops={"fp32": 100e9, "int8": 90e9})
+    assert step(measured(slow, [product("p", 16e-3)]), "int8") is None
+
+
+def test_what_is_int8_already_is_not_promised_again(peaks) -> None:
+    narrow = replace(product("p", 16e-3), datatype="int8")
+    assert step(measured(peaks, [narrow]), "int8") is None
+
+
+def test_fusion_takes_away_small_operators_at_best(peaks) -> None:
+    found = measured(peaks, [product("p", 15e-3), sum_of_two("s", 5e-3)])
+    assert step(found, "fusion").ceiling == pytest.approx(20 / 15)
+
+
+def test_batching_shares_what_is_paid_once(peaks) -> None:
+    """All of it are weights, nearly: 8 rows cost what 1 does."""
+    found = measured(peaks, [product("p", 500e-6, rows=1)], num_rows=1, max_batch_size=8)
+    batching = step(found, "batching")
+    assert batching.ceiling == pytest.approx(8, rel=0.02)
+    assert not batching.is_latency
+
+
+@pytest.mark.parametrize("max_batch_size", [0, 4])
+def test_what_cannot_be_larger_is_not_proposed(peaks, max_batch_size) -> None:
+    times = [product("p", 500e-6, rows=1)]
+    assert (
+        step(measured(peaks, times, num_rows=4, max_batch_size=max_batch_size), "batching") is None
+    )
+
+
+def test_threads_that_help_little_are_better_apart(peaks) -> None:
+    found = measured(peaks, [product("p", 16e-3)], single_thread_s=20e-3)
+    instances = step(found, "instances")
+    assert instances.ceiling == pytest.approx(2 * 16 / 20)
+    assert not instances.is_latency
+
+
+def test_threads_that_scale_stay_together(peaks) -> None:
+    assert step(measured(peaks, [product("p", 16e-3)], single_thread_s=32e-3), "instances") is None
+
+
+def test_a_long_queue_is_told_before_the_model(peaks) -> None:
+    buckets = [Bucket("queue", 60e-3), Bucket("compute", 11e-3)]
+    found = measured(peaks, [product("p", 11e-3)], buckets=buckets)
+    steps = roofline.next_steps(found)
+    assert steps[0].name == "path"
+    assert "queue is 85 %" in roofline.verdict(found, steps)
+    assert any("batcher holds it back" in line for line in roofline.findings(found))
+
+
+def test_the_verdict_says_what_binds_and_what_is_next(peaks) -> None:
+    found = measured(peaks, [product("p", 16e-3), sum_of_two("s", 4e-3)])
+    text = roofline.verdict(found, roofline.next_steps(found))
+    assert text.startswith("Compute-bound: 80 % of the time, most of it MatMul. Next: INT8")
+
+
+def test_at_the_roof_nothing_is_recommended(peaks) -> None:
+    narrow = replace(product("p", 2.7e-3), datatype="int8")
+    found = measured(peaks, [narrow])
+    assert roofline.next_steps(found) == []
+    assert "Nothing promises more than 1.05x" in roofline.verdict(found, [])
+    assert any("run at the peaks" in line for line in roofline.findings(found))
+
+
+def test_without_operators_there_is_still_a_verdict(peaks) -> None:
+    found = measured(peaks, [], total_s=5e-3)
+    assert roofline.bound_of(found) == "unknown"
+    assert "cannot be seen" in roofline.verdict(found, roofline.next_steps(found))
+
+
+def test_runs_that_differ_much_are_warned_of() -> None:
+    assert roofline.noise([1.0, 1.1, 1.2, 1.05]) == []
+    (warning,) = roofline.noise([10e-3, 11e-3, 30e-3])
+    assert warning.startswith("the same run took from 10.0 ms to 30.0 ms")
+
+
+def test_the_same_run_later_must_take_as_long() -> None:
+    assert roofline.noise([1.0] * 5, 1.2) == []
+    assert roofline.noise([1.0] * 5, 2.0)
+
+
+def test_one_slow_run_of_twenty_is_no_noise() -> None:
+    assert roofline.noise([1.0] * 19 + [9.0]) == []
+
+
+times = st.builds(
+    OperatorTime,
+    name=st.just("o"),
+    kind=st.sampled_from(["MatMul", "Add", "Conv", "Reshape", "?"]),
+    seconds=st.floats(0, 1),
+    inputs=st.lists(st.builds(Shaped, st.just("fp32"), st.just((4, 4))), max_size=3).map(tuple),
+    outputs=st.lists(st.builds(Shaped, st.just("fp32"), st.just((4, 4))), max_size=1).map(tuple),
+    weight_bytes=st.sampled_from([0.0, 64.0]),
+)
+
+
+@given(st.lists(times, max_size=6), st.floats(1e-6, 2), st.integers(0, 16))
+def test_no_ceiling_is_below_one_and_shares_are_the_whole(listed, total_s, max_batch_size) -> None:
+    device = Peaks("a test", 2, {"fp32": 1e9, "int8": 4e9}, 1e9, 1e-6)
+    found = measured(device, listed, total_s=total_s, max_batch_size=max_batch_size)
+    assert all(each.ceiling >= 1 for each in roofline.next_steps(found))
+    assert roofline.headroom(found) >= 1 - 1e-9
+    if listed:
+        whole = max(total_s, sum(each.seconds for each in listed))
+        assert sum(roofline.shares(found).values()) == pytest.approx(whole)
+    assert roofline.verdict(found, roofline.next_steps(found))
