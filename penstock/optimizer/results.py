@@ -139,9 +139,13 @@ class Optimization(msgspec.Struct):
     # What stands in the way when the SLO is missed: "compute: 71 % of p99".
     binding: str = ""
     version: str = ""  # in the repository
+    out: str = ""  # the repository
+    source_digest: str = ""
     price_per_hour: float | None = None
     profile: Profile | None = None
     elapsed_s: float = 0.0
     num_measured: int = 0
     num_remembered: int = 0
+    # The run's folder, with every build by its key; empty: not kept.
+    work: str = ""
     format: int = 1

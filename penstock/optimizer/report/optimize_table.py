@@ -64,9 +64,9 @@ def _steps(optimization: Optimization) -> Table | None:
         about = "" if phase.is_measured else "≈ "
         accuracy, cost = phase.accuracy, phase.cost_per_million
         table.add_row(
-            Text(phase.label),
+            Text(wording.short_label(phase.label)),
             f"{about}{units.number(phase.max_rate)}/s",
-            f"{about}{units.duration(phase.p99_s)}",
+            units.UNKNOWN if math.isnan(phase.p99_s) else f"{about}{units.duration(phase.p99_s)}",
             units.UNKNOWN if accuracy is None else wording.score(metric, accuracy),
             f"{about}{units.number(cost)}"
             if cost is not None and cost < math.inf
@@ -114,4 +114,4 @@ def _ends(optimization: Optimization) -> Iterator[Text]:
     if optimization.chosen is not None:
         yield Text.assemble(("chosen         ", "dim"), str(optimization.chosen))
     if optimization.version:
-        yield Text.assemble(("version        ", "dim"), optimization.version)
+        yield Text.assemble(("version        ", "dim"), wording.place(optimization))
