@@ -300,6 +300,18 @@ def missed() -> Optimization:
     return found
 
 
+def served_otherwise() -> Optimization:
+    """Chosen with steps that were not tried one by one; nobody could say its highest rate."""
+    found = missed()
+    found.chosen, found.tries = CHOSEN, found.tries[:9]
+    found.tries[8].outcome = "equal"
+    assert found.after is not None
+    found.after.max_rate = Interval(math.nan, math.nan, math.nan)
+    found.after.cost_per_million = math.inf
+    found.phases[-1].max_rate = math.nan
+    return found
+
+
 def refused() -> Optimization:
     found = met()
     found.outcome = "refused"
@@ -387,4 +399,5 @@ MAKERS = {
     "interrupted": interrupted,
     "nothing": nothing,
     "unknown-figures": unknown_figures,
+    "served-otherwise": served_otherwise,
 }

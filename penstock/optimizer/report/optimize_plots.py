@@ -17,7 +17,7 @@ from penstock.benchmark.report.plots import Figure
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.report import wording
 from penstock.optimizer.report.before_after import has_after
-from penstock.optimizer.report.first_line import try_of
+from penstock.optimizer.report.first_line import chosen_try, try_of
 from penstock.optimizer.results import Curve, Optimization, Phase, Served, Try
 from penstock.slo import Latency, Slo
 
@@ -69,14 +69,10 @@ class _Quantity:
     is_lower_better: bool
 
 
-def _rate_text(rate: float) -> str:
-    return f"{units.number(rate)}/s"
-
-
 LATENCY = _Quantity(
     "p99, ms", lambda phase: phase.p99_s * 1e3, lambda ms: units.duration(ms / 1e3), True
 )
-RATE = _Quantity("requests per second", lambda phase: phase.max_rate, _rate_text, False)
+RATE = _Quantity("requests per second", lambda phase: phase.max_rate, wording.rate, False)
 COST = _Quantity(
     "per million answers",
     lambda phase: math.nan if phase.cost_per_million is None else phase.cost_per_million,
@@ -414,17 +410,19 @@ def _hover(point: Point) -> str:
 
 
 def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Figure]:
-    key = None if optimization.chosen is None else optimization.chosen.key
-    found = [point for point in points if point.attempt.candidate.key == key]
+    chosen = chosen_try(optimization)
+    found = [point for point in points if point.attempt is chosen]
     if not found:
         return []
+    measured = None if optimization.after is None else optimization.after.max_rate
+    is_known = measured is not None and math.isfinite(measured.value)
     ring = {"size": 20, "color": "rgba(0,0,0,0)", "line": {"color": CHOSEN_COLOUR, "width": 2.5}}
     return [
         {
             "type": "scatter",
             "mode": "markers",
             "name": "chosen",
-            "x": [found[0].rate],
+            "x": [measured.value if measured is not None and is_known else found[0].rate],
             "y": [found[0].loss],
             "marker": ring,
             "hoverinfo": "skip",

@@ -65,8 +65,10 @@ def _steps(optimization: Optimization) -> Table | None:
         accuracy, cost = phase.accuracy, phase.cost_per_million
         table.add_row(
             Text(wording.short_label(phase.label)),
-            f"{about}{units.number(phase.max_rate)}/s",
-            units.UNKNOWN if math.isnan(phase.p99_s) else f"{about}{units.duration(phase.p99_s)}",
+            *(
+                each if each == units.UNKNOWN else about + each
+                for each in (wording.rate(phase.max_rate), units.duration(phase.p99_s))
+            ),
             units.UNKNOWN if accuracy is None else wording.score(metric, accuracy),
             f"{about}{units.number(cost)}"
             if cost is not None and cost < math.inf
@@ -81,7 +83,7 @@ def _tried(optimization: Optimization) -> Table | None:
         (stage, told)
         for stage, group in tried.by_stage(optimization)
         for told in group
-        if told.outcome != "kept"
+        if told.outcome != "kept" and not told.is_chosen
     ]
     if not lost:
         return None

@@ -78,6 +78,10 @@ def last_step(candidate: Candidate) -> str:
     return str(candidate.steps[-1]) if candidate.steps else str(candidate)
 
 
+def rate(per_s: float) -> str:
+    return units.UNKNOWN if math.isnan(per_s) else f"{units.number(per_s)}/s"
+
+
 def short_label(label: str) -> str:
     """Of a phase: without settings, which are told elsewhere."""
     return label.partition("(")[0].partition(":")[0].strip() or label

@@ -38,6 +38,7 @@ def seen(html: str) -> str:
         ("interrupted", "mixed"),
         ("nothing", "mixed"),
         ("unknown-figures", "missed"),
+        ("served-otherwise", "missed"),
     ],
 )
 def test_the_first_line_is_the_verdict(name: str, style: str) -> None:

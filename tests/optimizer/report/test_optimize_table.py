@@ -67,6 +67,9 @@ def test_the_end_names_layers_version_and_the_next_step() -> None:
 def test_what_is_not_known_is_a_dash() -> None:
     rows = rows_of(made.unknown_figures())
     assert ["original", "0/s", "never", "-", "-"] in rows
+    assert ["as", "served", "-", "26.8", "ms", "91.0", "%", "0.740"] in rows_of(
+        made.served_otherwise()
+    )
     assert ["original", "98.0/s", "410", "ms", "-", "-"] in rows_of(made.without_data())
 
 
@@ -80,3 +83,12 @@ def test_names_are_not_obeyed_as_markup() -> None:
     found = msgspec.structs.replace(made.met(), out="[red]models[/red]")
     found.tries[2].reason = "[bold]no[/bold]"
     assert "[red]models[/red]" in text_of(found) and "[bold]no[/bold]" in text_of(found)
+
+
+def test_the_chosen_is_no_loser_though_no_faster() -> None:
+    assert (
+        "kept=2) "
+        not in text_of(made.served_otherwise())
+        .partition("what lost")[2]
+        .partition("kept in float")[0]
+    )
