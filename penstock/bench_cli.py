@@ -344,13 +344,19 @@ def bench(target: str, **flags: Any) -> None:
 @HTML
 @CSV
 def report(runs: tuple[str, ...], html_path: str, csv_path: str) -> None:
-    """Show saved runs of `penstock bench` again: one as it was, several compared with the first."""
+    """Show saved runs of `penstock bench` again: one as it was, several compared with the first;
+    or one of `penstock optimize`."""
     from penstock import terminal
     from penstock.benchmark.report import show
+    from penstock.optimizer.report import optimization_files, optimize_show
 
     paths = [Path(each) for each in runs]
+    outputs = _path(html_path), _path(csv_path), terminal.console()
     try:
-        show.show(paths, _path(html_path), _path(csv_path), terminal.console())
+        if len(paths) == 1 and optimization_files.is_optimization(paths[0]):
+            optimize_show.show_saved(paths[0], *outputs)
+        else:
+            show.show(paths, *outputs)
     except ConfigError as error:
         _fail(error)
 

@@ -12,7 +12,7 @@ class Progress:
     stage: Stage | str
     # The candidate being tried, as text.
     candidate: str
-    # build, read back, numerics, accuracy, batch times, served, ...
+    # build, read back, numerics, accuracy, batch times, served, ...; after a comma, how far it is.
     doing: str
     num_tried: int
     best: str

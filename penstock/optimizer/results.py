@@ -146,4 +146,6 @@ class Optimization(msgspec.Struct):
     elapsed_s: float = 0.0
     num_measured: int = 0
     num_remembered: int = 0
+    # The run's folder, with every build by its key; empty: not kept.
+    work: str = ""
     format: int = 1

@@ -23,7 +23,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-TEMPLATES = Path(__file__).parent
+HERE = Path(__file__).parent
 OUTCOME_STYLES: dict[Outcome, str] = {
     "kept": "kept",
     "missed": "missed",
@@ -101,14 +101,17 @@ def page(run: Run) -> str:
 
 
 def rendered(
-    template: str, values: Mapping[str, Any], figures: Mapping[str, Any], folder: Path = TEMPLATES
+    template: str,
+    values: Mapping[str, Any],
+    figures: Mapping[str, Any],
+    folder: Path | None = None,
 ) -> str:
-    """`folder` holds the template; what pages share is found beside this file."""
+    """`folder` is where the template is, when not here; what it extends and imports is here."""
     import jinja2
     from markupsafe import Markup
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
+        loader=jinja2.FileSystemLoader([folder or HERE, HERE]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

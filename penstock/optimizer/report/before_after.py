@@ -132,8 +132,7 @@ def _highest(rate: Interval | None) -> _Valued:
 def _rate(measured: Interval | None) -> _Valued:
     if measured is None or math.isnan(measured.value):
         return UNKNOWN
-    text = f"{units.number(measured.value)}/s"
-    return _Valued(Figure(text, units.range_of(measured)), measured)
+    return _Valued(Figure(wording.rate(measured.value), units.range_of(measured)), measured)
 
 
 def _duration(measured: Interval | None) -> _Valued:
@@ -155,6 +154,8 @@ def _cost(served: Served | None) -> _Valued:
     if served is None or served.cost_per_million is None:
         return UNKNOWN
     is_finite = math.isfinite(served.cost_per_million)
+    if not is_finite and served.max_rate is not None and math.isnan(served.max_rate.value):
+        return UNKNOWN
     text = units.number(served.cost_per_million) if is_finite else "without end"
     return _Valued(Figure(text), _exactly(served.cost_per_million))
 

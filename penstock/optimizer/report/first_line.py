@@ -71,7 +71,7 @@ def _interrupted(optimization: Optimization) -> tuple[str, list[str]]:
     best = f"the best by then is {optimization.chosen}"
     if optimization.after is not None:
         return head, [best, _terms(optimization.after, "kept"), *_gains(optimization)]
-    found = try_of(optimization.tries, optimization.chosen.key)
+    found = chosen_try(optimization)
     rate = None if found is None else found.predicted_rate
     predicted = "" if rate is None else f"predicted to reach {units.number(rate)}/s, not yet served"
     return head, [best, predicted]
@@ -84,6 +84,17 @@ def is_original(optimization: Optimization) -> bool:
 
 def try_of(tries: Sequence[Try], key: str) -> Try | None:
     return next((each for each in tries if each.candidate.key == key), None)
+
+
+def chosen_try(optimization: Optimization) -> Try | None:
+    """Of the chosen, or of that which it is but for its last steps, such as how it is served."""
+    candidate = optimization.chosen
+    while candidate is not None:
+        found = try_of(optimization.tries, candidate.key)
+        if found is not None:
+            return found
+        candidate = candidate.parent if candidate.steps else None
+    return None
 
 
 def decisive_refusal(optimization: Optimization) -> Judgement | None:
@@ -135,6 +146,6 @@ def _speed(optimization: Optimization) -> str:
         ratio = wording.ratio(before.max_rate, after.max_rate)
         if ratio is not None:
             return f"{wording.times(ratio)} the original's highest rate"
-        if not before.max_rate.value > 0 < after.max_rate.value:
+        if before.max_rate.value == 0 and after.max_rate.value > 0:
             return f"up to {units.number(after.max_rate.value)}/s, the original at no rate"
     return ""

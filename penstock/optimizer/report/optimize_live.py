@@ -54,7 +54,12 @@ def _best(progress: Progress) -> tuple[str, str]:
 
 
 def _place(progress: Progress) -> tuple[str, str, str]:
-    return progress.stage, progress.candidate, progress.doing
+    return progress.stage, progress.candidate, _activity(progress)
+
+
+def _activity(progress: Progress) -> str:
+    """What is done, without how far it is, which stands after a comma."""
+    return progress.doing.partition(",")[0]
 
 
 def lines(progress: Progress) -> Group:
@@ -96,7 +101,7 @@ def clock(progress: Progress) -> str:
 
 def plain_line(progress: Progress) -> Text:
     """For a file or a log: `[1 min 20 s] quantise: int8-static: accuracy`."""
-    parts = [progress.stage, progress.candidate, progress.doing]
+    parts = [progress.stage, progress.candidate, _activity(progress)]
     return Text(f"[{wording.span(progress.elapsed_s)}] {': '.join(filter(None, parts))}")
 
 

@@ -65,6 +65,7 @@ def page(optimization: Optimization) -> str:
         "fallback": _fallback(optimization),
         "profile": profile,
         "steps_of": reproduce.steps_code,
+        "files_of": lambda candidate: reproduce.files(optimization, candidate),
         "build_code": reproduce.build_code(optimization, optimization.chosen)
         if optimization.chosen is not None
         else "",
@@ -89,7 +90,7 @@ def about(optimization: Optimization) -> dict[str, str]:
         "accuracy": optimization.accuracy_budget,
         "data": optimization.data_text,
         "chosen": "" if optimization.chosen is None else str(optimization.chosen),
-        "version": optimization.version,
+        "version": wording.place(optimization),
         "run": _run_text(optimization),
     }
     return {name: text for name, text in known.items() if text}
@@ -179,7 +180,7 @@ def _record(optimization: Optimization) -> dict[str, str]:
         "GPU": ", ".join(machine.gpus),
         "versions": ", ".join(f"{name} {text}" for name, text in machine.versions.items()),
         "price": "" if price is None else f"{units.number(price)} per hour",
-        "version": optimization.version,
+        "version": wording.place(optimization),
         "candidate": "" if optimization.chosen is None else optimization.chosen.key,
     }
     return {name: text for name, text in known.items() if text}

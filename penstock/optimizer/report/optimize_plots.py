@@ -17,7 +17,7 @@ from penstock.benchmark.report.plots import Figure
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.report import wording
 from penstock.optimizer.report.before_after import has_after
-from penstock.optimizer.report.first_line import try_of
+from penstock.optimizer.report.first_line import chosen_try, try_of
 from penstock.optimizer.results import Curve, Optimization, Phase, Served, Try
 from penstock.slo import Latency, Slo
 
@@ -69,14 +69,10 @@ class _Quantity:
     is_lower_better: bool
 
 
-def _rate_text(rate: float) -> str:
-    return f"{units.number(rate)}/s"
-
-
 LATENCY = _Quantity(
     "p99, ms", lambda phase: phase.p99_s * 1e3, lambda ms: units.duration(ms / 1e3), True
 )
-RATE = _Quantity("requests per second", lambda phase: phase.max_rate, _rate_text, False)
+RATE = _Quantity("requests per second", lambda phase: phase.max_rate, wording.rate, False)
 COST = _Quantity(
     "per million answers",
     lambda phase: math.nan if phase.cost_per_million is None else phase.cost_per_million,
@@ -122,7 +118,8 @@ def _waterfall(
     phases: Sequence[Phase], quantity: _Quantity, limit: float | None = None
 ) -> Figure | None:
     """The first and the last bar stand on the ground; between them each goes from what was before
-    to what is now."""
+    to what is now. Steps of which nothing is known are left out."""
+    phases = [phase for phase in phases if not math.isnan(quantity.value(phase))]
     values = [quantity.value(phase) for phase in phases]
     finite = [value for value in values if math.isfinite(value)]
     if len(values) < 2 or len(finite) < 2:
@@ -161,18 +158,17 @@ def _names(phases: Sequence[Phase]) -> list[str]:
     seen: dict[str, int] = {}
     found = []
     for phase in phases:
-        seen[phase.label] = seen.get(phase.label, 0) + 1
-        number = f" {seen[phase.label]}" if seen[phase.label] > 1 else ""
-        found.append(_broken(phase.label) + number)
+        label = wording.short_label(phase.label)
+        seen[label] = seen.get(label, 0) + 1
+        number = f" {seen[label]}" if seen[label] > 1 else ""
+        found.append(_broken(label) + number)
     return found
 
 
 def _broken(label: str) -> str:
     """Long labels in two lines: they stand side by side below the bars."""
     plain = escape(label)
-    if len(label) <= MAX_LABEL:
-        return plain
-    return plain.replace("(", "<br>(", 1) if "(" in plain else plain.replace("-", "-<br>", 1)
+    return plain if len(label) <= MAX_LABEL else plain.replace("-", "-<br>", 1)
 
 
 def _hatching(phases: Sequence[Phase]) -> Figure:
@@ -190,11 +186,11 @@ class _Bar:
 def _bar(values: Sequence[float], index: int, is_lower_better: bool) -> _Bar:
     value = values[index]
     if not math.isfinite(value):
-        # Never answered, beyond every top; what is not known has no height.
-        return _Bar(0.0, math.inf if value > 0 else 0.0, WHOLE)
+        # Never answered, beyond every top.
+        return _Bar(0.0, math.inf, WHOLE)
     if index in (0, len(values) - 1):
         return _Bar(0.0, value, WHOLE)
-    before = values[index - 1] if not math.isnan(values[index - 1]) else value
+    before = values[index - 1]
     is_better = (value < before) is is_lower_better
     return _Bar(min(before, value), max(before, value), BETTER if is_better else WORSE)
 
@@ -220,12 +216,10 @@ def _labels(values: Sequence[float], texts: Sequence[str], top: float) -> list[F
     """Above the higher end of each bar."""
     found = []
     for index, (value, text) in enumerate(zip(values, texts, strict=True)):
-        if math.isnan(value):
-            continue
         before = values[index - 1] if 0 < index < len(values) - 1 else 0.0
-        ends = [each for each in (value, before) if not math.isnan(each)]
-        place = {"x": index, "y": min(max(ends), top), "yanchor": "bottom", "text": text}
-        if max(ends) > top:
+        end = max(value, before)
+        place = {"x": index, "y": min(end, top), "yanchor": "bottom", "text": text}
+        if end > top:
             # Its bar goes on beyond the plot.
             place |= {"y": 1, "yref": "paper"}
         found.append(place | {"showarrow": False, "font": {"size": 11}})
@@ -416,17 +410,19 @@ def _hover(point: Point) -> str:
 
 
 def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Figure]:
-    key = None if optimization.chosen is None else optimization.chosen.key
-    found = [point for point in points if point.attempt.candidate.key == key]
+    chosen = chosen_try(optimization)
+    found = [point for point in points if point.attempt is chosen]
     if not found:
         return []
+    measured = None if optimization.after is None else optimization.after.max_rate
+    is_known = measured is not None and math.isfinite(measured.value)
     ring = {"size": 20, "color": "rgba(0,0,0,0)", "line": {"color": CHOSEN_COLOUR, "width": 2.5}}
     return [
         {
             "type": "scatter",
             "mode": "markers",
             "name": "chosen",
-            "x": [found[0].rate],
+            "x": [measured.value if measured is not None and is_known else found[0].rate],
             "y": [found[0].loss],
             "marker": ring,
             "hoverinfo": "skip",

@@ -64,9 +64,11 @@ def _steps(optimization: Optimization) -> Table | None:
         about = "" if phase.is_measured else "≈ "
         accuracy, cost = phase.accuracy, phase.cost_per_million
         table.add_row(
-            Text(phase.label),
-            f"{about}{units.number(phase.max_rate)}/s",
-            f"{about}{units.duration(phase.p99_s)}",
+            Text(wording.short_label(phase.label)),
+            *(
+                each if each == units.UNKNOWN else about + each
+                for each in (wording.rate(phase.max_rate), units.duration(phase.p99_s))
+            ),
             units.UNKNOWN if accuracy is None else wording.score(metric, accuracy),
             f"{about}{units.number(cost)}"
             if cost is not None and cost < math.inf
@@ -81,7 +83,7 @@ def _tried(optimization: Optimization) -> Table | None:
         (stage, told)
         for stage, group in tried.by_stage(optimization)
         for told in group
-        if told.outcome != "kept"
+        if told.outcome != "kept" and not told.is_chosen
     ]
     if not lost:
         return None
@@ -114,4 +116,4 @@ def _ends(optimization: Optimization) -> Iterator[Text]:
     if optimization.chosen is not None:
         yield Text.assemble(("chosen         ", "dim"), str(optimization.chosen))
     if optimization.version:
-        yield Text.assemble(("version        ", "dim"), optimization.version)
+        yield Text.assemble(("version        ", "dim"), wording.place(optimization))

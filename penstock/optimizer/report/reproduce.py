@@ -10,11 +10,13 @@ from penstock.optimizer.results import Optimization
 
 # Those that bench has too, with the same meaning.
 DATA_FLAGS = ("--data", "--data-name")
+REBUILT = "rebuilt"
 ADDRESS = "http://127.0.0.1:8000/v2/models"
 BUILD = """\
 from pathlib import Path
 
 from penstock import repository
+from penstock.optimizer import examples
 from penstock.optimizer.candidates import Build, Step
 from penstock.optimizer.machine import read_machine
 from penstock.optimizer.passes import Workshop, find
@@ -23,16 +25,30 @@ from penstock.optimizer.subject import open_subject
 
 {steps}
 
-plan = Plan(model={source!r}, name={name!r}, out="rebuilt")
-# Static INT8 calibrates with examples: give the same data as the run had.
-workshop = Workshop(plan, read_machine(), examples=None, cache=Path("rebuilt/cache"))
-build = open_subject(plan, Path("rebuilt/0")).build
+plan = Plan({plan})
+home = Path(plan.out)
+(home / "0").mkdir(parents=True)
+(home / "cache").mkdir()
+build = open_subject(plan, home / "0" / plan.name).build
+config = build.config
+has_batch = config.max_batch_size > 0
+data = examples.open_examples(plan, config.inputs, has_batch) if plan.data else None
+workshop = Workshop(plan, read_machine(), data, home / "cache")
 for number, step in enumerate(steps, 1):
-    folder = Path(f"rebuilt/{{number}}")
+    folder = home / str(number) / plan.name
+    folder.parent.mkdir()
     find(step.pass_name).build(build, step, folder, workshop)
-    build = Build(build.candidate.then(step), folder, repository.read(folder).configs[0])
+    build = Build(build.candidate.then(step), folder, repository.read(folder).configs[-1])
 print(build.folder)
 """
+# What a build depends on, by the flag that says it.
+PLAN_FLAGS = {
+    "data": "--data",
+    "data_name": "--data-name",
+    "labels": "--labels",
+    "calibration": "--calibration",
+    "preprocess": "--preprocess",
+}
 
 
 def steps_code(candidate: Candidate) -> str:
@@ -45,8 +61,20 @@ def steps_code(candidate: Candidate) -> str:
 
 def build_code(optimization: Optimization, candidate: Candidate) -> str:
     """A script that builds it from the original."""
-    steps = steps_code(candidate)
-    return BUILD.format(steps=steps, source=optimization.source, name=optimization.name)
+    flags = _flags(optimization.command)
+    known = {"model": optimization.source, "name": optimization.name, "out": REBUILT}
+    known |= {field: flags[flag] for field, flag in PLAN_FLAGS.items() if flag in flags}
+    words = [f"{field}={value!r}" for field, value in known.items()]
+    words += [f"seed={flags['--seed']}"] if flags.get("--seed", "").isdecimal() else []
+    return BUILD.format(steps=steps_code(candidate), plan=", ".join(words))
+
+
+def files(optimization: Optimization, candidate: Candidate) -> str:
+    """Where its build lies; empty when it was not kept."""
+    if not optimization.work:
+        return ""
+    name = ("builds", candidate.key) if candidate.steps else ("original",)
+    return shlex.quote("/".join((optimization.work, *name)))
 
 
 def bench_commands(optimization: Optimization) -> str:
@@ -64,11 +92,10 @@ def bench_commands(optimization: Optimization) -> str:
 
 def _folder(optimization: Optimization) -> str:
     """The repository that got the version; without one, what the script makes."""
-    repository = _flags(optimization.command).get("--out", "")
-    if optimization.version and repository:
-        return repository
+    if optimization.version and optimization.out:
+        return optimization.out
     steps = () if optimization.chosen is None else optimization.chosen.steps
-    return f"rebuilt/{len(steps)}"
+    return f"{REBUILT}/{len(steps)}"
 
 
 def _flags(command: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from penstock.optimizer.candidates import STAGES, Stage
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.report import wording
+from penstock.optimizer.report.first_line import chosen_try
 from penstock.optimizer.results import Optimization, Try
 from penstock.optimizer.simulate import TimeTable
 
@@ -39,15 +40,15 @@ class Told:
 
 def by_stage(optimization: Optimization) -> list[tuple[Stage, list[Told]]]:
     """In the order of the sequence; stages without a try are left out."""
-    key = None if optimization.chosen is None else optimization.chosen.key
+    chosen = chosen_try(optimization)
     groups = [
-        (stage, [_told(each, key) for each in optimization.tries if each.stage == stage])
+        (stage, [_told(each, each is chosen) for each in optimization.tries if each.stage == stage])
         for stage in STAGES
     ]
     return [(stage, found) for stage, found in groups if found]
 
 
-def _told(attempt: Try, chosen_key: str | None) -> Told:
+def _told(attempt: Try, is_chosen: bool) -> Told:
     return Told(
         step=wording.last_step(attempt.candidate),
         candidate=str(attempt.candidate),
@@ -57,7 +58,7 @@ def _told(attempt: Try, chosen_key: str | None) -> Told:
         rate=rate_text(attempt),
         p99=units.UNKNOWN if attempt.served is None else units.duration(attempt.served.p99.value),
         took=wording.span(attempt.seconds),
-        is_chosen=attempt.candidate.key == chosen_key,
+        is_chosen=is_chosen,
         gates=dict(_gates(attempt)),
         attempt=attempt,
     )

@@ -78,6 +78,22 @@ def last_step(candidate: Candidate) -> str:
     return str(candidate.steps[-1]) if candidate.steps else str(candidate)
 
 
+def rate(per_s: float) -> str:
+    return units.UNKNOWN if math.isnan(per_s) else f"{units.number(per_s)}/s"
+
+
+def short_label(label: str) -> str:
+    """Of a phase: without settings, which are told elsewhere."""
+    return label.partition("(")[0].partition(":")[0].strip() or label
+
+
+def place(optimization: Optimization) -> str:
+    """Where the version is; empty when there is none."""
+    if not optimization.version:
+        return ""
+    return "/".join(filter(None, (optimization.out, optimization.name, optimization.version)))
+
+
 def times(ratio: float) -> str:
     """`1.08x`, `3.1x`, `35x`."""
     decimals = 2 if ratio < 1.95 else 1 if ratio < 9.95 else 0

@@ -67,6 +67,10 @@ def test_what_is_infinite_is_said_in_words_and_compared_with_nothing() -> None:
     assert found["highest rate"].change == found["cost per million"].change == ""
 
 
+def test_the_cost_at_a_rate_that_nobody_knows_is_not_known() -> None:
+    assert str(by_name(made.served_otherwise())["cost per million"].after) == "-"
+
+
 def test_what_nobody_knows_has_no_row() -> None:
     assert rows(made.nothing()) == []
     assert "cost per million" not in by_name(made.without_data())

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from optimizer import made_optimizations as made
 
-from penstock.optimizer.report.first_line import decisive_refusal, exit_code, headline
+from penstock.optimizer.report.first_line import chosen_try, decisive_refusal, exit_code, headline
 from penstock.optimizer.results import Optimization
 
 LINES = {
@@ -25,6 +25,9 @@ LINES = {
     "unknown-figures": "SLO missed by 34 %: p99 26.8 ms (26.0-27.6) >= 20 ms at 200/s poisson; what"
     " binds is compute: 71 % of p99; up to 151/s, the original at no rate; top1 91.2 % → 91.0 %"
     " (loss at most 0.6 points, limit 1 point)",
+    "served-otherwise": "SLO missed by 34 %: p99 26.8 ms (26.0-27.6) >= 20 ms at 200/s poisson;"
+    " what binds is compute: 71 % of p99; top1 91.2 % → 91.0 % (loss at most 0.6 points, limit 1"
+    " point)",
 }
 
 
@@ -89,3 +92,12 @@ def test_an_interrupted_run_that_served_its_best_says_how_that_went() -> None:
     line = headline(found)
     assert line.startswith("Interrupted after 6 min 52 s: the best by then is onnx-export")
     assert "p99 11.8 ms (11.4-12.2) < 20 ms at 200/s poisson; 3.1x the" in line
+
+
+def test_the_chosen_may_be_a_try_served_in_its_own_way() -> None:
+    assert chosen_try(made.met()) is not None
+    found = made.served_otherwise()
+    assert chosen_try(found) is found.tries[8]
+    assert chosen_try(made.nothing()) is None
+    found.tries = []
+    assert chosen_try(found) is None

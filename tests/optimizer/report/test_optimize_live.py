@@ -25,7 +25,8 @@ def test_a_file_gets_one_line_for_each_thing_that_begins() -> None:
     with Live(Console(file=out, width=200)) as live:
         for elapsed_s in (80.0, 81.0, 82.0):
             live.update(replace(NOW, elapsed_s=elapsed_s))
-        live.update(replace(NOW, doing="batch times", elapsed_s=90.0))
+        for far in ("", ", 1 s", ", 2 s, p99 3 ms"):
+            live.update(replace(NOW, doing=f"batch times{far}", elapsed_s=90.0))
         live.update(replace(NOW, doing="served", elapsed_s=120.0, best="int8-static"))
         live.update(replace(NOW, stage="final", candidate="", doing="curves", best="int8-static"))
     assert out.getvalue().splitlines() == [

@@ -38,6 +38,7 @@ def seen(html: str) -> str:
         ("interrupted", "mixed"),
         ("nothing", "mixed"),
         ("unknown-figures", "missed"),
+        ("served-otherwise", "missed"),
     ],
 )
 def test_the_first_line_is_the_verdict(name: str, style: str) -> None:
@@ -101,6 +102,7 @@ def test_what_was_tried_is_told_by_stage_with_its_gates_and_steps() -> None:
         "half(datatype=FP16) no fast FP16 instructions",
         "/classifier/Gemm Gemm 21 % 4.00 us",
         "INT8 MatMul: at most 2.4x",
+        f"penstock serve models/.optimize/reviews/0123456789abcdef/builds/{made.CHOSEN.key}",
     ):
         assert part in words
 

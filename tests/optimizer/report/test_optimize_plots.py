@@ -73,9 +73,17 @@ def test_an_overloaded_original_does_not_make_the_others_too_small_to_see() -> N
 
 def test_steps_of_one_name_are_two_bars() -> None:
     found = made.met()
-    found.phases[4].label = "instances"
+    found.phases[4].label = "int8-static(calibrator=entropy)"
     (trace,) = figure("rate_steps", found)["data"]
-    assert trace["x"][4:] == ["instances", "instances 2"]
+    assert trace["x"][3:] == ["int8-<br>static", "int8-<br>static 2", "as served"]
+
+
+def test_a_step_of_which_nothing_is_known_has_no_bar() -> None:
+    found = made.met()
+    (trace,) = figure("latency_steps", found)["data"]
+    assert len(found.phases) == 6 and "int8-<br>static" not in trace["x"]
+    assert len(trace["x"]) == len(trace["y"]) == len(trace["marker"]["pattern"]["shape"]) == 5
+    assert trace["y"][3] == pytest.approx(34.0 - 13.1)
 
 
 def test_accuracy_is_shown_with_its_budget_and_room_around() -> None:

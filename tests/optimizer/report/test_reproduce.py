@@ -30,14 +30,38 @@ def test_settings_cannot_become_code() -> None:
 def test_the_script_imports_only_what_exists() -> None:
     tree = ast.parse(reproduce.build_code(made.met(), made.CHOSEN))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    assert len(imports) == 7
+    assert len(imports) == 8
     for node in imports:
         assert node.module is not None
         module = importlib.import_module(node.module)
         for alias in node.names:
             submodule = f"{node.module}.{alias.name}"
             assert hasattr(module, alias.name) or importlib.import_module(submodule)
-    assert "model='hf/minilm-reviews', name='reviews'" in ast.unparse(tree)
+
+
+def test_the_script_has_the_wishes_that_a_build_depends_on() -> None:
+    found = made.met()
+    found.command = "penstock optimize m.onnx --data d.npz --labels=y --seed 3 --slo 'p99 < 1ms'"
+    found.source = "it's.onnx"
+    tree = ast.parse(reproduce.build_code(found, made.CHOSEN))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (plan,) = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Plan"]
+    assert {str(each.arg): ast.literal_eval(each.value) for each in plan.keywords} == {
+        "model": "it's.onnx",
+        "name": "reviews",
+        "out": "rebuilt",
+        "data": "d.npz",
+        "labels": "y",
+        "seed": 3,
+    }
+
+
+def test_files_of_a_candidate_that_was_kept() -> None:
+    found = made.met()
+    assert reproduce.files(found, made.CHOSEN) == f"{found.work}/builds/{made.CHOSEN.key}"
+    assert reproduce.files(found, made.ORIGINAL) == f"{found.work}/original"
+    found.work = ""
+    assert reproduce.files(found, made.CHOSEN) == ""
 
 
 def test_commands_serve_the_version_and_measure_it_with_the_same_data_and_slo() -> None:

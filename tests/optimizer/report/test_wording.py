@@ -87,3 +87,15 @@ def test_the_metric_is_known_from_the_budget_before_anything_was_judged() -> Non
     assert wording.metric_of(made.met()) == "top1"
     assert wording.metric_of(made.interrupted()) == "top1"
     assert wording.metric_of(made.without_data()) == ""
+
+
+def test_labels_of_steps_without_their_settings() -> None:
+    assert wording.short_label("int8-static(calibrator=minmax, kept=2)") == "int8-static"
+    assert wording.short_label("as served: batching(mode=slo) → instances") == "as served"
+    assert wording.short_label("original") == "original"
+    assert wording.short_label("(odd)") == "(odd)"
+
+
+def test_the_place_of_a_version() -> None:
+    assert wording.place(made.met()) == "models/reviews/1"
+    assert wording.place(made.interrupted()) == ""
