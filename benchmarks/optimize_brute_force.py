@@ -3,10 +3,11 @@
     python benchmarks/optimize_brute_force.py                     three models, hours
     python benchmarks/optimize_brute_force.py --models mnist_8    one of them
 
-Models, data, SLOs and budgets are those of optimize_minilm and optimize_vision. Brute force is every
-build that passed the gates (all passes, --exhaustive) times every instances x threads that fill the
-cores times largest batches of 1, 8 and 32, each served and measured by the highest rate that keeps
-the SLO's latency. Its best and the version that the optimiser committed are then measured in turns.
+Models, data, SLOs and budgets are those of optimize_minilm and optimize_vision. Brute force is
+every build that passed the gates (all passes, --exhaustive) times every instances x threads that
+fill the cores times largest batches of 1, 8 and 32, each served and measured by the highest rate
+that keeps the SLO's latency. Its best and the version that the optimiser committed are then
+measured in turns.
 
 Counted as measurements: one served run of one candidate, at one load or searching a rate.
 
