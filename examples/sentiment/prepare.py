@@ -18,6 +18,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import sys
 import time
 import zipfile
@@ -42,6 +43,18 @@ NUM_TRAINING = 4000
 NUM_HELD_OUT = 3000
 SEED = 5
 EMBED_BATCH = 32
+
+CONFIG = """\
+backend: "pytorch"
+max_batch_size: 32
+input [ { name: "input_ids" data_type: TYPE_INT64 dims: [ -1 ] },
+        { name: "attention_mask" data_type: TYPE_INT64 dims: [ -1 ] } ]
+output [ { name: "logits" data_type: TYPE_FP32 dims: [ 2 ] } ]
+dynamic_batching { }
+instance_group [ { count: 1 kind: KIND_CPU } ]
+parameters { key: "penstock.pad" value { string_value: "input_ids[0]=0, attention_mask[0]=0" } }
+parameters { key: "penstock.pad_buckets" value { string_value: "16,24,32,48,64,96,128" } }
+"""
 
 Array = np.ndarray[Any, Any]
 
@@ -125,6 +138,18 @@ def write_rows(path: Path, rows: Sequence[Sequence[int]], labels: Sequence[int] 
             if labels is not None:
                 row["label"] = labels[index]
             file.write(json.dumps(row) + "\n")
+
+
+def write_original(repository: Path) -> Path:
+    """The classifier as one would serve it by hand: PyTorch eager, batched, padded to buckets.
+    The model's folder."""
+    model = repository / "sentiment"
+    version = model / "1"
+    version.mkdir(parents=True, exist_ok=True)
+    (model / "config.pbtxt").write_text(CONFIG)
+    shutil.copyfile(HERE / "model.py", version / "module.py")
+    shutil.copyfile(WEIGHTS, version / WEIGHTS.name)
+    return model
 
 
 def prepare() -> Prepared:
