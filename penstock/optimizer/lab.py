@@ -224,17 +224,10 @@ class Lab:
         self.notes += found.warnings
 
     def _audit(self) -> audit.Audit:
-        split, labels = self._examples.split, self._examples.labels
-        calibration = [self.rows[index] for index in split.calibration]
-        evaluation = [self.rows[index] for index in (*split.choice, *split.held_out)]
-        parts = [
-            audit.audit_calibration(
-                calibration, evaluation, is_separate=bool(self.plan.calibration)
-            )
-        ]
-        if labels is not None and self.scorer.predict is not None:
-            predicted = self.scorer.predict(self.original_answers(CHOICE))
-            parts.append(audit.audit_labels(predicted, labels[list(split.choice)]))
+        predict = self.scorer.predict
+        said = None if predict is None else predict(self.original_answers(CHOICE))
+        is_separate = bool(self.plan.calibration)
+        parts = audit.audit_examples(self._examples, said, is_separate=is_separate)
         return audit.Audit(
             [text for part in parts for text in part.problems],
             [text for part in parts for text in part.warnings],

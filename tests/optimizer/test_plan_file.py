@@ -92,7 +92,9 @@ def test_every_problem_is_told(model: Path) -> None:
 def test_what_is_not_there_and_what_needs_data(model: Path, tmp_path: Path) -> None:
     away = str(tmp_path / "away")
     with pytest.raises(ConfigError) as caught:
-        plan_file.make_plan(wishes(Path(away), calibration=away, labels="y", accuracy="top1 drop <= 1 %"))
+        plan_file.make_plan(
+            wishes(Path(away), calibration=away, labels="y", accuracy="top1 drop <= 1 %")
+        )
     text = "\n".join(caught.value.problems)
     assert f"model: {away}: no such file or folder" in text
     assert f"calibration: {away}: no such file or folder" in text
