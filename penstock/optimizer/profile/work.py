@@ -134,7 +134,8 @@ def _flops(kind: str, inputs: Tensors, outputs: Tensors) -> float | None:
     if kind in MULTIPLIERS:
         try:
             return MULTIPLIERS[kind](inputs, outputs)
-        except (IndexError, ZeroDivisionError):  # Weights that the library did not tell of.
+        # Weights that the library did not tell of, or shapes that cannot be.
+        except (IndexError, ValueError, ZeroDivisionError):
             return None
     if kind in PER_ELEMENT:
         return PER_ELEMENT[kind] * outputs[0].num_elements

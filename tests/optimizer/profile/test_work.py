@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.optimizer.profile.work import MULTIPLIERS, PER_ELEMENT, Shaped, work_of
@@ -110,6 +110,7 @@ def test_weights_that_were_not_told_leave_the_operations_open() -> None:
 shapes = st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple)
 
 
+@example("Attention", [()], [()])
 @given(
     st.sampled_from([*MULTIPLIERS, *PER_ELEMENT, "Gather", "Reshape", "?"]),
     st.lists(shapes, max_size=4),
