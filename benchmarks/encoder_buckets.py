@@ -182,7 +182,11 @@ def config(device: str, dtype: str) -> ModelConfig:
         device=device,
         padding=Padding(axes, EIGHT_BUCKETS),
         tolerance=0.02 if dtype != "fp32" else None,
-        options={"penstock.dtype": dtype, "intra_op_thread_count": str(os.cpu_count())},
+        options={
+            "penstock.factory": "encoder",
+            "penstock.dtype": dtype,
+            "intra_op_thread_count": str(os.cpu_count()),
+        },
     )
 
 
@@ -190,7 +194,7 @@ def make_folder() -> None:
     """The version folder of the model."""
     folder = FOLDER / "1"
     folder.mkdir(exist_ok=True)
-    source = Path(__file__).with_name("encoder") / "module.py"
+    source = ROOT / "examples" / "sentiment" / "model.py"
     (folder / "module.py").write_text(source.read_text())
     weights = folder / "model.safetensors"
     weights.unlink(missing_ok=True)

@@ -22,10 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fetch
 import msgspec
 from optimizing import FOLDER
-from optimizing.cases import CASES, Case
+from optimizing.cases import CASES, Case, fetch
 from optimizing.measure import (
     Contender,
     interleaved,

@@ -23,9 +23,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import fetch
 import numpy as np
-from optimizing.cases import CASES, photographs, prepared_image
+from optimizing.cases import CASES, fetch, photographs, prepared_image
 from optimizing.measure import optimized, repository_of, steps_text, tries, write
 from rich.console import Console
 

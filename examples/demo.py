@@ -22,7 +22,8 @@ from sentiment.prepare import Prepared, prepare, write_original
 from serving import ROOT, Server, penstock, show
 
 MODEL = "examples.sentiment.model:factory"
-# Eager saturates below this rate on two cores; INT8 with two instances has about half to spare.
+# By batch times in process, two cores with VNNI, in the mix of lengths: eager would reach about
+# 140/s, INT8 on two instances about 460/s.
 SLO = "p99 < 100 ms at 200/s"
 ACCURACY = "top1 drop <= 2 %"
 BUDGET = "5m"
