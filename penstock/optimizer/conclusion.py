@@ -11,7 +11,7 @@ from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.results import Optimization, Phase, Served
-from penstock.optimizer.search import Finalist, Findings
+from penstock.optimizer.search import Finalist, Findings, Search
 
 
 @dataclass(slots=True)
@@ -44,8 +44,9 @@ def _for_the_record(lab: Lab, finalist: Finalist) -> Judgement | None:
     return lab.judge(finalist.build, HELD_OUT)
 
 
-def conclude(lab: Lab, findings: Findings, command: str) -> Optimization:
+def conclude(lab: Lab, search: Search, command: str) -> Optimization:
     """Everything that is known, but for the version's number."""
+    findings = search.findings
     plan = lab.plan
     assert plan.slo is not None
     found = Optimization(
@@ -65,12 +66,19 @@ def conclude(lab: Lab, findings: Findings, command: str) -> Optimization:
         tries=findings.tries,
         skipped=findings.skipped,
         profile=findings.profile,
+        work=str(lab.journal.path.parent),
     )
+    search.prove()
     choice = choose(lab, findings)
     found.notes += [f"on held-out examples: {each.text}" for each in choice.refused]
+    _prove(lab, search, choice, found)
+    if _original_does(lab, choice, found):
+        found.notes.append("measured in turns, the original does as well as what was chosen")
+        choice.finalist = next(one for one in findings.finalists if not one.build.candidate.steps)
+        choice.held_out = _for_the_record(lab, choice.finalist)
+        found.after = found.before
     found.chosen = choice.finalist.build.candidate
     found.held_out = choice.held_out
-    _prove(lab, findings, choice, found)
     found.outcome = _outcome(findings, choice, found)
     if found.outcome != "met" and found.after is not None:
         found.binding = goals.binding(found.after, plan.slo)
@@ -87,19 +95,27 @@ def _notes(lab: Lab, findings: Findings) -> list[str]:
     return notes
 
 
-def _prove(lab: Lab, findings: Findings, choice: Choice, found: Optimization) -> None:
+def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> None:
     """Original and choice in turns: at the SLO's load, and up to the highest rate of each."""
+    findings = search.findings
     original, chosen = lab.original, choice.finalist.build
     found.before, found.after = findings.original, choice.finalist.served
     if findings.is_interrupted:
         return
-    builds = [original] if chosen is original else [original, chosen]
+    builds = [original, chosen] if chosen.candidate.steps else [original]
     try:
-        measured = lab.prove(builds)
+        measured = lab.prove(builds, search.left_s)
     except PenstockError as error:
         found.notes.append(f"the last measurement failed: {error}")
         return
     found.before, found.after = measured[0], measured[-1]
+
+
+def _original_does(lab: Lab, choice: Choice, found: Optimization) -> bool:
+    """Whether the original turned out no worse, after all: it is the simplest."""
+    if found.before is None or found.after is None or not choice.finalist.build.candidate.steps:
+        return False
+    return goals.order([found.before, found.after], [0, choice.finalist.simplicity])[0] == 0
 
 
 def _outcome(findings: Findings, choice: Choice, found: Optimization) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from penstock.benchmark.stats import Interval
@@ -9,7 +10,7 @@ from penstock.optimizer.results import Served
 from penstock.slo import Cost, Latency, Slo, Throughput, format_duration
 
 # Predictions are off by this much and more; what is so near its goal is worth a real measurement.
-HOPE = 0.75
+HOPE = 0.85
 # Candidates that differ by less are equal: batch times do not repeat any better.
 NOISE = 0.05
 
@@ -54,7 +55,7 @@ def _beats(one: Served, other: Served) -> bool:
     if one.is_met != other.is_met:
         return one.is_met
     if one.max_rate is not None and other.max_rate is not None:
-        return is_better(one.max_rate.value, other.max_rate.value)
+        return _is_above(one.max_rate, other.max_rate)
     if one.num_failed == other.num_failed == 0:
         return _is_below(one.p99, other.p99)
     # Refused requests are no answers: what answers more in time is ahead, however fast the rest.
@@ -65,6 +66,16 @@ def _is_below(one: Interval, other: Interval) -> bool:
     """Beyond what the intervals leave open, and beyond the noise."""
     is_sure = one.high < other.value and one.value < other.low
     return is_sure and one.value * (1 + NOISE) < other.value
+
+
+def _is_above(one: Interval, other: Interval) -> bool:
+    """A rate that is not known at all is below all others. Ends that are not known count as the
+    estimate."""
+    if math.isnan(other.value) or math.isnan(one.value):
+        return math.isnan(other.value) and not math.isnan(one.value)
+    low = one.value if math.isnan(one.low) else one.low
+    high = other.value if math.isnan(other.high) else other.high
+    return is_better(one.value, other.value) and (low > other.value or one.value > high)
 
 
 def shortfall(served: Served) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from penstock import repository
@@ -19,17 +20,17 @@ from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import accuracy, audit, numerics, passes, scores, served, trials
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.budget import Budget, default_budget
-from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.examples import Examples
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Answers, Numerics
-from penstock.optimizer.passes import Workshop
+from penstock.optimizer.passes import Workshop, int8_static
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.profile.profiler import profile_build
 from penstock.optimizer.profile.results import Profile
-from penstock.optimizer.results import Served
+from penstock.optimizer.results import FallbackLayer, Served
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.subject import Subject
 from penstock.types import Array
@@ -49,6 +50,13 @@ ONLY_AGREEMENT = (
 )
 
 Row = Mapping[str, Array]
+
+
+class KeptLayers(msgspec.Struct):
+    """A step that passes with some layers in float, and those layers; no step: none passes."""
+
+    step: Step | None = None
+    layers: list[FallbackLayer] = []
 
 
 class Lab:
@@ -132,11 +140,6 @@ class Lab:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return True
-
-    def forget(self, candidate: Candidate) -> None:
-        """Remove the files of a candidate that nobody will ask for again."""
-        self._builds.pop(candidate.key, None)
-        shutil.rmtree(self._folder / "builds" / candidate.key, ignore_errors=True)
 
     def facts(self, build: Build) -> Facts:
         self.watch("read back")
@@ -234,6 +237,30 @@ class Lab:
             {name: value for part in parts for name, value in part.facts.items()},
         )
 
+    def fall_back(self, parent: Build, step: Step, check_time: Callable[[], None]) -> KeptLayers:
+        """Which layers must stay in float for the gate to pass."""
+
+        def passes_gate(other: Step) -> bool:
+            check_time()
+            self.watch("layers in float")
+            return self.judge(self.build(parent.candidate.then(other)), CHOICE).is_passed
+
+        def find() -> KeptLayers:
+            self.watch("sensitivity of layers")
+            seconds = self._float_seconds(parent)
+            found = int8_static.fall_back(parent, step, self.workshop, passes_gate, seconds)
+            return KeptLayers() if found is None else KeptLayers(*found)
+
+        return self.journal.remember("fallback", parent.candidate.then(step).key, KeptLayers, find)
+
+    def _float_seconds(self, build: Build) -> dict[str, float] | None:
+        """What each operator takes; None where no profile can be had."""
+        try:
+            operators = self.profile(build).operators
+        except PenstockError:
+            return None
+        return {operator.name: operator.seconds for operator in operators}
+
     # Speed.
 
     def times(self, build: Build, num_instances: int, num_threads: int) -> TimeTable:
@@ -242,8 +269,14 @@ class Lab:
             "times",
             f"{build.candidate.key} {num_instances}x{num_threads}",
             TimeTable,
-            lambda: trials.times(build, self.rows, num_instances, num_threads),
+            lambda: trials.times(build, self.rows, num_instances, num_threads, self._longest_s),
         )
+
+    @property
+    def _longest_s(self) -> float:
+        """A batch that takes longer than a request may has no place in any configuration."""
+        limit_s = None if self.plan.slo is None else self.plan.slo.latency_s
+        return trials.MAX_BATCH_S if limit_s is None else min(trials.MAX_BATCH_S, 1.5 * limit_s)
 
     def profile(self, build: Build) -> Profile:
         self.watch("profile")
@@ -262,14 +295,15 @@ class Lab:
         self.watch("start servers")
         return self.journal.remember("served", _keys(builds), list[Served], measure)
 
-    def prove(self, builds: Sequence[Build]) -> list[Served]:
-        """At the load of the SLO and up to the highest rate of each, in turns."""
+    def prove(self, builds: Sequence[Build], left_s: float | None) -> list[Served]:
+        """At the load of the SLO and, as far as the time reaches, up to the highest rate of each,
+        in turns."""
         self.watch("start servers for the proof")
         return self.journal.remember(
             "proof",
             _keys(builds),
             list[Served],
-            lambda: served.prove(builds, self.plan, self.rows, self.watch),
+            lambda: served.prove(builds, self.plan, self.rows, self.watch, left_s),
         )
 
 

@@ -60,17 +60,18 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
 
 
 def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:
+    search = Search(lab, watch, passes.sequence(), began=began)
     lab.check_data()
-    findings = Search(lab, watch, passes.sequence()).run()
+    findings = search.run()
     if not findings.finalists:
         raise ConfigError(["interrupted before the original had been measured: nothing to keep"])
-    found = conclude(lab, findings, command)
+    found = conclude(lab, search, command)
+    found.elapsed_s = time.monotonic() - began
     found.headline = headline(found)
     assert found.chosen is not None
     found.version = evidence.commit(lab.build(found.chosen), found, run)
     found.num_measured = lab.journal.num_measured
     found.num_remembered = lab.journal.num_remembered
-    found.elapsed_s = time.monotonic() - began
     return found
 
 

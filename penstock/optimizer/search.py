@@ -18,7 +18,6 @@ from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.kept_layers import KeptLayers
 from penstock.optimizer.lab import CHOICE, Lab
 from penstock.optimizer.passes import Pass, Situation
 from penstock.optimizer.profile.results import Profile
@@ -30,6 +29,8 @@ from penstock.optimizer.simulate import TimeTable
 MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
 # Served and measured at most, besides the original.
 MAX_FINALISTS = 3
+# The same after a stage that may be the last.
+NUM_SEMIFINALISTS = 2
 MAX_SHAPES = 2
 # Predicted to be within so much of the best: worth a real measurement.
 NEAR = 0.85
@@ -115,18 +116,21 @@ class Search:
         watch: Callable[[Progress], None],
         sequence: Sequence[Pass],
         clock: Callable[[], float] = time.monotonic,
+        began: float | None = None,
     ) -> None:
         self._lab = lab
         self._plan = lab.plan
         self._watch = watch
         self._passes = sequence
         self._clock = clock
-        self._began = clock()
+        self._began = clock() if began is None else began
         assert lab.plan.slo is not None
         self._slo = lab.plan.slo
         self._seen: set[str] = set()
         self._served: dict[str, Finalist] = {}
-        self._stage: Stage = "baseline"
+        # What is being done; a stage, or the proof.
+        self._stage: str = "baseline"
+        self._model_stage: Stage = "baseline"
         self._trying = ""
         self.findings = Findings()
         lab.watch = self._tell
@@ -139,7 +143,7 @@ class Search:
             self.findings.is_interrupted = True
         except OutOfTime:
             self.findings.is_out_of_time = True
-        if not self.findings.finalists and self.findings.contenders:
+        if len(self.findings.finalists) <= 1 < len(self.findings.contenders):
             self._finish_early()
         return self.findings
 
@@ -152,16 +156,16 @@ class Search:
                 self._profile()
             self._run_stage(stage)
             if self._is_in_reach():
-                self._measure_finalists()
+                self._measure_finalists(NUM_SEMIFINALISTS)
                 if self._is_enough():
                     return
-        self._measure_finalists()
+        self._measure_finalists(MAX_FINALISTS)
 
     def _finish_early(self) -> None:
         """What was found before the time was up is measured from the reserve, so that it is known
         for what it is. Who interrupts does not want to wait for that."""
         if not self.findings.is_interrupted:
-            self._measure_finalists()
+            self._measure_finalists(NUM_SEMIFINALISTS)
 
     def _is_enough(self) -> bool:
         return self.findings.is_met() and not self._plan.is_exhaustive
@@ -191,7 +195,7 @@ class Search:
     # One stage.
 
     def _run_stage(self, stage: Stage) -> None:
-        self._stage = stage
+        self._stage = self._model_stage = stage
         for each in self._passes:
             if each.stage == stage:
                 self._run_pass(each)
@@ -205,13 +209,12 @@ class Search:
 
     def _run_pass(self, each: Pass) -> None:
         for parent, steps in self._proposals(each):
-            records = [
-                self._try(each, parent, step)
-                for step in steps
-                if parent.candidate.then(step).key not in self._seen
-            ]
+            fresh = [one for one in steps if parent.candidate.then(one).key not in self._seen]
             if each.has_layers:
-                self._fall_back(each, parent, records)
+                self._try_variants(each, parent, fresh)
+            else:
+                for step in fresh:
+                    self._try(each, parent, step)
 
     def _proposals(self, each: Pass) -> list[tuple[Contender, list[Step]]]:
         """From the best of each backend that the pass has steps for."""
@@ -248,45 +251,87 @@ class Search:
     # One candidate.
 
     def _try(self, each: Pass, parent: Contender, step: Step) -> Try:
+        with self._record(parent, step) as record:
+            build = self._checked(each, parent, record)
+            if build is not None:
+                is_lossy = parent.is_lossy or each.changes_answers
+                contender = self._timed(build, _facts(record), is_lossy=is_lossy)
+                self._note_times(record, contender)
+                if not is_lossy or self._is_accurate(build, record):
+                    self._compare(contender, record)
+        return record
+
+    def _try_variants(self, each: Pass, parent: Contender, steps: Sequence[Step]) -> None:
+        """Steps that build the same operators with other numbers: all are judged, and the best is
+        timed for all of them. If none passes, some layers may have to be left out."""
+        judged: list[Try] = []
+        for step in steps:
+            with self._record(parent, step) as record:
+                build = self._checked(each, parent, record)
+                if build is not None:
+                    self._is_accurate(build, record)
+                    judged.append(record)
+        if not judged:
+            return
+        best = min(judged, key=_by_accuracy)
+        try:
+            contender = self._timed(self._lab.build(best.candidate), _facts(best), is_lossy=True)
+        except PenstockError as error:
+            best.outcome, best.reason = "failed", str(error)
+            return
+        for record in judged:
+            self._note_times(record, contender)
+        if best.outcome == "rejected":
+            self._fall_back(each, parent, best)
+            return
+        self._compare(contender, best)
+        for record in judged:
+            if record is not best and record.outcome != "rejected":
+                record.outcome = "equal"
+                record.reason = f"as fast as {best.candidate.steps[-1]}, which loses no more"
+
+    @contextlib.contextmanager
+    def _record(self, parent: Contender, step: Step) -> Iterator[Try]:
+        """A candidate that fails is a result like others."""
         self._check_time()
         began = self._clock()
         candidate = parent.candidate.then(step)
         self._seen.add(candidate.key)
         self._trying = str(candidate)
-        record = Try(candidate, self._stage, "failed", "")
+        record = Try(candidate, self._model_stage, "failed", "")
         try:
-            contender = self._examined(each, parent, record)
+            yield record
         except PenstockError as error:
-            record.reason = str(error)
-        else:
-            if contender is not None:
-                self._compare(contender, record)
+            record.outcome, record.reason = "failed", str(error)
         record.seconds = self._clock() - began
         self.findings.tries.append(record)
-        return record
 
-    def _examined(self, each: Pass, parent: Contender, record: Try) -> Contender | None:
-        """Through every gate but that of speed; None when one of them says no."""
+    def _checked(self, each: Pass, parent: Contender, record: Try) -> Build | None:
+        """Built, read back, compared with the original; None when one of these says no."""
         candidate = record.candidate
         build = self._lab.build(candidate)
         record.facts = facts = self._lab.facts(build)
+        # Rows that influence each other do so whatever the precision; a build that is granted a
+        # tolerance for its own rounding must not hide it.
+        facts.batching_problem = facts.batching_problem or parent.facts.batching_problem
         problems = each.check(candidate.steps[-1], parent.facts, facts)
         if problems:
             _reject(record, f"not what was asked for: {'; '.join(problems)}")
             return None
-        is_lossy = parent.is_lossy or each.changes_answers
-        record.numerics = self._lab.numerics(build, is_exact=not is_lossy)
+        is_exact = not (parent.is_lossy or each.changes_answers)
+        record.numerics = self._lab.numerics(build, is_exact=is_exact)
         if record.numerics.problems:
             _reject(record, "; ".join(record.numerics.problems))
             return None
-        contender = self._timed(build, facts, is_lossy=is_lossy)
-        self._note_times(record, contender)
-        if is_lossy:
-            record.accuracy = self._lab.judge(build, CHOICE)
-            if not record.accuracy.is_passed:
-                _reject(record, record.accuracy.text)
-                return None
-        return contender
+        return build
+
+    def _is_accurate(self, build: Build, record: Try) -> bool:
+        record.accuracy = self._lab.judge(build, CHOICE)
+        if not record.accuracy.is_passed:
+            _reject(record, record.accuracy.text)
+        else:
+            record.outcome = "equal"
+        return record.accuracy.is_passed
 
     def _timed(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
         lab = self._lab
@@ -316,46 +361,47 @@ class Search:
 
     # Layers that do not bear it.
 
-    def _fall_back(self, each: Pass, parent: Contender, records: Sequence[Try]) -> None:
-        """If the gate refuses every calibrator and the speed would be worth it, some layers stay in
-        float: those that give back most accuracy for the time they cost."""
-        refused = [record for record in records if record.accuracy is not None]
-        if not refused or any(record.outcome != "rejected" for record in refused):
+    def _fall_back(self, each: Pass, parent: Contender, refused: Try) -> None:
+        """If the speed would be worth it, some layers stay in float: those that give back most
+        accuracy for the time they cost."""
+        if not goals.is_better(refused.predicted_rate or 0.0, self.findings.best.rate):
+            refused.reason += "; no faster either, so no layer was kept in float for it"
             return
-        least = min(refused, key=lambda record: _loss(record))
-        if not goals.is_better(least.predicted_rate or 0.0, self.findings.best.rate):
-            least.reason += "; no faster either, so no layer was kept in float for it"
+        self._trying = str(refused.candidate)
+        try:
+            found = self._lab.fall_back(parent.build, refused.candidate.steps[-1], self._check_time)
+        except PenstockError as error:
+            refused.reason += f"; layers could not be told apart: {error}"
             return
-        step = least.candidate.steps[-1]
-        found = KeptLayers(self._lab, parent.build, step, self._check_time).find()
-        if found is None:
-            least.reason += "; keeping layers in float did not help"
+        if found.step is None:
+            refused.reason += "; keeping layers in float did not help"
             return
-        record = self._try(each, parent, found.step)
-        record.fallback = list(found.layers)
+        self._try(each, parent, found.step).fallback = found.layers
 
     # What is served.
 
-    def _measure_finalists(self) -> None:
-        """The most promising in the serving configurations that promise most, in turns, and the
-        best of what was measured before along with them."""
-        self._stage = "batching"
+    def _measure_finalists(self, limit: int) -> None:
+        """The most promising in the serving configurations that promise most, in turns. What keeps
+        the SLO already runs along with them."""
+        stage, self._stage = self._stage, "batching"
         fresh = [
             (contender, build)
-            for contender, build in self._shaped()
+            for contender, build in self._shaped(limit)
             if build.candidate.key not in self._served
         ]
         if not fresh:
             return
-        known = [(one.contender, one.build) for one in self.findings.finalists[:1]]
+        kept = [one for one in self.findings.finalists[:1] if one.served.is_met]
+        known = [(one.contender, one.build) for one in kept]
         runners = known + fresh
         self._trying = ", ".join(str(build.candidate) for _, build in fresh)
         for (contender, build), served in zip(
             runners, self._lab.serve([build for _, build in runners]), strict=True
         ):
             self._add_served(contender, build, served)
+        self._stage = stage
 
-    def _shaped(self) -> Iterator[tuple[Contender, Build]]:
+    def _shaped(self, limit: int) -> Iterator[tuple[Contender, Build]]:
         """What is predicted to come near the best, and of equal ones the simpler first."""
         near = NEAR * self.findings.best.rate
         ranked = sorted(self.findings.contenders, key=_simplicity)
@@ -366,7 +412,7 @@ class Search:
             if rate >= near
         ]
         found.sort(key=lambda each: -each[2])
-        for contender, steps, _ in found[:MAX_FINALISTS]:
+        for contender, steps, _ in found[:limit]:
             candidate = Candidate((*contender.candidate.steps, *steps))
             try:
                 yield contender, self._build_shape(contender, candidate, steps)
@@ -395,14 +441,23 @@ class Search:
 
     # Time.
 
+    @property
+    def left_s(self) -> float | None:
+        """None: as long as it takes."""
+        if self._plan.budget_s is None:
+            return None
+        return self._plan.budget_s - (self._clock() - self._began)
+
+    def prove(self) -> None:
+        """What is done after the search is told as such."""
+        self._stage, self._trying = "proof", str(self.findings.finalists[0].build.candidate)
+
     def _check_time(self) -> None:
         budget = self._plan.budget_s
         if budget is not None and self._clock() - self._began > budget * (1 - RESERVE):
             raise OutOfTime
 
     def _tell(self, doing: str) -> None:
-        elapsed = self._clock() - self._began
-        budget = self._plan.budget_s
         best = self.findings.best if self.findings.contenders else None
         self._watch(
             Progress(
@@ -412,8 +467,8 @@ class Search:
                 num_tried=len(self.findings.tries),
                 best="" if best is None else str(best.candidate),
                 best_text="" if best is None else f"about {best.rate:,.0f}/s",
-                elapsed_s=elapsed,
-                left_s=None if budget is None else max(0.0, budget - elapsed),
+                elapsed_s=self._clock() - self._began,
+                left_s=self.left_s,
             )
         )
 
@@ -422,9 +477,15 @@ def _reject(record: Try, reason: str) -> None:
     record.outcome, record.reason = "rejected", reason
 
 
-def _loss(record: Try) -> float:
+def _by_accuracy(record: Try) -> tuple[bool, float]:
+    """What passes first, then what surely loses least."""
     assert record.accuracy is not None
-    return record.accuracy.loss
+    return not record.accuracy.is_passed, record.accuracy.loss_bound
+
+
+def _facts(record: Try) -> Facts:
+    assert record.facts is not None
+    return record.facts
 
 
 def _simplicity(contender: Contender) -> tuple[bool, int]:

@@ -60,6 +60,7 @@ NUM_ROUNDS = 2
 ABOVE = 1.05
 # Of the search for the highest rate, of one build.
 SEARCH_S = 60.0
+MIN_SEARCH_S = 20.0
 SEARCH_LEVEL_S = 4.0
 # A level is longer where fewer would come in that time: so few say nothing of a tail.
 SEARCH_REQUESTS = 400
@@ -70,7 +71,7 @@ CURVE_LEVEL_S = 5.0
 MAX_CLIENTS = 256
 # Who waits longer, or so many times what the SLO allows, has no answer: a build that is overrun is
 # not waited for.
-PATIENCE_S = 10.0
+PATIENCE_S = 3.0
 PATIENCE = 3.0
 PER_MILLION_HOUR = 1e6 / 3600
 libc = ctypes.CDLL(None)
@@ -98,11 +99,24 @@ def max_rates(
         return [rate for rate, _ in _max_rates(endpoints, plan, data, watch)]
 
 
-def prove(builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch) -> list[Served]:
-    """At the load of the SLO, and up to the highest rate of each: with rates, costs and curves."""
+def prove(
+    builds: Sequence[Build],
+    plan: Plan,
+    rows: Sequence[Row],
+    watch: Watch,
+    left_s: float | None = None,
+) -> list[Served]:
+    """At the load of the SLO, and up to the highest rate of each: with rates, costs and curves.
+    Rates are left out when there is no time to look for them."""
+    began = time.monotonic()
     with _stage(builds, rows) as (endpoints, data):
         found = _in_turns(endpoints, plan, data, watch, NUM_ROUNDS)
-        rates = _max_rates(endpoints, plan, data, watch)
+        search_s = SEARCH_S
+        if left_s is not None:
+            search_s = min(SEARCH_S, (left_s - (time.monotonic() - began)) / len(builds))
+        if search_s < MIN_SEARCH_S:
+            return found
+        rates = _max_rates(endpoints, plan, data, watch, search_s)
         return [
             msgspec.structs.replace(priced(each, rate, plan), curve=curve)
             for each, (rate, curve) in zip(found, rates, strict=True)
@@ -348,6 +362,7 @@ class _Account:
     counters: list[Counters] = field(default_factory=list)
     memory_bytes: int = 0
     num_runs: int = 0
+    has_preprocess: bool = False
 
     def add(self, level: Level, memory_bytes: int) -> None:
         """Rounds follow each other as if nothing had been between them."""
@@ -377,7 +392,7 @@ def _in_turns(
     endpoints: Sequence[Endpoint], plan: Plan, data: str, watch: Watch, num_rounds: int
 ) -> list[Served]:
     load = load_of(plan.slo)
-    accounts = [_Account() for _ in endpoints]
+    accounts = [_Account(has_preprocess=bool(each.build.config.preprocess)) for each in endpoints]
     for _ in range(num_rounds):
         for endpoint, account in zip(endpoints, accounts, strict=True):
             run = endpoint.measured(_bench_plan(endpoint, plan, data, [load]), watch)
@@ -399,22 +414,26 @@ def _served(account: _Account, load: Load, plan: Plan) -> Served:
         verdicts=_verdicts(windows, account.memory_bytes, plan),
         num_requests=num_due,
         num_failed=sum(window.num_failed for window in windows),
-        phases=phases(account.counters, stats.histogram(windows).mean()),
+        phases=phases(account.counters, stats.histogram(windows).mean(), account.has_preprocess),
         rows_per_batch=num_inferences / num_executions if num_executions else math.nan,
         memory_bytes=account.memory_bytes,
         num_runs=account.num_runs,
     )
 
 
-def phases(counters: Sequence[Counters], latency_s: float) -> dict[str, float]:
+def phases(
+    counters: Sequence[Counters], latency_s: float, has_preprocess: bool = False
+) -> dict[str, float]:
     """Mean seconds of a request by phase, from the server's own account; what the client saw beyond
-    that is the network's and the codecs'."""
+    that is the network's and the codecs'. Preparing inputs is by far most of getting at them."""
     num = sum(each.num_success for each in counters)
     if not num:
         return {}
     sums = {
         "queue": sum(each.queue_ns for each in counters),
-        "compute input": sum(each.compute_input_ns for each in counters),
+        "preprocess" if has_preprocess else "compute input": sum(
+            each.compute_input_ns for each in counters
+        ),
         "compute": sum(each.compute_infer_ns for each in counters),
         "compute output": sum(each.compute_output_ns for each in counters),
     }
@@ -465,7 +484,11 @@ def _limit(term: Term) -> tuple[float, str]:
 
 
 def _max_rates(
-    endpoints: Sequence[Endpoint], plan: Plan, data: str, watch: Watch
+    endpoints: Sequence[Endpoint],
+    plan: Plan,
+    data: str,
+    watch: Watch,
+    search_s: float = SEARCH_S,
 ) -> list[tuple[Interval, Curve | None]]:
     """With what was measured on the way, as a curve."""
     has_limits = any(isinstance(term, Latency | Goodput) for term in _terms(plan))
@@ -474,7 +497,7 @@ def _max_rates(
         return [(probe, None) for probe in probes]
     assert plan.slo is not None
     searches = [
-        _Search(endpoint, plan, data, max(1.0, probe.value / 2))
+        _Search(endpoint, plan, data, max(1.0, probe.value / 2), search_s)
         for endpoint, probe in zip(endpoints, probes, strict=True)
     ]
     while left := [each for each in searches if each.is_open]:
@@ -496,12 +519,14 @@ def _saturated(endpoint: Endpoint, plan: Plan, data: str, watch: Watch) -> Inter
 class _Search:
     """The bench's search for the highest rate, one level at a time, so that several take turns."""
 
-    def __init__(self, endpoint: Endpoint, plan: Plan, data: str, start: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, plan: Plan, data: str, start: float, left_s: float
+    ) -> None:
         assert plan.slo is not None
         self._endpoint = endpoint
         self._plan = plan
         self._data = data
-        self._left_s = SEARCH_S
+        self._left_s = left_s
         self.levels: list[Level] = []
         first = _open(start, plan.slo)
         self._search = MaxRateSearch(

@@ -180,21 +180,6 @@ def layers(ready: Any) -> list[Any]:
     return [node for node in ready.graph.node if onnx_model.can_gain(node, weights)]
 
 
-def weighed_layers(ready: Any) -> list[tuple[str, str, float]]:
-    """Name, operator and number of weights of each: what it costs, as far as a file can tell."""
-    weights = onnx_model.constants(ready.graph)
-    return [
-        (
-            node.name,
-            node.op_type,
-            float(
-                sum(onnx_model.num_values(weights[name]) for name in node.input if name in weights)
-            ),
-        )
-        for node in layers(ready)
-    ]
-
-
 def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
     """A copy of the graph with Q/DQ nodes, all but the layers that are kept."""
     from onnxruntime.quantization import QuantType
