@@ -172,7 +172,7 @@ def _measured_phase(
 ) -> Phase:
     judged = found.held_out
     score = None if judged is None else judged.original if is_original else judged.candidate
-    rate = served.throughput.value if served.max_rate is None else served.max_rate.value
+    rate = float("nan") if served.max_rate is None else served.max_rate.value
     return Phase(label, served.p99.value, rate, score, served.cost_per_million, True)
 
 

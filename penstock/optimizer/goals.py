@@ -13,6 +13,8 @@ from penstock.slo import Cost, Latency, Slo, Throughput, format_duration
 HOPE = 0.85
 # Candidates that differ by less are equal: batch times do not repeat any better.
 NOISE = 0.05
+# Of requests in time; below it, it is by chance that any are.
+MIN_GOODPUT = 0.05
 
 
 def required_rate(slo: Slo, price_per_hour: float | None) -> float:
@@ -54,12 +56,17 @@ def order(servings: Sequence[Served], simplicity: Sequence[int]) -> list[int]:
 def _beats(one: Served, other: Served) -> bool:
     if one.is_met != other.is_met:
         return one.is_met
+    if one.is_sure != other.is_sure:
+        return one.is_sure
     if one.max_rate is not None and other.max_rate is not None:
         return _is_above(one.max_rate, other.max_rate)
-    if one.num_failed == other.num_failed == 0:
+    if one.is_met:
         return _is_below(one.p99, other.p99)
-    # Refused requests are no answers: what answers more in time is ahead, however fast the rest.
-    return one.goodput > other.goodput * (1 + NOISE)
+    # Where both miss it: who answers more in time is ahead, then who answers more at all; latency
+    # of a queue that grows says how long was measured.
+    if max(one.goodput, other.goodput) > MIN_GOODPUT and one.goodput != other.goodput:
+        return is_better(one.goodput, other.goodput)
+    return _is_above(one.throughput, other.throughput)
 
 
 def _is_below(one: Interval, other: Interval) -> bool:

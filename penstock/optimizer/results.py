@@ -21,6 +21,10 @@ from penstock.optimizer.simulate import TimeTable
 Outcome = Literal["kept", "equal", "slower", "rejected", "failed"]
 
 
+# Units of terms that must not be below their limit; all others must not be above.
+AT_LEAST = ("/s", "%")
+
+
 class Verdict(msgspec.Struct):
     """One term of the SLO and what was measured for it."""
 
@@ -30,6 +34,15 @@ class Verdict(msgspec.Struct):
     limit: float
     # In the unit of the term: s, /s, %, bytes, per million.
     unit: str
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the limit is outside the interval; not known means no."""
+        if self.measured is None:
+            return False
+        if self.unit in AT_LEAST:
+            return self.measured.low >= self.limit
+        return self.measured.high <= self.limit
 
 
 class Curve(msgspec.Struct):
@@ -67,6 +80,11 @@ class Served(msgspec.Struct):
     @property
     def is_met(self) -> bool:
         return bool(self.verdicts) and all(each.outcome == "kept" for each in self.verdicts)
+
+    @property
+    def is_sure(self) -> bool:
+        """Met, and by more than chance may have added."""
+        return self.is_met and all(each.is_sure for each in self.verdicts)
 
 
 class Try(msgspec.Struct):

@@ -104,7 +104,8 @@ class Findings:
         return best
 
     def is_met(self) -> bool:
-        return bool(self.finalists) and self.finalists[0].served.is_met
+        """For sure: a limit that is just kept today is missed tomorrow."""
+        return bool(self.finalists) and self.finalists[0].served.is_sure
 
 
 class Search:
@@ -136,7 +137,8 @@ class Search:
         lab.watch = self._tell
 
     def run(self) -> Findings:
-        """An interruption or the end of the time ends the search, not what was found."""
+        """An interruption or the end of the time ends the search, not what was found; a second
+        interruption ends everything."""
         try:
             self._sequence()
         except KeyboardInterrupt:
@@ -162,10 +164,9 @@ class Search:
         self._measure_finalists(MAX_FINALISTS)
 
     def _finish_early(self) -> None:
-        """What was found before the time was up is measured from the reserve, so that it is known
-        for what it is. Who interrupts does not want to wait for that."""
-        if not self.findings.is_interrupted:
-            self._measure_finalists(NUM_SEMIFINALISTS)
+        """What was found before the time was up, or somebody interrupted, is served and measured
+        once more quickly, so that it is known for what it is."""
+        self._measure_finalists(1 if self.findings.is_interrupted else NUM_SEMIFINALISTS)
 
     def _is_enough(self) -> bool:
         return self.findings.is_met() and not self._plan.is_exhaustive

@@ -1,0 +1,344 @@
+"""The loop by itself: a laboratory that makes things up, so that every turn can be forced."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock import slo
+from penstock.benchmark.stats import Interval
+from penstock.config import BatchPolicy, ModelConfig
+from penstock.errors import BackendFailed
+from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.candidates import Build, Candidate, Skip, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.lab import KeptLayers
+from penstock.optimizer.machine import Machine
+from penstock.optimizer.numerics import Numerics
+from penstock.optimizer.passes import Situation
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.progress import Progress
+from penstock.optimizer.results import FallbackLayer, Served, Verdict
+from penstock.optimizer.search import Search
+from penstock.optimizer.simulate import TimeTable
+from penstock.types import TensorSpec
+
+WISH = slo.parse("p99 < 50ms at 200/s")
+MACHINE = Machine("a processor", 1, 1 << 30, ("avx2",))
+ROW = {"x": np.zeros(4, np.float32)}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class MadePass:
+    """Proposes these settings, each as a step, whatever the situation."""
+
+    name: str
+    stage: str
+    settings: Sequence[str] = ("",)
+    changes_answers: bool = False
+    has_layers: bool = False
+    is_config_only: bool = False
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+    def propose(self, situation: Situation) -> list[Step | Skip]:
+        return [Step(self.name, {"s": each} if each else {}) for each in self.settings]
+
+    def build(self, *_: object) -> None:
+        raise AssertionError("the laboratory builds")
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        return [self.problems[key] for key in [step.settings.get("s", "")] if key in self.problems]
+
+
+class MadeLab:
+    """A row takes `row_ms` by the last step of a candidate; what is served does as `served_rate`
+    says, or as predicted."""
+
+    def __init__(self, row_ms: Mapping[str, float], plan: Plan) -> None:
+        self.plan = plan
+        self.machine = MACHINE
+        self.row_ms = row_ms
+        self.served_rates: dict[str, float] = {}
+        self.losses: dict[str, float] = {}
+        self.broken: set[str] = set()
+        self.differing: set[str] = set()
+        self.kept = KeptLayers()
+        self.examples: object | None = object()
+        self.rows = [ROW]
+        self.watch: Callable[[str], None] = lambda doing: None
+        self.clock = Clock()
+        self.try_s = 0.0
+        self.interrupt_at = ""
+        self.served: list[str] = []
+        self.asked: list[str] = []
+
+    @property
+    def original(self) -> Build:
+        return self.build(Candidate())
+
+    def build(self, candidate: Candidate) -> Build:
+        if last(candidate) in self.broken:
+            raise BackendFailed("it does not build")
+        if last(candidate) == self.interrupt_at and self.interrupt_at:
+            raise KeyboardInterrupt
+        self.clock.now += self.try_s
+        tensors = (TensorSpec("x", "FP32", (4,)),)
+        batching = BatchPolicy(8, is_dynamic=True)
+        config = ModelConfig("m", "1", "null", "", tensors, tensors, 8, batching)
+        return Build(candidate, Path("m"), config)
+
+    def facts(self, build: Build) -> Facts:
+        return Facts("null")
+
+    def numerics(self, build: Build, *, is_exact: bool) -> Numerics:
+        self.asked.append(f"numerics {last(build.candidate)} {is_exact}")
+        problems = ["too far off"] if last(build.candidate) in self.differing else []
+        return Numerics(1, True, True, 0.0, 0.0, 1.0, problems=problems)
+
+    def judge(self, build: Build, part: str, alpha: float = 0.05) -> Judgement:
+        self.asked.append(f"accuracy {last(build.candidate)}")
+        loss = self.losses.get(last(build.candidate), 0.0)
+        text = f"loss {loss}"
+        return Judgement(
+            "top1", 0.9, 0.9 - loss, loss, loss, 0.01, 100, 0, 0, "", 0.05, loss <= 0.01, text=text
+        )
+
+    def times(self, build: Build, num_instances: int, num_threads: int) -> TimeTable:
+        self.asked.append(f"times {last(build.candidate)}")
+        row_s = self.row_ms[model_step(build.candidate)] / 1e3
+        return TimeTable(num_instances, num_threads, {0: {1: row_s, 8: 8 * row_s}})
+
+    def profile(self, build: Build) -> None:
+        raise BackendFailed("nothing to profile")
+
+    def fall_back(self, parent: Build, step: Step, check_time: Callable[[], None]) -> KeptLayers:
+        check_time()
+        self.asked.append("fall back")
+        return self.kept
+
+    def serve(self, builds: Sequence[Build]) -> list[Served]:
+        self.served += [str(build.candidate) for build in builds]
+        return [self._served(build) for build in builds]
+
+    def _served(self, build: Build) -> Served:
+        name = model_step(build.candidate)
+        rate = self.served_rates.get(name, 1e3 / self.row_ms[name])
+        p99_s = 0.01 * 200 / rate if rate >= 200 else 1.0
+        verdict = Verdict("p99 < 50ms", "kept" if rate >= 200 else "missed", near(p99_s), 0.05, "s")
+        return Served(
+            "200/s", near(p99_s / 2), near(p99_s), near(rate), 1.0, [verdict], 100, 0, {}, 1.0, 0
+        )
+
+
+def near(value: float) -> Interval:
+    return Interval(value, value * 0.99, value * 1.01)
+
+
+def last(candidate: Candidate) -> str:
+    return str(candidate.steps[-1]) if candidate.steps else "original"
+
+
+def model_step(candidate: Candidate) -> str:
+    """The last step that is not about serving."""
+    names = [
+        str(each) for each in candidate.steps if each.pass_name not in ("batching", "instances")
+    ]
+    return names[-1] if names else "original"
+
+
+SERVING = [MadePass("batching", "batching"), MadePass("instances", "instances")]
+
+
+def searched(
+    row_ms: Mapping[str, float], *passes: MadePass, **wishes: object
+) -> tuple[MadeLab, Callable[[], Search]]:
+    plan = Plan("m.onnx", "m", "out", slo=WISH, **wishes)  # type: ignore[arg-type]
+    lab = MadeLab(row_ms, plan)
+    told: list[Progress] = []
+
+    def run() -> Search:
+        search = Search(lab, told.append, [*passes, *SERVING], lab.clock)  # type: ignore[arg-type]
+        search.run()
+        return search
+
+    return lab, run
+
+
+def outcome_of(search: Search, name: str) -> tuple[str, str]:
+    found = [each for each in search.findings.tries if str(each.candidate.steps[-1:]).count(name)]
+    return found[0].outcome, found[0].reason
+
+
+FASTER = MadePass("faster", "compile")
+LOSSY = MadePass("lossy", "quantise", changes_answers=True)
+
+
+def test_an_original_that_keeps_the_slo_is_the_end() -> None:
+    lab, run = searched({"original": 2.0, "faster": 1.0}, FASTER)
+    search = run()
+    assert [str(each.candidate) for each in search.findings.tries] == ["original"]
+    assert search.findings.finalists[0].build.candidate == Candidate()
+
+
+def test_everything_is_tried_when_asked_to() -> None:
+    lab, run = searched({"original": 2.0, "faster": 1.0}, FASTER, is_exhaustive=True)
+    search = run()
+    assert outcome_of(search, "faster")[0] == "kept"
+    assert model_step(search.findings.finalists[0].build.candidate) == "faster"
+
+
+def test_the_first_stage_that_is_enough_is_the_last() -> None:
+    lab, run = searched({"original": 20.0, "faster": 2.0, "lossy": 1.0}, FASTER, LOSSY)
+    search = run()
+    assert model_step(search.findings.finalists[0].build.candidate) == "faster"
+    assert "accuracy lossy" not in lab.asked
+
+
+def test_a_stage_that_is_not_enough_is_followed_by_the_next() -> None:
+    lab, run = searched({"original": 20.0, "faster": 8.0, "lossy": 2.0}, FASTER, LOSSY)
+    search = run()
+    best = search.findings.finalists[0]
+    assert [step.pass_name for step in best.build.candidate.steps][:2] == ["faster", "lossy"]
+    assert best.contender.is_lossy
+    assert best.served.is_met
+
+
+def test_lossless_steps_are_compared_exactly_and_lossy_ones_judged() -> None:
+    lab, run = searched({"original": 20.0, "faster": 8.0, "lossy": 2.0}, FASTER, LOSSY)
+    run()
+    assert "numerics faster True" in lab.asked
+    assert "accuracy faster" not in lab.asked
+    assert "numerics lossy False" in lab.asked
+    assert "accuracy lossy" in lab.asked
+
+
+def test_no_data_no_lossy_step() -> None:
+    lab, run = searched({"original": 20.0, "faster": 8.0, "lossy": 2.0}, FASTER, LOSSY)
+    lab.examples = None
+    search = run()
+    assert [skip.pass_name for skip in search.findings.skipped] == ["lossy"]
+    assert "needs data" in search.findings.skipped[0].reason
+    assert model_step(search.findings.finalists[0].build.candidate) == "faster"
+
+
+def test_what_the_gate_refuses_is_not_chosen_however_fast() -> None:
+    lab, run = searched({"original": 20.0, "lossy": 1.0}, LOSSY)
+    lab.losses = {"lossy": 0.3}
+    search = run()
+    assert outcome_of(search, "lossy") == ("rejected", "loss 0.3")
+    assert not any("lossy" in text for text in lab.served)
+
+
+@pytest.mark.parametrize("gate", ["build", "read back", "numerics"])
+def test_each_gate_ends_a_candidate_with_its_reason(gate: str) -> None:
+    step = MadePass(
+        "faster", "compile", problems={"": "FP32 all over"} if gate == "read back" else {}
+    )
+    lab, run = searched({"original": 20.0, "faster": 1.0}, step)
+    if gate == "build":
+        lab.broken = {"faster"}
+    if gate == "numerics":
+        lab.differing = {"faster"}
+    outcome, reason = outcome_of(run(), "faster")
+    assert (outcome, reason) == {
+        "build": ("failed", "it does not build"),
+        "read back": ("rejected", "not what was asked for: FP32 all over"),
+        "numerics": ("rejected", "too far off"),
+    }[gate]
+    assert not any("faster" in text for text in lab.served)
+
+
+def test_what_is_no_faster_is_called_equal_and_the_simpler_stays() -> None:
+    lab, run = searched({"original": 20.0, "faster": 19.8}, FASTER)
+    search = run()
+    assert outcome_of(search, "faster")[0] == "equal"
+    assert search.findings.best.candidate == Candidate()
+
+
+def test_what_is_slower_is_told_so() -> None:
+    lab, run = searched({"original": 20.0, "faster": 40.0}, FASTER)
+    assert outcome_of(run(), "faster")[0] == "slower"
+
+
+def test_faster_in_process_and_slower_when_served_is_not_chosen() -> None:
+    passes = [MadePass("solid", "compile"), MadePass("hollow", "compile")]
+    lab, run = searched({"original": 20.0, "solid": 3.9, "hollow": 3.5}, *passes)
+    lab.served_rates = {"hollow": 60.0, "solid": 250.0}
+    search = run()
+    assert any("hollow" in text for text in lab.served)
+    assert model_step(search.findings.finalists[0].build.candidate) == "solid"
+
+
+def test_variants_are_timed_once_and_the_most_accurate_is_taken() -> None:
+    variants = MadePass("int8", "quantise", ("a", "b", "c"), changes_answers=True, has_layers=True)
+    names = [f"int8(s={each})" for each in "abc"]
+    lab, run = searched({"original": 20.0, **dict.fromkeys(names, 2.0)}, variants)
+    lab.losses = {names[0]: 0.02, names[1]: 0.004, names[2]: 0.008}
+    search = run()
+    assert model_step(search.findings.finalists[0].build.candidate) == names[1]
+    assert [text for text in lab.asked if text.startswith("times int8")] == [f"times {names[1]}"]
+    assert outcome_of(search, "'a'")[0] == "rejected"
+    assert outcome_of(search, "'c'")[0] == "equal"
+
+
+def test_layers_fall_back_when_no_variant_passes() -> None:
+    variants = MadePass("int8", "quantise", ("a", "b"), changes_answers=True, has_layers=True)
+    kept = "int8(s=b, keep=head)"
+    lab, run = searched({"original": 20.0, "int8(s=a)": 2.0, "int8(s=b)": 2.0, kept: 2.2}, variants)
+    lab.losses = {"int8(s=a)": 0.3, "int8(s=b)": 0.2}
+    layers = [FallbackLayer("head", "MatMul", 0.9, 0.001)]
+    lab.kept = KeptLayers(Step("int8", {"s": "b", "keep": "head"}), layers)
+    search = run()
+    best = search.findings.finalists[0]
+    assert model_step(best.build.candidate) == kept
+    assert best.served.is_met
+    assert [each.fallback for each in search.findings.tries if each.fallback] == [layers]
+
+
+def test_layers_are_not_looked_at_for_what_is_no_faster() -> None:
+    variants = MadePass("int8", "quantise", ("a",), changes_answers=True, has_layers=True)
+    lab, run = searched({"original": 20.0, "int8(s=a)": 21.0}, variants)
+    lab.losses = {"int8(s=a)": 0.3}
+    search = run()
+    assert "fall back" not in lab.asked
+    assert "no faster either" in outcome_of(search, "int8")[1]
+
+
+def test_out_of_time_the_best_so_far_is_measured() -> None:
+    slow = MadePass("slow", "precision")
+    lab, run = searched(
+        {"original": 20.0, "faster": 8.0, "slow": 7.0}, FASTER, slow, LOSSY, budget_s=100.0
+    )
+    lab.try_s = 30.0
+    search = run()
+    assert search.findings.is_out_of_time
+    assert "lossy" not in [last(each.candidate) for each in search.findings.tries]
+    assert len(search.findings.finalists) > 1
+
+
+def test_interrupted_the_best_so_far_is_measured_once() -> None:
+    lab, run = searched({"original": 20.0, "faster": 8.0, "lossy": 2.0}, FASTER, LOSSY)
+    lab.interrupt_at = "lossy"
+    search = run()
+    assert search.findings.is_interrupted
+    assert model_step(search.findings.finalists[0].build.candidate) == "faster"
+    assert len(lab.served) == 2
+
+
+def test_the_same_answers_lead_to_the_same_choice() -> None:
+    row_ms = {"original": 20.0, "faster": 8.0, "lossy": 2.0}
+    chosen = set()
+    for _ in range(3):
+        _, run = searched(row_ms, FASTER, LOSSY)
+        chosen.add(str(run().findings.finalists[0].build.candidate))
+    assert len(chosen) == 1
