@@ -1,0 +1,66 @@
+"""What goes into the repository with a version."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from optimizer import made_optimizations
+from suites import onnx_models
+
+from penstock import manifest, repository
+from penstock.optimizer import evidence
+from penstock.optimizer.candidates import Build, Candidate, Step
+from penstock.optimizer.results import Optimization
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Build:
+    made = onnx_models.build_of(onnx_models.stack(1), tmp_path / "work" / "small")
+    return Build(
+        Candidate((Step("int8-static", {"calibrator": "minmax"}),)), made.folder, made.config
+    )
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Optimization:
+    return msgspec.structs.replace(
+        made_optimizations.met(), name="small", out=str(tmp_path / "models")
+    )
+
+
+def test_all_of_it_is_there(build: Build, found: Optimization) -> None:
+    (build.version_folder / evidence.CALIBRATION).write_text('{"format": 1, "inputs": {}}')
+    version = evidence.commit(build, found, "run")
+    kept = manifest.read(Path(found.out) / "small" / version)
+    assert kept is not None
+    proof = kept.evidence
+    assert proof["slo"] == found.slo
+    assert found.after is not None
+    assert proof["measured"]["p99"]["value"] == found.after.p99.value
+    assert proof["measured"]["cost_per_million"] == found.after.cost_per_million
+    assert proof["accuracy"]["loss_bound"] == found.held_out.loss_bound
+    assert proof["calibration"] == {"format": 1, "inputs": {}}
+    assert proof["lineage"]["steps"] == [
+        {"pass": "int8-static", "settings": {"calibrator": "minmax"}}
+    ]
+    assert proof["hardware"]["cpu"] == found.machine.cpu
+    assert proof["versions"] == found.machine.versions
+    assert evidence.CALIBRATION in kept.files
+
+
+def test_what_is_not_known_is_null(build: Build, tmp_path: Path) -> None:
+    unknown = msgspec.structs.replace(
+        made_optimizations.unknown_figures(), name="small", out=str(tmp_path / "models")
+    )
+    made = evidence.evidence(build, unknown, "run")
+    json.dumps(made, allow_nan=False)
+
+
+def test_the_same_run_does_not_commit_twice(build: Build, found: Optimization) -> None:
+    assert evidence.commit(build, found, "run") == "1"
+    assert evidence.commit(build, found, "run") == "1"
+    assert evidence.commit(build, found, "another run") == "2"
+    other = Build(Candidate(), build.folder, build.config)
+    assert evidence.commit(other, found, "run") == "3"
+    assert repository.version_folders(Path(found.out) / "small") == ["1", "2", "3"]

@@ -1,0 +1,79 @@
+"""Flags and a plan file become one plan; what is wrong is told in lines, without a traceback."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from penstock import optimize_cli
+from penstock.errors import ConfigError
+from penstock.optimizer.plan import Plan
+
+
+def plan(*arguments: str) -> Plan:
+    context = click.Context(optimize_cli.optimize)
+    optimize_cli.optimize.parse_args(context, list(arguments))
+    flags: dict[str, Any] = dict(context.params)
+    for name in ("html_path", "json_path"):
+        flags.pop(name)
+    return optimize_cli.make_plan(flags.pop("model"), flags.pop("plan_path"), flags)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "digits.onnx"
+    path.write_bytes(b"no model")
+    return str(path)
+
+
+def test_flags(model: str) -> None:
+    found = plan(model, "--slo", "p99 < 20ms", "--out", "models", "--exhaustive", "--seed", "3")
+    assert (found.model, found.out, found.name) == (model, "models", "digits")
+    assert found.is_exhaustive
+    assert found.seed == 3
+    assert found.budget_s is None
+
+
+def test_flags_go_before_the_plan_file(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        f'model = "{model}"\nslo = "p99 < 1s"\nout = "there"\nexhaustive = true\nseed = 7\n'
+    )
+    found = plan("--plan", str(file), "--slo", "p99 < 20ms", "--name", "other")
+    assert str(found.slo) == "p99 < 20ms"
+    assert found.name == "other"
+    assert found.is_exhaustive
+    assert found.seed == 7
+
+
+def test_everything_that_is_missing_is_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan()
+    assert list(caught.value.problems) == [
+        "model: is missing",
+        "slo: is missing",
+        "out: is missing",
+    ]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(optimize_cli.optimize, list(arguments))
+    return result.exit_code, result.stderr
+
+
+def test_a_model_that_is_none(model: str, tmp_path: Path) -> None:
+    code, text = run(model, "--slo", "p99 < 20ms", "--out", str(tmp_path / "models"))
+    assert code == 1
+    assert text.startswith("penstock optimize: ")
+    assert "cannot be read as ONNX" in text
+    assert "Traceback" not in text
+
+
+def test_every_problem_has_a_line(tmp_path: Path) -> None:
+    code, text = run("away.onnx", "--slo", "p98 < 20ms", "--budget", "soon", "--out", str(tmp_path))
+    assert code == 1
+    assert len(text.splitlines()) == 2
+    assert "slo: 'p98 < 20ms'" in text
+    assert "budget: 'soon' is not a time" in text
