@@ -36,6 +36,9 @@ MAX_SHAPES = 2
 NEAR = 0.85
 # Kept of the time budget for measuring and proving what was found.
 RESERVE = 0.3
+# A parent below this share of the best is no parent for another precision.
+MIN_PARENT = 0.6
+FAR_BEHIND = "what it could start from is far behind the best"
 NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
 
 
@@ -228,6 +231,9 @@ class Search:
             backend = parent.build.config.backend
             if backend in proposals or each.name in _pass_names(parent.candidate):
                 continue
+            if self._is_far_behind(parent):
+                skips[FAR_BEHIND] = Skip(each.name, FAR_BEHIND)
+                continue
             found = each.propose(self._situation(parent))
             steps = [one for one in found if isinstance(one, Step)]
             skips.update({one.reason: one for one in found if isinstance(one, Skip)})
@@ -236,6 +242,12 @@ class Search:
         if not proposals:
             self.findings.skipped += skips.values()
         return list(proposals.values())
+
+    def _is_far_behind(self, parent: Contender) -> bool:
+        """So slow that no precision would bring it to the front. A compiler may do anything."""
+        if self._model_stage == "compile" or self._plan.is_exhaustive:
+            return False
+        return parent.rate < MIN_PARENT * self.findings.best.rate
 
     def _situation(self, parent: Contender) -> Situation:
         lab = self._lab
