@@ -1,9 +1,9 @@
 """The main job, for real: a trained model and an SLO in, a served version that keeps it out.
 
-Trains a sentiment classifier on published reviews (`sentiment/prepare.py`), has `penstock optimize`
-take it from PyTorch eager to an SLO without losing accuracy, serves what was committed, and
-measures the original and the result with `penstock bench` under the load of the SLO. Run by `make
-demo`; a second run goes on from the journal of the first.
+Trains a sentiment classifier on published reviews (`sentiment/prepare.py`), measures what it does in
+PyTorch eager, asks for 1.6 times that with a p99 below 100 ms, has `penstock optimize` get there
+without losing accuracy, serves what was committed and measures that. Run by `make demo`; a second
+run with the same SLO goes on from the journal of the first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from sentiment.prepare import Prepared, prepare, write_original
 from serving import ROOT, Server, penstock, show
 
 MODEL = "examples.sentiment.model:factory"
-# By batch times in process, two cores with VNNI, in the mix of lengths: eager would reach about
-# 140/s, INT8 on two instances about 460/s.
-SLO = "p99 < 100 ms at 200/s"
+# Whatever the machine: more than the original can, not more than the sequence can give.
+FACTOR = 1.6
+LATENCY = "p99 < 100 ms"
+CLIENTS = 16
 ACCURACY = "top1 drop <= 2 %"
-BUDGET = "5m"
+BUDGET = "6m"
 PRICE = "0.10"  # of two cores, per hour
 FOLDER = ROOT / ".bench" / "demo"
 PAGE = ROOT / "demo.html"
@@ -56,11 +58,15 @@ def main() -> None:
         f"{prepared.top1:.1%} of {prepared.num_held_out:,} held-out ones right."
     )
     FOLDER.mkdir(parents=True, exist_ok=True)
-    found = optimize(console, prepared)
     original = write_original(FOLDER / "original").parent
-    before = bench(console, original, prepared.requests, "before")
-    after = bench(console, FOLDER / "models", prepared.requests, "after")
-    console.print(table(before, after, found))
+    load = ["--concurrency", str(CLIENTS)]
+    [before] = bench(console, original, prepared.requests, [load])
+    slo = f"{LATENCY} at {max(10, round(FACTOR * before.per_s, -1)):.0f}/s"
+    console.print(f"\n{before.per_s:.0f} answers/s at best. What is wanted: [bold]{slo}[/bold]")
+    found = optimize(console, prepared, slo)
+    loads = [load, ["--slo", slo]]
+    after, promised = bench(console, FOLDER / "models", prepared.requests, loads)
+    console.print(table(slo, before, after, promised, found))
     console.print(found["headline"], highlight=False)
     page = os.path.relpath(PAGE, Path.cwd())
     console.print(f"What was tried, and why: {page}   ({time.monotonic() - began:.0f} s in all)")
@@ -68,11 +74,11 @@ def main() -> None:
         raise SystemExit(f"{after.num_failed} requests failed")
 
 
-def optimize(console: Console, prepared: Prepared) -> dict[str, Any]:
+def optimize(console: Console, prepared: Prepared, slo: str) -> dict[str, Any]:
     """What `penstock optimize --json` wrote; SystemExit when there is no version to serve."""
     path = FOLDER / "optimization.json"
     data = ["--data", os.path.relpath(prepared.reviews, ROOT), "--labels", "label"]
-    wishes = ["--slo", SLO, "--accuracy", ACCURACY, "--price", PRICE, "--budget", BUDGET]
+    wishes = ["--slo", slo, "--accuracy", ACCURACY, "--price", PRICE, "--budget", BUDGET]
     place = ["--out", os.path.relpath(FOLDER / "models", ROOT), "--name", "sentiment"]
     arguments = ["optimize", MODEL, *data, *wishes, *place, "--duration", "6s"]
     show(console, arguments)
@@ -83,17 +89,21 @@ def optimize(console: Console, prepared: Prepared) -> dict[str, Any]:
     return found
 
 
-def bench(console: Console, repository: Path, data: str, name: str) -> Measured:
-    """Under the load of the SLO, through a server of its own."""
-    path = FOLDER / f"{name}.json"
+def bench(
+    console: Console, repository: Path, data: str, loads: Sequence[Sequence[str]]
+) -> list[Measured]:
+    """Each load in turn, through one server."""
+    path = FOLDER / "bench.json"
+    found = []
     with Server(console, repository) as server:
         target = f"http://{server.address}/v2/models/sentiment"
-        arguments = ["bench", target, "--data", data, "--slo", SLO, "--duration", "8s"]
-        show(console, arguments)
-        status = penstock([*arguments, "--json", str(path)])
-    if status:
-        raise SystemExit(f"penstock bench ended with {status}")
-    return measured(json.loads(path.read_text()))
+        for load in loads:
+            arguments = ["bench", target, "--data", data, *load, "--duration", "6s"]
+            show(console, arguments)
+            if status := penstock([*arguments, "--json", str(path)]):
+                raise SystemExit(f"penstock bench ended with {status}")
+            found.append(measured(json.loads(path.read_text())))
+    return found
 
 
 def measured(run: dict[str, Any]) -> Measured:
@@ -105,20 +115,32 @@ def measured(run: dict[str, Any]) -> Measured:
         latencies["p99"]["value"],
         summary["throughput_per_s"]["value"],
         summary["num_failed"],
-        run["verdict"]["slo"],
+        (run.get("verdict") or {}).get("slo", ""),
     )
 
 
-def table(before: Measured, after: Measured, found: dict[str, Any]) -> Table:
+def table(
+    slo: str, before: Measured, after: Measured, promised: Measured, found: dict[str, Any]
+) -> Table:
+    """Before and after with clients that never pause, and under the load of the SLO."""
     held_out = found["held_out"] or {}
-    result = Table(title=SLO)
-    for column in ("", "p50", "p99", "answers/s", "SLO", "accuracy"):
+    result = Table(title=slo)
+    load = slo.rpartition(" at ")[2]
+    columns = (f"answers/s, {CLIENTS} clients", "p99", f"p99 at {load}", "SLO", "accuracy")
+    for column in ("", *columns):
         result.add_column(column, justify="right" if column else "left")
-    rows = (("PyTorch eager", before, "original"), ("optimised", after, "candidate"))
-    for name, each, key in rows:
+    first = (found["before"] or {}).get("p99", {}).get("value")
+    overloaded_ms = None if first is None else 1e3 * first
+    verdicts = [each["outcome"] for each in (found["before"] or {}).get("verdicts", [])]
+    kept = "kept" if verdicts and set(verdicts) == {"kept"} else "missed"
+    rows = (
+        ("PyTorch eager", before, overloaded_ms, kept, "original"),
+        ("optimised", after, promised.p99_ms, promised.verdict, "candidate"),
+    )
+    for name, each, p99_ms, verdict, key in rows:
         accuracy = f"{held_out[key]:.1%}" if key in held_out else "-"
-        figures = [milliseconds(each.p50_ms), milliseconds(each.p99_ms), f"{each.per_s:.0f}"]
-        result.add_row(name, *figures, each.verdict, accuracy)
+        figures = [f"{each.per_s:.0f}", milliseconds(each.p99_ms), milliseconds(p99_ms)]
+        result.add_row(name, *figures, verdict, accuracy)
     return result
 
 
