@@ -1,7 +1,7 @@
 """The main job, for real: a trained model and an SLO in, a served version that keeps it out.
 
-Trains a sentiment classifier on published reviews (`sentiment/prepare.py`), measures what it does in
-PyTorch eager, asks for 1.6 times that with a p99 below 100 ms, has `penstock optimize` get there
+Trains a sentiment classifier on published reviews (`sentiment/prepare.py`), measures what it does
+in PyTorch eager, asks for 1.6 times that with a p99 below 100 ms, has `penstock optimize` get there
 without losing accuracy, serves what was committed and measures that. Run by `make demo`; a second
 run with the same SLO goes on from the journal of the first.
 """
