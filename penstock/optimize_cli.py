@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.optimizer.plan import Plan
@@ -153,10 +153,14 @@ def optimize(
 
     try:
         plan = make_plan(model, plan_path, flags)
+        _check_outputs(html_path, json_path)
         found = _optimize(plan)
         _show(found, plan, html_path, json_path)
     except ConfigError as error:
         click.echo("\n".join(f"penstock optimize: {each}" for each in error.problems), err=True)
+        sys.exit(FAILED)
+    except PenstockError as error:
+        click.echo(f"penstock optimize: {error}", err=True)
         sys.exit(FAILED)
     except KeyboardInterrupt:
         click.echo("penstock optimize: interrupted; the same command goes on", err=True)
@@ -173,6 +177,18 @@ def make_plan(model: str | None, plan_path: str | None, flags: dict[str, Any]) -
     return plan_file.make_plan(
         {**wishes, **{key: value for key, value in given.items() if value is not None}}
     )
+
+
+def _check_outputs(*names: str | None) -> None:
+    """Before an hour of measuring: ConfigError for files that could not be written."""
+    from penstock.benchmark.report import run_files
+
+    given = [name for name in names if name]
+    problems = [text for name in given if (text := run_files.problem_of(Path(name)))]
+    if len(set(given)) < len(given):
+        problems.append(f"{given[0]}: two outputs cannot share a file")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _optimize(plan: Plan) -> Optimization:

@@ -94,15 +94,22 @@ def _model_folder(root: AnyPath, name: str) -> Path:
     path = Path(os.path.abspath(root))
     if not path.is_dir():
         raise ConfigError([f"{root}: no such folder; expected a model repository"])
-    is_plain = manifests.is_plain(name) and "/" not in name and not name.startswith(".")
-    if not is_plain or len(name.encode()) > MAX_NAME_BYTES:
-        raise ConfigError([f"name: {name!r} cannot be the name of a model's folder"])
+    if problem := problem_of_name(name):
+        raise ConfigError([problem])
     folder = path / name
     if not folder.resolve().is_relative_to(path.resolve()):
         raise ConfigError([f"{name}: a link that leads out of the repository"])
     if folder.exists() and not folder.is_dir():
         raise ConfigError([f"{name}: {folder} is not a folder"])
     return folder
+
+
+def problem_of_name(name: str) -> str:
+    """Why a model cannot be called so; empty if it can."""
+    is_plain = manifests.is_plain(name) and "/" not in name and not name.startswith(".")
+    if is_plain and len(name.encode()) <= MAX_NAME_BYTES:
+        return ""
+    return f"name: {name!r} cannot be the name of a model's folder"
 
 
 def _problems_of(folder: Path, config: ModelConfig, evidence: Mapping[str, Any]) -> list[str]:

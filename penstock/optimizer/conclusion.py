@@ -25,15 +25,19 @@ class Choice:
 def choose(lab: Lab, findings: Findings) -> Choice:
     """The first of the finalists that passes on the held-out part. Each look at it spends a part of
     what may be risked, so that asking often does not make passing likely."""
-    refused: list[Judgement] = []
+    refused: dict[str, Judgement] = {}
     for finalist in findings.finalists:
-        if lab.examples is None or not finalist.contender.is_lossy:
-            return Choice(finalist, _for_the_record(lab, finalist), refused)
-        alpha = spent_alpha(len(refused))
-        judgement = lab.judge(finalist.build, HELD_OUT, alpha)
+        contender = finalist.contender
+        if lab.examples is None or not contender.is_lossy:
+            return Choice(finalist, _for_the_record(lab, finalist), list(refused.values()))
+        key = contender.candidate.key
+        if key in refused:
+            # The same model, served in another way.
+            continue
+        judgement = lab.judge(contender.build, HELD_OUT, spent_alpha(len(refused)))
         if judgement.is_passed:
-            return Choice(finalist, judgement, refused)
-        refused.append(judgement)
+            return Choice(finalist, judgement, list(refused.values()))
+        refused[key] = judgement
     raise AssertionError("the original is a finalist, and lossless")
 
 
@@ -41,7 +45,7 @@ def _for_the_record(lab: Lab, finalist: Finalist) -> Judgement | None:
     """What loses nothing by its making needs no gate; its score is told all the same."""
     if lab.examples is None:
         return None
-    return lab.judge(finalist.build, HELD_OUT)
+    return lab.judge(finalist.contender.build, HELD_OUT)
 
 
 def conclude(lab: Lab, search: Search, command: str) -> Optimization:

@@ -16,18 +16,19 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.results import Optimization, Served
 
 CALIBRATION = "calibration.json"
+# What two commits of one run of one candidate have in common.
+SAME = ("lineage", "outcome", "measured", "accuracy")
 
 
 def commit(build: Build, found: Optimization, run: str) -> str:
     """The version's number. A run that was killed after it had committed does not do it again."""
     out = Path(found.out)
     out.mkdir(parents=True, exist_ok=True)
-    there = _committed(out / found.name, run, build.candidate.key)
+    made = evidence(build, found, run)
+    there = _committed(out / found.name, made)
     if there:
         return there
-    return versions.commit(
-        out, found.name, build.version_folder, build.config, evidence(build, found, run)
-    )
+    return versions.commit(out, found.name, build.version_folder, build.config, made)
 
 
 def evidence(build: Build, found: Optimization, run: str) -> dict[str, Any]:
@@ -91,13 +92,12 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
-def _committed(folder: Path, run: str, candidate: str) -> str:
-    """The version that this run has made of this candidate; empty if there is none."""
+def _committed(folder: Path, made: dict[str, Any]) -> str:
+    """The version that has this evidence, but for the time and the words; empty if none has."""
     if not os.path.isdir(folder):
         return ""
     for version in repository.version_folders(folder):
         manifest = manifests.read(folder / version)
-        lineage = {} if manifest is None else manifest.evidence.get("lineage", {})
-        if lineage.get("run") == run and lineage.get("candidate") == candidate:
+        if manifest is not None and all(manifest.evidence.get(key) == made[key] for key in SAME):
             return version
     return ""

@@ -13,7 +13,7 @@ from penstock.slo import Cost, Latency, Slo, Throughput, format_duration
 HOPE = 0.85
 # Candidates that differ by less are equal: batch times do not repeat any better.
 NOISE = 0.05
-# Of requests in time; below it, it is by chance that any are.
+# Shares of requests in time that differ by less are equal.
 MIN_GOODPUT = 0.05
 
 
@@ -64,8 +64,8 @@ def _beats(one: Served, other: Served) -> bool:
         return _is_below(one.p99, other.p99)
     # Where both miss it: who answers more in time is ahead, then who answers more at all; latency
     # of a queue that grows says how long was measured.
-    if max(one.goodput, other.goodput) > MIN_GOODPUT and one.goodput != other.goodput:
-        return is_better(one.goodput, other.goodput)
+    if abs(one.goodput - other.goodput) > MIN_GOODPUT:
+        return one.goodput > other.goodput
     return _is_above(one.throughput, other.throughput)
 
 

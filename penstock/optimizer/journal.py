@@ -63,22 +63,38 @@ class Journal:
     ) -> None:
         self._file.close()
 
-    def remember(self, kind: str, key: str, type: type[T], compute: Callable[[], T]) -> T:
+    def remember(
+        self,
+        kind: str,
+        key: str,
+        type: type[T],
+        compute: Callable[[], T],
+        *,
+        keeps_failure: bool = True,
+    ) -> T:
         """What is known by this kind and key; computed, and kept, if nothing is. What fails with a
-        PenstockError is a finding too: it fails with the same text the next time."""
+        PenstockError is a finding too: it fails with the same text the next time. Unless another
+        time it may not: then it is no finding."""
         record = self._known.get((kind, key))
         if record is not None:
             self.num_remembered += 1
         else:
-            record = self._compute(kind, key, compute)
+            record = self._compute(kind, key, compute, keeps_failure)
         if "failed" in record:
             raise BackendFailed(record["failed"])
         return msgspec.convert(record["value"], type, strict=False)
 
-    def knows(self, kind: str, key: str) -> bool:
-        return (kind, key) in self._known
+    def count(self, kind: str, key: str) -> int:
+        """How often this was called, in all runs; called before what may end the process, it tells
+        the next run."""
+        num = 1 + int(self._known.get((kind, key), {}).get("value", 0))
+        self._known[kind, key] = record = {"kind": kind, "key": key, "value": num}
+        self._append(record)
+        return num
 
-    def _compute(self, kind: str, key: str, compute: Callable[[], T]) -> dict[str, Any]:
+    def _compute(
+        self, kind: str, key: str, compute: Callable[[], T], keeps_failure: bool
+    ) -> dict[str, Any]:
         began = time.monotonic()
         record: dict[str, Any] = {"kind": kind, "key": key}
         try:
@@ -87,6 +103,8 @@ class Journal:
             # The wish itself is wrong: there is nothing to be remembered.
             raise
         except PenstockError as error:
+            if not keeps_failure:
+                raise
             record["failed"] = str(error)
         else:
             record["value"] = value

@@ -39,6 +39,8 @@ from penstock.types import Array
 NUM_COMPARED = 64
 # Rounding of another order of operations, as a share of an output's largest value.
 TOLERANCE = 1e-3
+# A build that was begun so often and never ended takes the run down with it.
+MAX_BEGUN = 3
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
 NO_DATA = (
     "no data was given: inputs are drawn from the signature, nothing is quantised, and answers are "
@@ -123,6 +125,8 @@ class Lab:
     def _make(self, candidate: Candidate, parent: Build) -> bool:
         """Into a folder that nobody looks at, then renamed: half a build is none."""
         self.watch("build")
+        if self.journal.count("build begun", candidate.key) > MAX_BEGUN:
+            raise BackendFailed(f"building it ended the run {MAX_BEGUN} times")
         step = candidate.steps[-1]
         home = self._folder / "builds" / candidate.key
         draft = home.with_name(f".{home.name}")
@@ -135,6 +139,9 @@ class Lab:
             os.rename(draft, home)
         except PenstockError as error:
             raise BackendFailed(str(error)) from error
+        except (OSError, MemoryError) as error:
+            # The machine's fault, not the candidate's.
+            raise ConfigError([f"{home.name}: cannot be built: {error}"]) from error
         except Exception as error:  # A trial may fail in any way its libraries know.
             raise BackendFailed(f"{type(error).__name__}: {_first_line(error)}") from error
         finally:
@@ -220,6 +227,9 @@ class Lab:
         self.watch("audit of the data")
         if self.scorer.is_agreement:
             self.notes.append(ONLY_AGREEMENT)
+        # An evaluator that does not work is better known now than after an hour.
+        original = self.original_answers(COMPARED)
+        self.scorer.score(original, self.compared, original)
         found = self.journal.remember("audit", "", audit.Audit, self._audit)
         if found.problems:
             ways = "or leave data out, to optimise without what needs it"
@@ -293,18 +303,24 @@ class Lab:
             return served.measure_alternately(builds, self.plan, self.rows, self.watch)
 
         self.watch("start servers")
-        return self.journal.remember("served", _keys(builds), list[Served], measure)
+        found = self.journal.remember(
+            "served", _keys(builds), list[Served], measure, keeps_failure=False
+        )
+        return [served.repriced(each, self.plan) for each in found]
 
     def prove(self, builds: Sequence[Build], left_s: float | None) -> list[Served]:
         """At the load of the SLO and, as far as the time reaches, up to the highest rate of each,
         in turns."""
         self.watch("start servers for the proof")
-        return self.journal.remember(
-            "proof",
+        has_time = left_s is None or left_s > served.MIN_PROOF_S * len(builds)
+        found = self.journal.remember(
+            "proof with rates" if has_time else "proof",
             _keys(builds),
             list[Served],
             lambda: served.prove(builds, self.plan, self.rows, self.watch, left_s),
+            keeps_failure=False,
         )
+        return [served.repriced(each, self.plan) for each in found]
 
 
 def _opened(candidate: Candidate, folder: Path) -> Build:

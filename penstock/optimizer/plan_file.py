@@ -17,7 +17,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock import slo
+from penstock import slo, versions
 from penstock.errors import ConfigError
 from penstock.optimizer import budget
 from penstock.optimizer.plan import Plan
@@ -86,7 +86,7 @@ def default_name(model: str) -> str:
 
 def _check(plan: Plan) -> None:
     """What contradicts itself, or is not there."""
-    problems = []
+    problems = [versions.problem_of_name(plan.name)] if versions.problem_of_name(plan.name) else []
     if not _is_reference(plan.model) and not os.path.exists(plan.model):
         expected = "an .onnx or .pt2 file, a model's folder or package.module:factory"
         problems.append(f"model: {plan.model}: no such file or folder; expected {expected}")

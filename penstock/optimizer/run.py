@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from penstock import repository
 from penstock.errors import ConfigError
 from penstock.optimizer import evidence, passes
@@ -34,6 +36,7 @@ from penstock.optimizer.subject import Subject, open_subject
 # Below the repository; readers of repositories pass over names that start with a dot.
 WORK = ".optimize"
 ORIGINAL = "original"
+OPENING = ".opening-"
 # Enough inputs that no two requests in a row are alike.
 NUM_DRAWN = 256
 
@@ -78,15 +81,29 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
 @contextmanager
 def _opened(plan: Plan, work: Path) -> Iterator[Subject]:
     """The model as it came, in a folder of this process until it is known whose it is."""
-    folder = work / f".opening-{os.getpid()}"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = work / f"{OPENING}{os.getpid()}"
     try:
+        _sweep(work)
         folder.mkdir(parents=True)
-        yield open_subject(plan, folder / plan.name)
+        subject = open_subject(plan, folder / plan.name)
     except OSError as error:
-        raise ConfigError([f"{error.filename or work}: {error.strerror}"]) from None
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ConfigError([f"{error.filename or work}: {error.strerror or error}"]) from None
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    try:
+        yield subject
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(work: Path) -> None:
+    """What processes left behind that were killed while they opened a model."""
+    for folder in work.glob(f"{OPENING}*"):
+        pid = folder.name.removeprefix(OPENING)
+        if not pid.isdigit() or not psutil.pid_exists(int(pid)) or int(pid) == os.getpid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _placed(subject: Subject, folder: Path) -> Subject:
@@ -108,6 +125,7 @@ def _examples(plan: Plan, subject: Subject) -> Examples:
 
 def run_key(plan: Plan, machine: Machine, subject: Subject, examples: Examples) -> str:
     """The same model, data, wishes, code, tools and machine: then what a journal says holds."""
+    # A price changes what is made of what was measured, and a budget of time how much is.
     wishes = replace(plan, budget_s=None, out="", price_per_hour=None)
     parts = [
         str(wishes),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import goals
@@ -25,6 +25,7 @@ from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Served, Try
 from penstock.optimizer.shapes import pairs, shapes
 from penstock.optimizer.simulate import TimeTable
+from penstock.slo import Memory
 
 MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
 # Served and measured at most, besides the original.
@@ -39,6 +40,8 @@ RESERVE = 0.3
 # A parent below this share of the best is no parent for another precision.
 MIN_PARENT = 0.6
 FAR_BEHIND = "what it could start from is far behind the best"
+# Of the machine's, that instances of one candidate may take while they are timed.
+MAX_MEMORY = 0.25
 NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
 
 
@@ -165,6 +168,7 @@ class Search:
                 if self._is_enough():
                     return
         self._measure_finalists(MAX_FINALISTS)
+        self._try_memory()
 
     def _finish_early(self) -> None:
         """What was found before the time was up, or somebody interrupted, is served and measured
@@ -286,11 +290,8 @@ class Search:
                     judged.append(record)
         if not judged:
             return
-        best = min(judged, key=_by_accuracy)
-        try:
-            contender = self._timed(self._lab.build(best.candidate), _facts(best), is_lossy=True)
-        except PenstockError as error:
-            best.outcome, best.reason = "failed", str(error)
+        best, contender = self._timed_best(judged)
+        if best is None or contender is None:
             return
         for record in judged:
             self._note_times(record, contender)
@@ -302,6 +303,16 @@ class Search:
             if record is not best and record.outcome != "rejected":
                 record.outcome = "equal"
                 record.reason = f"as fast as {best.candidate.steps[-1]}, which loses no more"
+
+    def _timed_best(self, judged: Sequence[Try]) -> tuple[Try | None, Contender | None]:
+        """The most accurate that can be timed at all."""
+        for record in sorted(judged, key=_by_accuracy):
+            try:
+                build = self._lab.build(record.candidate)
+                return record, self._timed(build, _facts(record), is_lossy=True)
+            except PenstockError as error:
+                record.outcome, record.reason = "failed", str(error)
+        return None, None
 
     @contextlib.contextmanager
     def _record(self, parent: Contender, step: Step) -> Iterator[Try]:
@@ -348,10 +359,25 @@ class Search:
 
     def _timed(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
         lab = self._lab
-        times = {pair: lab.times(build, *pair) for pair in pairs(lab.machine.num_cores)}
+        times: dict[tuple[int, int], TimeTable] = {}
+        for pair in pairs(lab.machine.num_cores):
+            memory_bytes = pair[0] * max((t.memory_bytes for t in times.values()), default=0)
+            if memory_bytes > MAX_MEMORY * lab.machine.memory_bytes:
+                break
+            times[pair] = lab.times(build, *pair)
         contender = Contender(build, facts, times, [], is_lossy)
-        contender.shapes = shapes(self._situation(contender))
+        contender.shapes = self._within_memory(contender)
         return contender
+
+    def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
+        """Shapes that the SLO has room for; all of them if none is known to fit."""
+        found = shapes(self._situation(contender))
+        limits = [term.max_bytes for term in self._slo.terms if isinstance(term, Memory)]
+        if not limits:
+            return found
+        sizes = {pair[0]: pair[0] * t.memory_bytes for pair, t in contender.times.items()}
+        fitting = [each for each in found if sizes[_num_instances(each[0])] <= min(limits)]
+        return fitting or found
 
     def _note_times(self, record: Try, contender: Contender) -> None:
         record.times = list(contender.times.values())
@@ -408,11 +434,54 @@ class Search:
         known = [(one.contender, one.build) for one in kept]
         runners = known + fresh
         self._trying = ", ".join(str(build.candidate) for _, build in fresh)
-        for (contender, build), served in zip(
-            runners, self._lab.serve([build for _, build in runners]), strict=True
-        ):
+        for contender, build, served in self._serve(runners):
             self._add_served(contender, build, served)
         self._stage = stage
+
+    def _serve(
+        self, runners: Sequence[tuple[Contender, Build]]
+    ) -> Iterator[tuple[Contender, Build, Served]]:
+        """In turns; if that fails, one by one, so that only who is to blame is out."""
+        try:
+            servings = self._lab.serve([build for _, build in runners])
+        except PenstockError as error:
+            if len(runners) > 1:
+                for runner in runners:
+                    yield from self._serve([runner])
+                return
+            candidate = runners[0][1].candidate
+            self.findings.tries.append(Try(candidate, "batching", "failed", str(error)))
+            return
+        for (contender, build), served in zip(runners, servings, strict=True):
+            yield contender, build, served
+
+    def _try_memory(self) -> None:
+        """What misses nothing but the memory it may take, with less of it."""
+        best = self.findings.finalists[0]
+        missed = [each for each in best.served.verdicts if each.outcome == "missed"]
+        if not self._plan.is_exhaustive and (not missed or {v.unit for v in missed} != {"bytes"}):
+            return
+        self._stage = "memory"
+        for each in self._passes:
+            if each.stage == "memory":
+                self._try_less(each, best)
+
+    def _try_less(self, each: Pass, best: Finalist) -> None:
+        contender = best.contender
+        situation = replace(self._situation(contender), build=best.build)
+        for step in each.propose(situation):
+            if isinstance(step, Skip):
+                self.findings.skipped.append(step)
+                continue
+            candidate = best.build.candidate.then(step)
+            self._trying = str(candidate)
+            try:
+                build = self._build_shape(contender, candidate, [step])
+            except PenstockError as error:
+                self.findings.tries.append(Try(candidate, "memory", "failed", str(error)))
+                continue
+            for _, _, served in self._serve([(contender, build)]):
+                self._add_served(contender, build, served)
 
     def _shaped(self, limit: int) -> Iterator[tuple[Contender, Build]]:
         """What is predicted to come near the best, and of equal ones the simpler first."""
@@ -484,6 +553,10 @@ class Search:
                 left_s=self.left_s,
             )
         )
+
+
+def _num_instances(steps: Sequence[Step]) -> int:
+    return next(int(step.settings["instances"]) for step in steps if step.pass_name == "instances")
 
 
 def _reject(record: Try, reason: str) -> None:

@@ -61,6 +61,8 @@ ABOVE = 1.05
 # Of the search for the highest rate, of one build.
 SEARCH_S = 60.0
 MIN_SEARCH_S = 20.0
+# Of one build: less does not reach to its highest rate.
+MIN_PROOF_S = 60.0
 SEARCH_LEVEL_S = 4.0
 # A level is longer where fewer would come in that time: so few say nothing of a tail.
 SEARCH_REQUESTS = 400
@@ -151,6 +153,11 @@ def priced(served: Served, max_rate: Interval, plan: Plan) -> Served:
     return msgspec.structs.replace(
         served, max_rate=max_rate, cost_per_million=cost.value, verdicts=judged
     )
+
+
+def repriced(served: Served, plan: Plan) -> Served:
+    """The same at the price of today."""
+    return served if served.max_rate is None else priced(served, served.max_rate, plan)
 
 
 def _ends(interval: Interval) -> tuple[float, float, float]:
