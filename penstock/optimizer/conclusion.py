@@ -4,11 +4,13 @@ turns with the original; the verdict."""
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement, spent_alpha
+from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.search import Finalist, Findings, Search
@@ -142,40 +144,51 @@ def _is_refused(findings: Findings, choice: Choice) -> bool:
 
 
 def _phases(lab: Lab, findings: Findings, found: Optimization) -> list[Phase]:
-    """The waterfall: the original, the best after each stage where that changed, the choice."""
+    """The waterfall: the original, the best after each stage where that changed, the choice. Scores
+    are all of the examples that candidates were chosen by."""
+    judged = {each.candidate.key: each.accuracy for each in findings.tries if each.accuracy}
+    original = next((each.original for each in judged.values()), None)
+    if original is None and found.held_out is not None:
+        original = found.held_out.original
     phases: list[Phase] = []
-    scores = {each.candidate.key: each.accuracy for each in findings.tries}
-    last = ""
+    last = None
     for stage, contender in findings.by_stage:
-        key = contender.candidate.key
-        if key == last:
+        if contender is last:
             continue
-        last = key
-        judged = scores.get(key)
-        original = None if found.held_out is None else found.held_out.original
+        last = contender
+        of_step = judged.get(contender.candidate.key)
         phases.append(
             Phase(
                 label="original" if stage == "baseline" else str(contender.candidate.steps[-1]),
                 p99_s=float("nan"),
                 max_rate=contender.rate,
-                accuracy=original if judged is None else judged.candidate,
+                accuracy=original if of_step is None else of_step.candidate,
                 cost_per_million=_cost(contender.rate, lab.plan.price_per_hour),
                 is_measured=False,
             )
         )
     if found.before is not None and phases:
-        phases[0] = _measured_phase("original", found.before, found, is_original=True)
+        phases[0] = _measured_phase("original", found.before, original)
     if found.after is not None and found.chosen is not None and found.chosen.steps:
-        shape = " → ".join(str(step) for step in found.chosen.steps[-2:])
-        phases.append(_measured_phase(f"as served: {shape}", found.after, found))
+        label = f"as served: {' → '.join(str(step) for step in found.chosen.steps[-2:])}"
+        score = _score(judged, found.chosen, original)
+        phases.append(_measured_phase(label, found.after, score))
     return phases
 
 
-def _measured_phase(
-    label: str, served: Served, found: Optimization, *, is_original: bool = False
-) -> Phase:
-    judged = found.held_out
-    score = None if judged is None else judged.original if is_original else judged.candidate
+def _score(
+    judged: Mapping[str, Judgement], chosen: Candidate, original: float | None
+) -> float | None:
+    """Of the last step that was judged: those about serving are not."""
+    candidate = chosen
+    while candidate.steps:
+        if candidate.key in judged:
+            return judged[candidate.key].candidate
+        candidate = candidate.parent
+    return original
+
+
+def _measured_phase(label: str, served: Served, score: float | None) -> Phase:
     rate = float("nan") if served.max_rate is None else served.max_rate.value
     return Phase(label, served.p99.value, rate, score, served.cost_per_million, True)
 

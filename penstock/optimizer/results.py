@@ -23,6 +23,8 @@ Outcome = Literal["kept", "equal", "slower", "rejected", "failed"]
 
 # Units of terms that must not be below their limit; all others must not be above.
 AT_LEAST = ("/s", "%")
+# So many times below its limit a figure is sure, however few requests it comes from.
+FAR = 3.0
 
 
 class Verdict(msgspec.Struct):
@@ -37,12 +39,12 @@ class Verdict(msgspec.Struct):
 
     @property
     def is_sure(self) -> bool:
-        """Whether the limit is outside the interval; not known means no."""
+        """Whether the limit is outside the interval, or so far away that it need not be known."""
         if self.measured is None:
             return False
         if self.unit in AT_LEAST:
             return self.measured.low >= self.limit
-        return self.measured.high <= self.limit
+        return self.measured.high <= self.limit or FAR * self.measured.value <= self.limit
 
 
 class Curve(msgspec.Struct):

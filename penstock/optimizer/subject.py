@@ -35,6 +35,10 @@ FORMS = (
 )
 
 
+# The kind of what comes from a repository, before its number.
+SERVED = "served version"
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     build: Build
@@ -170,7 +174,7 @@ def _take_served(path: Path, version: Path) -> Taken:
             shutil.copyfile(shared, version / spec.label_file)
     batching = replace(config.batching, slo_latency_s=None)
     config = replace(config, slo="", is_slo_from_evidence=False, batching=batching)
-    return Taken(f"served version {config.version}", config)
+    return Taken(f"{SERVED} {config.version}", config)
 
 
 def _served_version(path: Path) -> tuple[Path, ModelConfig]:
