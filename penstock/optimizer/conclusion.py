@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.examples import num_to_bring
 from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.search import Finalist, Findings, Search
@@ -78,6 +79,13 @@ def conclude(lab: Lab, search: Search, command: str) -> Optimization:
     choice = choose(lab, findings)
     found.notes += [f"on held-out examples: {each.text}" for each in choice.refused]
     _prove(lab, search, choice, found)
+    other = _better_proven(lab, findings, choice, found)
+    if other is not None:
+        found.notes.append(
+            f"proven once more with {other.finalist.build.candidate}: the first miss"
+        )
+        choice = other
+        _prove(lab, search, choice, found)
     if _original_does(lab, choice, found):
         found.notes.append("measured in turns, the original does as well as what was chosen")
         choice.finalist = next(one for one in findings.finalists if not one.build.candidate.steps)
@@ -85,11 +93,34 @@ def conclude(lab: Lab, search: Search, command: str) -> Optimization:
         found.after = found.before
     found.chosen = choice.finalist.build.candidate
     found.held_out = choice.held_out
+    found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings)]
     found.outcome = _outcome(findings, choice, found)
     if found.outcome != "met" and found.after is not None:
         found.binding = goals.binding(found.after, plan.slo)
     found.phases = _phases(lab, findings, found)
     return found
+
+
+def _clipped(lab: Lab, choice: Choice) -> list[str]:
+    shares = lab.clipped(choice.finalist.build)
+    return [
+        f"input '{name}': {share:.2%} of held-out values lie outside of the calibrated range"
+        for name, share in shares.items()
+        if share > 0
+    ]
+
+
+def _examples_wanted(lab: Lab, findings: Findings) -> list[str]:
+    """How many examples would have to be brought for the gate to decide about what it could not."""
+    wanted = [
+        each.accuracy.num_needed
+        for each in findings.tries
+        if each.accuracy is not None and each.accuracy.num_needed
+    ]
+    if not wanted:
+        return []
+    total = num_to_bring(min(wanted), bool(lab.plan.calibration))
+    return [f"some candidates could not be judged: bring about {total:,} examples in all"]
 
 
 def _notes(lab: Lab, findings: Findings) -> list[str]:
@@ -115,6 +146,19 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> Non
         found.notes.append(f"the last measurement failed: {error}")
         return
     found.before, found.after = measured[0], measured[-1]
+
+
+def _better_proven(
+    lab: Lab, findings: Findings, choice: Choice, found: Optimization
+) -> Choice | None:
+    """The next finalist that kept the SLO, when the proof of the first did not confirm it."""
+    if found.after is None or found.after.is_met or findings.is_interrupted:
+        return None
+    rest = [one for one in findings.finalists if one.build is not choice.finalist.build]
+    if not rest or not rest[0].served.is_met:
+        return None
+    again = choose(lab, replace(findings, finalists=rest))
+    return again if again.finalist.served.is_met else None
 
 
 def _original_does(lab: Lab, choice: Choice, found: Optimization) -> bool:

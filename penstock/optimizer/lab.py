@@ -6,6 +6,7 @@ trials, the gate, the profiler and the server; decides nothing.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,16 @@ import numpy as np
 
 from penstock import repository
 from penstock.errors import BackendFailed, ConfigError, PenstockError
-from penstock.optimizer import accuracy, audit, numerics, passes, scores, served, trials
+from penstock.optimizer import (
+    accuracy,
+    audit,
+    calibration,
+    numerics,
+    passes,
+    scores,
+    served,
+    trials,
+)
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.budget import Budget, default_budget
 from penstock.optimizer.candidates import Build, Candidate, Step
@@ -39,6 +49,8 @@ from penstock.types import Array
 NUM_COMPARED = 64
 # Rounding of another order of operations, as a share of an output's largest value.
 TOLERANCE = 1e-3
+# Patience with batches of slow models, whatever the SLO allows.
+MAX_BATCH_S = 10.0
 # A build that was begun so often and never ended takes the run down with it.
 MAX_BEGUN = 3
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
@@ -263,6 +275,24 @@ class Lab:
 
         return self.journal.remember("fallback", parent.candidate.then(step).key, KeptLayers, find)
 
+    def clipped(self, build: Build) -> dict[str, float]:
+        """Of each input's values in the held-out rows, the share outside of the range that the
+        build was calibrated for; empty where nothing was calibrated."""
+        path = build.version_folder / calibration.FILE
+        if not path.is_file():
+            return {}
+        ranges = {
+            name: (each["min"], each["max"])
+            for name, each in json.loads(path.read_bytes())["inputs"].items()
+        }
+        rows = [self.rows[index] for index in self._examples.split.held_out]
+        values = {
+            name: np.concatenate([np.ravel(row[name]) for row in rows])
+            for name in ranges
+            if rows and name in rows[0] and rows[0][name].dtype.kind == "f"
+        }
+        return audit.clipped_share(ranges, values)
+
     def _float_seconds(self, build: Build) -> dict[str, float] | None:
         """What each operator takes; None where no profile can be had."""
         try:
@@ -286,7 +316,7 @@ class Lab:
     def _longest_s(self) -> float:
         """A batch that takes longer than a request may has no place in any configuration."""
         limit_s = None if self.plan.slo is None else self.plan.slo.latency_s
-        return trials.MAX_BATCH_S if limit_s is None else min(trials.MAX_BATCH_S, 1.5 * limit_s)
+        return trials.MAX_BATCH_S if limit_s is None else min(MAX_BATCH_S, 1.5 * limit_s)
 
     def profile(self, build: Build) -> Profile:
         self.watch("profile")

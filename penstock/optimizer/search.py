@@ -168,6 +168,7 @@ class Search:
                 if self._is_enough():
                     return
         self._measure_finalists(MAX_FINALISTS)
+        self._note_serving()
         self._try_memory()
 
     def _finish_early(self) -> None:
@@ -360,7 +361,10 @@ class Search:
     def _timed(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
         lab = self._lab
         times: dict[tuple[int, int], TimeTable] = {}
-        for pair in pairs(lab.machine.num_cores):
+        # Instances on a GPU would take turns.
+        num_cores = lab.machine.num_cores
+        arrangements = pairs(num_cores) if build.config.device == "cpu" else [(1, num_cores)]
+        for pair in arrangements:
             memory_bytes = pair[0] * max((t.memory_bytes for t in times.values()), default=0)
             if memory_bytes > MAX_MEMORY * lab.machine.memory_bytes:
                 break
@@ -455,6 +459,14 @@ class Search:
         for (contender, build), served in zip(runners, servings, strict=True):
             yield contender, build, served
 
+    def _note_serving(self) -> None:
+        """Why the passes about serving have nothing to offer, where that is so."""
+        situation = self._situation(self.findings.best)
+        for each in self._passes:
+            if each.is_config_only and each.stage != "memory":
+                found = each.propose(situation)
+                self.findings.skipped += [one for one in found if isinstance(one, Skip)]
+
     def _try_memory(self) -> None:
         """What misses nothing but the memory it may take, with less of it."""
         best = self.findings.finalists[0]
@@ -484,17 +496,17 @@ class Search:
                 self._add_served(contender, build, served)
 
     def _shaped(self, limit: int) -> Iterator[tuple[Contender, Build]]:
-        """What is predicted to come near the best, and of equal ones the simpler first."""
-        near = NEAR * self.findings.best.rate
-        ranked = sorted(self.findings.contenders, key=_simplicity)
+        """What is predicted to come near the best: of what is as good as the best the simpler
+        first, each in its best shape before any in its second."""
+        best = self.findings.best.rate
         found = [
-            (contender, steps, rate)
-            for contender in ranked
-            for steps, rate in contender.shapes[:MAX_SHAPES]
-            if rate >= near
+            (place, goals.is_better(best, rate), _simplicity(contender), -rate, contender, steps)
+            for contender in self.findings.contenders
+            for place, (steps, rate) in enumerate(contender.shapes[:MAX_SHAPES])
+            if rate >= NEAR * best
         ]
-        found.sort(key=lambda each: -each[2])
-        for contender, steps, _ in found[:limit]:
+        found.sort(key=lambda each: each[:4])
+        for *_, contender, steps in found[:limit]:
             candidate = Candidate((*contender.candidate.steps, *steps))
             try:
                 yield contender, self._build_shape(contender, candidate, steps)
