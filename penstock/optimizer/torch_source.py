@@ -84,6 +84,13 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
     return _config(module, specs, _answers_by_name, version), name
 
 
+def own_files(artifact: Path) -> set[str]:
+    """What a version needs only as long as its model is a PyTorch module: its name, and those of
+    the files it may have beside it."""
+    shards = [path.name for path in artifact.parent.glob("*.safetensors")]
+    return {artifact.name, MODULE, "model.pt2", WEIGHTS, f"{WEIGHTS}.index.json", *shards}
+
+
 def _torch() -> Any:
     return _library("torch", "torch")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import calibration, fallback, onnx_model
+from penstock.optimizer import calibration, fallback, folders, onnx_model
 from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
@@ -98,8 +98,10 @@ class Int8Static:
         is_transformer = scheme.is_transformer
         config = without_slow_fusion(parent.config) if is_transformer else parent.config
         write_onnx(parent, model, target, config)
-        record = json.dumps(known.record(scheme.method), indent=1)
-        (target / "1" / calibration.FILE).write_text(record)
+        path = target / folders.VERSION / calibration.FILE
+        # It may be a link to that of the parent.
+        path.unlink(missing_ok=True)
+        path.write_text(json.dumps(known.record(scheme.method), indent=1))
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         return check_quantised(before, after, num_kept=len(scheme_of(step).keep))
