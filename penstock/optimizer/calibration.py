@@ -7,7 +7,6 @@ Kept on disk by the digest of model, examples and library: whoever asks again ge
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penstock.backends.preprocessing import apply
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
@@ -40,7 +40,6 @@ MAX_ROWS = 512
 MAX_BATCH = 8
 FILE = "calibration.json"
 FORMAT = 1
-PREPROCESS = "penstock.preprocess"
 
 Row = Mapping[str, Array]
 Range = tuple[float, float]
@@ -163,11 +162,7 @@ class Calibration:
 
 def model_rows(config: ModelConfig, examples: Examples, indices: Sequence[int]) -> list[Row]:
     """These examples, at most `MAX_ROWS`, as the model itself takes them."""
-    rows = [examples.rows[index] for index in indices[:MAX_ROWS]]
-    if PREPROCESS in config.options:
-        preprocessing = importlib.import_module("penstock.backends.preprocessing")
-        rows = list(preprocessing.apply(config, rows))
-    return rows
+    return list(apply(config, [examples.rows[index] for index in indices[:MAX_ROWS]]))
 
 
 def calibrate(
@@ -187,7 +182,8 @@ def calibrate(
 
 
 def batches(config: ModelConfig, rows: Sequence[Row]) -> Iterator[dict[str, Array]]:
-    """Rows as the graph takes them: those of equal shapes together, where it has a batch."""
+    """Rows as the graph takes them: those of equal shapes together, where it has a batch. `config`
+    is the model's own, behind whatever preprocessing there is."""
     has_batch = config.max_batch_size > 0
     ranks = {spec.name: len(spec.shape) for spec in config.inputs}
     groups: dict[tuple[object, ...], list[Row]] = {}

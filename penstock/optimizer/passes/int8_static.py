@@ -173,7 +173,7 @@ def calibrate(ready: Any, scheme: Scheme, parent: Build, workshop: Workshop) -> 
     names = onnx_model.float_tensors(ready.graph, scheme.operators)
     indices = workshop.examples.split.calibration
     rows = calibration.model_rows(parent.config, workshop.examples, indices)
-    return calibration.calibrate(ready, names, parent.config, rows, workshop.cache)
+    return calibration.calibrate(ready, names, parent.config.model, rows, workshop.cache)
 
 
 def layers(ready: Any) -> list[Any]:
@@ -291,7 +291,7 @@ def fall_back(
     taken = {value.name for value in onnx_model.true_inputs(ready.graph)}
     batches = [
         {name: array for name, array in batch.items() if name in taken}
-        for batch in calibration.batches(parent.config, rows)
+        for batch in calibration.batches(parent.config.model, rows)
     ]
     trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
     ranked = fallback.sensitivity(trial.layers(seconds), trial.answers, trial.original())
