@@ -61,6 +61,8 @@ def open_subject(plan: Plan, target: Path) -> Subject:
     version.mkdir(parents=True)
     rows = sent.read_sent(plan)
     function = user_code.find(plan.preprocess, "preprocess") if plan.preprocess else None
+    if function and not plan.labels:
+        rows = sent.without_labels(rows)
     seen = _preprocessed(function, rows) if function else rows
     taken = _take(plan, seen, version)
     is_served = taken.kind.startswith("served")
