@@ -23,6 +23,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.examples import Examples
+from penstock.optimizer.simulate import fitted
 from penstock.types import Array
 
 Method = Literal["minmax", "entropy", "percentile"]
@@ -185,24 +186,18 @@ def batches(config: ModelConfig, rows: Sequence[Row]) -> Iterator[dict[str, Arra
     """Rows as the graph takes them: those of equal shapes together, where it has a batch. `config`
     is the model's own, behind whatever preprocessing there is."""
     has_batch = config.max_batch_size > 0
-    ranks = {spec.name: len(spec.shape) for spec in config.inputs}
     groups: dict[tuple[object, ...], list[Row]] = {}
-    for index, row in enumerate(rows):
+    for index, row in enumerate(fitted(rows, config)):
         shapes = tuple((name, array.shape) for name, array in sorted(row.items()))
         groups.setdefault(shapes if has_batch else (index,), []).append(row)
     limit = min(MAX_BATCH, config.max_batch_size) if has_batch else 1
     for group in groups.values():
         for start in range(0, len(group), limit):
             some = group[start : start + limit]
-            yield _joined(some, ranks) if has_batch else dict(some[0])
-
-
-def _joined(rows: Sequence[Row], ranks: Mapping[str, int]) -> dict[str, Array]:
-    """A row may still carry the 1 that stood for its batch."""
-    return {
-        name: (np.concatenate if array.ndim > ranks[name] else np.stack)([r[name] for r in rows])
-        for name, array in rows[0].items()
-    }
+            if has_batch:
+                yield {name: np.stack([row[name] for row in some]) for name in some[0]}
+            else:
+                yield dict(some[0])
 
 
 def _observe(

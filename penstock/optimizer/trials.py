@@ -25,7 +25,7 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
-from penstock.optimizer.simulate import TimeTable, length_of, row_lengths
+from penstock.optimizer.simulate import TimeTable, fitted, length_of, row_lengths
 from penstock.optimizer.trial_child import (
     Answer,
     Compute,
@@ -79,21 +79,25 @@ def answers(
     build: Build, rows: Sequence[Row], told: Callable[[int], None] | None = None
 ) -> list[dict[str, Array]]:
     """One per row, computed in batches of equal shapes where the model may be batched; nothing is
-    padded. `told` hears how many are done."""
+    padded. Rows that have a 1 for their batch have it in their answers too. `told` hears how many
+    are done."""
     found: list[dict[str, Array]] = [{} for _ in rows]
+    fitting = fitted(rows, build.config)
+    has_one = fitting is not rows
     num_done = 0
     with Child(build.config) as child:
         child.load()
         most = MAX_ROWS if child.may_batch else 1
-        for indices in _groups(build.config, rows, min(most, build.config.max_batch_size or 1)):
-            values = stacked(build.config, [rows[index] for index in indices])
+        for indices in _groups(build.config, fitting, min(most, build.config.max_batch_size or 1)):
+            values = stacked(build.config, [fitting[index] for index in indices])
             child.send(Compute(values, len(indices)))
             answered = child.expect(Computed).rows
             if len(answered) != len(indices):
                 text = f"{len(answered)} answers to {len(indices)} rows"
                 raise BackendFailed(f"{build.candidate}: {text}")
             for index, outputs in zip(indices, answered, strict=True):
-                found[index] = {each.name: each.array() for each in outputs}
+                arrays = {each.name: each.array() for each in outputs}
+                found[index] = {n: a[None] if has_one else a for n, a in arrays.items()}
             num_done += len(indices)
             if told is not None:
                 told(num_done)
@@ -113,6 +117,7 @@ def times(
     if not rows:
         raise ConfigError(["batch times: expected at least one row to measure with"])
     config = with_instances(build.config, num_instances, num_threads)
+    rows = fitted(rows, config)
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(Child(config)) for _ in range(num_instances)]
         for child in children:

@@ -99,6 +99,18 @@ class TestRows:
         (found,) = self.sent(TensorSpec("file", "FP32", (2,)), [np.ones(2)], tmp_path)
         assert found.tolist() == [1, 1]
 
+    def test_rows_with_a_one_for_the_batch_that_the_model_has_got(self, tmp_path):
+        arrays = [np.full((1, 2), number, np.float32) for number in range(3)]
+        found = self.sent(TensorSpec("x", "FP32", (2,)), arrays, tmp_path)
+        assert [each.tolist() for each in found] == [[n, n] for n in range(3)]
+
+    def test_no_more_bytes_than_are_worth_it(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(served, "MAX_BYTES", 1000)
+        rows = [{"x": np.zeros(100, np.float32)} for _ in range(5)]
+        spec = TensorSpec("x", "FP32", (100,))
+        path = served.write_rows(rows, a_config(spec), tmp_path)
+        assert len(np.load(path)["x"]) == 2
+
     def test_none_are_no_file(self, tmp_path):
         assert served.write_rows([], a_config(), tmp_path) == ""
 

@@ -70,6 +70,15 @@ class TestAnswers:
         found = trials.answers(read(build.folder), numbers(7, 8))
         assert [answer["y"].tolist() for answer in found] == [[7], [8]]
 
+    def test_a_one_for_the_batch_is_taken_off_and_given_back(self, tmp_path: Path, write_onnx):
+        """Where a model of one row has got a batch dimension."""
+        build = mean_build(tmp_path, write_onnx)
+        rows = [{"x": np.full((1, 2, 2), number, np.float32)} for number in range(3)]
+        found = trials.answers(build, rows)
+        assert [each["y"].tolist() for each in found] == [[[2 * n, 2 * n]] for n in range(3)]
+        table = trials.times(build, rows, 1, 1)
+        assert set(table.seconds) == {2}
+
     def test_no_rows_have_no_answers(self, tmp_path: Path):
         assert trials.answers(null_build(tmp_path), []) == []
 

@@ -1,5 +1,6 @@
 """The graph made better with the same answers, and batches opened only where rows stay apart."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 from onnx import TensorProto, helper
 from suites.onnx_models import Graph, answers, build_of, built, cnn, situation, workshop
 
+from penstock.config import Preprocess
 from penstock.errors import BackendFailed
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.passes.onnx_graph import OnnxGraph
+from penstock.types import TensorSpec
 
 PASS = OnnxGraph()
 
@@ -43,6 +46,16 @@ def mixing(kind: str) -> onnx.ModelProto:
         last = graph.add("Reshape", "x", graph.weight("s", np.array([2, 2])))
         last = graph.add("Reshape", last, graph.weight("t", np.array([1, 4])))
     return graph.model({"x": (TensorProto.FLOAT, [1, 4])}, last, [1, 4])
+
+
+def test_behind_preprocessing_the_one_row_stays(tmp_path: Path) -> None:
+    """The function gives it with its 1."""
+    parent = build_of(old_digits(), tmp_path / "digits")
+    inner = Preprocess("code.py:decode", parent.config.inputs)
+    image = TensorSpec("file", "BYTES", (1,))
+    config = replace(parent.config, inputs=(image,), preprocess=inner)
+    (step,) = PASS.propose(situation(replace(parent, config=config)))
+    assert isinstance(step, Step) and "batch" not in step.settings
 
 
 def test_an_old_file_becomes_one_that_can_be_batched(tmp_path: Path) -> None:
