@@ -56,7 +56,10 @@ class OnnxGraph:
         if build.config.backend == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
             settings["denormals"] = "zero"
         if settings:
-            return [Step(self.name, settings)]
+            # What else is to be done must not be lost where the batch cannot be opened.
+            rest = {key: text for key, text in settings.items() if key != "batch"}
+            wanted = [settings, rest] if rest and rest != settings else [settings]
+            return [Step(self.name, each) for each in wanted]
         return [
             Skip(
                 self.name,
