@@ -74,6 +74,7 @@ MAX_CLIENTS = 256
 # Who waits longer, or so many times what the SLO allows, has no answer: a build that is overrun is
 # not waited for.
 PATIENCE_S = 3.0
+LONG_PATIENCE_S = 60.0
 PATIENCE = 3.0
 PER_MILLION_HOUR = 1e6 / 3600
 libc = ctypes.CDLL(None)
@@ -348,9 +349,8 @@ def _json(spec: TensorSpec, array: Array) -> object:
 
 
 def _bench_plan(endpoint: Endpoint, plan: Plan, loads: Sequence[Load]) -> bench.Plan:
-    limit_s = (plan.slo.latency_s if plan.slo else None) or 0.0
     return bench.Plan(
-        TargetSpec(endpoint.address, timeout_s=max(PATIENCE_S, PATIENCE * limit_s)),
+        TargetSpec(endpoint.address, timeout_s=patience_s(plan.slo)),
         InputSpec(path=endpoint.data, seed=plan.seed),
         tuple(loads),
         slo=plan.slo,
@@ -360,6 +360,12 @@ def _bench_plan(endpoint: Endpoint, plan: Plan, loads: Sequence[Load]) -> bench.
         seed=plan.seed,
         price_per_hour=plan.price_per_hour,
     )
+
+
+def patience_s(slo: Slo | None) -> float:
+    """How long an answer is waited for. Where nothing is said of latency, a batch may take long."""
+    limit_s = None if slo is None else slo.latency_s
+    return LONG_PATIENCE_S if limit_s is None else max(PATIENCE_S, PATIENCE * limit_s)
 
 
 def load_of(slo: Slo | None) -> Load:

@@ -52,6 +52,20 @@ class TestLoad:
         assert served.load_of(None) == Closed(1)
 
 
+class TestPatience:
+    @pytest.mark.parametrize(
+        ("slo", "seconds"),
+        [
+            ("p99 < 20ms at 200/s", 3.0),
+            ("p50 < 4s, throughput >= 1/s", 12.0),
+            ("throughput >= 0.05/s", 60.0),
+            ("memory <= 1GiB", 60.0),
+        ],
+    )
+    def test_is_as_long_as_the_slo_makes_sense_of(self, slo, seconds):
+        assert served.patience_s(parse(slo)) == seconds
+
+
 class TestRows:
     """What is written is what the bench then sends."""
 
