@@ -110,6 +110,7 @@ def a_situation(
         facts or Facts("onnxruntime"),
         examples,
         {(table.num_instances, table.num_threads): table for table in tables},
+        rows,
     )
 
 

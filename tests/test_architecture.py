@@ -62,7 +62,6 @@ PURE = [
     "optimizer/report/first_line.py",
     "optimizer/report/optimize_plots.py",
     "optimizer/report/reproduce.py",
-    "optimizer/report/roofline_plot.py",
     "optimizer/report/tried.py",
     "optimizer/report/wording.py",
     "optimizer/accuracy.py",

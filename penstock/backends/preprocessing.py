@@ -101,10 +101,22 @@ class Preprocessed:
             groups.setdefault(shapes_of(row), []).append(number)
         answers: list[Outputs | Exception] = list(rows)
         for numbers in groups.values():
-            outputs = self._run([padded[number][0] for number in numbers])
+            outputs = self._run_apart([padded[number][0] for number in numbers])
             for number, answer in zip(numbers, outputs, strict=True):
-                answers[number] = self._cut(answer, padded[number][1])
+                if not isinstance(answer, Exception):
+                    answer = self._cut(answer, padded[number][1])
+                answers[number] = answer
         return answers
+
+    def _run_apart(self, rows: Sequence[Row]) -> list[Outputs | Exception]:
+        """Rows of equal shapes together; each alone where the model does not take them, so that a
+        text that is too long, or has a token it does not know, fails nobody else's request."""
+        try:
+            return list(self._run(rows))
+        except Exception as error:  # Of the model's library, on what users sent.
+            if len(rows) == 1:
+                return [error]
+        return [answer for row in rows for answer in self._run_apart([row])]
 
     def _run(self, rows: Sequence[Row]) -> list[Outputs]:
         """Rows of equal shapes in one batch."""

@@ -7,7 +7,6 @@ Kept on disk by the digest of model, examples and library: whoever asks again ge
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import tempfile
@@ -19,10 +18,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penstock.backends.preprocessing import apply
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.examples import Examples
+from penstock.optimizer.simulate import fitted
 from penstock.types import Array
 
 Method = Literal["minmax", "entropy", "percentile"]
@@ -40,7 +41,6 @@ MAX_ROWS = 512
 MAX_BATCH = 8
 FILE = "calibration.json"
 FORMAT = 1
-PREPROCESS = "penstock.preprocess"
 
 Row = Mapping[str, Array]
 Range = tuple[float, float]
@@ -163,11 +163,7 @@ class Calibration:
 
 def model_rows(config: ModelConfig, examples: Examples, indices: Sequence[int]) -> list[Row]:
     """These examples, at most `MAX_ROWS`, as the model itself takes them."""
-    rows = [examples.rows[index] for index in indices[:MAX_ROWS]]
-    if PREPROCESS in config.options:
-        preprocessing = importlib.import_module("penstock.backends.preprocessing")
-        rows = list(preprocessing.apply(config, rows))
-    return rows
+    return list(apply(config, [examples.rows[index] for index in indices[:MAX_ROWS]]))
 
 
 def calibrate(
@@ -187,26 +183,21 @@ def calibrate(
 
 
 def batches(config: ModelConfig, rows: Sequence[Row]) -> Iterator[dict[str, Array]]:
-    """Rows as the graph takes them: those of equal shapes together, where it has a batch."""
+    """Rows as the graph takes them: those of equal shapes together, where it has a batch. `config`
+    is the model's own, behind whatever preprocessing there is."""
     has_batch = config.max_batch_size > 0
-    ranks = {spec.name: len(spec.shape) for spec in config.inputs}
     groups: dict[tuple[object, ...], list[Row]] = {}
-    for index, row in enumerate(rows):
+    for index, row in enumerate(fitted(rows, config)):
         shapes = tuple((name, array.shape) for name, array in sorted(row.items()))
         groups.setdefault(shapes if has_batch else (index,), []).append(row)
     limit = min(MAX_BATCH, config.max_batch_size) if has_batch else 1
     for group in groups.values():
         for start in range(0, len(group), limit):
             some = group[start : start + limit]
-            yield _joined(some, ranks) if has_batch else dict(some[0])
-
-
-def _joined(rows: Sequence[Row], ranks: Mapping[str, int]) -> dict[str, Array]:
-    """A row may still carry the 1 that stood for its batch."""
-    return {
-        name: (np.concatenate if array.ndim > ranks[name] else np.stack)([r[name] for r in rows])
-        for name, array in rows[0].items()
-    }
+            if has_batch:
+                yield {name: np.stack([row[name] for row in some]) for name in some[0]}
+            else:
+                yield dict(some[0])
 
 
 def _observe(

@@ -50,6 +50,31 @@ def write(model: Any, path: Path) -> None:
         onnx.save_model(model, str(path))
 
 
+def external_files(model: Any) -> set[str]:
+    """Files below the model's folder that hold weights, as it names them."""
+    import onnx
+
+    return {
+        entry.value
+        for tensor in tensors(model.graph)
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+
+
+def tensors(graph: Any) -> Iterator[Any]:
+    """All weights, those of branches and loop bodies too."""
+    yield from graph.initializer
+    for node in nodes(graph):
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for inner in (attribute.g, *attribute.graphs):
+                yield from inner.initializer
+
+
 def nodes(graph: Any) -> Iterator[Any]:
     """All nodes, those of branches and loop bodies too."""
     for node in graph.node:

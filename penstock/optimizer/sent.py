@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.benchmark.inputs.files import ARRAY_SUFFIXES, ROW_SUFFIXES, read_arrays, read_rows
 from penstock.errors import ConfigError
+from penstock.optimizer.examples import LABEL_NAMES
 from penstock.optimizer.plan import Plan
 from penstock.types import DATATYPES, Array, TensorSpec
 
@@ -21,7 +22,7 @@ DEFAULTS: dict[str, np.dtype[Any]] = {"f": np.dtype(np.float32), "i": np.dtype(n
 
 
 def read_sent(plan: Plan) -> list[Row]:
-    """Some rows of the plan's data, without labels; none without data."""
+    """Some rows of the plan's data, without the labels it names; none without data."""
     if not plan.data:
         return []
     path = Path(plan.data)
@@ -41,6 +42,12 @@ def read_sent(plan: Plan) -> list[Row]:
         raise ConfigError([f"{path}: expected a file that ends in {known}, or a folder of images"])
     rows = read_rows(path).rows[:MAX_ROWS]
     return [{n: _element(value) for n, value in row.items() if n != plan.labels} for row in rows]
+
+
+def without_labels(rows: Sequence[Row], taken: Collection[str] = ()) -> list[Row]:
+    """Without what counts as labels when nobody names them, unless the model takes it."""
+    label = next((n for n in LABEL_NAMES if rows and n in rows[0] and n not in taken), None)
+    return [{name: array for name, array in row.items() if name != label} for row in rows]
 
 
 def specs_of(rows: Sequence[Mapping[str, Array]]) -> tuple[TensorSpec, ...]:

@@ -40,6 +40,7 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Curve, Served, Verdict
+from penstock.optimizer.simulate import fitted
 from penstock.serving.worker import PR_SET_PDEATHSIG
 from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
 from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
@@ -54,6 +55,7 @@ POLL_S = 0.05
 ADDRESS = re.compile(r"(http://[^\s\"/]+/v2)\b")
 # Rows that are sent in turn; more would only be written and read.
 MAX_ROWS = 4096
+MAX_BYTES = 256 << 20
 WARM_UP_S = 3.0
 NUM_ROUNDS = 2
 # A throughput is promised to those who ask for a little more than it.
@@ -74,6 +76,7 @@ MAX_CLIENTS = 256
 # Who waits longer, or so many times what the SLO allows, has no answer: a build that is overrun is
 # not waited for.
 PATIENCE_S = 3.0
+LONG_PATIENCE_S = 60.0
 PATIENCE = 3.0
 PER_MILLION_HOUR = 1e6 / 3600
 libc = ctypes.CDLL(None)
@@ -97,8 +100,8 @@ def max_rates(
 ) -> list[Interval]:
     """The highest rate of each that keeps the latency terms, in turns; without such terms, what it
     answers when it never has to wait for requests. NaN where an end is not known."""
-    with _stage(builds, rows) as (endpoints, data):
-        return [rate for rate, _ in _max_rates(endpoints, plan, data, watch)]
+    with _stage(builds, rows) as endpoints:
+        return [rate for rate, _ in _max_rates(endpoints, plan, watch)]
 
 
 def prove(
@@ -111,14 +114,14 @@ def prove(
     """At the load of the SLO, and up to the highest rate of each: with rates, costs and curves.
     Rates are left out when there is no time to look for them."""
     began = time.monotonic()
-    with _stage(builds, rows) as (endpoints, data):
-        found = _in_turns(endpoints, plan, data, watch, NUM_ROUNDS)
+    with _stage(builds, rows) as endpoints:
+        found = _in_turns(endpoints, plan, watch, NUM_ROUNDS)
         search_s = SEARCH_S
         if left_s is not None:
             search_s = min(SEARCH_S, (left_s - (time.monotonic() - began)) / len(builds))
         if search_s < MIN_SEARCH_S:
             return found
-        rates = _max_rates(endpoints, plan, data, watch, search_s)
+        rates = _max_rates(endpoints, plan, watch, search_s)
         return [
             msgspec.structs.replace(priced(each, rate, plan), curve=curve)
             for each, (rate, curve) in zip(found, rates, strict=True)
@@ -169,10 +172,11 @@ def _ends(interval: Interval) -> tuple[float, float, float]:
 
 class Endpoint:
     """`penstock serve` with one build on a free port; stopped when the block ends, however it
-    ends, and dead when this process is."""
+    ends, and dead when this process is. `data` is the file with what is sent to it."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, data: str) -> None:
         self.build = build
+        self.data = data
         self.address = ""
 
     def __enter__(self) -> Self:
@@ -270,12 +274,21 @@ def _told(progress: Progress) -> str:
 
 
 @contextlib.contextmanager
-def _stage(builds: Sequence[Build], rows: Sequence[Row]) -> Iterator[tuple[list[Endpoint], str]]:
-    """A server for each build, and the rows as a file. Servers that are not asked sleep."""
+def _stage(builds: Sequence[Build], rows: Sequence[Row]) -> Iterator[list[Endpoint]]:
+    """A server for each build, with the rows in a file. Servers that are not asked sleep."""
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
-        data = write_rows(rows, builds[0].config, scratch)
-        yield [stack.enter_context(Endpoint(build)) for build in builds], data
+        # What rows have to look like is the same for nearly all.
+        files: dict[object, str] = {}
+        endpoints: list[Endpoint] = []
+        for build in builds:
+            form = build.config.inputs, build.config.max_batch_size > 0
+            if form not in files:
+                folder = scratch / str(len(files))
+                folder.mkdir()
+                files[form] = write_rows(rows, build.config, folder)
+            endpoints.append(stack.enter_context(Endpoint(build, files[form])))
+        yield endpoints
 
 
 # What is sent.
@@ -286,7 +299,7 @@ def write_rows(rows: Sequence[Row], config: ModelConfig, folder: Path) -> str:
     have. Empty without rows: inputs are then drawn from the signature."""
     if not rows:
         return ""
-    chosen = rows[:MAX_ROWS]
+    chosen = fitted(rows[: _num_sent(rows)], config)
     specs = [spec for spec in config.inputs if spec.name in chosen[0]]
     if all(_is_stackable(spec, chosen) for spec in specs):
         path = folder / "rows.npz"
@@ -302,6 +315,22 @@ def write_rows(rows: Sequence[Row], config: ModelConfig, folder: Path) -> str:
             line = {spec.name: _json(spec, row[spec.name]) for spec in specs if spec.name in row}
             file.write(encoder.encode(line) + b"\n")
     return str(path)
+
+
+def _num_sent(rows: Sequence[Row]) -> int:
+    """How many are sent in turn: at most `MAX_ROWS`, and no more bytes than `MAX_BYTES`."""
+    total = 0
+    for count, row in enumerate(rows[:MAX_ROWS]):
+        total += sum(_num_bytes(array) for array in row.values())
+        if total > MAX_BYTES:
+            return max(1, count)
+    return min(len(rows), MAX_ROWS)
+
+
+def _num_bytes(array: Array) -> int:
+    if array.dtype.kind == "O":
+        return sum(len(each) for each in array.ravel().tolist())
+    return int(array.nbytes)
 
 
 def _is_stackable(spec: TensorSpec, rows: Sequence[Row]) -> bool:
@@ -326,11 +355,10 @@ def _json(spec: TensorSpec, array: Array) -> object:
     return {"content": {"b64": packed}, "shape": list(np.shape(array))}
 
 
-def _bench_plan(endpoint: Endpoint, plan: Plan, data: str, loads: Sequence[Load]) -> bench.Plan:
-    limit_s = (plan.slo.latency_s if plan.slo else None) or 0.0
+def _bench_plan(endpoint: Endpoint, plan: Plan, loads: Sequence[Load]) -> bench.Plan:
     return bench.Plan(
-        TargetSpec(endpoint.address, timeout_s=max(PATIENCE_S, PATIENCE * limit_s)),
-        InputSpec(path=data, seed=plan.seed),
+        TargetSpec(endpoint.address, timeout_s=patience_s(plan.slo)),
+        InputSpec(path=endpoint.data, seed=plan.seed),
         tuple(loads),
         slo=plan.slo,
         decides=bench.decides_for(plan.slo),
@@ -339,6 +367,12 @@ def _bench_plan(endpoint: Endpoint, plan: Plan, data: str, loads: Sequence[Load]
         seed=plan.seed,
         price_per_hour=plan.price_per_hour,
     )
+
+
+def patience_s(slo: Slo | None) -> float:
+    """How long an answer is waited for. Where nothing is said of latency, a batch may take long."""
+    limit_s = None if slo is None else slo.latency_s
+    return LONG_PATIENCE_S if limit_s is None else max(PATIENCE_S, PATIENCE * limit_s)
 
 
 def load_of(slo: Slo | None) -> Load:
@@ -386,23 +420,23 @@ class _Account:
 def _measure(
     builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch, *, num_rounds: int
 ) -> list[Served]:
-    with _stage(builds, rows) as (endpoints, data):
-        found = _in_turns(endpoints, plan, data, watch, num_rounds)
+    with _stage(builds, rows) as endpoints:
+        found = _in_turns(endpoints, plan, watch, num_rounds)
         is_priced = plan.price_per_hour is not None
         if is_priced and any(isinstance(term, Cost) for term in _terms(plan)):
-            rates = [rate for rate, _ in _max_rates(endpoints, plan, data, watch)]
+            rates = [rate for rate, _ in _max_rates(endpoints, plan, watch)]
             found = [priced(each, rate, plan) for each, rate in zip(found, rates, strict=True)]
         return found
 
 
 def _in_turns(
-    endpoints: Sequence[Endpoint], plan: Plan, data: str, watch: Watch, num_rounds: int
+    endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, num_rounds: int
 ) -> list[Served]:
     load = load_of(plan.slo)
     accounts = [_Account(has_preprocess=bool(each.build.config.preprocess)) for each in endpoints]
     for _ in range(num_rounds):
         for endpoint, account in zip(endpoints, accounts, strict=True):
-            run = endpoint.measured(_bench_plan(endpoint, plan, data, [load]), watch)
+            run = endpoint.measured(_bench_plan(endpoint, plan, [load]), watch)
             account.add(run.levels[0], endpoint.memory_bytes)
     return [_served(account, load, plan) for account in accounts]
 
@@ -493,18 +527,17 @@ def _limit(term: Term) -> tuple[float, str]:
 def _max_rates(
     endpoints: Sequence[Endpoint],
     plan: Plan,
-    data: str,
     watch: Watch,
     search_s: float = SEARCH_S,
 ) -> list[tuple[Interval, Curve | None]]:
     """With what was measured on the way, as a curve."""
     has_limits = any(isinstance(term, Latency | Goodput) for term in _terms(plan))
-    probes = [_saturated(endpoint, plan, data, watch) for endpoint in endpoints]
+    probes = [_saturated(endpoint, plan, watch) for endpoint in endpoints]
     if not has_limits:
         return [(probe, None) for probe in probes]
     assert plan.slo is not None
     searches = [
-        _Search(endpoint, plan, data, max(1.0, probe.value / 2), search_s)
+        _Search(endpoint, plan, max(1.0, probe.value / 2), search_s)
         for endpoint, probe in zip(endpoints, probes, strict=True)
     ]
     while left := [each for each in searches if each.is_open]:
@@ -513,12 +546,12 @@ def _max_rates(
     return [(each.rate, curve_of(each.levels)) for each in searches]
 
 
-def _saturated(endpoint: Endpoint, plan: Plan, data: str, watch: Watch) -> Interval:
+def _saturated(endpoint: Endpoint, plan: Plan, watch: Watch) -> Interval:
     """What it answers when every instance always has a full batch and the next one waits."""
     config = endpoint.build.config
     num_rows = config.max_batch_size if config.batching.is_dynamic else 1
     clients = min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
-    wanted = _bench_plan(endpoint, plan, data, [Closed(clients)])
+    wanted = _bench_plan(endpoint, plan, [Closed(clients)])
     short = replace(wanted, duration_s=PROBE_S, max_warm_up_s=SEARCH_WARM_UP_S)
     return stats.throughput_interval(endpoint.measured(short, watch).levels[0].windows)
 
@@ -526,13 +559,10 @@ def _saturated(endpoint: Endpoint, plan: Plan, data: str, watch: Watch) -> Inter
 class _Search:
     """The bench's search for the highest rate, one level at a time, so that several take turns."""
 
-    def __init__(
-        self, endpoint: Endpoint, plan: Plan, data: str, start: float, left_s: float
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, plan: Plan, start: float, left_s: float) -> None:
         assert plan.slo is not None
         self._endpoint = endpoint
         self._plan = plan
-        self._data = data
         self._left_s = left_s
         self.levels: list[Level] = []
         first = _open(start, plan.slo)
@@ -553,7 +583,7 @@ class _Search:
     def step(self, watch: Watch) -> None:
         assert self._next is not None
         began = time.monotonic()
-        wanted = _bench_plan(self._endpoint, self._plan, self._data, [self._next])
+        wanted = _bench_plan(self._endpoint, self._plan, [self._next])
         enough_s = max(SEARCH_LEVEL_S, SEARCH_REQUESTS / pacer.mean_rate(self._next))
         duration_s = min(self._plan.duration_s, enough_s)
         short = replace(wanted, duration_s=duration_s, max_warm_up_s=SEARCH_WARM_UP_S)

@@ -17,6 +17,7 @@ from penstock.config import SLO_OFF, ModelConfig, Padding, ladder
 from penstock.optimizer.candidates import Step
 from penstock.optimizer.simulate import (
     TimeTable,
+    fitted,
     max_rate,
     row_lengths,
     shares_of,
@@ -170,8 +171,7 @@ class Ranking:
         self._config = situation.build.config
         self._facts = situation.facts
         self._slo = situation.plan.slo
-        rows = situation.rows
-        self._lengths = row_lengths(rows, self._config)
+        self._lengths = row_lengths(fitted(situation.rows, self._config), self._config)
 
     def rate(self, table: TimeTable, settings: Settings, above: float = 0.0) -> float:
         """0: below `above`, or never."""

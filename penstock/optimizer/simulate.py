@@ -87,7 +87,26 @@ def _along(points: Mapping[int, float], at: int) -> float:
     return max(points[low] + slope * (at - low), min(points.values()) / 10)
 
 
-# Lengths.
+# Rows.
+
+
+def fitted(
+    rows: Sequence[Mapping[str, Array]], config: ModelConfig
+) -> Sequence[Mapping[str, Array]]:
+    """As this configuration takes them: where a model that took one row has got a batch dimension
+    since, rows still have the 1 that stood for it. The same rows, if they fit as they are."""
+    ranks = {spec.name: len(spec.shape) for spec in config.inputs}
+
+    def is_more(name: str, array: Array) -> bool:
+        return name in ranks and array.ndim == ranks[name] + 1 and len(array) == 1
+
+    first = rows[0] if rows and config.max_batch_size else {}
+    if not any(is_more(name, array) for name, array in first.items()):
+        return rows
+    return [
+        {name: array[0] if is_more(name, array) else array for name, array in row.items()}
+        for row in rows
+    ]
 
 
 def variable_axes(config: ModelConfig) -> tuple[PadAxis, ...]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from penstock import onnx_file, repository
 from penstock.backends.preprocessing import apply, checked
 from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding, Preprocess
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import folders, sent, torch_source, user_code, weights
+from penstock.optimizer import folders, onnx_model, sent, torch_source, user_code, weights
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.sent import Row
@@ -66,6 +65,8 @@ def open_subject(plan: Plan, target: Path) -> Subject:
     version.mkdir(parents=True)
     rows = sent.read_sent(plan)
     function = user_code.find(plan.preprocess, "preprocess") if plan.preprocess else None
+    if function and not plan.labels:
+        rows = sent.without_labels(rows)
     seen = _preprocessed(function, rows) if function else rows
     taken = _take(plan, seen, version)
     is_served = taken.kind.startswith("served")
@@ -123,16 +124,7 @@ def _take_onnx(path: Path, version: Path) -> Taken:
 
 def _external_files(path: Path) -> list[str]:
     """Files that hold weights of an ONNX model, which must lie beside or below it."""
-    import onnx
-
-    graph = onnx.load(str(path), load_external_data=False).graph
-    names = {
-        entry.value
-        for tensor in _tensors(graph)
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
+    names = onnx_model.external_files(onnx_model.read(path, weights=False))
     folder = path.resolve().parent
     problems: list[str] = []
     for name in sorted(names):
@@ -144,18 +136,6 @@ def _external_files(path: Path) -> list[str]:
     if problems:
         raise ConfigError(problems)
     return sorted(names)
-
-
-def _tensors(graph: Any) -> Iterator[Any]:
-    """Of a graph and those inside its nodes."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
-                yield from _tensors(inner)
 
 
 def _take_served(path: Path, version: Path) -> Taken:

@@ -59,7 +59,8 @@ def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelCo
     if not isinstance(module, torch.nn.Module):
         got = type(module).__name__
         raise ConfigError([f"model: {text}() gave a {got}, expected a torch.nn.Module"])
-    rows = rows or _example_rows(found, text)
+    taken = inspect.signature(module.forward).parameters
+    rows = sent.without_labels(rows, taken) or _example_rows(found, text)
     note = _write_factory(found, version)
     _save(module.eval(), version)
     return _config(module, sent.specs_of(rows), _tensors_by_name, version), note
@@ -82,6 +83,13 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
     _save(module, version)
     specs = _token_specs(module, rows, folder)
     return _config(module, specs, _answers_by_name, version), name
+
+
+def own_files(artifact: Path) -> set[str]:
+    """What a version needs only as long as its model is a PyTorch module: its name, and those of
+    the files it may have beside it."""
+    shards = [path.name for path in artifact.parent.glob("*.safetensors")]
+    return {artifact.name, MODULE, "model.pt2", WEIGHTS, f"{WEIGHTS}.index.json", *shards}
 
 
 def _torch() -> Any:

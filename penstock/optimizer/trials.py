@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
@@ -25,7 +25,7 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
-from penstock.optimizer.simulate import TimeTable, length_of, row_lengths
+from penstock.optimizer.simulate import TimeTable, fitted, length_of, row_lengths
 from penstock.optimizer.trial_child import (
     Answer,
     Compute,
@@ -44,7 +44,7 @@ from penstock.optimizer.trial_child import (
     receive,
     send,
 )
-from penstock.serving.padding import Pads
+from penstock.serving.padding import Crop, Pads, cropped
 from penstock.types import Array, TensorSpec
 from penstock.wire.frames import Proof
 
@@ -78,22 +78,29 @@ def inspect(build: Build) -> Facts:
 def answers(
     build: Build, rows: Sequence[Row], told: Callable[[int], None] | None = None
 ) -> list[dict[str, Array]]:
-    """One per row, computed in batches of equal shapes where the model may be batched; nothing is
-    padded. `told` hears how many are done."""
+    """One per row, computed as they would be served: in batches where the model may be batched,
+    filled up to buckets and cut back where it is padded. What a row's neighbours do to it (ranges
+    by batch, padding) is in the answers. Rows that have a 1 for their batch have it in their
+    answers too. `told` hears how many are done."""
+    config = build.config
     found: list[dict[str, Array]] = [{} for _ in rows]
     num_done = 0
-    with Child(build.config) as child:
+    with Child(config) as child:
         child.load()
+        fitting = fitted(rows, config)
+        sent, lengths = _as_served(config, child.proof, fitting)
         most = MAX_ROWS if child.may_batch else 1
-        for indices in _groups(build.config, rows, min(most, build.config.max_batch_size or 1)):
-            values = stacked(build.config, [rows[index] for index in indices])
+        for indices in _groups(config, sent, min(most, config.max_batch_size or 1)):
+            values = stacked(config, [sent[index] for index in indices])
             child.send(Compute(values, len(indices)))
             answered = child.expect(Computed).rows
             if len(answered) != len(indices):
                 text = f"{len(answered)} answers to {len(indices)} rows"
                 raise BackendFailed(f"{build.candidate}: {text}")
             for index, outputs in zip(indices, answered, strict=True):
-                found[index] = {each.name: each.array() for each in outputs}
+                answer = _cut_back(outputs, child.proof.crops, lengths[index])
+                has_one = fitting is not rows
+                found[index] = answer if has_one else {n: each[0] for n, each in answer.items()}
             num_done += len(indices)
             if told is not None:
                 told(num_done)
@@ -113,6 +120,7 @@ def times(
     if not rows:
         raise ConfigError(["batch times: expected at least one row to measure with"])
     config = with_instances(build.config, num_instances, num_threads)
+    rows = fitted(rows, config)
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(Child(config)) for _ in range(num_instances)]
         for child in children:
@@ -324,6 +332,33 @@ def _by_length(config: ModelConfig, proof: Proof, rows: Sequence[Row]) -> dict[i
         if key in found:
             found[key].append(padded(config, row, key) if pads else row)
     return dict(found)
+
+
+def _as_served(
+    config: ModelConfig, proof: Proof, rows: Sequence[Row]
+) -> tuple[Sequence[Row], Sequence[int | None]]:
+    """Rows filled up to their buckets, and how long each was; None: it stays as it is."""
+    if config.padding is None or proof.unpadded:
+        return rows, [None] * len(rows)
+    pads = Pads(config)
+    sent: list[Row] = []
+    lengths: list[int | None] = []
+    for row in rows:
+        length = length_of(row, config.padding.axes)
+        bucket = pads.bucket(length) if length else None
+        sent.append(row if bucket is None else padded(config, row, bucket))
+        lengths.append(None if bucket is None else length)
+    return sent, lengths
+
+
+def _cut_back(
+    outputs: Sequence[Values], crops: Collection[Crop], length: int | None
+) -> dict[str, Array]:
+    """One row's answer, with a 1 for the batch; as long as it would be without padding."""
+    arrays = {each.name: each.array()[None] for each in outputs}
+    if length is None:
+        return arrays
+    return {name: cropped(name, array, crops, length) for name, array in arrays.items()}
 
 
 def _spread(keys: Sequence[int]) -> list[int]:

@@ -191,6 +191,27 @@ def test_one_bad_text_fails_its_own_request_only(tmp_path: Path) -> None:
     runner.close()
 
 
+class Choosy(Spy):
+    """A model that has no row in its table for some tokens, as embeddings have."""
+
+    def start(self, batch: Batch):
+        if (batch.inputs["ids"] > 5).any():
+            raise BackendFailed("index 6 is out of bounds")
+        return super().start(batch)
+
+
+def test_one_text_that_the_model_does_not_take_fails_its_own_request_only(tmp_path: Path) -> None:
+    runner = loaded(folder(tmp_path, more=PAD))
+    runner.inner = Choosy(runner.inner)
+    # The first two share a bucket, and a batch.
+    answer = run(runner, "good one", "a foreigner", "a longer one of all")
+    assert answer.answers[0]["total"].tolist() == [[4 + 1 + 3 + 1]]
+    assert str(answer.answers[1]) == "index 6 is out of bounds"
+    assert isinstance(answer.answers[2], BackendFailed)
+    assert run(runner, "all five of them here").answers[0]["total"].tolist() == [[17 + 5]]
+    runner.close()
+
+
 def test_an_earlier_proof_will_do(tmp_path: Path) -> None:
     """As for a worker that takes the place of one that died."""
     config = config_of(folder(tmp_path, more=PAD))

@@ -4,38 +4,47 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from served_builds import mean_build, read
 
+from penstock import versions
 from penstock.errors import ConfigError
-from penstock.optimizer import folders
-
-CONFIG = """
-backend: "null"
-max_batch_size: 4
-input { name: "x" data_type: TYPE_FP32 dims: 2 }
-output { name: "y" data_type: TYPE_FP32 dims: 2 }
-"""
+from penstock.optimizer import folders, shapes
+from penstock.optimizer.candidates import Build, Candidate
+from penstock.repository import read as read_repository
+from penstock.slo import parse
 
 
-def test_files_are_carried_over_but_for_those_named(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    for name in ("model.onnx", "below/labels.txt", "old.bin", "__pycache__/code.pyc"):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_text(name)
-    target = tmp_path / "target"
-    folders.carry_over(source, target, {"old.bin"})
-    there = sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file())
-    assert there == ["below/labels.txt", "model.onnx"]
-    assert (target / "model.onnx").samefile(source / "model.onnx")
+def names_below(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-def test_configuration_has_the_name_of_its_folder_and_promises_nothing_new(tmp_path: Path) -> None:
-    folder = tmp_path / "first"
-    (folder / "1").mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(CONFIG)
-    config = folders.read_config(folder)
+def test_files_are_carried_over_but_for_those_named(tmp_path: Path, write_onnx) -> None:
+    parent = mean_build(tmp_path, write_onnx)
+    for name in ("1/below/labels.txt", "1/old.bin", "1/__pycache__/code.pyc", "labels.txt"):
+        (parent.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (parent.folder / name).write_text(name)
+    target = tmp_path / "other" / "model"
+    version = folders.carry_over(parent, target, {"old.bin"})
+    assert version == target / "1"
+    assert names_below(target) == ["1/below/labels.txt", "1/model.onnx", "labels.txt"]
+    assert (version / "model.onnx").samefile(parent.artifact)
+
+
+def test_files_below_folders_can_be_left_out(tmp_path: Path, write_onnx) -> None:
+    parent = mean_build(tmp_path, write_onnx)
+    (parent.version_folder / "weights").mkdir()
+    (parent.version_folder / "weights" / "old.bin").write_text("0")
+    version = folders.carry_over(parent, tmp_path / "other" / "model", {"weights/old.bin"})
+    assert names_below(version) == ["model.onnx"]
+
+
+def test_configuration_has_the_name_of_its_folder_and_promises_nothing_new(
+    tmp_path: Path, write_onnx
+) -> None:
+    parent = mean_build(tmp_path, write_onnx)
     other = tmp_path / "other"
-    (other / "1").mkdir(parents=True)
-    written = folders.write_config(other, replace(config, num_instances=2, version="7"))
+    folders.carry_over(parent, other)
+    written = folders.write_config(other, replace(parent.config, num_instances=2, version="7"))
     assert (written.name, written.version, written.num_instances) == ("other", "1", 2)
     assert written == folders.read_config(other)
 
@@ -46,13 +55,69 @@ def test_folder_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         folders.read_config(tmp_path / "model")
 
 
-def test_writing_does_not_change_a_parent_that_shares_the_file(tmp_path: Path) -> None:
+def test_files_stay_and_settings_change(tmp_path: Path, write_onnx) -> None:
+    parent = mean_build(tmp_path, write_onnx)
+    target = tmp_path / "other" / "renamed"
+    folders.write(parent, replace(parent.config, num_instances=3), target)
+    found = read(target).config
+    assert (found.num_instances, found.name) == (3, "renamed")
+    assert Path(found.artifact).read_bytes() == parent.artifact.read_bytes()
+    assert found.inputs == parent.config.inputs
+
+
+def test_the_parent_is_not_touched(tmp_path: Path, write_onnx) -> None:
     """A configuration is never one of the linked files."""
-    parent, child = tmp_path / "parent", tmp_path / "child"
-    (parent / "1").mkdir(parents=True)
-    (parent / "config.pbtxt").write_text(CONFIG)
-    config = folders.read_config(parent)
-    (child / "1").mkdir(parents=True)
-    folders.carry_over(parent / "1", child / "1")
-    folders.write_config(child, replace(config, num_instances=3))
-    assert folders.read_config(parent).num_instances == 1
+    parent = mean_build(tmp_path, write_onnx, config="max_batch_size: 0")
+    before = (parent.folder / "config.pbtxt").read_bytes()
+    folders.write(parent, replace(parent.config, num_instances=2), tmp_path / "other" / "model")
+    assert (parent.folder / "config.pbtxt").read_bytes() == before
+
+
+def test_a_version_with_settings_of_its_own_gets_the_new_ones(tmp_path: Path, write_onnx) -> None:
+    parent = mean_build(tmp_path, write_onnx)
+    (parent.folder / "1" / "config.pbtxt").write_text("instance_group { count: 7 kind: KIND_CPU }")
+    parent = read(parent.folder)
+    assert parent.config.num_instances == 7
+    folders.write(parent, replace(parent.config, num_instances=2), tmp_path / "other" / "model")
+    assert read(tmp_path / "other" / "model").config.num_instances == 2
+    assert (parent.folder / "1" / "config.pbtxt").exists()
+
+
+def test_what_a_committed_version_promised_is_kept(tmp_path: Path, write_onnx) -> None:
+    source = mean_build(tmp_path, write_onnx)
+    root = tmp_path / "models"
+    root.mkdir()
+    versions.commit(root, "model", source.version_folder, source.config, {"slo": "p99 < 20ms"})
+    parent = read(root / "model")
+    assert parent.config.is_slo_from_evidence
+    target = tmp_path / "other" / "model"
+    folders.write(parent, replace(parent.config, num_instances=2), target)
+    found = read(target).config
+    assert (found.num_instances, found.batching.slo_latency_s) == (2, 0.020)
+    assert (root / "model" / "1" / "manifest.json").exists()
+
+
+def test_and_fixed_mode_stays_fixed_when_it_is_committed(tmp_path: Path, write_onnx) -> None:
+    source = mean_build(tmp_path, write_onnx)
+    settings = {"mode": "fixed", "max_batch": "8"}
+    config = shapes.with_batching(source.config, settings, parse("p99 < 20ms"))
+    root = tmp_path / "models"
+    root.mkdir()
+    versions.commit(root, "model", source.version_folder, config, {"slo": "p99 < 20ms"})
+    assert read(root / "model").config.batching.slo_latency_s is None
+
+
+def test_a_committed_version_of_any_number_can_be_the_parent(tmp_path: Path, write_onnx) -> None:
+    source = mean_build(tmp_path, write_onnx)
+    root = tmp_path / "models"
+    root.mkdir()
+    for _ in range(2):
+        versions.commit(root, "model", source.version_folder, source.config)
+    versions.promote(root, "model", "2")
+    parent = Build(Candidate(), root / "model", read_repository(root / "model").configs[0])
+    assert parent.config.version == "2"
+    target = tmp_path / "next" / "model"
+    folders.write(parent, replace(parent.config, num_instances=2), target)
+    made = read(target).config
+    assert (made.version, made.num_instances, made.manifest) == ("1", 2, "")
+    assert names_below(target) == ["1/model.onnx", "config.pbtxt"]

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.sent import MAX_ROWS, read_sent, specs_of
+from penstock.optimizer.sent import MAX_ROWS, read_sent, specs_of, without_labels
 from penstock.types import TensorSpec
 
 
@@ -23,6 +23,13 @@ def test_rows_of_texts_are_bytes_and_labels_are_left_out(tmp_path: Path) -> None
     found = read_sent(plan(path, labels="label"))
     assert [row["text"].tolist() for row in found] == [["é".encode()], [b"two words"]]
     assert specs_of(found) == (TensorSpec("text", "BYTES", (1,)),)
+
+
+def test_labels_that_nobody_named_are_left_out_too(tmp_path: Path) -> None:
+    rows = [{"text": np.array([b"a"], object), "label": np.array([1])}]
+    assert [list(row) for row in without_labels(rows)] == [["text"]]
+    assert [list(row) for row in without_labels(rows, taken=["label"])] == [["text", "label"]]
+    assert without_labels([]) == []
 
 
 def test_lists_of_different_lengths_leave_the_size_free(tmp_path: Path) -> None:

@@ -52,6 +52,20 @@ class TestLoad:
         assert served.load_of(None) == Closed(1)
 
 
+class TestPatience:
+    @pytest.mark.parametrize(
+        ("slo", "seconds"),
+        [
+            ("p99 < 20ms at 200/s", 3.0),
+            ("p50 < 4s, throughput >= 1/s", 12.0),
+            ("throughput >= 0.05/s", 60.0),
+            ("memory <= 1GiB", 60.0),
+        ],
+    )
+    def test_is_as_long_as_the_slo_makes_sense_of(self, slo, seconds):
+        assert served.patience_s(parse(slo)) == seconds
+
+
 class TestRows:
     """What is written is what the bench then sends."""
 
@@ -98,6 +112,18 @@ class TestRows:
     def test_a_tensor_that_is_called_file(self, tmp_path):
         (found,) = self.sent(TensorSpec("file", "FP32", (2,)), [np.ones(2)], tmp_path)
         assert found.tolist() == [1, 1]
+
+    def test_rows_with_a_one_for_the_batch_that_the_model_has_got(self, tmp_path):
+        arrays = [np.full((1, 2), number, np.float32) for number in range(3)]
+        found = self.sent(TensorSpec("x", "FP32", (2,)), arrays, tmp_path)
+        assert [each.tolist() for each in found] == [[n, n] for n in range(3)]
+
+    def test_no_more_bytes_than_are_worth_it(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(served, "MAX_BYTES", 1000)
+        rows = [{"x": np.zeros(100, np.float32)} for _ in range(5)]
+        spec = TensorSpec("x", "FP32", (100,))
+        path = served.write_rows(rows, a_config(spec), tmp_path)
+        assert len(np.load(path)["x"]) == 2
 
     def test_none_are_no_file(self, tmp_path):
         assert served.write_rows([], a_config(), tmp_path) == ""

@@ -13,6 +13,7 @@ from penstock.optimizer.simulate import (
     OVERHEAD_S,
     TimeTable,
     capacity,
+    fitted,
     length_of,
     lengths_of,
     max_rate,
@@ -26,6 +27,16 @@ from penstock.types import TensorSpec
 
 ALIKE = {0: 1.0}
 BUCKETS = Padding((PadAxis("tokens", 0),), (16, 64))
+
+
+def test_rows_are_the_same_unless_they_have_a_one_too_many() -> None:
+    rows = [{"image": np.ones(4), "label": np.array(1)}]
+    assert fitted(rows, a_config(IMAGE)) is rows
+    (row,) = fitted([{"image": np.ones((1, 4)), "label": np.array(1)}], a_config(IMAGE))
+    assert (row["image"].shape, row["label"].shape) == ((4,), ())
+    without = [{"image": np.ones((1, 4))}]
+    assert fitted(without, a_config(TensorSpec("image", "FP32", (1, 4)), max_batch=0)) is without
+    assert fitted([], a_config(IMAGE)) == []
 
 
 def unbatched(seconds: float, **others):

@@ -254,6 +254,21 @@ def test_preprocessing_becomes_part_of_what_is_served(here: Path) -> None:
     assert problem == "preprocess: preprocess.py:wrong: gave no 'x'; it gave ['z']"
 
 
+def test_labels_that_nobody_named_are_no_input(here: Path) -> None:
+    np.savez(here / "data.npz", raw=np.full((5, 3), 4, np.uint8), y=np.zeros(5))
+    write_linear(here / "linear.onnx")
+    wishes = plan("linear.onnx", preprocess="subject_code:halve", data="data.npz")
+    config = open_subject(wishes, here / "original").build.config
+    assert [spec.name for spec in config.inputs] == ["raw"]
+
+
+def test_nor_are_they_of_a_module(here: Path) -> None:
+    pytest.importorskip("torch")
+    np.savez(here / "data.npz", x=np.ones((5, 3), np.float32), label=np.zeros(5))
+    config = open_subject(plan("subject_code:make", data="data.npz"), here / "one").build.config
+    assert [spec.name for spec in config.inputs] == ["x"]
+
+
 @pytest.mark.parametrize(
     ("model", "problem"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from onnx import helper, numpy_helper
 from served_builds import company_build, mean_build, null_build, read
 
 from penstock.errors import BackendFailed, ConfigError
@@ -57,6 +58,42 @@ class TestAnswers:
         assert [answer["y"].tolist() for answer in found] == [[0, 0, 0]] * 4
         assert heard == [1, 2, 3, 4]
 
+    def test_what_is_padded_is_cut_back(self, tmp_path: Path, write_onnx):
+        nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
+        shape = ("FP32", ["batch", "n", 2])
+        path = tmp_path / "model" / "1" / "model.onnx"
+        write_onnx(path, nodes, {"x": shape}, {"y": shape})
+        (tmp_path / "model" / "config.pbtxt").write_text(PADDED)
+        rows = sequences(1, 2, 3, 4, 9)
+        heard: list[int] = []
+        found = trials.answers(read(tmp_path / "model"), rows, heard.append)
+        for row, answer in zip(rows, found, strict=True):
+            assert answer["y"].tolist() == (2 * row["x"]).tolist()
+        # Four share the first bucket; the last is longer than any.
+        assert heard == [4, 5]
+
+    def test_what_neighbours_of_other_lengths_do_to_a_row_is_seen(self, tmp_path: Path, write_onnx):
+        """As in INT8 with ranges by batch, which a tolerance lets share one."""
+        nodes = [
+            helper.make_node("ReduceSum", ["x", "axes"], ["sum"], keepdims=0),
+            helper.make_node("ReduceMax", ["x"], ["max"], keepdims=0),
+            helper.make_node("Mul", ["max", "part"], ["moved"]),
+            helper.make_node("Add", ["sum", "moved"], ["y"]),
+        ]
+        constants = [
+            numpy_helper.from_array(np.array([1], np.int64), "axes"),
+            numpy_helper.from_array(np.array(0.01, np.float32), "part"),
+        ]
+        inputs, outputs = {"x": ("FP32", ["batch", "n", 2])}, {"y": ("FP32", ["batch", 2])}
+        path = tmp_path / "model" / "1" / "model.onnx"
+        write_onnx(path, nodes, inputs, outputs, constants)
+        tolerance = 'parameters { key: "penstock.tolerance" value { string_value: "0.25" } }'
+        (tmp_path / "model" / "config.pbtxt").write_text(PADDED + tolerance)
+        rows = [{"x": np.full((n, 2), value, np.float32)} for n, value in ((1, 1.0), (2, 100.0))]
+        found = trials.answers(read(tmp_path / "model"), rows)
+        assert found[0]["y"] == pytest.approx([2.0, 2.0])
+        assert found[1]["y"] == pytest.approx([201.0, 201.0])
+
     def test_what_is_no_input_is_not_sent(self, tmp_path: Path):
         rows = [{**row, "label": np.array(3)} for row in numbers(7, 8)]
         found = trials.answers(null_build(tmp_path), rows)
@@ -69,6 +106,15 @@ class TestAnswers:
         (build.folder / "config.pbtxt").write_text(plain)
         found = trials.answers(read(build.folder), numbers(7, 8))
         assert [answer["y"].tolist() for answer in found] == [[7], [8]]
+
+    def test_a_one_for_the_batch_is_taken_off_and_given_back(self, tmp_path: Path, write_onnx):
+        """Where a model of one row has got a batch dimension."""
+        build = mean_build(tmp_path, write_onnx)
+        rows = [{"x": np.full((1, 2, 2), number, np.float32)} for number in range(3)]
+        found = trials.answers(build, rows)
+        assert [each["y"].tolist() for each in found] == [[[2 * n, 2 * n]] for n in range(3)]
+        table = trials.times(build, rows, 1, 1)
+        assert set(table.seconds) == {2}
 
     def test_no_rows_have_no_answers(self, tmp_path: Path):
         assert trials.answers(null_build(tmp_path), []) == []

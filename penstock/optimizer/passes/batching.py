@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.optimizer import reconfigure, shapes
+from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
@@ -56,7 +56,7 @@ class Batching:
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
         config = shapes.with_batching(parent.config, step.settings, workshop.plan.slo)
-        reconfigure.write(parent, config, target)
+        folders.write(parent, config, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if step.settings["mode"] == "off":

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.optimizer import onnx_model
+from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
-from penstock.optimizer.passes.building import copy_files, is_onnx, write_config, write_onnx
+from penstock.optimizer.passes.building import is_onnx, write_onnx
 
 # The backend's option for the datatype it computes in; what it is called when read back.
 OPTIONS = {"openvino": "inference_precision", "pytorch": "penstock.dtype"}
@@ -66,8 +66,7 @@ class Half:
             return
         options = {**config.options, OPTIONS[config.backend]: "bf16"}
         tolerance = max(config.tolerance or 0.0, TOLERANCE)
-        copy_files(parent, target)
-        write_config(replace(config, options=options, tolerance=tolerance), target)
+        folders.write(parent, replace(config, options=options, tolerance=tolerance), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if step.settings["datatype"] == "bf16":

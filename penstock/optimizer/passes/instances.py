@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.optimizer import reconfigure, shapes
+from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
@@ -45,7 +45,7 @@ class Instances:
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
         num_instances, num_threads = int(step.settings["instances"]), int(step.settings["threads"])
         config = shapes.with_instances(parent.config, num_instances, num_threads)
-        reconfigure.write(parent, config, target)
+        folders.write(parent, config, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         asked = step.settings["threads"]

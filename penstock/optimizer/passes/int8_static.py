@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import calibration, fallback, onnx_model
+from penstock.optimizer import calibration, fallback, folders, onnx_model
 from penstock.optimizer.calibration import METHODS, Calibration, Method, Range
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
@@ -98,8 +98,10 @@ class Int8Static:
         is_transformer = scheme.is_transformer
         config = without_slow_fusion(parent.config) if is_transformer else parent.config
         write_onnx(parent, model, target, config)
-        record = json.dumps(known.record(scheme.method), indent=1)
-        (target / "1" / calibration.FILE).write_text(record)
+        path = target / folders.VERSION / calibration.FILE
+        # It may be a link to that of the parent.
+        path.unlink(missing_ok=True)
+        path.write_text(json.dumps(known.record(scheme.method), indent=1))
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         return check_quantised(before, after, num_kept=len(scheme_of(step).keep))
@@ -171,7 +173,7 @@ def calibrate(ready: Any, scheme: Scheme, parent: Build, workshop: Workshop) -> 
     names = onnx_model.float_tensors(ready.graph, scheme.operators)
     indices = workshop.examples.split.calibration
     rows = calibration.model_rows(parent.config, workshop.examples, indices)
-    return calibration.calibrate(ready, names, parent.config, rows, workshop.cache)
+    return calibration.calibrate(ready, names, parent.config.model, rows, workshop.cache)
 
 
 def layers(ready: Any) -> list[Any]:
@@ -289,7 +291,7 @@ def fall_back(
     taken = {value.name for value in onnx_model.true_inputs(ready.graph)}
     batches = [
         {name: array for name, array in batch.items() if name in taken}
-        for batch in calibration.batches(parent.config, rows)
+        for batch in calibration.batches(parent.config.model, rows)
     ]
     trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
     ranked = fallback.sensitivity(trial.layers(seconds), trial.answers, trial.original())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import MIB, ModelConfig
-from penstock.optimizer import reconfigure
+from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
@@ -41,7 +41,7 @@ class Memory:
         return found or [Skip(self.name, "everything is as small as it can be")]
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
-        reconfigure.write(parent, with_memory(parent.config, step), target)
+        folders.write(parent, with_memory(parent.config, step), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         asked = "0" if step.settings.get("arena") == "off" else None

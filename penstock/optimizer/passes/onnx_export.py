@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock import pt2_file
-from penstock.optimizer import folders
+from penstock.optimizer import folders, torch_source
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
 
 # Options that mean the same in both backends.
 KEPT = ("intra_op_thread_count", "inter_op_thread_count")
-# What the module's form needs, and ONNX does not.
-LEFT = ("module.py", "model.pt2", "model.safetensors", "model.safetensors.index.json")
 
 
 class OnnxExport:
@@ -42,15 +40,12 @@ class OnnxExport:
         config = parent.config
         # In the precision of the weights: less of it is a step of its own.
         plain = {k: v for k, v in config.options.items() if k == "penstock.factory"}
-        version = target / folders.VERSION
-        version.mkdir(parents=True)
+        version = folders.carry_over(parent, target, torch_source.own_files(parent.artifact))
         loaded = load_module(replace(config.model, options=plain, device="cpu"))
         try:
             to_onnx(loaded, config.model, version / "model.onnx")
         finally:
             loaded.close()
-        shards = [path.name for path in parent.artifact.parent.glob("*.safetensors")]
-        folders.carry_over(parent.version_folder, version, {*LEFT, *shards, parent.artifact.name})
         options = {key: text for key, text in config.options.items() if key in KEPT}
         changed = replace(config, backend="onnxruntime", options=options, file="", device="cpu")
         folders.write_config(target, changed)

@@ -51,12 +51,15 @@ class OnnxGraph:
             settings["opset"] = str(OPSET)
         if _has_weights_as_inputs(model):
             settings["weights"] = "constant"
-        if build.config.max_batch_size == 0 and _is_fixed_at_one(model):
+        if _can_be_opened(build.config) and _is_fixed_at_one(model):
             settings["batch"] = "dynamic"
         if build.config.backend == "onnxruntime" and _denormal_share(model) > MIN_DENORMAL_SHARE:
             settings["denormals"] = "zero"
         if settings:
-            return [Step(self.name, settings)]
+            # What else is to be done must not be lost where the batch cannot be opened.
+            rest = {key: text for key, text in settings.items() if key != "batch"}
+            wanted = [settings, rest] if rest and rest != settings else [settings]
+            return [Step(self.name, each) for each in wanted]
         return [
             Skip(
                 self.name,
@@ -84,6 +87,11 @@ class OnnxGraph:
         if before.operators and not after.operators:
             return ["the graph that was written has no operators"]
         return []
+
+
+def _can_be_opened(config: ModelConfig) -> bool:
+    """A function in front of the model makes one row with the 1 in it, and would have to change."""
+    return config.max_batch_size == 0 and config.preprocess is None
 
 
 def _has_weights_as_inputs(model: Any) -> bool:

@@ -37,14 +37,11 @@ class ToOpenVino:
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
         config = parent.config
-        version = target / folders.VERSION
-        version.mkdir(parents=True)
-        folders.carry_over(parent.version_folder, version)
         options = {
             new: config.options[old] for old, new in THREADS.items() if old in config.options
         }
         options["performance_hint"] = step.settings["hint"]
-        folders.write_config(target, replace(config, backend="openvino", options=options))
+        folders.write(parent, replace(config, backend="openvino", options=options), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.backend != "openvino" or "openvino" not in after.built:

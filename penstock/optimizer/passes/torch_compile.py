@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock import pt2_file
 from penstock.config import ModelConfig
-from penstock.optimizer import folders
+from penstock.optimizer import folders, torch_source
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
@@ -21,7 +21,6 @@ AHEAD = "ahead"
 IMAGE_RANK = 3
 # Of the module's form: they are no options of a package.
 OF_MODULES = ("penstock.factory", "penstock.compile", "penstock.dtype", "penstock.memory_format")
-LEFT = ("module.py", "model.pt2", "model.safetensors", "model.safetensors.index.json")
 
 
 class TorchCompile:
@@ -63,17 +62,14 @@ class TorchCompile:
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
         config = parent.config
-        version = target / folders.VERSION
-        version.mkdir(parents=True)
         if step.settings.get("mode") == AHEAD:
-            _build_package(parent, version)
+            _build_package(parent, target)
             options = {k: v for k, v in config.options.items() if k not in OF_MODULES}
             folders.write_config(target, replace(config, options=options, file=""))
             return
-        folders.carry_over(parent.version_folder, version)
         added = {"mode": "penstock.compile", "memory_format": "penstock.memory_format"}
         options = {added[key]: text for key, text in step.settings.items()}
-        folders.write_config(target, replace(config, options={**config.options, **options}))
+        folders.write(parent, replace(config, options={**config.options, **options}), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         mode = step.settings.get("mode")
@@ -87,15 +83,14 @@ class TorchCompile:
         return [] if found == wanted[1] else [f"{wanted[0]} is {found}, expected {wanted[1]}"]
 
 
-def _build_package(parent: Build, version: Path) -> None:
+def _build_package(parent: Build, target: Path) -> None:
     from penstock.backends.pytorch import load_module
     from penstock.optimizer.torch_export import to_package
 
     config = parent.config.model
+    version = folders.carry_over(parent, target, torch_source.own_files(parent.artifact))
     loaded = load_module(config)
     try:
         to_package(loaded, config, version / "model.pt2")
     finally:
         loaded.close()
-    shards = [path.name for path in parent.artifact.parent.glob("*.safetensors")]
-    folders.carry_over(parent.version_folder, version, {*LEFT, *shards, parent.artifact.name})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
-from penstock.benchmark.report import units
+from penstock.benchmark.report import plots, units
 from penstock.optimizer.profile import roofline
 from penstock.optimizer.profile.results import Bound, Bucket, Operator, Peaks, Profile
 
@@ -56,8 +57,8 @@ def roof(operators: Sequence[Operator], peaks: Peaks) -> Figure | None:
     return {
         "data": data,
         "layout": {
-            "xaxis": {"type": "log", "title": "FLOP per byte"},
-            "yaxis": {"type": "log", "title": "GFLOP/s"},
+            "xaxis": plots.log_axis("FLOP per byte", [x for trace in data for x in trace["x"]]),
+            "yaxis": plots.log_axis("GFLOP/s", [y for trace in data for y in trace["y"]]),
             "margin": {"l": 60, "r": 20, "t": 20, "b": 44},
         },
     }
@@ -91,7 +92,8 @@ def _dots(bound: Bound, colour: str, dots: Sequence[Operator], whole_s: float) -
     """As large as their share of the time."""
     sizes = [max(SMALLEST_DOT, LARGEST_DOT * (each.seconds / whole_s) ** 0.5) for each in dots]
     texts = [
-        f"{each.name}<br>{each.type}, {each.datatype}<br>{units.duration(each.seconds)}, "
+        f"{escape(each.name)}<br>{escape(each.type)}, {each.datatype}<br>"
+        f"{units.duration(each.seconds)}, "
         f"{units.share(each.seconds, whole_s)}"
         for each in dots
     ]

@@ -19,6 +19,7 @@ from penstock import repository
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.profile.results import Profile
+from penstock.optimizer.simulate import fitted
 from penstock.types import Array, Tensor, from_array, to_array
 
 CHILD = "penstock.optimizer.profile.child"
@@ -70,7 +71,7 @@ def profile_build(
     one batch. ConfigError for a model or rows that do not fit, BackendFailed when it breaks."""
     settings = settings or Settings()
     config = read_config(folder)
-    tensors, num_rows, text = make_batch(config, rows)
+    tensors, num_rows, text = make_batch(config, fitted(rows, config))
     with tempfile.TemporaryDirectory(prefix="penstock-profile-") as made:
         job = Job(
             folder=str(folder),

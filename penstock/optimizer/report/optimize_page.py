@@ -9,12 +9,12 @@ from pathlib import Path
 
 from penstock.benchmark.report import units
 from penstock.benchmark.report.page import Card, Cell, Line, rendered
+from penstock.optimizer.profile import profile_plots
 from penstock.optimizer.report import (
     before_after,
     first_line,
     optimize_plots,
     reproduce,
-    roofline_plot,
     tried,
     wording,
 )
@@ -46,7 +46,9 @@ def page(optimization: Optimization) -> str:
     profile = optimization.profile
     has_after = before_after.has_after(optimization)
     figures = optimize_plots.figures_of(optimization)
-    figures["roofline"] = [None if profile is None else roofline_plot.roofline(profile)]
+    figures["roofline"] = [
+        None if profile is None else profile_plots.roof(profile.operators, profile.peaks)
+    ]
     values = {
         "has_steps": any(figures[name][0] for name in STEP_PLOTS),
         "has_plots": any(figures[name][0] for name in figures.keys() - STEP_PLOTS),

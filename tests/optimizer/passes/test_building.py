@@ -1,4 +1,4 @@
-"""A model's folder written from another one's."""
+"""An ONNX file in place of the parent's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,17 +6,12 @@ from pathlib import Path
 import onnx
 from suites.onnx_models import answers, batch, build_of, cnn, drawn_rows, opened, stack
 
-from penstock import versions
-from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.passes.building import (
     LEFT_OUT,
-    copy_files,
     is_onnx,
     without_slow_fusion,
-    write_config,
     write_onnx,
 )
-from penstock.repository import read
 
 
 def test_everything_but_the_graph_is_taken_over(tmp_path: Path) -> None:
@@ -51,21 +46,21 @@ def test_weights_in_a_file_of_their_own_are_not_left_behind(tmp_path: Path) -> N
     assert (answers(made.artifact, feeds) == answers(parent.artifact, feeds)).all()
 
 
-def test_a_committed_version_can_be_the_parent(tmp_path: Path) -> None:
-    source = build_of(cnn(), tmp_path / "m")
-    (tmp_path / "models").mkdir()
-    for _ in range(2):
-        versions.commit(tmp_path / "models", "m", source.version_folder, source.config)
-    versions.promote(tmp_path / "models", "m", "2")
-    folder = tmp_path / "models" / "m"
-    parent = Build(Candidate(), folder, read(folder).configs[0])
-    assert parent.config.version == "2"
-    copy_files(parent, tmp_path / "next" / "m")
-    write_config(replace(parent.config, num_instances=2), tmp_path / "next" / "m")
+def test_so_are_weights_below_a_folder(tmp_path: Path) -> None:
+    parent = build_of(stack(), tmp_path / "m")
+    (parent.version_folder / "weights").mkdir()
+    model = onnx.load(str(parent.artifact))
+    options = {"save_as_external_data": True, "size_threshold": 0}
+    onnx.save_model(model, str(parent.artifact), location="weights/all.bin", **options)
+    write_onnx(parent, onnx.load(str(parent.artifact)), tmp_path / "next" / "m")
     made = opened(tmp_path / "next" / "m")
-    assert made.config.version == "1" and made.config.num_instances == 2
-    assert made.config.manifest == ""
-    assert is_onnx(made)
+    assert [path.name for path in made.version_folder.rglob("*")] == ["model.onnx"]
+
+
+def test_only_onnx_files_are_onnx(tmp_path: Path) -> None:
+    build = build_of(cnn(), tmp_path / "m")
+    assert is_onnx(build)
+    assert not is_onnx(replace(build, config=replace(build.config, backend="pytorch")))
 
 
 def test_a_fusion_is_left_out_only_where_onnx_runtime_is_on_the_processor(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from suites.onnx_models import (
 
 from penstock.errors import ConfigError
 from penstock.optimizer.candidates import Build, Skip, Step
+from penstock.optimizer.examples import Examples, Split
 from penstock.optimizer.facts import file_facts, optimised_operators
 from penstock.optimizer.passes.int8_static import Int8Static, fall_back
 
@@ -61,6 +62,29 @@ def test_onnx_runtime_really_computes_in_bytes(tmp_path: Path) -> None:
     facts.optimised_operators = optimised_operators(made.artifact, {})
     assert facts.optimised_operators["QLinearConv"] == 2
     assert PASS.check(proposed(parent)[0], file_facts(parent), facts) == []
+
+
+def test_ranges_are_of_what_preprocessing_makes_of_the_examples(tmp_path: Path) -> None:
+    config = """backend: "onnxruntime" max_batch_size: 8
+    input { name: "text" data_type: TYPE_STRING dims: 1 }
+    output { name: "y" data_type: TYPE_FP32 dims: 32 }
+    parameters { key: "penstock.preprocess" value { string_value: "prepare.py:spread" } }
+    parameters { key: "penstock.model_inputs" value { string_value: "x:FP32[32]" } }"""
+    code = "import numpy as np\n\n\ndef spread(row):\n"
+    code += "    return {'x': np.linspace(-1, float(row['text'][0]), 32, dtype=np.float32)}\n"
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "prepare.py").write_text(code)
+    onnx.save_model(stack(), str(tmp_path / "m" / "1" / "model.onnx"))
+    (tmp_path / "m" / "config.pbtxt").write_text(config)
+    parent = opened(tmp_path / "m")
+    rows = [{"text": np.array([str(number).encode()], object)} for number in range(24)]
+    split = Split(tuple(range(8)), tuple(range(8, 16)), tuple(range(16, 24)))
+    examples = Examples(rows, None, split, "digest", "made for the test")
+    made, _ = built(PASS, parent, proposed(parent)[0], tmp_path, examples)
+    record = json.loads((made.version_folder / "calibration.json").read_text())
+    assert record["inputs"]["x"]["max"] == 7.0
+    kept = fall_back(parent, proposed(parent)[0], workshop(tmp_path, examples), lambda step: True)
+    assert kept is not None and kept[1]
 
 
 def test_ranges_lie_beside_the_model(tmp_path: Path) -> None:

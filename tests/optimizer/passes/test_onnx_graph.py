@@ -1,5 +1,6 @@
 """The graph made better with the same answers, and batches opened only where rows stay apart."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 from onnx import TensorProto, helper
 from suites.onnx_models import Graph, answers, build_of, built, cnn, situation, workshop
 
+from penstock.config import Preprocess
 from penstock.errors import BackendFailed
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.passes.onnx_graph import OnnxGraph
+from penstock.types import TensorSpec
 
 PASS = OnnxGraph()
 
@@ -45,10 +48,20 @@ def mixing(kind: str) -> onnx.ModelProto:
     return graph.model({"x": (TensorProto.FLOAT, [1, 4])}, last, [1, 4])
 
 
+def test_behind_preprocessing_the_one_row_stays(tmp_path: Path) -> None:
+    """The function gives it with its 1."""
+    parent = build_of(old_digits(), tmp_path / "digits")
+    inner = Preprocess("code.py:decode", parent.config.inputs)
+    image = TensorSpec("file", "BYTES", (1,))
+    config = replace(parent.config, inputs=(image,), preprocess=inner)
+    (step,) = PASS.propose(situation(replace(parent, config=config)))
+    assert isinstance(step, Step) and "batch" not in step.settings
+
+
 def test_an_old_file_becomes_one_that_can_be_batched(tmp_path: Path) -> None:
     parent = build_of(old_digits(), tmp_path / "digits")
     assert parent.config.max_batch_size == 0
-    (step,) = PASS.propose(situation(parent))
+    step, _ = PASS.propose(situation(parent))
     assert isinstance(step, Step)
     assert step.settings == {"opset": "17", "weights": "constant", "batch": "dynamic"}
     made, facts = built(PASS, parent, step, tmp_path)
@@ -69,6 +82,17 @@ def test_rows_that_influence_each_other_are_not_batched(kind: str, tmp_path: Pat
     assert isinstance(step, Step) and step.settings["batch"] == "dynamic"
     with pytest.raises(BackendFailed, match="batched|cannot run"):
         PASS.build(parent, step, tmp_path / "t" / "mixing", workshop(tmp_path))
+
+
+def test_what_else_an_old_file_needs_is_also_tried_without_the_batch(tmp_path: Path) -> None:
+    """INT8 needs the newer operator set, also of a model that must not be batched."""
+    model = mixing("mean")
+    model.opset_import[0].version = 11
+    parent = build_of(model, tmp_path / "mixing")
+    _, step = PASS.propose(situation(parent))
+    assert isinstance(step, Step) and step.settings == {"opset": "17"}
+    made, _ = built(PASS, parent, step, tmp_path)
+    assert made.config.max_batch_size == 0
 
 
 def test_a_good_file_stays_as_it_is(tmp_path: Path) -> None:

@@ -31,6 +31,15 @@ def test_what_takes_no_time_is_no_dot(profile) -> None:
     assert sum(len(each["x"]) for each in figure["data"] if each["mode"] == "markers") == 1
 
 
+def test_names_of_operators_are_text_and_no_markup(profile) -> None:
+    profile.operators[0].name = "<a href='elsewhere'>MatMul</a>"
+    (figure,) = profile_plots.figures(profile)["roofline"]
+    assert figure is not None
+    texts = [text for each in figure["data"] for text in each.get("text", ())]
+    assert any("&lt;a href=" in text for text in texts)
+    assert not any("<a" in text for text in texts)
+
+
 def test_bars_add_up_to_the_time(profile) -> None:
     (figure,) = profile_plots.figures(profile)["types"]
     assert figure is not None
