@@ -63,10 +63,12 @@ def _beats(one: Served, other: Served) -> bool:
     if one.is_met:
         return _is_below(one.p99, other.p99)
     # Where both miss it: who answers more in time is ahead, then who answers more at all; latency
-    # of a queue that grows says how long was measured.
+    # of a queue that grows says how long was measured, so it counts only between equals.
     if abs(one.goodput - other.goodput) > MIN_GOODPUT:
         return one.goodput > other.goodput
-    return _is_above(one.throughput, other.throughput)
+    if _is_above(one.throughput, other.throughput) or _is_above(other.throughput, one.throughput):
+        return _is_above(one.throughput, other.throughput)
+    return _is_below(one.p50, other.p50)
 
 
 def _is_below(one: Interval, other: Interval) -> bool:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -64,6 +65,7 @@ ONLY_AGREEMENT = (
 )
 
 Row = Mapping[str, Array]
+T = TypeVar("T")
 
 
 class KeptLayers(msgspec.Struct):
@@ -163,7 +165,20 @@ class Lab:
     def facts(self, build: Build) -> Facts:
         self.watch("read back")
         key = build.candidate.key
-        return self.journal.remember("facts", key, Facts, lambda: trials.inspect(build))
+        inspect = self._needed(build, lambda: trials.inspect(build))
+        return self.journal.remember("facts", key, Facts, inspect)
+
+    def _needed(self, build: Build, compute: Callable[[], T]) -> Callable[[], T]:
+        """Without the original there is nothing to optimise: where it fails, the run ends, and the
+        next one asks again instead of remembering it."""
+
+        def asked() -> T:
+            try:
+                return compute()
+            except BackendFailed as error:
+                raise ConfigError([f"the original: {error}"]) from error
+
+        return compute if build.candidate.steps else asked
 
     # Answers.
 
@@ -184,9 +199,9 @@ class Lab:
 
     def answers(self, build: Build, indices: tuple[int, ...]) -> Answers:
         """To these rows. Not kept: they are large and soon made again."""
-        return trials.answers(
-            build, [self.rows[index] for index in indices], self._tell_share(indices)
-        )
+        rows = [self.rows[index] for index in indices]
+        told = self._tell_share(indices)
+        return self._needed(build, lambda: trials.answers(build, rows, told))()
 
     def original_answers(self, part: str) -> Answers:
         known = self._original.get(part)
@@ -304,13 +319,12 @@ class Lab:
     # Speed.
 
     def times(self, build: Build, num_instances: int, num_threads: int) -> TimeTable:
+        def measure() -> TimeTable:
+            return trials.times(build, self.rows, num_instances, num_threads, self._longest_s)
+
         self.watch(f"batch times, {num_instances} x {num_threads} threads")
-        return self.journal.remember(
-            "times",
-            f"{build.candidate.key} {num_instances}x{num_threads}",
-            TimeTable,
-            lambda: trials.times(build, self.rows, num_instances, num_threads, self._longest_s),
-        )
+        key = f"{build.candidate.key} {num_instances}x{num_threads}"
+        return self.journal.remember("times", key, TimeTable, self._needed(build, measure))
 
     @property
     def _longest_s(self) -> float:
@@ -333,8 +347,9 @@ class Lab:
             return served.measure_alternately(builds, self.plan, self.rows, self.watch)
 
         self.watch("start servers")
+        asked = self._needed(builds[0], measure) if len(builds) == 1 else measure
         found = self.journal.remember(
-            "served", _keys(builds), list[Served], measure, keeps_failure=False
+            "served", _keys(builds), list[Served], asked, keeps_failure=False
         )
         return [served.repriced(each, self.plan) for each in found]
 

@@ -23,7 +23,7 @@ from penstock.optimizer.passes import Pass, Situation
 from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Served, Try
-from penstock.optimizer.shapes import pairs, shapes
+from penstock.optimizer.shapes import alone_s, pairs, shapes
 from penstock.optimizer.simulate import TimeTable
 from penstock.slo import Memory
 
@@ -68,6 +68,23 @@ class Contender:
     def rate(self) -> float:
         return self.shapes[0][1] if self.shapes else 0.0
 
+    def is_ahead(self, other: Contender) -> bool:
+        """Beyond the noise: by the rate that is predicted to keep the SLO; where neither has one,
+        by how soon a request is answered that comes alone."""
+        if self.rate or other.rate:
+            return goals.is_better(self.rate, other.rate)
+        return goals.is_better(other.alone_s, self.alone_s)
+
+    @property
+    def alone_s(self) -> float:
+        return min(alone_s(table) for table in self.times.values())
+
+    @property
+    def speed_text(self) -> str:
+        if self.rate:
+            return f"about {self.rate:,.0f}/s"
+        return f"no rate within the SLO, {self.alone_s * 1e3:.3g} ms alone"
+
 
 @dataclass(slots=True)
 class Finalist:
@@ -105,7 +122,7 @@ class Findings:
         """By prediction; of equal ones the simpler, which came earlier."""
         best = self.contenders[0]
         for contender in self.contenders[1:]:
-            if goals.is_better(contender.rate, best.rate):
+            if contender.is_ahead(best):
                 best = contender
         return best
 
@@ -297,7 +314,7 @@ class Search:
         for record in judged:
             self._note_times(record, contender)
         if best.outcome == "rejected":
-            self._fall_back(each, parent, best)
+            self._fall_back(each, parent, best, contender)
             return
         self._compare(contender, best)
         for record in judged:
@@ -393,21 +410,20 @@ class Search:
         """By prediction, with the best so far."""
         best = self.findings.best
         self.findings.contenders.append(contender)
-        mine, theirs = f"{contender.rate:,.0f}/s", f"{best.rate:,.0f}/s"
-        against = f"about {mine} predicted, {best.candidate} about {theirs}"
-        if goals.is_better(contender.rate, best.rate):
+        against = f"{contender.speed_text} predicted, {best.candidate} {best.speed_text}"
+        if contender.is_ahead(best):
             record.outcome, record.reason = "kept", against
-        elif goals.is_better(best.rate, contender.rate):
+        elif best.is_ahead(contender):
             record.outcome, record.reason = "slower", against
         else:
             record.outcome, record.reason = "equal", f"{against}: no difference beyond the noise"
 
     # Layers that do not bear it.
 
-    def _fall_back(self, each: Pass, parent: Contender, refused: Try) -> None:
+    def _fall_back(self, each: Pass, parent: Contender, refused: Try, timed: Contender) -> None:
         """If the speed would be worth it, some layers stay in float: those that give back most
         accuracy for the time they cost."""
-        if not goals.is_better(refused.predicted_rate or 0.0, self.findings.best.rate):
+        if not timed.is_ahead(self.findings.best):
             refused.reason += "; no faster either, so no layer was kept in float for it"
             return
         self._trying = str(refused.candidate)
@@ -454,7 +470,7 @@ class Search:
                     yield from self._serve([runner])
                 return
             candidate = runners[0][1].candidate
-            self.findings.tries.append(Try(candidate, "batching", "failed", str(error)))
+            self.findings.tries.append(Try(candidate, "batching", "failed", f"not served: {error}"))
             return
         for (contender, build), served in zip(runners, servings, strict=True):
             yield contender, build, served
@@ -500,12 +516,21 @@ class Search:
         first, each in its best shape before any in its second."""
         best = self.findings.best.rate
         found = [
-            (place, goals.is_better(best, rate), _simplicity(contender), -rate, contender, steps)
+            (
+                place,
+                goals.is_better(best, rate),
+                # Where nothing keeps the SLO at any rate: what answers sooner.
+                0.0 if rate else contender.alone_s,
+                _simplicity(contender),
+                -rate,
+                contender,
+                steps,
+            )
             for contender in self.findings.contenders
             for place, (steps, rate) in enumerate(contender.shapes[:MAX_SHAPES])
             if rate >= NEAR * best
         ]
-        found.sort(key=lambda each: each[:4])
+        found.sort(key=lambda each: each[:5])
         for *_, contender, steps in found[:limit]:
             candidate = Candidate((*contender.candidate.steps, *steps))
             try:
@@ -560,7 +585,7 @@ class Search:
                 doing=doing,
                 num_tried=len(self.findings.tries),
                 best="" if best is None else str(best.candidate),
-                best_text="" if best is None else f"about {best.rate:,.0f}/s",
+                best_text="" if best is None else best.speed_text,
                 elapsed_s=self._clock() - self._began,
                 left_s=self.left_s,
             )

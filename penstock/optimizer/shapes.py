@@ -247,7 +247,16 @@ def shapes(situation: Situation) -> list[tuple[tuple[Step, ...], float]]:
     for table in situation.times.values():
         found += ranking.batching(table)
     found.sort(key=lambda shape: -shape.rate)
+    if not found and situation.times:
+        # No rate keeps the SLO: what comes nearest is who answers a request alone the soonest.
+        table = min(situation.times.values(), key=alone_s)
+        found = [Shape({"mode": "off"}, table.num_instances, table.num_threads, 0.0)]
     return [(steps_of(shape), shape.rate) for shape in found]
+
+
+def alone_s(table: TimeTable) -> float:
+    """Of one row that shares with nobody; the longest, where lengths vary."""
+    return table.batch_s(max(table.seconds), 1)
 
 
 def steps_of(shape: Shape) -> tuple[Step, ...]:
