@@ -126,6 +126,7 @@ WITHOUT_OWN_TEST = {
     "onnx_file.py": "tests/test_repository.py reads files through it",
     "optimizer/__init__.py": "empty",
     "optimizer/candidates.py": "values only; tests/optimizer/test_optimizer_search.py makes them",
+    "optimizer/machine.py": "values only; tests/optimizer/test_this_machine.py reads them",
     "optimizer/lab.py": "tests/optimizer/test_optimizer_run.py asks it",
     "optimizer/conclusion.py": "tests/optimizer/test_optimizer_run.py concludes",
     "optimizer/search.py": "tests/optimizer/test_optimizer_search.py, whose name was taken",

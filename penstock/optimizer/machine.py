@@ -1,29 +1,8 @@
-"""The machine that is optimised for: what its processor and its libraries can do."""
+"""The machine that is optimised for: what its processor and its libraries can do. Values only."""
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
-from pathlib import Path
-
 import msgspec
-
-from penstock.benchmark import system
-
-# Instructions that matter for inference, as /proc/cpuinfo spells them.
-ISA = (
-    "avx2",
-    "f16c",
-    "avx512f",
-    "avx512_vnni",
-    "avx_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_int8",
-    "amx_bf16",
-)
-# Beside those that a load test names.
-PACKAGES = ("onnx", "onnxscript", "transformers", "tokenizers", "safetensors")
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -45,31 +24,3 @@ class Machine(msgspec.Struct, frozen=True):
     @property
     def has_bf16(self) -> bool:
         return bool({"avx512_bf16", "amx_bf16"} & set(self.isa))
-
-
-def read_machine() -> Machine:
-    found = system.environment("")
-    return Machine(
-        cpu=found.host_cpu,
-        # Those that this process may use, which a container or taskset may have made fewer.
-        num_cores=len(os.sched_getaffinity(0)),
-        memory_bytes=found.memory_bytes,
-        isa=isa_of(_cpuinfo()),
-        gpus=tuple(found.gpus),
-        versions=found.versions | system.package_versions(PACKAGES),
-    )
-
-
-def isa_of(cpuinfo: str) -> tuple[str, ...]:
-    """Of the first processor; all of a machine have the same."""
-    for line in cpuinfo.splitlines():
-        key, _, flags = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return tuple(name for name in ISA if name in flags.split())
-    return ()
-
-
-def _cpuinfo() -> str:
-    with suppress(OSError):
-        return Path("/proc/cpuinfo").read_text()
-    return ""

@@ -26,13 +26,14 @@ from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.lab import Lab
-from penstock.optimizer.machine import Machine, read_machine
+from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Search
 from penstock.optimizer.subject import SERVED, Subject, open_subject
+from penstock.optimizer.this_machine import read_machine
 
 # Below the repository; readers of repositories pass over names that start with a dot.
 WORK = ".optimize"

@@ -32,7 +32,7 @@ from traps import (
 )
 
 from penstock import repository
-from penstock.optimizer.machine import read_machine
+from penstock.optimizer.this_machine import read_machine
 from penstock.types import Array
 
 # The highest rate is looked for only where there is time for it.

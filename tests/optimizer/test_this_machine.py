@@ -4,7 +4,8 @@ import os
 
 import numpy as np
 
-from penstock.optimizer.machine import Machine, isa_of, read_machine
+from penstock.optimizer.machine import Machine
+from penstock.optimizer.this_machine import isa_of, read_machine
 
 CPUINFO = """processor\t: 0
 model name\t: A Processor
