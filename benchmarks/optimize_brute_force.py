@@ -5,9 +5,9 @@
 
 Models, data, SLOs and budgets are those of optimize_minilm and optimize_vision. Brute force is
 every build that passed the gates (all passes, --exhaustive) times every instances x threads that
-fill the cores times largest batches of 1, 8 and 32, each served and measured by the highest rate
-that keeps the SLO's latency. Its best and the version that the optimiser committed are then
-measured in turns.
+fill the cores times largest batches of 8 and 32, by Triton's rules and by the SLO, each served and
+measured by the highest rate that keeps the SLO's latency. Its best and the version that the
+optimiser committed are then measured in turns.
 
 Counted as measurements: one served run of one candidate, at one load or searching a rate.
 
@@ -27,8 +27,9 @@ from optimizing import FOLDER
 from optimizing.cases import CASES, Case, fetch
 from optimizing.measure import (
     Contender,
+    Shape,
     interleaved,
-    max_rate,
+    max_rates,
     median_ratio,
     optimized,
     repository_of,
@@ -46,7 +47,7 @@ from penstock.optimizer.candidates import Candidate
 # What makes another model's file; the other stages only change how it is served.
 STAGES = ("baseline", "compile", "precision", "quantise")
 PASSED = ("kept", "equal", "slower")
-BATCHES = (1, 8, 32)
+BATCHES = (8, 32)
 GOAL, SHARE_GOAL = 0.95, 0.25
 
 
@@ -67,18 +68,15 @@ def builds(found: dict[str, Any], case: Case) -> dict[str, Path]:
     return made
 
 
-def combinations(made: dict[str, Path]) -> Iterator[tuple[str, Path, tuple[int, int], int | None]]:
+def combinations(made: dict[str, Path]) -> Iterator[tuple[str, Path, Shape]]:
     for name, folder in made.items():
         [config] = repository.read(folder).configs
         batches: tuple[int | None, ...] = BATCHES if config.max_batch_size else (None,)
-        for shape in shapes():
+        for pair in shapes():
             for batch in batches:
-                yield (
-                    f"{name}, {shape[0]} x {shape[1]}, batch {batch or 'none'}",
-                    folder,
-                    shape,
-                    batch,
-                )
+                for is_slo in (False, True) if batch else (False,):
+                    shape = Shape(*pair, batch, is_slo)
+                    yield f"{name}, {shape}", folder, shape
 
 
 def num_served(found: dict[str, Any]) -> int:
@@ -92,9 +90,9 @@ def compared(console: Console, case: Case, options: argparse.Namespace) -> dict[
     rates: dict[str, float] = {}
     place = FOLDER / "brute" / case.name
     points = list(combinations(builds(found, case)))
-    for number, (name, folder, shape, batch) in enumerate(points):
-        tried = shaped(folder, place / str(number), shape, batch)
-        rates[name] = max_rate(Contender(name, tried), case, options.duration)
+    for number, (name, folder, shape) in enumerate(points):
+        tried = shaped(folder, place / str(number), shape, case.latency)
+        [rates[name]] = max_rates([Contender(name, tried)], case, options.duration)
         print(f"{number + 1} of {len(points)}: {name}: {rates[name]:.1f}/s", flush=True)
     best = max(rates, key=lambda name: rates[name])
     index = [point[0] for point in points].index(best)

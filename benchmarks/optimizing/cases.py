@@ -52,7 +52,7 @@ def sentiment() -> Case:
         "examples.sentiment.model:factory",
         Path(prepared.reviews),
         Path(prepared.requests),
-        "p99 < 100 ms at 200/s",
+        "p99 < 100 ms at 300/s",
         "top1 drop <= 2 %",
         "label",
     )

@@ -1,16 +1,15 @@
-"""Contenders measured as users start them: `penstock serve`, `bench --max-rate`, `optimize`."""
+"""Contenders measured as users start them: `penstock optimize`, `penstock serve` with the bench."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,16 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from serving import Server, penstock, show
+from serving import penstock, show
 
-from optimizing import FOLDER, RESULTS, ROOT
+from optimizing import FOLDER, RESULTS
 from optimizing.cases import Case, relative
 from penstock import pbtxt, repository
+from penstock.config import SLO_OFF
+from penstock.optimizer import plan_file, served
+from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.examples import open_examples
+from penstock.slo import parse
 
 MET, MISSED, REFUSED = 0, 2, 3
 THREADS = {
@@ -63,21 +67,26 @@ def repository_of(case: Case) -> Path:
     return FOLDER / case.name / "models"
 
 
-def max_rate(contender: Contender, case: Case, duration: str) -> float:
-    """The highest Poisson rate at which the case's latency terms hold, served."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / "max_rate.json"
-    with Server(Console(quiet=True), contender.repository) as server:
-        target = f"http://{server.address}/v2/models/{case.name}"
-        wishes = ["--slo", case.latency, "--max-rate", "--duration", duration, "--json", str(path)]
-        command = ["bench", target, "--data", str(case.requests), *wishes]
-        ended = subprocess.run(
-            [sys.executable, "-m", "penstock", *command], cwd=ROOT, capture_output=True, text=True
-        )
-    if ended.returncode:
-        raise SystemExit(f"{contender.name}: penstock bench: {ended.stderr or ended.stdout}")
-    found = json.loads(path.read_text())["max_rate"]
-    return float(found["rate"]["value"] or 0.0)
+def max_rates(contenders: Sequence[Contender], case: Case, duration: str) -> list[float]:
+    """The highest Poisson rate of each at which the case's latency terms hold, served and searched
+    in turns, about a minute each; 0 where it holds at none."""
+    plan = plan_file.make_plan(
+        {
+            "model": str(contenders[0].repository / case.name),
+            "slo": case.latency,
+            "out": str(FOLDER),
+            "data": str(case.requests),
+            "duration": duration,
+        }
+    )
+    builds = []
+    for each in contenders:
+        folder = each.repository / case.name
+        builds.append(Build(Candidate(), folder, repository.read(folder).configs[-1]))
+    config = builds[0].config
+    rows = open_examples(plan, config.inputs, config.max_batch_size > 0).rows
+    found = served.max_rates(builds, plan, rows, lambda doing: None)
+    return [0.0 if math.isnan(each.value) else each.value for each in found]
 
 
 def interleaved(
@@ -86,34 +95,54 @@ def interleaved(
     """Highest rates by name, every round each contender once."""
     rates: dict[str, list[float]] = {each.name: [] for each in contenders}
     for number in range(rounds):
-        for each in contenders:
-            rate = max_rate(each, case, duration)
+        found = max_rates(contenders, case, duration)
+        for each, rate in zip(contenders, found, strict=True):
             rates[each.name].append(rate)
             print(f"round {number + 1}: {each.name}: {rate:.1f}/s", flush=True)
     return rates
 
 
 def shapes() -> list[tuple[int, int]]:
-    """Instances and threads of each that fill the machine, and one more that shares it."""
-    cores = os.cpu_count() or 1
-    splits = {(count, cores // count) for count in range(1, cores + 1) if cores % count == 0}
-    return sorted(splits | {(2, cores)})
+    """Instances and threads of each that fill the cores this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    return sorted((count, cores // count) for count in range(1, cores + 1) if cores % count == 0)
 
 
-def shaped(model: Path, target: Path, shape: tuple[int, int], max_batch: int | None = None) -> Path:
-    """A copy of a model's folder with other instances, threads and largest batch, in a repository
-    at `target`."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a model is served. Without a largest batch it stays as it was; `is_slo` lets the server
+    batch by the SLO instead of Triton's rules."""
+
+    num_instances: int
+    num_threads: int
+    max_batch: int | None = None
+    is_slo: bool = False
+
+    def __str__(self) -> str:
+        batch = "" if self.max_batch is None else f", batch {self.max_batch}"
+        return f"{self.num_instances} x {self.num_threads}{batch}{', by SLO' * self.is_slo}"
+
+
+def shaped(model: Path, target: Path, shape: Shape, slo: str = "") -> Path:
+    """A copy of a model's folder, served so, in a repository at `target`."""
     [config] = repository.read(model).configs
     shutil.rmtree(target, ignore_errors=True)
     copied = target / model.name
     shutil.copytree(model, copied)
     key = THREADS[config.backend]
     changed = dataclasses.replace(
-        config, num_instances=shape[0], options={**config.options, key: str(shape[1])}
+        config,
+        num_instances=shape.num_instances,
+        options={**config.options, key: str(shape.num_threads)},
+        slo=slo if shape.is_slo else SLO_OFF,
     )
-    if max_batch is not None and config.max_batch_size:
-        batching = dataclasses.replace(changed.batching, max_batch_size=max_batch)
-        changed = dataclasses.replace(changed, max_batch_size=max_batch, batching=batching)
+    if shape.max_batch is not None and config.max_batch_size:
+        batching = dataclasses.replace(
+            changed.batching,
+            max_batch_size=shape.max_batch,
+            slo_latency_s=parse(slo).latency_s if shape.is_slo else None,
+        )
+        changed = dataclasses.replace(changed, max_batch_size=shape.max_batch, batching=batching)
     (copied / "config.pbtxt").write_text(pbtxt.write(changed))
     return target
 
