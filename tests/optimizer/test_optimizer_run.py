@@ -1,8 +1,11 @@
 """A whole run on a small model, with real children and a real server."""
 
+import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 import onnxruntime
@@ -11,10 +14,16 @@ from suites import onnx_models
 
 import penstock
 from penstock import manifest, repository, slo
+from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import run
+from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.examples import Examples, Split
+from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
+from penstock.optimizer.results import Optimization
+from penstock.optimizer.subject import Subject
 
 WISH = slo.parse("p99 < 2s at 20/s")
 SIZE = 32
@@ -43,6 +52,7 @@ def plan(tmp_path: Path) -> Plan:
 
 
 def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
+    """At once, with its proof; and run again nothing is measured, and nothing committed twice."""
     told: list[Progress] = []
     found = run.optimize(plan, told.append, "penstock optimize …")
     assert found.outcome == "met"
@@ -51,9 +61,24 @@ def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     assert found.held_out is not None
     assert found.held_out.original == pytest.approx(0.9, abs=0.06)
     assert {each.stage for each in told} == {"baseline", "proof"}
+    check_evidence(plan, found)
 
+    again = run.optimize(plan, lambda progress: None, "")
+    assert again.num_measured == 0
+    assert again.num_remembered > 0
+    assert again.version == found.version == "1"
+    assert again.after == found.after
+    assert repository.version_folders(Path(plan.out) / "small") == ["1"]
+    [journal] = (Path(plan.out) / run.WORK / "small").glob("*/journal.jsonl")
+    records = [json.loads(line) for line in journal.read_text().splitlines()]
+    keys = [(each["kind"], each["key"]) for each in records]
+    assert len(keys) == len(set(keys))
+
+
+def check_evidence(plan: Plan, found: Optimization) -> None:
     kept = manifest.read(Path(plan.out) / "small" / found.version)
     assert kept is not None
+    assert found.held_out is not None
     assert kept.evidence["slo"] == "p99 < 2s at 20/s poisson"
     assert kept.evidence["outcome"] == "met"
     assert kept.evidence["measured"]["p99"]["value"] > 0
@@ -61,7 +86,6 @@ def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     assert kept.evidence["lineage"]["steps"] == []
     assert kept.evidence["hardware"]["num_cores"] >= 1
     assert kept.evidence["versions"]["onnxruntime"]
-
     (config,) = repository.read(Path(plan.out) / "small").configs
     assert config.slo == "p99 < 2s at 20/s poisson"
     with penstock.load(Path(plan.out) / "small") as model:
@@ -69,29 +93,46 @@ def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     assert answer["y"].shape == (1, SIZE)
 
 
-def test_run_again_nothing_is_measured_and_nothing_committed_twice(plan: Plan) -> None:
-    first = run.optimize(plan, lambda progress: None, "")
-    again = run.optimize(plan, lambda progress: None, "")
-    assert again.num_measured == 0
-    assert again.num_remembered > 0
-    assert again.version == first.version == "1"
-    assert again.after == first.after
-    assert repository.version_folders(Path(plan.out) / "small") == ["1"]
+MACHINE = Machine("a processor", 2, 1 << 30, ("avx2",), versions={"onnxruntime": "1.2"})
 
 
-def test_a_journal_is_of_one_model_data_and_plan(plan: Plan, tmp_path: Path) -> None:
-    run.optimize(plan, lambda progress: None, "")
-    journals = Path(plan.out) / run.WORK / "small"
-    assert len(list(journals.glob("*/journal.jsonl"))) == 1
-    with np.load(plan.data) as arrays:
-        changed = {name: arrays[name].copy() for name in arrays}
-    changed["x"][0, 0] += 1
-    np.savez(plan.data, **changed)
-    run.optimize(plan, lambda progress: None, "")
-    assert len(list(journals.glob("*/journal.jsonl"))) == 2
-    for path in journals.glob("*/journal.jsonl"):
-        keys = [(r["kind"], r["key"]) for r in map(json.loads, path.read_text().splitlines())]
-        assert len(keys) == len(set(keys))
+def key_of(plan: Plan, machine: Machine = MACHINE, model: str = "m", data: str = "d") -> str:
+    config = ModelConfig("m", "1", "null", "", (), (), 0, BatchPolicy(0))
+    subject = Subject(Build(Candidate(), Path("m"), config), "ONNX", model, "ONNX")
+    examples = Examples([], None, Split((), (), ()), data, "")
+    return run.run_key(plan, machine, subject, examples)
+
+
+def test_a_journal_is_of_one_model_data_machine_and_wish(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "scoring.py"
+    code.write_text("def score(outputs, labels): ...")
+    scored = replace(plan, evaluator="scoring:score")
+    keys = [
+        key_of(plan),
+        key_of(plan, model="other"),
+        key_of(plan, data="other"),
+        key_of(plan, machine=msgspec.structs.replace(MACHINE, versions={"onnxruntime": "1.3"})),
+        key_of(replace(plan, slo=slo.parse("p99 < 1s at 20/s"))),
+        key_of(replace(plan, seed=1)),
+        key_of(replace(plan, is_exhaustive=True)),
+        key_of(scored),
+    ]
+    code.write_text("def score(outputs, labels): return 1")
+    importlib.invalidate_caches()
+    keys.append(key_of(scored))
+    assert len(set(keys)) == len(keys)
+
+
+def test_more_time_another_price_or_place_go_on_with_the_same(plan: Plan) -> None:
+    for other in (
+        replace(plan, budget_s=600.0),
+        replace(plan, price_per_hour=2.0),
+        replace(plan, out="elsewhere"),
+    ):
+        assert key_of(other) == key_of(plan)
 
 
 def test_labels_that_the_original_knows_nothing_of_are_refused(plan: Plan) -> None:
