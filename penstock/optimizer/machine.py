@@ -21,7 +21,13 @@ ISA = (
     "avx512_fp16",
     "amx_int8",
     "amx_bf16",
+    # Of ARM: products of bytes, matrices of them, BF16.
+    "asimddp",
+    "i8mm",
+    "bf16",
 )
+INT8 = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
+BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
 # Beside those that a load test names.
 PACKAGES = ("onnx", "onnxscript", "transformers", "tokenizers", "safetensors")
 
@@ -30,8 +36,7 @@ class Machine(msgspec.Struct, frozen=True):
     cpu: str
     num_cores: int
     memory_bytes: int
-    # Of /proc/cpuinfo, those that matter for inference: avx2, avx512f, avx512_vnni, avx_vnni,
-    # amx_int8, amx_bf16, avx512_bf16, avx512_fp16, f16c.
+    # Of /proc/cpuinfo, those that matter for inference (`ISA`).
     isa: tuple[str, ...]
     gpus: tuple[str, ...] = ()
     # Installed packages that a candidate may need, with versions: onnxruntime, openvino, torch, ...
@@ -40,11 +45,11 @@ class Machine(msgspec.Struct, frozen=True):
     @property
     def has_int8(self) -> bool:
         """Instructions that multiply bytes several times as fast as floats."""
-        return bool({"avx512_vnni", "avx_vnni", "amx_int8"} & set(self.isa))
+        return bool(INT8 & set(self.isa))
 
     @property
     def has_bf16(self) -> bool:
-        return bool({"avx512_bf16", "amx_bf16"} & set(self.isa))
+        return bool(BF16 & set(self.isa))
 
 
 def read_machine() -> Machine:
