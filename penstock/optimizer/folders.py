@@ -63,8 +63,9 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def link(source: Path, target: Path) -> None:
-    """The same bytes without copying them, where the file system can."""
+    """The same bytes without copying them, where the file system can. A symbolic link would lead
+    elsewhere from its new place."""
     try:
-        os.link(source, target)
+        os.link(source.resolve(), target)
     except OSError:
         shutil.copyfile(source, target)

@@ -75,9 +75,6 @@ class Journal:
             raise BackendFailed(record["failed"])
         return msgspec.convert(record["value"], type, strict=False)
 
-    def knows(self, kind: str, key: str) -> bool:
-        return (kind, key) in self._known
-
     def _compute(self, kind: str, key: str, compute: Callable[[], T]) -> dict[str, Any]:
         began = time.monotonic()
         record: dict[str, Any] = {"kind": kind, "key": key}

@@ -49,7 +49,7 @@ def _from_file(path: Path, made: Path) -> Path:
     folder = made / (re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "model")
     version = folder / "1"
     version.mkdir(parents=True)
-    folders.link(path.resolve(), version / "model.onnx")
+    folders.link(path, version / "model.onnx")
     for name in _external(path):
         source = (path.parent / name).resolve()
         if not source.is_relative_to(path.parent.resolve()) or not source.is_file():
