@@ -66,6 +66,7 @@ def audit_examples(
         [examples.rows[index] for index in evaluation],
         is_separate=is_separate,
     )
+    _check_judged_copies([examples.rows[index] for index in evaluation], calibration)
     if predictions is None or labels is None:
         return calibration, Audit()
     if labels.dtype.kind == "i":
@@ -201,6 +202,17 @@ def _check_copies(rows: Sequence[Row], audit: Audit) -> None:
         )
     elif share > MANY_COPIES:
         audit.warnings.append(f"{share * 100:.0f} % of the calibration rows are copies of others")
+
+
+def _check_judged_copies(rows: Sequence[Row], audit: Audit) -> None:
+    """A bound takes every example for a new one. What users really send again and again is."""
+    share = 1 - len({_fingerprint(row) for row in rows}) / max(1, len(rows))
+    audit.facts["judged copies"] = share
+    if share > MANY_COPIES:
+        audit.warnings.append(
+            f"{share * 100:.0f} % of the rows that candidates are judged on are copies of others: "
+            "unless users send the same as often, the loss may be larger than its bound"
+        )
 
 
 def _check_constant(rows: Sequence[Row], audit: Audit) -> None:

@@ -27,7 +27,7 @@ def carry_over(parent: Build, target: Path, without: Collection[str] = ()) -> Pa
     version.mkdir(parents=True)
     for path in parent.folder.iterdir():
         if path.is_file() and path.name not in OF_A_COMMIT:
-            _link(path, target / path.name)
+            link(path, target / path.name)
     # Of the version that the parent is, whatever its number.
     source = parent.folder / parent.config.version
     for path in sorted(source.rglob("*")):
@@ -35,7 +35,7 @@ def carry_over(parent: Build, target: Path, without: Collection[str] = ()) -> Pa
         is_left = name.as_posix() in (*OF_A_COMMIT, *without) or "__pycache__" in name.parts
         if path.is_file() and not is_left:
             (version / name).parent.mkdir(parents=True, exist_ok=True)
-            _link(path, version / name)
+            link(path, version / name)
     return version
 
 
@@ -62,8 +62,10 @@ def read_config(folder: Path) -> ModelConfig:
     return found.configs[0]
 
 
-def _link(source: Path, target: Path) -> None:
+def link(source: Path, target: Path) -> None:
+    """The same bytes without copying them, where the file system can. A symbolic link would lead
+    elsewhere from its new place."""
     try:
-        os.link(source, target)
+        os.link(source.resolve(), target)
     except OSError:
         shutil.copyfile(source, target)

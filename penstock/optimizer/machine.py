@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+INT8 = {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"}
+BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
+
 
 class Machine(msgspec.Struct, frozen=True):
     cpu: str
     num_cores: int
     memory_bytes: int
-    # Of /proc/cpuinfo, those that matter for inference: avx2, avx512f, avx512_vnni, avx_vnni,
-    # amx_int8, amx_bf16, avx512_bf16, avx512_fp16, f16c.
+    # Of /proc/cpuinfo, those that matter for inference (`ISA`).
     isa: tuple[str, ...]
     gpus: tuple[str, ...] = ()
     # Installed packages that a candidate may need, with versions: onnxruntime, openvino, torch, ...
@@ -19,8 +21,8 @@ class Machine(msgspec.Struct, frozen=True):
     @property
     def has_int8(self) -> bool:
         """Instructions that multiply bytes several times as fast as floats."""
-        return bool({"avx512_vnni", "avx_vnni", "amx_int8"} & set(self.isa))
+        return bool(INT8 & set(self.isa))
 
     @property
     def has_bf16(self) -> bool:
-        return bool({"avx512_bf16", "amx_bf16"} & set(self.isa))
+        return bool(BF16 & set(self.isa))

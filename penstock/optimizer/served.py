@@ -377,13 +377,17 @@ def patience_s(slo: Slo | None) -> float:
 
 def load_of(slo: Slo | None) -> Load:
     """The load under which an SLO is to hold: its rate, or the throughput it asks for and a little
-    more, or one client alone."""
+    more, or one client alone. Where only throughput counts, requests come evenly: of those that
+    come by chance, there are often fewer than were asked for, whatever the server does."""
     if slo is None:
         return Closed(1)
     if slo.rate is not None:
         return _open(slo.rate.per_s, slo)
     asked = [term.min_per_s for term in slo.terms if isinstance(term, Throughput)]
-    return Open(Flat(ABOVE * max(asked))) if asked else Closed(1)
+    if not asked:
+        return Closed(1)
+    is_timed = any(isinstance(term, Latency | Goodput) for term in slo.terms)
+    return Open(Flat(ABOVE * max(asked)), "poisson" if is_timed else "constant")
 
 
 def _open(rate: float, slo: Slo | None) -> Open:

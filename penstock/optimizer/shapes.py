@@ -170,6 +170,9 @@ class Ranking:
     def __init__(self, situation: Situation) -> None:
         self._config = situation.build.config
         self._facts = situation.facts
+        if self._facts.padding_problem:
+            # The server finds the same, and keeps lengths apart.
+            self._config = replace(self._config, padding=None)
         self._slo = situation.plan.slo
         self._lengths = row_lengths(fitted(situation.rows, self._config), self._config)
 

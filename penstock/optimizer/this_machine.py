@@ -20,6 +20,10 @@ ISA = (
     "avx512_fp16",
     "amx_int8",
     "amx_bf16",
+    # Of ARM: products of bytes, matrices of them, BF16.
+    "asimddp",
+    "i8mm",
+    "bf16",
 )
 # Beside those that a load test names.
 PACKAGES = ("onnx", "onnxscript", "transformers", "tokenizers", "safetensors")

@@ -42,6 +42,15 @@ def changed(rows: Rows, change: Callable[[Array], Array]) -> Rows:
     return [{name: change(array) for name, array in row.items()} for row in rows]
 
 
+@pytest.mark.parametrize(("num_times", "is_warned"), [(1, False), (4, True)])
+def test_copies_among_what_is_judged_are_told(num_times: int, is_warned: bool) -> None:
+    rows = images(np.random.default_rng(3), 400 // num_times) * num_times
+    examples = Examples(rows, None, split_examples(len(rows), seed=0), "digest", "made")
+    audit, _ = audit_examples(examples, None, is_separate=False)
+    told = [text for text in audit.warnings if "judged on are copies" in text]
+    assert len(told) == is_warned
+
+
 @pytest.mark.parametrize("make", [images, tokens])
 def test_data_of_the_same_kind_is_let_be(make: Callable[..., Rows]) -> None:
     for seed in range(15):

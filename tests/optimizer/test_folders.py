@@ -38,6 +38,17 @@ def test_files_below_folders_can_be_left_out(tmp_path: Path, write_onnx) -> None
     assert names_below(version) == ["model.onnx"]
 
 
+def test_symbolic_links_become_files(tmp_path: Path, write_onnx) -> None:
+    """Downloads are often folders of links to a cache beside them."""
+    parent = mean_build(tmp_path, write_onnx)
+    (tmp_path / "model" / "cache").mkdir()
+    moved = parent.artifact.rename(tmp_path / "model" / "cache" / "blob")
+    parent.artifact.symlink_to("../cache/blob")
+    version = folders.carry_over(parent, tmp_path / "far" / "away" / "model")
+    assert not (version / "model.onnx").is_symlink()
+    assert (version / "model.onnx").samefile(moved)
+
+
 def test_configuration_has_the_name_of_its_folder_and_promises_nothing_new(
     tmp_path: Path, write_onnx
 ) -> None:

@@ -42,6 +42,7 @@ class TestLoad:
             ("p99 < 20ms at 200/s constant", Open(Flat(200), "constant")),
             ("p99 < 20ms at 200/s gamma 3", Open(Flat(200), "gamma", 3.0)),
             ("throughput >= 100/s, p99 < 20ms", Open(Flat(105.0))),
+            ("throughput >= 100/s, memory <= 1GiB", Open(Flat(105.0), "constant")),
             ("p99 < 20ms", Closed(1)),
         ],
     )

@@ -134,6 +134,20 @@ class TestRanking:
         situation = a_situation(a_config(TEXT), rows=texts(range(1, 65)), facts=facts)
         assert shapes.Ranking(situation).buckets() == [{}]
 
+    def test_and_lengths_are_predicted_to_stay_apart(self):
+        """Although the configuration asks for padding: the server does not do it either."""
+        config = a_config(TEXT, padding=Padding((PadAxis("tokens", 0),), (64,)))
+        table = a_table(lengths=(1, 64))
+        rows = texts(range(1, 65))
+        good, bad = (
+            shapes.Ranking(
+                a_situation(config, rows=rows, facts=Facts("onnxruntime", padding_problem=problem))
+            ).now(table)
+            for problem in ("", "padding changes answers")
+        )
+        plain = shapes.Ranking(a_situation(a_config(TEXT), rows=rows)).now(table)
+        assert bad == plain != good
+
     def test_images_have_none(self):
         assert shapes.Ranking(a_situation(a_config(IMAGE))).buckets() == [{}]
 

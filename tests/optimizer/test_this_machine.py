@@ -30,6 +30,15 @@ def test_instructions_are_whole_words_of_the_first_processor() -> None:
     assert isa_of("") == ()
 
 
+def test_arm_has_instructions_for_bytes_too() -> None:
+    """As Graviton 2 and 3 say it."""
+    older = "processor\t: 0\nFeatures\t: fp asimd evtstrm aes crc32 atomics fphp asimdhp asimddp\n"
+    newer = older.replace("asimddp", "asimddp sve svebf16 i8mm bf16 dgh")
+    before, after = (Machine("cpu", 2, 1 << 30, isa_of(text)) for text in (older, newer))
+    assert (before.has_int8, before.has_bf16) == (True, False)
+    assert (after.has_int8, after.has_bf16) == (True, True)
+
+
 def test_what_instructions_are_good_for() -> None:
     plain = Machine("cpu", 2, 1 << 30, ("avx2", "avx512f"))
     assert not plain.has_int8

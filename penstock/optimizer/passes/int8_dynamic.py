@@ -36,7 +36,9 @@ class Int8Dynamic:
             step = Step(self.name, {"weights": "per-channel", "range": "7 bits"})
         is_exhaustive = situation.plan.is_exhaustive
         has_attention = facts.operators.get("Attention", 0) > 0
-        if (reason := reason_against(situation)) and not has_attention:
+        # Attention has its weights inside, and is no layer that can gain by itself.
+        is_lone_attention = has_attention and not facts.quantised
+        if (reason := reason_against(situation)) and not is_lone_attention:
             return [Skip(self.name, reason)]
         if situation.build.config.backend != "onnxruntime":
             return [Skip(self.name, "only ONNX Runtime has operators with ranges by batch")]

@@ -19,13 +19,13 @@ from penstock.benchmark import system
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer.profile import onnx_times, openvino_times, roofline, torch_times, trace
-from penstock.optimizer.profile.opened import THREAD_OPTIONS
 from penstock.optimizer.profile.path import buckets_of
 from penstock.optimizer.profile.peaks import peaks_of
 from penstock.optimizer.profile.profiler import Failed, Job, read_config, unpacked
 from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.profile.roofline import Measured
 from penstock.optimizer.profile.times import Timed
+from penstock.optimizer.shapes import THREADS
 from penstock.types import Array
 
 NUM_WARM_UP = 3
@@ -105,7 +105,7 @@ def profiled(job: Job) -> Profile:
 
 def threads_of(config: ModelConfig, built: Mapping[str, str]) -> int:
     """As the library says; what it does not know is what an instance may have."""
-    option = THREAD_OPTIONS.get(config.backend, "")
+    option = THREADS.get(config.backend, "")
     text = built.get(option, "")
     return int(text) if text.isdigit() and int(text) > 0 else share_of_cores(config)
 
@@ -153,7 +153,7 @@ def _operators(
 def _single_thread(
     config: ModelConfig, batch: Batch, num_runs: int, num_threads: int
 ) -> float | None:
-    option = THREAD_OPTIONS.get(config.backend)
+    option = THREADS.get(config.backend)
     if option is None or num_threads < 2 or config.device != "cpu":
         return None
     options = {**config.options, option: "1"}

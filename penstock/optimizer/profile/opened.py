@@ -3,27 +3,17 @@ files when it is a bare ONNX file or is to have other threads."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
-from penstock import pbtxt, repository
-from penstock.backends import MODULES
-from penstock.errors import ConfigError, NotFound
+from penstock import repository
+from penstock.errors import BackendFailed, ConfigError, NotFound
+from penstock.optimizer import folders, onnx_model, shapes
+from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.profile.profiler import read_config
-
-# The option of each backend that sets how many threads an instance has.
-THREAD_OPTIONS = {
-    "onnxruntime": "intra_op_thread_count",
-    "pytorch": "intra_op_thread_count",
-    "openvino": "inference_num_threads",
-}
-assert THREAD_OPTIONS.keys() <= MODULES.keys()
 
 
 @contextmanager
@@ -39,11 +29,11 @@ def opened(model: str, name: str = "", num_threads: int | None = None) -> Iterat
 
 def _from_repository(path: Path, name: str) -> Path:
     if not name:
-        folders = repository.read(path).folders
-        if len(folders) > 1:
-            there = repository.listed(sorted(folders))
+        found = repository.read(path).folders
+        if len(found) > 1:
+            there = repository.listed(sorted(found))
             raise ConfigError([f"{path}: holds {there}; say which by --model"])
-        return next(iter(folders.values()))
+        return next(iter(found.values()))
     try:
         return repository.read_one(path, name).folders[name]
     except NotFound:
@@ -59,54 +49,29 @@ def _from_file(path: Path, made: Path) -> Path:
     folder = made / (re.sub(r"[^\w.-]", "-", path.stem).lstrip(".-") or "model")
     version = folder / "1"
     version.mkdir(parents=True)
-    _link(path, version / "model.onnx")
+    folders.link(path, version / "model.onnx")
     for name in _external(path):
         source = (path.parent / name).resolve()
         if not source.is_relative_to(path.parent.resolve()) or not source.is_file():
             raise ConfigError([f"{path}: its weights '{name}' are not beside it"])
         (version / name).parent.mkdir(parents=True, exist_ok=True)
-        _link(source, version / name)
+        folders.link(source, version / name)
     return folder
 
 
 def _external(path: Path) -> set[str]:
     """Files beside the model that hold its weights."""
-    import onnx
-
     try:
-        graph = onnx.load(str(path), load_external_data=False).graph
-    except Exception as error:  # onnx and protobuf raise many types for a broken file.
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError([f"{path}: cannot be read as ONNX: {text}"]) from None
-    return {
-        entry.value
-        for tensor in graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
+        return onnx_model.external_files(onnx_model.read(path, weights=False))
+    except BackendFailed as error:
+        raise ConfigError([f"{path.parent}: {error}"]) from None
 
 
 def _with_threads(folder: Path, num_threads: int, made: Path) -> Path:
     config = read_config(folder)
-    option = THREAD_OPTIONS.get(config.backend)
-    if option is None:
+    if config.backend not in shapes.THREADS:
         raise ConfigError([f"--threads: backend '{config.backend}' has no threads of its own"])
     target = made / folder.name
-    version = Path(config.artifact).parent
-    for source in sorted(version.rglob("*")):
-        # What a manifest says of the config would no longer be true.
-        if source.is_file() and source.name not in ("manifest.json", "config.pbtxt"):
-            place = target / config.version / source.relative_to(version)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            _link(source, place)
-    options = {**config.options, option: str(num_threads)}
-    (target / "config.pbtxt").write_text(pbtxt.write(replace(config, options=options)))
+    changed = shapes.with_instances(config, config.num_instances, num_threads)
+    folders.write(Build(Candidate(), folder, config), changed, target)
     return target
-
-
-def _link(source: Path, target: Path) -> None:
-    """The same bytes without copying them, where the file system can."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -83,7 +83,7 @@ def _accuracy_rows(optimization: Optimization) -> Iterator[Row]:
     before, after = (
         Figure(wording.score(found.metric, each)) for each in (found.original, found.candidate)
     )
-    change = wording.bound(found, optimization.accuracy_budget)
+    change = wording.bound(found, optimization.accuracy_budget) if found.is_passed else ""
     yield Row(f"{found.metric} ({found.part})", before, after, change, None)
 
 

@@ -99,9 +99,7 @@ def chosen_try(optimization: Optimization) -> Try | None:
 
 def decisive_refusal(optimization: Optimization) -> Judgement | None:
     """What the gate said of the candidate that came closest, best one that more examples would
-    help; the held-out part has the last word."""
-    if optimization.held_out is not None and not optimization.held_out.is_passed:
-        return optimization.held_out
+    help. What is chosen was never refused, whatever its bound on the held-out part."""
     refused = [
         each.accuracy
         for each in optimization.tries
@@ -133,8 +131,11 @@ def _terms(served: Served, outcome: str) -> str:
 def _gains(optimization: Optimization) -> list[str]:
     """Against the original: speed, and accuracy."""
     found = [_speed(optimization)]
-    if optimization.held_out is not None:
-        found.append(wording.accuracy(optimization.held_out, optimization.accuracy_budget))
+    judged = optimization.held_out
+    # A choice that only rounds otherwise does not have to pass; with few examples the bound of
+    # anything is beyond the limit, and would read like a refusal.
+    if judged is not None and judged.is_passed:
+        found.append(wording.accuracy(judged, optimization.accuracy_budget))
     return found
 
 

@@ -1,7 +1,9 @@
 """INT8 with ranges by batch: for MatMul, and never for convolutions."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from suites.onnx_models import (
     AVX2,
@@ -52,6 +54,15 @@ def test_fused_attention_is_quantised_too(tmp_path: Path) -> None:
     assert facts.quantised["QAttention"] == 2
     feeds = batch(drawn_rows(parent, 6))
     assert cosine(answers(parent.artifact, feeds), answers(made.artifact, feeds)) > 0.99
+
+
+def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
+    """Not even where attention is left to do."""
+    parent = situation(build_of(transformer(), tmp_path / "m"))
+    operators = {**parent.facts.operators, "Attention": 2}
+    facts = msgspec.structs.replace(parent.facts, operators=operators, quantised={"MatMul": 4})
+    (skip,) = PASS.propose(replace(parent, facts=facts))
+    assert isinstance(skip, Skip) and "quantised already" in skip.reason
 
 
 def test_a_model_that_stayed_float_is_caught(tmp_path: Path) -> None:
