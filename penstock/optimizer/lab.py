@@ -262,6 +262,9 @@ class Lab:
             ways = "or leave data out, to optimise without what needs it"
             raise ConfigError([*(f"data: {each}" for each in found.problems), ways])
         self.notes += found.warnings
+        if self.plan.evaluator:
+            # It is the user's, and may fail: better now than when everything has been measured.
+            self._scores(self.original, CHOICE)
 
     def _audit(self) -> audit.Audit:
         predict = self.scorer.predict

@@ -158,13 +158,15 @@ def can_gain(node: Any, weights: Mapping[str, Any]) -> bool:
     return min(product_sides(node, weight.dims)) >= MIN_SIDE
 
 
-def session(model: Any, *, num_threads: int = 0) -> Any:
+def session(model: Any, *, num_threads: int = 0, entries: Mapping[str, str] | None = None) -> Any:
     """A model, as a message or a path, in ONNX Runtime; BackendFailed says why not."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = num_threads
+    for key, text in (entries or {}).items():
+        options.add_session_config_entry(key, text)
     source = str(model) if isinstance(model, Path) else model.SerializeToString()
     try:
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])

@@ -185,6 +185,7 @@ class Search:
                 if self._is_enough():
                     return
         self._measure_finalists(MAX_FINALISTS)
+        self._measure_overlooked()
         self._note_serving()
         self._try_memory()
 
@@ -440,15 +441,36 @@ class Search:
     # What is served.
 
     def _measure_finalists(self, limit: int) -> None:
-        """The most promising in the serving configurations that promise most, in turns. What keeps
-        the SLO already runs along with them."""
+        self._measure(self._nearest(limit))
+
+    def _measure_overlooked(self) -> None:
+        """What was predicted to be far ahead, and was not when it was served, must not hide what
+        comes after it."""
+        if any(one.served.is_met for one in self.findings.finalists):
+            return
+        tried = {one.contender.candidate.key for one in self._served.values()}
+        price = self._plan.price_per_hour
+        left = [
+            contender
+            for contender in self.findings.contenders
+            if contender.candidate.key not in tried
+            and contender.rate
+            and goals.is_within_reach(contender.rate, self._slo, price)
+        ]
+        left.sort(key=lambda contender: -contender.rate)
+        self._measure([(each, each.shapes[0][0]) for each in left[:NUM_SEMIFINALISTS]])
+
+    def _measure(self, chosen: Sequence[tuple[Contender, tuple[Step, ...]]]) -> None:
+        """Contenders in serving configurations, in turns. What keeps the SLO already runs along
+        with them."""
         stage, self._stage = self._stage, "batching"
         fresh = [
             (contender, build)
-            for contender, build in self._shaped(limit)
+            for contender, build in self._shaped(chosen)
             if build.candidate.key not in self._served
         ]
         if not fresh:
+            self._stage = stage
             return
         kept = [one for one in self.findings.finalists[:1] if one.served.is_met]
         known = [(one.contender, one.build) for one in kept]
@@ -511,7 +533,7 @@ class Search:
             for _, _, served in self._serve([(contender, build)]):
                 self._add_served(contender, build, served)
 
-    def _shaped(self, limit: int) -> Iterator[tuple[Contender, Build]]:
+    def _nearest(self, limit: int) -> list[tuple[Contender, tuple[Step, ...]]]:
         """What is predicted to come near the best: of what is as good as the best the simpler
         first, each in its best shape before any in its second."""
         best = self.findings.best.rate
@@ -531,7 +553,12 @@ class Search:
             if rate >= NEAR * best
         ]
         found.sort(key=lambda each: each[:5])
-        for *_, contender, steps in found[:limit]:
+        return [(contender, steps) for *_, contender, steps in found[:limit]]
+
+    def _shaped(
+        self, chosen: Sequence[tuple[Contender, tuple[Step, ...]]]
+    ) -> Iterator[tuple[Contender, Build]]:
+        for contender, steps in chosen:
             candidate = Candidate((*contender.candidate.steps, *steps))
             try:
                 yield contender, self._build_shape(contender, candidate, steps)

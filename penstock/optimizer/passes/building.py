@@ -15,6 +15,9 @@ ONNX_FILE = "model.onnx"
 # residual, whose kernel for CPUs takes longer than the two.
 LEFT_OUT = "optimization.disable_specified_optimizers"
 SLOW_FUSION = "SkipLayerNormFusion"
+# Makes bytes of a layer's weights, with one scale for all of them, where its neighbours compute in
+# bytes: of just those layers that were kept in float.
+FLOATS_TO_BYTES = "WeightBiasQuantization"
 
 
 def is_onnx(build: Build) -> bool:
@@ -35,3 +38,14 @@ def without_slow_fusion(config: ModelConfig) -> ModelConfig:
     if config.backend != "onnxruntime" or providers != "CPUExecutionProvider":
         return config
     return replace(config, options={LEFT_OUT: SLOW_FUSION, **config.options})
+
+
+def with_floats_kept(config: ModelConfig) -> ModelConfig:
+    """ONNX Runtime leaves in float what is float in the file."""
+    if config.backend != "onnxruntime":
+        return config
+    left_out = [name for name in config.options.get(LEFT_OUT, "").split(";") if name]
+    if FLOATS_TO_BYTES in left_out:
+        return config
+    text = ";".join([*left_out, FLOATS_TO_BYTES])
+    return replace(config, options={**config.options, LEFT_OUT: text})

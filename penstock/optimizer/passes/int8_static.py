@@ -19,7 +19,14 @@ from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import INTEGER_OPERATORS, Facts
 from penstock.optimizer.numerics import Answers
 from penstock.optimizer.passes import Situation, Workshop
-from penstock.optimizer.passes.building import is_onnx, without_slow_fusion, write_onnx
+from penstock.optimizer.passes.building import (
+    FLOATS_TO_BYTES,
+    LEFT_OUT,
+    is_onnx,
+    with_floats_kept,
+    without_slow_fusion,
+    write_onnx,
+)
 from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
@@ -97,6 +104,8 @@ class Int8Static:
         model = quantised(ready, known.ranges(scheme.method), scheme)
         is_transformer = scheme.is_transformer
         config = without_slow_fusion(parent.config) if is_transformer else parent.config
+        if scheme.keep:
+            config = with_floats_kept(config)
         write_onnx(parent, model, target, config)
         path = target / folders.VERSION / calibration.FILE
         # It may be a link to that of the parent.
@@ -267,7 +276,7 @@ class LayerTrial:
         return replace(self, batches=[self.batches[index] for index in chosen])
 
     def _answers(self, model: Any) -> Answers:
-        loaded = onnx_model.session(model)
+        loaded = onnx_model.session(model, entries={LEFT_OUT: FLOATS_TO_BYTES})
         return [onnx_model.run(loaded, batch) for batch in self.batches]
 
 
