@@ -19,7 +19,18 @@ FAILED = 1
 INTERRUPTED = 130
 
 
-@click.command()
+class _Command(click.Command):
+    """A flag that is not known must not look like an SLO that is missed: both would be exit 2."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.exit_code = FAILED
+            raise
+
+
+@click.command(cls=_Command)
 @click.argument("model", required=False)
 @click.option(
     "--data",

@@ -77,3 +77,10 @@ def test_every_problem_has_a_line(tmp_path: Path) -> None:
     assert len(text.splitlines()) == 2
     assert "slo: 'p98 < 20ms'" in text
     assert "budget: 'soon' is not a time" in text
+
+
+@pytest.mark.parametrize("arguments", [("--dat", "x.npz"), ("--seed", "many"), ("a", "b")])
+def test_wrong_flags_do_not_look_like_an_slo_that_is_missed(arguments: tuple[str, ...]) -> None:
+    code, text = run(*arguments)
+    assert code == 1
+    assert "Error: " in text

@@ -254,7 +254,8 @@ async def _main(out: int) -> None:
     )
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
     await run(reader, lambda answer: writer.write(encode(answer)))
-    await writer.drain()
+    with contextlib.suppress(ConnectionError):  # Of a conductor that was killed: nobody reads.
+        await writer.drain()
     writer.close()
 
 

@@ -57,7 +57,7 @@ def parse(text: str) -> Budget:
     form = r"([^\s<>=]+)\s+([^\s<>=]+)\s*([<>=]+)\s*([^\s%]+)\s*(%?)\s*(.*)"
     match = re.fullmatch(form, text.strip())
     if match is None:
-        raise ConfigError([f"accuracy '{text}': {FORM}"])
+        raise ConfigError([f"'{text}': {FORM}"])
     metric, direction, sign, number, percent, rest = match.groups()
     problems = [
         *_metric_problems(metric, direction),
@@ -70,7 +70,7 @@ def parse(text: str) -> Budget:
     budget = Budget(metric, limit, rest == "relative", direction == "rise")
     problems += _limit_problems(budget, number)
     if problems:
-        raise ConfigError([f"accuracy '{text}': {problem}" for problem in problems])
+        raise ConfigError([f"'{text}': {problem}" for problem in problems])
     return budget
 
 

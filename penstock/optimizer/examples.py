@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.benchmark.inputs.datasets import existing, one_name
+from penstock.benchmark.inputs.datasets import existing, label_name, one_name
 from penstock.benchmark.inputs.example_sets import Columns, from_arrays, from_list, from_rows
 from penstock.benchmark.inputs.files import ROW_SUFFIXES, Rows, digest, read_arrays, read_rows
 from penstock.benchmark.inputs.images import Images, read_images
@@ -24,8 +24,6 @@ from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
 from penstock.types import Array, TensorSpec
 
-# Names that labels have when nobody says which array holds them.
-LABEL_NAMES = ("label", "labels", "y")
 # How long each row of an array is that was filled up to the longest.
 LENGTHS_NAME = "lengths"
 # Ranges do not get better with more; judging does.
@@ -222,7 +220,7 @@ def _label_name(plan: Plan, form: RequestForm, names: Set[str], path: Path) -> s
             return ""
         listed = ", ".join(f"'{name}'" for name in sorted(names))
         raise ConfigError([f"{path.name}: there are no labels '{plan.labels}'; it has {listed}"])
-    return next((name for name in LABEL_NAMES if name in names and name not in inputs), "")
+    return label_name(form, names)
 
 
 def _cut(

@@ -57,7 +57,7 @@ def make_plan(wishes: Mapping[str, object]) -> Plan:
     found: dict[str, Any] = {}
     for key, (field, reader) in READERS.items():
         value = wishes.get(key)
-        if value is None:
+        if value is None or (value == "" and key in REQUIRED):
             continue
         try:
             found[field] = reader(value)
@@ -87,13 +87,7 @@ def default_name(model: str) -> str:
 def _check(plan: Plan) -> None:
     """What contradicts itself, or is not there."""
     problems = [versions.problem_of_name(plan.name)] if versions.problem_of_name(plan.name) else []
-    if not _is_reference(plan.model) and not os.path.exists(plan.model):
-        expected = "an .onnx or .pt2 file, a model's folder or package.module:factory"
-        problems.append(f"model: {plan.model}: no such file or folder; expected {expected}")
-    for key in ("data", "calibration"):
-        path = getattr(plan, key)
-        if path and not os.path.exists(path):
-            problems.append(f"{key}: {path}: no such file or folder")
+    problems += _path_problems(plan)
     if not plan.data:
         for key in ("labels", "evaluator", "calibration", "accuracy"):
             if getattr(plan, key):
@@ -108,6 +102,20 @@ def _check(plan: Plan) -> None:
         problems.append("slo: ttft, tpot and itl are of streams; expected terms on latency")
     if problems:
         raise ConfigError(problems)
+
+
+def _path_problems(plan: Plan) -> list[str]:
+    problems = []
+    if not _is_reference(plan.model) and not os.path.exists(plan.model):
+        expected = "an .onnx or .pt2 file, a model's folder or package.module:factory"
+        problems.append(f"model: {plan.model}: no such file or folder; expected {expected}")
+    if os.path.exists(plan.out) and not os.path.isdir(plan.out):
+        problems.append(f"out: {plan.out}: is a file; expected a repository's folder")
+    for key in ("data", "calibration"):
+        path = getattr(plan, key)
+        if path and not os.path.exists(path):
+            problems.append(f"{key}: {path}: no such file or folder")
+    return problems
 
 
 def parse_time(text: str) -> float:

@@ -55,7 +55,11 @@ def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelCo
     """`package.module:factory`; the configuration, and a note on what is taken along."""
     torch = _torch()
     found = user_code.find(text, "model")
-    module = found.call()
+    try:
+        module = found.call()
+    except Exception as error:  # Users' code may raise anything.
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError([f"model: {text}() failed: {reason}"]) from error
     if not isinstance(module, torch.nn.Module):
         got = type(module).__name__
         raise ConfigError([f"model: {text}() gave a {got}, expected a torch.nn.Module"])

@@ -151,3 +151,23 @@ def test_no_times(text: str) -> None:
 )
 def test_names(model: str, name: str) -> None:
     assert plan_file.default_name(model) == name
+
+
+def test_a_file_is_no_repository(model: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_file.make_plan(wishes(model, out=str(model)))
+    assert list(caught.value.problems) == [
+        f"out: {model}: is a file; expected a repository's folder"
+    ]
+
+
+def test_what_is_empty_is_told_once(model: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_file.make_plan(wishes(model, slo=""))
+    assert list(caught.value.problems) == ["slo: is missing"]
+
+
+def test_problems_of_the_accuracy_name_it_once(model: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_file.make_plan(wishes(model, data=str(model), accuracy="top1 rise <= 1 %"))
+    assert str(caught.value).startswith("accuracy: 'top1 rise <= 1 %': higher top1 is better")

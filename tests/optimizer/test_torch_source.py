@@ -39,6 +39,10 @@ class Complex(torch.nn.Module):
         return torch.fft.fft(x)
 
 
+def failing():
+    raise RuntimeError("no weights today")
+
+
 embed, whole, complex_numbers = Embed, Whole, Complex
 '''
 
@@ -81,6 +85,7 @@ def test_module_without_rows_is_not_batched(code: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("factory", "rows", "problem"),
     [
+        ("failing", [], ":failing() failed: RuntimeError: no weights today"),
         ("embed", [], "does not say what it takes; expected data whose arrays have the names"),
         ("embed", [{"x": np.ones(2, np.int64)}], "forward(ids, mask=None): missing a required"),
         ("embed", [{"ids": np.ones(2, np.float32)}], "fails on inputs like those given"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +31,10 @@ from penstock.benchmark.inputs.prompts import samples_from_rows
 from penstock.benchmark.inputs.samples import InputSpec, Origin, RequestForm, Source
 from penstock.errors import ConfigError
 from penstock.types import TensorSpec
+
+# Names that labels have when nobody says which array or field holds them: `penstock optimize`
+# judges by them, a load leaves them out.
+LABEL_NAMES = ("label", "labels", "y")
 
 
 @dataclass(slots=True)
@@ -85,12 +89,25 @@ def _columns(spec: InputSpec, form: RequestForm, path: Path, account: Account) -
         images = _images(path, tensor, spec.seed, account)
         return from_list(form, name, images.examples, path.name)
     if path.suffix in ROW_SUFFIXES:
-        return from_rows(form, read_rows(path, as_arrays=True), path.name)
+        return from_rows(form, _without_labels(form, read_rows(path, as_arrays=True)), path.name)
     arrays = read_arrays(path)
     if "" in arrays:
         name = one_name(spec, required, [tensor.name for tensor in form.inputs])
         arrays = {name: arrays[""]}
-    return from_arrays(form, arrays, path.name)
+    label = label_name(form, arrays.keys())
+    return from_arrays(form, {n: a for n, a in arrays.items() if n != label}, path.name)
+
+
+def label_name(form: RequestForm, names: Set[str]) -> str:
+    """What holds the right answers when nobody says so; empty: nothing does."""
+    inputs = {tensor.name for tensor in form.inputs}
+    return next((name for name in LABEL_NAMES if name in names and name not in inputs), "")
+
+
+def _without_labels(form: RequestForm, table: Rows) -> Rows:
+    label = label_name(form, {key for row in table.rows for key in row})
+    rows = [{key: value for key, value in row.items() if key != label} for row in table.rows]
+    return Rows(rows, table.numbers, table.word)
 
 
 def _rows(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> Rows:

@@ -146,7 +146,7 @@ def read_run(path: Path) -> Run:
         text = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(
-            [f"{path}: no such file; expected one of penstock bench --json"]
+            [f"{path}: no such file; expected one of penstock bench or optimize --json"]
         ) from None
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from error
@@ -170,8 +170,8 @@ def _check_kind(path: Path, text: bytes) -> None:
         raise ConfigError([f"{path}: not JSON: {error}"]) from None
     is_run = isinstance(kind, dict) and {"target", "levels", "format"} <= kind.keys()
     if not is_run:
-        expected = "expected what penstock bench --json writes"
-        raise ConfigError([f"{path}: JSON, but not of a bench run; {expected}"])
+        expected = "expected what penstock bench or optimize --json writes"
+        raise ConfigError([f"{path}: JSON, but not of a run; {expected}"])
     if kind["format"] != FORMAT:
         found = f"format {kind['format']!r}; this version of penstock reads format {FORMAT}"
         raise ConfigError([f"{path}: {found}"])

@@ -91,7 +91,8 @@ def place(optimization: Optimization) -> str:
     """Where the version is; empty when there is none."""
     if not optimization.version:
         return ""
-    return "/".join(filter(None, (optimization.out, optimization.name, optimization.version)))
+    parts = (optimization.out.rstrip("/"), optimization.name, optimization.version)
+    return "/".join(filter(None, parts))
 
 
 def times(ratio: float) -> str:

@@ -108,11 +108,31 @@ def test_values_that_are_not_finite_are_in_the_report(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["label", "labels", "y"])
+def test_labels_of_arrays_are_left_out(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, **{"x": np.ones((3, 4), np.float32), name: np.arange(3)})
+    assert opened(path).next()[1].tensors.keys() == {"x"}
+
+
+def test_labels_of_rows_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"x": [1, 2, 3, 4], "label": 7}\n{"x": [1, 2, 3, 4], "label": 8}')
+    assert opened(path).next()[1].tensors.keys() == {"x"}
+
+
+def test_what_the_model_takes_is_no_label(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    np.savez(path, y=np.ones((3, 4), np.float32))
+    form = RequestForm("tensors", (TensorSpec("y", "FP32", (4,)),), True)
+    assert opened(path, form).next()[1].tensors.keys() == {"y"}
+
+
 def test_wrong_shapes_end_with_words(tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
-    np.savez(path, x=np.zeros((3, 5)), y=np.zeros(3))
+    np.savez(path, x=np.zeros((3, 5)), z=np.zeros(3))
     assert problems(path).splitlines() == [
-        "data.npz: unknown input 'y'; the model takes 'x'",
+        "data.npz: unknown input 'z'; the model takes 'x'",
         "data.npz: input 'x': shape [5] does not fit [4]",
     ]
 

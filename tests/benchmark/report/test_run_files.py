@@ -87,8 +87,11 @@ def test_a_summary_that_was_changed_changes_nothing(tmp_path: Path) -> None:
     [
         ("", "not JSON"),
         ("# a,b\n", "not JSON"),
-        ("[1, 2]", "JSON, but not of a bench run; expected what penstock bench --json writes"),
-        ('{"levels": []}', "JSON, but not of a bench run"),
+        (
+            "[1, 2]",
+            "JSON, but not of a run; expected what penstock bench or optimize --json writes",
+        ),
+        ('{"levels": []}', "JSON, but not of a run"),
         (
             '{"target": {}, "levels": [], "format": 2}',
             "format 2; this version of penstock reads format 1",
@@ -108,7 +111,7 @@ def test_what_is_no_run_is_refused_in_words(text: str, problem: str, tmp_path: P
 
 
 def test_no_file_a_folder_and_a_bad_slo(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file; expected one of penstock bench --json"):
+    with pytest.raises(ConfigError, match="no such file; expected one of penstock bench or"):
         read_run(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         read_run(tmp_path)

@@ -33,4 +33,4 @@ def test_several_are_not_compared(tmp_path: Path) -> None:
     path = tmp_path / "made.json"
     write_optimization(made.met(), path)
     done = CliRunner().invoke(main, ["report", str(path), str(path)])
-    assert done.exit_code != 0 and "not of a bench run" in " ".join(done.output.split())
+    assert done.exit_code != 0 and "not of a run" in " ".join(done.output.split())

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from optimizer import made_optimizations as made
 
@@ -99,3 +100,9 @@ def test_labels_of_steps_without_their_settings() -> None:
 def test_the_place_of_a_version() -> None:
     assert wording.place(made.met()) == "models/reviews/1"
     assert wording.place(made.interrupted()) == ""
+
+
+@pytest.mark.parametrize("out", ["models", "models/"])
+def test_where_the_version_is(out: str) -> None:
+    found = msgspec.structs.replace(made.met(), out=out, name="digits", version="3")
+    assert wording.place(found) == "models/digits/3"
