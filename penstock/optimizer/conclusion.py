@@ -16,6 +16,9 @@ from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.search import Finalist, Findings, Search
 
+# Servers have to start, and each is measured twice.
+MIN_PROOF_S = 20.0
+
 
 @dataclass(slots=True)
 class Choice:
@@ -138,6 +141,9 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> Non
     original, chosen = lab.original, choice.finalist.build
     found.before, found.after = findings.original, choice.finalist.served
     if findings.is_interrupted:
+        return
+    if search.left_s is not None and search.left_s < MIN_PROOF_S:
+        found.notes.append("no time was left to measure original and choice in turns")
         return
     builds = [original, chosen] if chosen.candidate.steps else [original]
     try:

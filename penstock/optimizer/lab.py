@@ -176,7 +176,8 @@ class Lab:
             try:
                 return compute()
             except BackendFailed as error:
-                raise ConfigError([f"the original: {error}"]) from error
+                hint = "" if self.plan.data else "; its inputs were made up: give data"
+                raise ConfigError([f"the original: {error}{hint}"]) from error
 
         return compute if build.candidate.steps else asked
 

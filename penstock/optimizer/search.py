@@ -33,6 +33,8 @@ MAX_FINALISTS = 3
 # The same after a stage that may be the last.
 NUM_SEMIFINALISTS = 2
 MAX_SHAPES = 2
+# About what it takes to serve and measure one of them.
+SERVED_S = 20.0
 # Predicted to be within so much of the best: worth a real measurement.
 NEAR = 0.85
 # Kept of the time budget for measuring and proving what was found.
@@ -469,6 +471,9 @@ class Search:
             for contender, build in self._shaped(chosen)
             if build.candidate.key not in self._served
         ]
+        # As many as there is time for, and one in any case.
+        if self.left_s is not None:
+            fresh = fresh[: max(1, int(self.left_s / (2 * SERVED_S)))]
         if not fresh:
             self._stage = stage
             return
