@@ -47,7 +47,7 @@ def plan(tmp_path: Path) -> Plan:
         data=str(tmp_path / "data.npz"),
         duration_s=1.0,
         # Too little for a search for the highest rate, which takes a minute.
-        budget_s=30.0,
+        budget_s=55.0,
     )
 
 
