@@ -19,6 +19,10 @@ FAILED = 1
 INTERRUPTED = 130
 
 
+class _WrongUsage(click.UsageError):
+    exit_code = FAILED
+
+
 class _Command(click.Command):
     """A flag that is not known must not look like an SLO that is missed: both would be exit 2."""
 
@@ -26,8 +30,7 @@ class _Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            error.exit_code = FAILED
-            raise
+            raise _WrongUsage(error.format_message(), error.ctx or ctx) from error
 
 
 @click.command(cls=_Command)
