@@ -186,8 +186,10 @@ def parse(text: str) -> Slo:
 
 
 def _split_rate(text: str) -> tuple[str, bool, str]:
+    """Terms, whether a rate is named, and the rate, which may stand after any of the terms."""
     head, at, tail = re.sub(r"\bat\b", "@", text, count=1).partition("@")
-    return head, bool(at), tail
+    rate, comma, more = tail.partition(",")
+    return head + comma + more, bool(at), rate
 
 
 def _parse_terms(text: str, problems: list[str]) -> Iterator[Term]:

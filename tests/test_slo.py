@@ -162,3 +162,14 @@ def test_judgement():
     assert outcomes == ["missed", "kept", "kept", "missed", "not measured"]
     assert judge(parse("memory <= 1GB"), {})[0].outcome == "not measured"
     assert judge(parse("memory <= 1GB"), {"memory": 1e9})[0].outcome == "kept"
+
+
+def test_the_rate_may_stand_after_any_term() -> None:
+    expected = parse("p99 < 20ms, memory <= 2GiB at 200/s gamma 3")
+    assert parse("p99 < 20ms at 200/s gamma 3, memory <= 2GiB") == expected
+
+
+@pytest.mark.parametrize("text", ["p99 < 1ms at 5/s,", "p99 < 1ms at 5/s, memory <= 1GiB at 6/s"])
+def test_a_rate_is_given_once_and_a_comma_is_not_the_end(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse(text)

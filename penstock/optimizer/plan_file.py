@@ -37,7 +37,7 @@ def read(path: Path) -> dict[str, object]:
     """The wishes of a plan file by name; paths are made absolute."""
     try:
         with open(path, "rb") as file:
-            wishes = tomllib.load(file)
+            wishes = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

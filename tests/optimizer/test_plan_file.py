@@ -171,3 +171,20 @@ def test_problems_of_the_accuracy_name_it_once(model: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_file.make_plan(wishes(model, data=str(model), accuracy="top1 rise <= 1 %"))
     assert str(caught.value).startswith("accuracy: 'top1 rise <= 1 %': higher top1 is better")
+
+
+def test_keys_are_written_as_the_flags_are(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('data-name = "image"\n')
+    assert plan_file.read(path) == {"data_name": "image"}
+
+
+def test_the_plan_of_the_documentation_can_be_read(model: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/optimize.md").read_text()
+    path = tmp_path / "plan.toml"
+    path.write_text(page.partition("```toml\n")[2].partition("```")[0])
+    for name in ("model.onnx", "data.npz"):
+        (tmp_path / name).write_bytes(b"")
+    plan = plan_file.make_plan(plan_file.read(path))
+    assert (plan.name, plan.budget_s) == ("digits", 600)
+    assert str(plan.slo) == "p99 < 20ms, memory <= 500MiB at 200/s poisson"

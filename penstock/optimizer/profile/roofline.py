@@ -380,11 +380,18 @@ def verdict(measured: Measured, steps: Sequence[NextStep]) -> str:
         bound = bound_of(measured)
         seconds = shares(measured).get(bound, 0.0)
         start = f"{WORDS[bound].capitalize()}: {_percent(seconds, measured)}"
-        if types := by_type([each for each in measured.operators if each.bound == bound]):
-            start += f", most of it {types[0][0]}"
+        start += _most_of(measured, bound)
     if not steps:
         return f"{start}. Nothing promises more than {MIN_CEILING:g}x"
     return f"{start}. Next: {steps[0].text}"
+
+
+def _most_of(measured: Measured, bound: Bound) -> str:
+    types = by_type([each for each in measured.operators if each.bound == bound])
+    longest_s = sum(each.seconds for each in types[0][1]) if types else 0.0
+    if bound == "overhead" and measured.gap_s > longest_s:
+        return ", most of it between operators"
+    return f", most of it {types[0][0]}" if types else ""
 
 
 def by_type(operators: Sequence[Operator]) -> list[tuple[str, list[Operator]]]:

@@ -191,6 +191,12 @@ def test_the_verdict_says_what_binds_and_what_is_next(peaks) -> None:
     assert text.startswith("Compute-bound: 80 % of the time, most of it MatMul. Next: INT8")
 
 
+def test_the_verdict_does_not_blame_an_operator_for_the_time_between_them(peaks) -> None:
+    found = measured(peaks, [product("p", 2e-3)], total_s=50e-3)
+    text = roofline.verdict(found, roofline.next_steps(found))
+    assert text.startswith("Overhead-bound: 96 % of the time, most of it between operators. ")
+
+
 def test_at_the_roof_nothing_is_recommended(peaks) -> None:
     narrow = replace(product("p", 2.7e-3), datatype="int8")
     found = measured(peaks, [narrow])
