@@ -3,7 +3,6 @@ turns with the original; the verdict."""
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -68,7 +67,7 @@ def conclude(lab: Lab, search: Search, command: str) -> Optimization:
         accuracy_budget="" if lab.examples is None else str(lab.budget),
         data_text=lab.data_text,
         machine=lab.machine,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created="",
         command=command,
         out=plan.out,
         price_per_hour=plan.price_per_hour,
@@ -96,7 +95,7 @@ def conclude(lab: Lab, search: Search, command: str) -> Optimization:
         found.after = found.before
     found.chosen = choice.finalist.build.candidate
     found.held_out = choice.held_out
-    found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings)]
+    found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
     found.outcome = _outcome(findings, choice, found)
     if found.outcome != "met" and found.after is not None:
         found.binding = goals.binding(found.after, plan.slo)
@@ -111,6 +110,14 @@ def _clipped(lab: Lab, choice: Choice) -> list[str]:
         for name, share in shares.items()
         if share > 0
     ]
+
+
+def _failed(found: Optimization) -> list[str]:
+    after = found.after
+    if after is None or not after.num_failed:
+        return []
+    text = f"{after.num_failed:,} of {after.num_requests:,} requests were not answered well"
+    return [f"{text}, most often: {after.failure}" if after.failure else text]
 
 
 def _examples_wanted(lab: Lab, findings: Findings) -> list[str]:

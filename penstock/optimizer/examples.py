@@ -200,11 +200,22 @@ def _arrays(plan: Plan, spec: InputSpec, form: RequestForm, path: Path) -> _Open
     labels = arrays.pop(label_name) if label_name else None
     is_input = any(tensor.name == LENGTHS_NAME for tensor in form.inputs)
     lengths = None if is_input else arrays.pop(LENGTHS_NAME, None)
-    columns = from_arrays(form, arrays, path.name)
+    columns = from_arrays(form, _with_ones(form, arrays), path.name)
     rows = _split_rows(columns)
     if lengths is not None:
         rows = _cut(rows, lengths, form, path)
     return _Opened(path.name, rows, labels, digest([path]), notes=list(columns.notes))
+
+
+def _with_ones(form: RequestForm, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """A model whose batch is fixed at 1 has that 1 in the shape of a row; people leave it out."""
+    shapes = {tensor.name: tensor.shape for tensor in form.inputs if not form.has_batch}
+    return {
+        name: array[:, None]
+        if shapes.get(name, ())[:1] == (1,) and array.shape[1:] == shapes[name][1:]
+        else array
+        for name, array in arrays.items()
+    }
 
 
 def _label_name(plan: Plan, form: RequestForm, names: Set[str], path: Path) -> str:

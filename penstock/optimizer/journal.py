@@ -49,6 +49,8 @@ class Journal:
         except ConfigError:
             self._file.close()
             raise
+        # Lines of earlier processes that this one has not asked for yet.
+        self._earlier = set(self._known)
         self.num_measured = 0
         self.num_remembered = 0
 
@@ -76,9 +78,10 @@ class Journal:
         PenstockError is a finding too: it fails with the same text the next time. Unless another
         time it may not: then it is no finding."""
         record = self._known.get((kind, key))
-        if record is not None:
+        if (kind, key) in self._earlier:
+            self._earlier.remove((kind, key))
             self.num_remembered += 1
-        else:
+        if record is None:
             record = self._compute(kind, key, compute, keeps_failure)
         if "failed" in record:
             raise BackendFailed(record["failed"])

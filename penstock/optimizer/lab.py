@@ -257,7 +257,11 @@ class Lab:
             self.notes.append(ONLY_AGREEMENT)
         # An evaluator that does not work is better known now than after an hour.
         original = self.original_answers(COMPARED)
-        self.scorer.score(original, self.compared, original)
+        scored = self.scorer.score(original, self.compared, original)
+        if not np.isfinite(scored).any():
+            where = f"eval: {self.plan.evaluator}" if self.plan.evaluator else "data"
+            problem = f"not one of {len(scored)} answers of the original can be scored"
+            raise ConfigError([f"{where}: {problem} by {self.scorer.metric}"])
         found = self.journal.remember("audit", "", audit.Audit, self._audit)
         if found.problems:
             ways = "or leave data out, to optimise without what needs it"

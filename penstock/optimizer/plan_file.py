@@ -67,7 +67,8 @@ def make_plan(wishes: Mapping[str, object]) -> Plan:
             problems += [f"{key}: {problem}" for problem in error.problems]
     problems += [f"{key}: is missing" for key in REQUIRED if not wishes.get(key)]
     if problems:
-        raise ConfigError(problems)
+        paths = {key: found.get(key, "") for key in PATHS}
+        raise ConfigError([*problems, *_path_problems(Plan(name="", **paths))])
     plan = Plan(**{"name": "", **found})
     named = plan if plan.name else replace(plan, name=default_name(plan.model))
     _check(named)
@@ -106,7 +107,7 @@ def _check(plan: Plan) -> None:
 
 def _path_problems(plan: Plan) -> list[str]:
     problems = []
-    if not _is_reference(plan.model) and not os.path.exists(plan.model):
+    if plan.model and not _is_reference(plan.model) and not os.path.exists(plan.model):
         expected = "an .onnx or .pt2 file, a model's folder or package.module:factory"
         problems.append(f"model: {plan.model}: no such file or folder; expected {expected}")
     if os.path.exists(plan.out) and not os.path.isdir(plan.out):

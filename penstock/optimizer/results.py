@@ -78,6 +78,8 @@ class Served(msgspec.Struct):
     curve: Curve | None = None
     # How often it was measured; the figures are of all of them.
     num_runs: int = 1
+    # The commonest reason of those that failed.
+    failure: str = ""
 
     @property
     def is_met(self) -> bool:

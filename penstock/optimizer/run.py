@@ -3,6 +3,7 @@ asked, what it found is concluded and committed."""
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import importlib.util
 import json
@@ -65,12 +66,15 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
 
 
 def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:
+    started = datetime.datetime.now(datetime.UTC)
     search = Search(lab, watch, passes.sequence(), began=began)
     lab.check_data()
     findings = search.run()
     if not findings.finalists:
-        raise ConfigError(["interrupted before the original had been measured: nothing to keep"])
+        # Interrupted before the original had been measured: there is nothing to keep.
+        raise KeyboardInterrupt
     found = conclude(lab, search, command)
+    found.created = started.isoformat(timespec="seconds")
     found.elapsed_s = time.monotonic() - began
     found.headline = headline(found)
     assert found.chosen is not None

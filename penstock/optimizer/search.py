@@ -153,6 +153,7 @@ class Search:
         assert lab.plan.slo is not None
         self._slo = lab.plan.slo
         self._seen: set[str] = set()
+        self._asked: set[str] = set()
         self._served: dict[str, Finalist] = {}
         # What is being done; a stage, or the proof.
         self._stage: str = "baseline"
@@ -168,8 +169,11 @@ class Search:
             self._sequence()
         except KeyboardInterrupt:
             self.findings.is_interrupted = True
+            self._note_left("interrupted before it was its turn")
+            self._tell("finishing with the best so far; interrupt again to end at once")
         except OutOfTime:
             self.findings.is_out_of_time = True
+            self._note_left("the time was up before it was its turn")
         if len(self.findings.finalists) <= 1 < len(self.findings.contenders):
             self._finish_early()
         return self.findings
@@ -190,6 +194,14 @@ class Search:
         self._measure_overlooked()
         self._note_serving()
         self._try_memory()
+
+    def _note_left(self, reason: str) -> None:
+        """Passes that were not even asked."""
+        self.findings.skipped += [
+            Skip(each.name, reason)
+            for each in self._passes
+            if each.stage in MODEL_STAGES and each.name not in self._asked
+        ]
 
     def _finish_early(self) -> None:
         """What was found before the time was up, or somebody interrupted, is served and measured
@@ -237,6 +249,7 @@ class Search:
             self.findings.profile = self._lab.profile(self.findings.best.build)
 
     def _run_pass(self, each: Pass) -> None:
+        self._asked.add(each.name)
         for parent, steps in self._proposals(each):
             fresh = [one for one in steps if parent.candidate.then(one).key not in self._seen]
             if each.has_layers:

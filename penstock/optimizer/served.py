@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -463,7 +464,13 @@ def _served(account: _Account, load: Load, plan: Plan) -> Served:
         rows_per_batch=num_inferences / num_executions if num_executions else math.nan,
         memory_bytes=account.memory_bytes,
         num_runs=account.num_runs,
+        failure=_commonest_failure(windows),
     )
+
+
+def _commonest_failure(windows: Sequence[Window]) -> str:
+    counts = sum((Counter(window.failures) for window in windows), Counter[str]())
+    return counts.most_common(1)[0][0] if counts else ""
 
 
 def phases(

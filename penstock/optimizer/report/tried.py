@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,16 +42,26 @@ class Told:
 def by_stage(optimization: Optimization) -> list[tuple[Stage, list[Told]]]:
     """In the order of the sequence; stages without a try are left out."""
     chosen = chosen_try(optimization)
+    counts = Counter(wording.last_step(each.candidate) for each in optimization.tries)
     groups = [
-        (stage, [_told(each, each is chosen) for each in optimization.tries if each.stage == stage])
+        (
+            stage,
+            [
+                _told(each, each is chosen, counts)
+                for each in optimization.tries
+                if each.stage == stage
+            ],
+        )
         for stage in STAGES
     ]
     return [(stage, found) for stage, found in groups if found]
 
 
-def _told(attempt: Try, is_chosen: bool) -> Told:
+def _told(attempt: Try, is_chosen: bool, counts: Mapping[str, int]) -> Told:
+    last = wording.last_step(attempt.candidate)
     return Told(
-        step=wording.last_step(attempt.candidate),
+        # The same step behind different ones is told with all of them.
+        step=last if counts[last] == 1 else str(attempt.candidate),
         candidate=str(attempt.candidate),
         outcome=attempt.outcome,
         reason=attempt.reason,
