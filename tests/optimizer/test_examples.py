@@ -90,6 +90,15 @@ def test_a_file_without_names_and_without_labels(tmp_path: Path) -> None:
     assert "labels 'y'" in problem(path, labels="y")
 
 
+def test_a_batch_that_is_fixed_at_one_may_be_left_out(tmp_path: Path) -> None:
+    path = save(tmp_path, ".npz")
+    plan = Plan("m.onnx", "m", "models", data=str(path))
+    fixed = [TensorSpec("x", "FP32", (1, 4))]
+    examples = open_examples(plan, fixed, has_batch=False)
+    assert {row["x"].shape for row in examples.rows} == {(1, 4)}
+    np.testing.assert_array_equal(examples.rows[3]["x"][0], VALUES[3])
+
+
 def test_sequences_of_different_lengths(tmp_path: Path) -> None:
     rows = [{"input_ids": [7] * (n + 1), "mask": [1] * (n + 1), "label": n % 2} for n in range(12)]
     lines = tmp_path / "data.jsonl"

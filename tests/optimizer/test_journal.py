@@ -32,6 +32,31 @@ def test_what_is_known_is_not_computed_again(tmp_path: Path) -> None:
         assert (journal.num_measured, journal.num_remembered) == (0, 1)
 
 
+def test_what_is_asked_twice_was_remembered_once(tmp_path: Path) -> None:
+    for expected in (0, 1):
+        with Journal(tmp_path) as journal:
+            for _ in range(3):
+                journal.remember("a", "x", Finding, lambda: Finding(1))
+            assert journal.num_remembered == expected
+
+
+def test_a_failure_that_may_pass_is_not_kept(tmp_path: Path) -> None:
+    def fail() -> Finding:
+        raise BackendFailed("no port was free")
+
+    with Journal(tmp_path) as journal:
+        with pytest.raises(BackendFailed):
+            journal.remember("served", "x", Finding, fail, keeps_failure=False)
+        found = journal.remember("served", "x", Finding, lambda: Finding(1), keeps_failure=False)
+        assert found.value == 1
+
+
+def test_how_often_something_was_begun(tmp_path: Path) -> None:
+    for expected in (1, 2, 3):
+        with Journal(tmp_path) as journal:
+            assert journal.count("build begun", "x") == expected
+
+
 def test_kind_and_key_both_matter(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         for number, (kind, key) in enumerate([("a", "x"), ("a", "y"), ("b", "x")]):

@@ -72,6 +72,7 @@ class MadeLab:
         self.losses: dict[str, float] = {}
         self.broken: set[str] = set()
         self.differing: set[str] = set()
+        self.unservable: set[str] = set()
         self.kept = KeptLayers()
         self.examples: object | None = object()
         self.rows = [ROW]
@@ -127,6 +128,8 @@ class MadeLab:
         return self.kept
 
     def serve(self, builds: Sequence[Build]) -> list[Served]:
+        if any(model_step(build.candidate) in self.unservable for build in builds):
+            raise BackendFailed("it does not start")
         self.served += [str(build.candidate) for build in builds]
         return [self._served(build) for build in builds]
 
@@ -279,6 +282,29 @@ def test_faster_in_process_and_slower_when_served_is_not_chosen() -> None:
     assert model_step(search.findings.finalists[0].build.candidate) == "solid"
 
 
+def test_a_finalist_that_cannot_be_served_is_a_result() -> None:
+    passes = [MadePass("solid", "compile"), MadePass("hollow", "compile")]
+    lab, run = searched({"original": 20.0, "solid": 3.9, "hollow": 3.5}, *passes)
+    lab.unservable = {"hollow"}
+    search = run()
+    assert model_step(search.findings.finalists[0].build.candidate) == "solid"
+    assert ("failed", "not served: it does not start") in [
+        (each.outcome, each.reason) for each in search.findings.tries
+    ]
+
+
+def test_of_equals_the_simpler_is_served_too() -> None:
+    lab, run = searched(
+        {"original": 20.0, "plain": 4.05, "lossy": 4.0},
+        MadePass("plain", "compile"),
+        LOSSY,
+        is_exhaustive=True,
+    )
+    search = run()
+    assert any("plain" in text and "lossy" not in text for text in lab.served)
+    assert model_step(search.findings.finalists[0].build.candidate) == "plain"
+
+
 def test_variants_are_timed_once_and_the_most_accurate_is_taken() -> None:
     variants = MadePass("int8", "quantise", ("a", "b", "c"), changes_answers=True, has_layers=True)
     names = [f"int8(s={each})" for each in "abc"]
@@ -323,6 +349,9 @@ def test_out_of_time_the_best_so_far_is_measured() -> None:
     search = run()
     assert search.findings.is_out_of_time
     assert "lossy" not in [last(each.candidate) for each in search.findings.tries]
+    assert "the time was up before it was its turn" in [
+        skip.reason for skip in search.findings.skipped if skip.pass_name == "lossy"
+    ]
     assert len(search.findings.finalists) > 1
 
 

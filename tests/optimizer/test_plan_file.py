@@ -102,6 +102,21 @@ def test_what_is_not_there_and_what_needs_data(model: Path, tmp_path: Path) -> N
     assert "accuracy: needs data, and none is given" in text
 
 
+def test_what_is_not_there_is_told_beside_what_is_wrong(tmp_path: Path) -> None:
+    away = str(tmp_path / "away.onnx")
+    with pytest.raises(ConfigError) as caught:
+        plan_file.make_plan({"model": away, "slo": "soon", "out": "models"})
+    text = "\n".join(caught.value.problems)
+    assert "slo: 'soon'" in text
+    assert f"model: {away}: no such file or folder" in text
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "x" * 300])
+def test_a_name_that_is_none(model: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be the name of a model's folder"):
+        plan_file.make_plan(wishes(model, name=name))
+
+
 def test_an_slo_on_cost_needs_a_price(model: Path) -> None:
     with pytest.raises(ConfigError, match="needs the price of the machine"):
         plan_file.make_plan(wishes(model, slo="cost <= 1 per million"))
