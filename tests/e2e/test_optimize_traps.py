@@ -551,7 +551,9 @@ def test_killed_at_ten_moments_it_comes_to_the_same_choice(draw, tmp_path):
     assert num_killed >= 3
     assert found.code == wanted.code, found.text
     assert model_of(found.optimization.chosen) == model_of(wanted.optimization.chosen) == "solid"
-    counted = Counter((each["kind"], each["key"]) for each in journal_lines(killed))
+    # How often a build was begun is counted on purpose.
+    lines = [each for each in journal_lines(killed) if each["kind"] != "build begun"]
+    counted = Counter((each["kind"], each["key"]) for each in lines)
     assert max(counted.values()) == 1, counted.most_common(3)
     assert num_versions(killed / "models", "best") == 1
     assert not list((killed / "models").glob(".staging-*"))
@@ -606,14 +608,14 @@ def test_ctrl_c_commits_the_best_so_far(draw, tmp_path):
 def test_a_budget_ends_in_time(draw, tmp_path):
     sleeper_entry(tmp_path / "served", SLOW_MS)
     order = tuple(draw.permutation(["sluggish", "wrong", "solid", "hollow"]).tolist())
-    budget_s = float(draw.integers(15, 30))
+    budget_s = float(draw.integers(50, 80))
     flags = ["served/sleeper", "--slo", WITHIN, "--out", "models", "--name", "best"]
     flags += ["--duration", "2s", "--budget", f"{budget_s:.0f}s"]
     ran = optimized(tmp_path, *flags, with_passes=order + SERVING)
     assert ran.code in (0, 2), ran.text
     assert num_versions(tmp_path / "models", "best") == 1
     # What is being measured when the time is up is measured to its end.
-    assert ran.optimization.elapsed_s < budget_s + 15
+    assert ran.optimization.elapsed_s < budget_s + 30
 
 
 # The version.
