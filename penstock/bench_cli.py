@@ -373,11 +373,7 @@ class Outputs:
         """Before minutes of measuring: ConfigError for files that could not be written."""
         from penstock.benchmark.report import run_files
 
-        names = [each for each in (self.json_path, self.html_path, self.csv_path) if each]
-        problems = [text for name in names if (text := run_files.problem_of(Path(name)))]
-        problems += [f"{name}: two outputs cannot share a file" for name in _repeated(names)]
-        if problems:
-            raise ConfigError(problems)
+        run_files.check_outputs([self.json_path, self.html_path, self.csv_path])
 
     def keep(self, run: Run) -> None:
         """While it goes on: what was measured survives whatever comes. A disk that is full now
@@ -401,10 +397,6 @@ class Outputs:
 
 def _path(name: str) -> Path | None:
     return Path(name) if name else None
-
-
-def _repeated(names: list[str]) -> list[str]:
-    return sorted({name for name in names if names.count(name) > 1})
 
 
 async def _measure(plan: Plan, outputs: Outputs) -> Run:

@@ -163,11 +163,12 @@ def optimize(
     Killed at any moment it goes on where it was when it is run again. Exit codes: 0 the SLO is
     kept, 2 it is not and the best is saved, 3 the accuracy gate allows nothing that would help.
     """
+    from penstock.benchmark.report import run_files
     from penstock.optimizer.report.first_line import exit_code
 
     try:
         plan = make_plan(model, plan_path, flags)
-        _check_outputs(html_path, json_path)
+        run_files.check_outputs([html_path, json_path])
         found = _optimize(plan)
         _show(found, plan, html_path, json_path)
     except ConfigError as error:
@@ -191,18 +192,6 @@ def make_plan(model: str | None, plan_path: str | None, flags: dict[str, Any]) -
     return plan_file.make_plan(
         {**wishes, **{key: value for key, value in given.items() if value is not None}}
     )
-
-
-def _check_outputs(*names: str | None) -> None:
-    """Before an hour of measuring: ConfigError for files that could not be written."""
-    from penstock.benchmark.report import run_files
-
-    given = [name for name in names if name]
-    problems = [text for name in given if (text := run_files.problem_of(Path(name)))]
-    if len(set(given)) < len(given):
-        problems.append(f"{given[0]}: two outputs cannot share a file")
-    if problems:
-        raise ConfigError(problems)
 
 
 def _optimize(plan: Plan) -> Optimization:

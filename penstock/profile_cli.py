@@ -125,14 +125,7 @@ def _check_outputs(flags: dict[str, Any]) -> None:
     """Before anything is measured."""
     from penstock.benchmark.report import run_files
 
-    names = [flags[key] for key in ("html_path", "trace_path", "json_path") if flags[key]]
-    problems = [text for each in names if (text := run_files.problem_of(Path(each)))]
-    problems += [
-        f"{each}: two outputs cannot share a file"
-        for each in sorted({each for each in names if names.count(each) > 1})
-    ]
-    if problems:
-        raise ConfigError(problems)
+    run_files.check_outputs(flags[key] for key in ("html_path", "trace_path", "json_path"))
 
 
 def _profiled(model: str, flags: dict[str, Any]) -> Profile:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from penstock import pt2_file
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build
@@ -39,7 +40,7 @@ INTEGER_OPERATORS = frozenset(
         "QLinearMul",
     }
 )
-# Of safetensors, of OpenVINO, and of torch (its numbers in .pt2 files), by the names of v2.
+# Of safetensors and of OpenVINO, by the names of v2.
 TORCH_DATATYPES = {
     "F64": "FP64",
     "F32": "FP32",
@@ -50,18 +51,6 @@ TORCH_DATATYPES = {
     "I16": "INT16",
     "I8": "INT8",
     "U8": "UINT8",
-}
-PT2_DATATYPES = {
-    1: "UINT8",
-    2: "INT8",
-    3: "INT16",
-    4: "INT32",
-    5: "INT64",
-    6: "FP16",
-    7: "FP32",
-    8: "FP64",
-    12: "BOOL",
-    13: "BF16",
 }
 OPENVINO_DATATYPES = {
     "f64": "FP64",
@@ -221,7 +210,7 @@ def _read_pt2(path: Path, facts: Facts) -> None:
         count = 1
         for size in meta["sizes"]:
             count *= size["as_int"]
-        name = PT2_DATATYPES.get(meta["dtype"], str(meta["dtype"]))
+        name = pt2_file.SCALARS.get(meta["dtype"], str(meta["dtype"]))
         found.append((name, count, count * _item_bytes(name)))
     _count_weights(facts, found)
 

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,19 @@ def problem_of(path: Path) -> str:
             return ""
     except OSError as error:
         return f"{path}: cannot be written: {error.strerror or error}"
+
+
+def check_outputs(names: Iterable[str | None]) -> None:
+    """Before anything long begins: ConfigError for files that could not be written. Empty names
+    are none."""
+    given = [name for name in names if name]
+    problems = [text for name in given if (text := problem_of(Path(name)))]
+    problems += [
+        f"{name}: two outputs cannot share a file"
+        for name in sorted({name for name in given if given.count(name) > 1})
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def write_text(text: str, path: Path) -> None:
