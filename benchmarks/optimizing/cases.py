@@ -58,6 +58,18 @@ def sentiment() -> Case:
     )
 
 
+def sentiment_onnx() -> Case:
+    """The same classifier, exported: without what only PyTorch's builds would add."""
+    model, folder = FOLDER / "sentiment_onnx" / "sentiment.onnx", prepare.FOLDER
+    reviews, requests = folder / "reviews.jsonl", folder / "requests.jsonl"
+    if not (model.exists() and reviews.exists() and requests.exists()):
+        prepare.prepare()
+        model.parent.mkdir(parents=True, exist_ok=True)
+        export_sentiment(model)
+    slo, accuracy = "p99 < 100 ms at 300/s", "top1 drop <= 2 %"
+    return Case("sentiment_onnx", str(model), reviews, requests, slo, accuracy, "label")
+
+
 def mobilenet_v2() -> Case:
     """Crops of twenty-two photographs; too few are labelled to judge by, so agreement is."""
     folder = FOLDER / "mobilenet_v2"
@@ -88,7 +100,29 @@ def mnist_8() -> Case:
     return Case("mnist_8", str(model), data, requests, slo, accuracy, "label")
 
 
-CASES = {"sentiment": sentiment, "mobilenet_v2": mobilenet_v2, "mnist_8": mnist_8}
+def digits() -> Case:
+    """The classifier of the examples, on the images that scikit-learn brings along."""
+    from sklearn.datasets import load_digits
+
+    data, requests = (FOLDER / "digits" / each for each in ("test.npz", "images.npz"))
+    if not data.exists() or not requests.exists():
+        data.parent.mkdir(parents=True, exist_ok=True)
+        found = load_digits()
+        images = (found.images / 16).astype(np.float32)[:, None]
+        np.savez(requests, image=images)
+        np.savez(data, image=images, label=found.target.astype(np.int64))
+    model = ROOT / "examples" / "repository" / "digits" / "1" / "model.onnx"
+    slo, accuracy = "p99 < 10 ms at 300/s", "top1 drop <= 1 %"
+    return Case("digits", str(model), data, requests, slo, accuracy, "label")
+
+
+CASES = {
+    "sentiment": sentiment,
+    "sentiment_onnx": sentiment_onnx,
+    "mobilenet_v2": mobilenet_v2,
+    "mnist_8": mnist_8,
+    "digits": digits,
+}
 
 
 def mnist(package: Path) -> tuple[Array, Array]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import math
 import os
 import platform
 import shutil
 import statistics
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,9 @@ from penstock.config import SLO_OFF
 from penstock.optimizer import plan_file, served
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import open_examples
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.subject import open_subject
+from penstock.optimizer.this_machine import read_machine
 from penstock.slo import parse
 
 MET, MISSED, REFUSED = 0, 2, 3
@@ -44,9 +47,10 @@ class Contender:
 
 
 def optimized(
-    console: Console, case: Case, *, is_exhaustive: bool, duration: str
+    console: Console, case: Case, *, is_exhaustive: bool, duration: str, budget: str = ""
 ) -> dict[str, Any]:
-    """What `penstock optimize --json` found; its version is in `repository_of(case)`."""
+    """What `penstock optimize --json` found; its version is in `repository_of(case)`. Without a
+    budget it takes as long as it takes."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{case.name}.json"
     arguments = ["optimize", case.model, "--data", relative(case.data)]
@@ -54,6 +58,7 @@ def optimized(
     arguments += ["--slo", case.slo, "--accuracy", case.accuracy]
     arguments += ["--out", relative(repository_of(case)), "--name", case.name]
     arguments += ["--duration", duration] + ["--exhaustive"] * is_exhaustive
+    arguments += ["--budget", budget] if budget else []
     show(console, arguments)
     page = FOLDER / f"{case.name}.html"
     status = penstock([*arguments, "--html", str(page), "--json", str(path)])
@@ -67,35 +72,59 @@ def repository_of(case: Case) -> Path:
     return FOLDER / case.name / "models"
 
 
-def max_rates(contenders: Sequence[Contender], case: Case, duration: str) -> list[float]:
+def max_rates(
+    contenders: Sequence[Contender],
+    case: Case,
+    duration: str,
+    search_s: float = served.SEARCH_S,
+) -> list[float]:
     """The highest Poisson rate of each at which the case's latency terms hold, served and searched
-    in turns, about a minute each; 0 where it holds at none."""
-    plan = plan_file.make_plan(
-        {
-            "model": str(contenders[0].repository / case.name),
-            "slo": case.latency,
-            "out": str(FOLDER),
-            "data": str(case.requests),
-            "duration": duration,
-        }
-    )
+    in turns, about `search_s` each; 0 where it holds at none."""
+    plan = _plan(case, case.latency, duration)
     builds = []
     for each in contenders:
         folder = each.repository / case.name
         builds.append(Build(Candidate(), folder, repository.read(folder).configs[-1]))
-    config = builds[0].config
-    rows = open_examples(plan, config.inputs, config.max_batch_size > 0).rows
-    found = served.max_rates(builds, plan, rows, lambda doing: None)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = _rows(plan, open_subject(plan, Path(scratch) / case.name).build)
+    found = served.max_rates(builds, plan, rows, lambda doing: None, search_s)
     return [0.0 if math.isnan(each.value) else each.value for each in found]
 
 
+def saturated(case: Case, duration: str) -> float:
+    """What the original answers a second, as the optimiser would serve it at first, when it never
+    has to wait for requests."""
+    plan = _plan(case, "throughput >= 1/s", duration)
+    with tempfile.TemporaryDirectory() as scratch:
+        build = open_subject(plan, Path(scratch) / case.name).build
+        [rate] = served.max_rates([build], plan, _rows(plan, build), lambda doing: None)
+    return rate.value
+
+
+def _plan(case: Case, slo: str, duration: str) -> Plan:
+    wishes = {"model": case.model, "name": case.name, "data": str(case.data), "slo": slo}
+    wishes |= {"out": str(FOLDER), "duration": duration}
+    return plan_file.make_plan(wishes | ({"labels": case.labels} if case.labels else {}))
+
+
+def _rows(plan: Plan, original: Build) -> Sequence[served.Row]:
+    """What is sent, in the form that the original takes: builds may take batches where it cannot,
+    and are sent the same rows in theirs."""
+    config = original.config
+    return open_examples(plan, config.inputs, config.max_batch_size > 0).rows
+
+
 def interleaved(
-    contenders: Sequence[Contender], case: Case, rounds: int, duration: str
+    contenders: Sequence[Contender],
+    case: Case,
+    rounds: int,
+    duration: str,
+    search_s: float = served.SEARCH_S,
 ) -> dict[str, list[float]]:
     """Highest rates by name, every round each contender once."""
     rates: dict[str, list[float]] = {each.name: [] for each in contenders}
     for number in range(rounds):
-        found = max_rates(contenders, case, duration)
+        found = max_rates(contenders, case, duration, search_s)
         for each, rate in zip(contenders, found, strict=True):
             rates[each.name].append(rate)
             print(f"round {number + 1}: {each.name}: {rate:.1f}/s", flush=True)
@@ -176,8 +205,14 @@ def median_ratio(rates: dict[str, list[float]], name: str, base: str) -> float:
 
 
 def write(name: str, record: dict[str, Any]) -> Path:
-    versions = {each: importlib.metadata.version(each) for each in ("penstock", "onnxruntime")}
-    machine = {"cores": os.cpu_count(), "system": platform.platform(), "versions": versions}
+    seen = read_machine()
+    machine = {
+        "cpu": seen.cpu,
+        "cores": f"{seen.num_cores} of {os.cpu_count()}",
+        "isa": seen.isa,
+        "system": platform.platform(),
+        "versions": seen.versions,
+    }
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine, **record}, indent=1) + "\n")
     return path

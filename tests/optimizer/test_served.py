@@ -223,3 +223,10 @@ def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
     (found,) = served.max_rates([build], a_plan("throughput >= 5/s"), numbers(5), silent)
     # One after the other, 10 ms each.
     assert 1 < found.value <= 101
+
+
+def test_a_search_without_time_finds_no_rate(tmp_path: Path):
+    build = null_build(tmp_path, max_batch=1, a_ms=10)
+    plan = a_plan("p99 < 1 s")
+    (found,) = served.max_rates([build], plan, numbers(5), silent, search_s=0.0)
+    assert math.isnan(found.value)
