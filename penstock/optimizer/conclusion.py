@@ -4,7 +4,7 @@ turns with the original; the verdict."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.errors import PenstockError
 from penstock.optimizer import goals
@@ -23,8 +23,8 @@ MIN_PROOF_S = 20.0
 class Choice:
     finalist: Finalist
     held_out: Judgement | None
-    # Faster ones that the held-out examples did not allow, in the order they were asked.
-    refused: list[Judgement]
+    # Faster ones that the held-out examples did not allow, in the order they were asked, by key.
+    refused: dict[str, Judgement]
 
 
 def choose(lab: Lab, findings: Findings) -> Choice:
@@ -32,18 +32,26 @@ def choose(lab: Lab, findings: Findings) -> Choice:
     what may be risked, so that asking often does not make passing likely."""
     refused: dict[str, Judgement] = {}
     for finalist in findings.finalists:
-        contender = finalist.contender
-        if lab.examples is None or not contender.is_lossy:
-            return Choice(finalist, _for_the_record(lab, finalist), list(refused.values()))
-        key = contender.candidate.key
-        if key in refused:
-            # The same model, served in another way.
-            continue
-        judgement = lab.judge(contender.build, HELD_OUT, spent_alpha(len(refused)))
-        if judgement.is_passed:
-            return Choice(finalist, judgement, list(refused.values()))
-        refused[key] = judgement
+        choice = _admitted(lab, finalist, refused)
+        if choice is not None:
+            return choice
     raise AssertionError("the original is a finalist, and lossless")
+
+
+def _admitted(lab: Lab, finalist: Finalist, refused: dict[str, Judgement]) -> Choice | None:
+    """None, and one more that is refused, where the held-out part does not allow it."""
+    contender = finalist.contender
+    if lab.examples is None or not contender.is_lossy:
+        return Choice(finalist, _for_the_record(lab, finalist), refused)
+    key = contender.candidate.key
+    if key in refused:
+        # The same model, served in another way.
+        return None
+    judgement = lab.judge(contender.build, HELD_OUT, spent_alpha(len(refused)))
+    if judgement.is_passed:
+        return Choice(finalist, judgement, refused)
+    refused[key] = judgement
+    return None
 
 
 def _for_the_record(lab: Lab, finalist: Finalist) -> Judgement | None:
@@ -79,7 +87,7 @@ def conclude(lab: Lab, search: Search, command: str) -> Optimization:
     )
     search.prove()
     choice = choose(lab, findings)
-    found.notes += [f"on held-out examples: {each.text}" for each in choice.refused]
+    found.notes += [f"on held-out examples: {each.text}" for each in choice.refused.values()]
     _prove(lab, search, choice, found)
     other = _better_proven(lab, findings, choice, found)
     if other is not None:
@@ -94,6 +102,9 @@ def conclude(lab: Lab, search: Search, command: str) -> Optimization:
         choice.held_out = _for_the_record(lab, choice.finalist)
         found.after = found.before
     found.chosen = choice.finalist.build.candidate
+    for each in findings.tries:
+        if each.candidate == found.chosen and each.served is not None:
+            each.outcome = "kept"
     found.held_out = choice.held_out
     found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
     found.outcome = _outcome(findings, choice, found)
@@ -167,11 +178,12 @@ def _better_proven(
     """The next finalist that kept the SLO, when the proof of the first did not confirm it."""
     if found.after is None or found.after.is_met or findings.is_interrupted:
         return None
-    rest = [one for one in findings.finalists if one.build is not choice.finalist.build]
-    if not rest or not rest[0].served.is_met:
-        return None
-    again = choose(lab, replace(findings, finalists=rest))
-    return again if again.finalist.served.is_met else None
+    for finalist in findings.finalists:
+        if finalist.build is not choice.finalist.build and finalist.served.is_met:
+            other = _admitted(lab, finalist, choice.refused)
+            if other is not None:
+                return other
+    return None
 
 
 def _original_does(lab: Lab, choice: Choice, found: Optimization) -> bool:

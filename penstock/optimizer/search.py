@@ -32,7 +32,6 @@ MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
 MAX_FINALISTS = 3
 # The same after a stage that may be the last.
 NUM_SEMIFINALISTS = 2
-MAX_SHAPES = 2
 # About what it takes to serve and measure one of them.
 SERVED_S = 20.0
 # Predicted to be within so much of the best: worth a real measurement.
@@ -174,7 +173,8 @@ class Search:
         except OutOfTime:
             self.findings.is_out_of_time = True
             self._note_left("the time was up before it was its turn")
-        if len(self.findings.finalists) <= 1 < len(self.findings.contenders):
+        is_cut = self.findings.is_interrupted or self.findings.is_out_of_time
+        if is_cut and len(self.findings.contenders) > 1:
             self._finish_early()
         return self.findings
 
@@ -249,7 +249,6 @@ class Search:
             self.findings.profile = self._lab.profile(self.findings.best.build)
 
     def _run_pass(self, each: Pass) -> None:
-        self._asked.add(each.name)
         for parent, steps in self._proposals(each):
             fresh = [one for one in steps if parent.candidate.then(one).key not in self._seen]
             if each.has_layers:
@@ -257,6 +256,7 @@ class Search:
             else:
                 for step in fresh:
                     self._try(each, parent, step)
+        self._asked.add(each.name)
 
     def _proposals(self, each: Pass) -> list[tuple[Contender, list[Step]]]:
         """From the best of each backend that the pass has steps for."""
@@ -496,7 +496,18 @@ class Search:
         self._trying = ", ".join(str(build.candidate) for _, build in fresh)
         for contender, build, served in self._serve(runners):
             self._add_served(contender, build, served)
+            self._note_served(build, served)
         self._stage = stage
+
+    def _note_served(self, build: Build, served: Served) -> None:
+        """A way to serve is a try like others; measured again, the last time counts."""
+        if not build.candidate.steps:
+            return
+        reason = f"served: {served.goodput:.1%} in time, {served.throughput.value:,.0f}/s answered"
+        record = Try(build.candidate, "batching", "equal", reason, served=served)
+        key = build.candidate.key
+        others = [each for each in self.findings.tries if each.candidate.key != key]
+        self.findings.tries = [*others, record]
 
     def _serve(
         self, runners: Sequence[tuple[Contender, Build]]
@@ -526,8 +537,8 @@ class Search:
     def _try_memory(self) -> None:
         """What misses nothing but the memory it may take, with less of it."""
         best = self.findings.finalists[0]
-        missed = [each for each in best.served.verdicts if each.outcome == "missed"]
-        if not self._plan.is_exhaustive and (not missed or {v.unit for v in missed} != {"bytes"}):
+        missed = {each.unit for each in best.served.verdicts if each.outcome == "missed"}
+        if missed != {"bytes"}:
             return
         self._stage = "memory"
         for each in self._passes:
@@ -548,8 +559,9 @@ class Search:
             except PenstockError as error:
                 self.findings.tries.append(Try(candidate, "memory", "failed", str(error)))
                 continue
-            for _, _, served in self._serve([(contender, build)]):
-                self._add_served(contender, build, served)
+            for _, other, served in self._serve([(contender, best.build), (contender, build)]):
+                self._add_served(contender, other, served)
+                self._note_served(other, served)
 
     def _nearest(self, limit: int) -> list[tuple[Contender, tuple[Step, ...]]]:
         """What is predicted to come near the best: of what is as good as the best the simpler
@@ -567,7 +579,7 @@ class Search:
                 steps,
             )
             for contender in self.findings.contenders
-            for place, (steps, rate) in enumerate(contender.shapes[:MAX_SHAPES])
+            for place, (steps, rate) in enumerate(_different(contender.shapes))
             if rate >= NEAR * best
         ]
         found.sort(key=lambda each: each[:5])
@@ -635,6 +647,16 @@ class Search:
                 left_s=self.left_s,
             )
         )
+
+
+def _different(
+    ranked: Sequence[tuple[tuple[Step, ...], float]],
+) -> list[tuple[tuple[Step, ...], float]]:
+    """The best, and the best with another number of instances: predictions are surer about
+    batches than about what instances do to each other and to the server."""
+    first = ranked[:1]
+    others = [each for each in ranked[1:] if _num_instances(each[0]) != _num_instances(first[0][0])]
+    return [*first, *others[:1]]
 
 
 def _num_instances(steps: Sequence[Step]) -> int:

@@ -355,6 +355,17 @@ def test_out_of_time_the_best_so_far_is_measured() -> None:
     assert len(search.findings.finalists) > 1
 
 
+def test_cut_short_after_some_were_served_the_best_is_served_too() -> None:
+    later, never = MadePass("later", "precision"), MadePass("never", "precision")
+    row_ms = {"original": 20.0, "faster": 5.0, "later": 2.0, "never": 3.0}
+    lab, run = searched(row_ms, FASTER, later, never)
+    lab.served_rates = {"faster": 150.0}
+    lab.interrupt_at = "never"
+    search = run()
+    assert any("faster" in text and "later" not in text for text in lab.served)
+    assert model_step(search.findings.finalists[0].build.candidate) == "later"
+
+
 def test_interrupted_the_best_so_far_is_measured_once() -> None:
     lab, run = searched({"original": 20.0, "faster": 8.0, "lossy": 2.0}, FASTER, LOSSY)
     lab.interrupt_at = "lossy"
