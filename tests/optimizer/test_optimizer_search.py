@@ -357,7 +357,7 @@ def test_out_of_time_the_best_so_far_is_measured() -> None:
 
 def test_cut_short_after_some_were_served_the_best_is_served_too() -> None:
     later, never = MadePass("later", "precision"), MadePass("never", "precision")
-    row_ms = {"original": 20.0, "faster": 5.0, "later": 2.0, "never": 3.0}
+    row_ms = {"original": 20.0, "faster": 4.0, "later": 2.0, "never": 3.0}
     lab, run = searched(row_ms, FASTER, later, never)
     lab.served_rates = {"faster": 150.0}
     lab.interrupt_at = "never"
