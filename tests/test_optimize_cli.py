@@ -74,7 +74,7 @@ def test_a_model_that_is_none(model: str, tmp_path: Path) -> None:
 def test_every_problem_has_a_line(tmp_path: Path) -> None:
     code, text = run("away.onnx", "--slo", "p98 < 20ms", "--budget", "soon", "--out", str(tmp_path))
     assert code == 1
-    assert len(text.splitlines()) == 2
+    assert len(text.splitlines()) == 3
     assert "slo: 'p98 < 20ms'" in text
     assert "budget: 'soon' is not a time" in text
 
