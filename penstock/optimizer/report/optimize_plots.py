@@ -270,7 +270,9 @@ def _accuracy_limit(optimization: Optimization) -> float | None:
     budget = optimization.accuracy_budget
     if found is None or wording.is_relative(budget) or " rise " in budget:
         return None
-    return found.original - found.limit
+    # The steps' scores are of other examples than the held-out ones.
+    first = next((each.accuracy for each in optimization.phases if each.accuracy is not None), None)
+    return (found.original if first is None else first) - found.limit
 
 
 def _accuracy_range(optimization: Optimization, values: Sequence[float]) -> tuple[float, float]:
