@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,7 +109,10 @@ def parse(text: str, where: str = "config.pbtxt") -> Any:
     from google.protobuf import text_format
 
     try:
-        return text_format.Parse(text, _types().ModelConfig())
+        with warnings.catch_warnings():
+            # Of escapes that Python does not know; they stay as they are written.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return text_format.Parse(text, _types().ModelConfig())
     except text_format.ParseError as error:
         raise ConfigError([f"{where}: {error}"]) from None
 

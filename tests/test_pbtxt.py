@@ -218,3 +218,7 @@ def test_the_same_configuration_is_always_the_same_text() -> None:
     backwards = dict(reversed(options.items()))
     one, other = (pbtxt.write(replace(MODEL, options=each)) for each in (options, backwards))
     assert one == other
+
+
+def test_an_escape_that_nobody_knows_is_no_warning() -> None:
+    assert pbtxt.parse(r'name: "a\ b"').name == "a\\ b"

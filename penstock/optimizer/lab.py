@@ -255,21 +255,17 @@ class Lab:
         self.watch("audit of the data")
         if self.scorer.is_agreement:
             self.notes.append(ONLY_AGREEMENT)
-        # An evaluator that does not work is better known now than after an hour.
-        original = self.original_answers(COMPARED)
-        scored = self.scorer.score(original, self.compared, original)
-        if not np.isfinite(scored).any():
-            where = f"eval: {self.plan.evaluator}" if self.plan.evaluator else "data"
-            problem = f"not one of {len(scored)} answers of the original can be scored"
-            raise ConfigError([f"{where}: {problem} by {self.scorer.metric}"])
         found = self.journal.remember("audit", "", audit.Audit, self._audit)
         if found.problems:
             ways = "or leave data out, to optimise without what needs it"
             raise ConfigError([*(f"data: {each}" for each in found.problems), ways])
         self.notes += found.warnings
-        if self.plan.evaluator:
-            # It is the user's, and may fail: better now than when everything has been measured.
-            self._scores(self.original, CHOICE)
+        # What cannot be scored, or an evaluator that fails, is better known now than at the end.
+        scored = self._scores(self.original, CHOICE)
+        if not np.isfinite(scored).any():
+            where = f"eval: {self.plan.evaluator}" if self.plan.evaluator else "data"
+            problem = f"not one of {len(scored)} answers of the original can be scored"
+            raise ConfigError([f"{where}: {problem} by {self.scorer.metric}"])
 
     def _audit(self) -> audit.Audit:
         predict = self.scorer.predict
@@ -370,7 +366,9 @@ class Lab:
             "proof with rates" if has_time else "proof",
             _keys(builds),
             list[Served],
-            lambda: served.prove(builds, self.plan, self.rows, self.watch, left_s),
+            lambda: served.prove(
+                builds, self.plan, self.rows, self.watch, left_s if has_time else 0.0
+            ),
             keeps_failure=False,
         )
         return [served.repriced(each, self.plan) for each in found]

@@ -65,7 +65,7 @@ ABOVE = 1.05
 SEARCH_S = 60.0
 MIN_SEARCH_S = 20.0
 # Of one build: less does not reach to its highest rate.
-MIN_PROOF_S = 60.0
+MIN_PROOF_S = 40.0
 SEARCH_LEVEL_S = 4.0
 # A level is longer where fewer would come in that time: so few say nothing of a tail.
 SEARCH_REQUESTS = 400

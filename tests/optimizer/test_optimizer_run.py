@@ -47,7 +47,7 @@ def plan(tmp_path: Path) -> Plan:
         data=str(tmp_path / "data.npz"),
         duration_s=1.0,
         # Too little for a search for the highest rate, which takes a minute.
-        budget_s=55.0,
+        budget_s=38.0,
     )
 
 
@@ -67,7 +67,8 @@ def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     assert again.num_measured == 0
     assert again.num_remembered > 0
     assert again.version == found.version == "1"
-    assert again.after == found.after
+    # Also where a figure is not known, and NaN is not even equal to itself.
+    assert repr(again.after) == repr(found.after)
     assert repository.version_folders(Path(plan.out) / "small") == ["1"]
     [journal] = (Path(plan.out) / run.WORK / "small").glob("*/journal.jsonl")
     records = [json.loads(line) for line in journal.read_text().splitlines()]
