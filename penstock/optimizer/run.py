@@ -19,7 +19,6 @@ from pathlib import Path
 import psutil
 
 from penstock import repository
-from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import evidence, folders, passes, shapes
 from penstock.optimizer.candidates import Build, Candidate
@@ -33,7 +32,7 @@ from penstock.optimizer.progress import Progress
 from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Search
-from penstock.optimizer.subject import SERVED, Subject, open_subject
+from penstock.optimizer.subject import Subject, open_subject
 from penstock.optimizer.this_machine import read_machine
 
 # Below the repository; readers of repositories pass over names that start with a dot.
@@ -60,7 +59,7 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
         examples = _examples(plan, subject)
         run = run_key(plan, machine, subject, examples)
         with Journal(work / run) as journal:
-            subject = _placed(plan, subject, work / run / ORIGINAL / plan.name)
+            subject = _placed(subject, work / run / ORIGINAL / plan.name)
             lab = Lab(plan, machine, subject, examples, journal)
             return _found(lab, watch, command, run, began)
 
@@ -121,26 +120,16 @@ def _sweep(work: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _placed(plan: Plan, subject: Subject, folder: Path) -> Subject:
+def _placed(subject: Subject, folder: Path) -> Subject:
     """Where the run keeps it; as it was put there by the run that this one goes on with."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = folder.with_name(f".{folder.name}") / folder.name
         shutil.rmtree(draft.parent, ignore_errors=True)
-        folders.write(subject.build, _as_promised(plan, subject), draft)
+        folders.write(subject.build, subject.build.config, draft)
         os.rename(draft, folder)
     config = repository.read(folder).configs[-1]
     return replace(subject, build=Build(Candidate(), folder, config))
-
-
-def _as_promised(plan: Plan, subject: Subject) -> ModelConfig:
-    """A model that nobody has configured yet is batched by the SLO: what comes of it is compared
-    with that, not with a queue that nobody would want. A version that is served stays as it is."""
-    config = subject.build.config
-    is_ours = not subject.kind.startswith(SERVED)
-    if is_ours and config.batching.is_dynamic and plan.slo and plan.slo.latency_s is not None:
-        return shapes.with_batching(config, shapes.settings_of(config) | {"mode": "slo"}, plan.slo)
-    return config
 
 
 def _examples(plan: Plan, subject: Subject) -> Examples:

@@ -18,10 +18,10 @@ import psutil
 
 from penstock import manifest, repository
 from penstock.config import ModelConfig
-from penstock.optimizer import passes
+from penstock.optimizer import folders, passes
 from penstock.optimizer.candidates import Build, Skip, Step
 from penstock.optimizer.facts import Facts
-from penstock.optimizer.passes import Situation, Workshop, building
+from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.int8_dynamic import Int8Dynamic
 from penstock.optimizer.passes.int8_static import Int8Static, with_kept
 from penstock.optimizer.report.optimization_files import read_optimization
@@ -84,10 +84,10 @@ class Other:
         return [Step(self.name, {"row_ms": str(self.row_ms)})]
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
-        building.copy_files(parent, target, leave_out=("model.py",))
+        folders.carry_over(parent, target, without=("model.py",))
         text = sleeper(self.row_ms, self.cold_ms, self.factor)
         (target / "1" / "model.py").write_text(text)
-        building.write_config(parent.config, target)
+        folders.write_config(target, parent.config)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         return []
@@ -132,8 +132,8 @@ class FloatStatic(Int8Static):
     """Says INT8 and copies the floats, as a library does that does not know the operators."""
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
-        building.copy_files(parent, target)
-        building.write_config(parent.config, target)
+        folders.carry_over(parent, target)
+        folders.write_config(target, parent.config)
 
 
 class FloatDynamic(Int8Dynamic):
