@@ -16,7 +16,7 @@ from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.search import Finalist, Findings, Search
 
 # Servers have to start, and each is measured twice.
-MIN_PROOF_S = 20.0
+MIN_LEFT_S = 20.0
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ def _for_the_record(lab: Lab, finalist: Finalist) -> Judgement | None:
     return lab.judge(finalist.contender.build, HELD_OUT)
 
 
-def conclude(lab: Lab, search: Search, command: str) -> Optimization:
+def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimization:
     """Everything that is known, but for the version's number."""
     findings = search.findings
     plan = lab.plan
@@ -75,7 +75,7 @@ def conclude(lab: Lab, search: Search, command: str) -> Optimization:
         accuracy_budget="" if lab.examples is None else str(lab.budget),
         data_text=lab.data_text,
         machine=lab.machine,
-        created="",
+        created=created,
         command=command,
         out=plan.out,
         price_per_hour=plan.price_per_hour,
@@ -96,7 +96,7 @@ def conclude(lab: Lab, search: Search, command: str) -> Optimization:
         )
         choice = other
         _prove(lab, search, choice, found)
-    if _original_does(lab, choice, found):
+    if _original_does(choice, found):
         found.notes.append("measured in turns, the original does as well as what was chosen")
         choice.finalist = next(one for one in findings.finalists if not one.build.candidate.steps)
         choice.held_out = _for_the_record(lab, choice.finalist)
@@ -160,7 +160,7 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> Non
     found.before, found.after = findings.original, choice.finalist.served
     if findings.is_interrupted:
         return
-    if search.left_s is not None and search.left_s < MIN_PROOF_S:
+    if search.left_s is not None and search.left_s < MIN_LEFT_S:
         found.notes.append("no time was left to measure original and choice in turns")
         return
     builds = [original, chosen] if chosen.candidate.steps else [original]
@@ -186,7 +186,7 @@ def _better_proven(
     return None
 
 
-def _original_does(lab: Lab, choice: Choice, found: Optimization) -> bool:
+def _original_does(choice: Choice, found: Optimization) -> bool:
     """Whether the original turned out no worse, after all: it is the simplest."""
     if found.before is None or found.after is None or not choice.finalist.build.candidate.steps:
         return False
@@ -220,6 +220,7 @@ def _phases(lab: Lab, findings: Findings, found: Optimization) -> list[Phase]:
     if original is None and found.held_out is not None:
         original = found.held_out.original
     phases: list[Phase] = []
+    price = lab.plan.price_per_hour
     last = None
     for stage, contender in findings.by_stage:
         if contender is last:
@@ -232,7 +233,9 @@ def _phases(lab: Lab, findings: Findings, found: Optimization) -> list[Phase]:
                 p99_s=float("nan"),
                 max_rate=contender.rate,
                 accuracy=original if of_step is None else of_step.candidate,
-                cost_per_million=_cost(contender.rate, lab.plan.price_per_hour),
+                cost_per_million=None
+                if price is None or not contender.rate
+                else goals.cost_per_million(contender.rate, price),
                 is_measured=False,
             )
         )
@@ -260,9 +263,3 @@ def _score(
 def _measured_phase(label: str, served: Served, score: float | None) -> Phase:
     rate = float("nan") if served.max_rate is None else served.max_rate.value
     return Phase(label, served.p99.value, rate, score, served.cost_per_million, True)
-
-
-def _cost(rate: float, price_per_hour: float | None) -> float | None:
-    if price_per_hour is None or not rate:
-        return None
-    return price_per_hour / 3600 / rate * 1e6

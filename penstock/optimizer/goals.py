@@ -28,6 +28,11 @@ def required_rate(slo: Slo, price_per_hour: float | None) -> float:
     return max(rates)
 
 
+def cost_per_million(rate: float, price_per_hour: float) -> float:
+    """Of answers at this rate; infinite where there is none."""
+    return price_per_hour / 3600 * 1e6 / rate if rate else math.inf
+
+
 def is_within_reach(predicted_rate: float, slo: Slo, price_per_hour: float | None) -> bool:
     """Whether a served run may show that the SLO is kept."""
     return predicted_rate >= HOPE * required_rate(slo, price_per_hour)

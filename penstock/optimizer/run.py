@@ -65,15 +65,14 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
 
 
 def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:
-    started = datetime.datetime.now(datetime.UTC)
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     search = Search(lab, watch, passes.sequence(), began=began)
     lab.check_data()
     findings = search.run()
     if not findings.finalists:
         # Interrupted before the original had been measured: there is nothing to keep.
         raise KeyboardInterrupt
-    found = conclude(lab, search, command)
-    found.created = started.isoformat(timespec="seconds")
+    found = conclude(lab, search, command, created)
     found.elapsed_s = time.monotonic() - began
     found.headline = headline(found)
     assert found.chosen is not None
@@ -128,6 +127,7 @@ def _placed(subject: Subject, folder: Path) -> Subject:
         shutil.rmtree(draft.parent, ignore_errors=True)
         folders.write(subject.build, subject.build.config, draft)
         os.rename(draft, folder)
+        draft.parent.rmdir()
     config = repository.read(folder).configs[-1]
     return replace(subject, build=Build(Candidate(), folder, config))
 

@@ -37,6 +37,7 @@ from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.targets import Counters, TargetSpec
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer import goals
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
 from penstock.optimizer.plan import Plan
@@ -72,14 +73,12 @@ SEARCH_REQUESTS = 400
 SEARCH_WARM_UP_S = 1.0
 SEARCH_PRECISION = 0.05
 PROBE_S = 2.0
-CURVE_LEVEL_S = 5.0
 MAX_CLIENTS = 256
 # Who waits longer, or so many times what the SLO allows, has no answer: a build that is overrun is
 # not waited for.
 PATIENCE_S = 3.0
 LONG_PATIENCE_S = 60.0
 PATIENCE = 3.0
-PER_MILLION_HOUR = 1e6 / 3600
 libc = ctypes.CDLL(None)
 
 
@@ -151,8 +150,8 @@ def priced(served: Served, max_rate: Interval, plan: Plan) -> Served:
     """With what a million answers cost at the highest rate, and the verdict on that."""
     if plan.price_per_hour is None:
         return msgspec.structs.replace(served, max_rate=max_rate)
-    price = plan.price_per_hour * PER_MILLION_HOUR
-    low, value, high = (price / each if each else math.inf for each in _ends(max_rate))
+    price = plan.price_per_hour
+    low, value, high = (goals.cost_per_million(each, price) for each in _ends(max_rate))
     # The more answers, the less each costs.
     cost = Interval(value, min(low, high), max(low, high))
     judged = [
