@@ -99,10 +99,13 @@ class Histogram:
     def _entropy_threshold(self) -> float:
         """The absolute value beyond which cutting loses least information: the divergence between
         what was seen and what its 128 levels would show, over all thresholds."""
-        absolute = self.counts[NUM_BINS:] + self.counts[:NUM_BINS][::-1]
+        absolute = (self.counts[NUM_BINS:] + self.counts[:NUM_BINS][::-1]).astype(np.float64)
+        # Zero is shown exactly by any threshold: the many that are behind a ReLU, or padding, would
+        # else ask for levels as narrow as they are.
+        absolute[0] = absolute[1]
         best, best_divergence = NUM_BINS, np.inf
         for num_kept in range(NUM_LEVELS, NUM_BINS + 1, ENTROPY_STRIDE):
-            divergence = _divergence(absolute.astype(np.float64), num_kept)
+            divergence = _divergence(absolute, num_kept)
             if divergence < best_divergence:
                 best, best_divergence = num_kept, divergence
         return best * self.width

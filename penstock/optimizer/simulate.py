@@ -22,11 +22,18 @@ from penstock.serving.slo_batcher import SloBatcher
 from penstock.slo import Goodput, Latency, Slo
 from penstock.types import Array, Request, Response
 
-# What a request spends outside of queue and model: sockets, decoding, copies, the way to the worker
-# and back. About that of a small request over HTTP; large tensors take longer.
-OVERHEAD_S = 0.0003
+# What a request spends outside of queue and batch: sockets, decoding, copies. About that of a small
+# request over HTTP; large tensors take longer.
+OVERHEAD_S = 0.00015
+# Of a batch, beyond what the model takes: the way to the worker and back, waking it up.
+DISPATCH_S = 0.00015
+# Of the cores that a model computes with, for each request: the server's work and that of whoever
+# asks from the same machine.
+REQUEST_CPU_S = 0.00005
 # The core takes requests one after the other; no model is served faster than this allows.
-CORE_S = 0.0001
+CORE_S = 0.00002
+# Of its cores, that a model keeps whatever comes.
+MIN_FREE = 0.05
 # So many that a burst or two does not decide: the slowest hundredth comes in clusters.
 NUM_REQUESTS = 4000
 # Of the requests, left out at the start: the queue is empty then, which it will not be again.
@@ -62,6 +69,25 @@ class TimeTable(msgspec.Struct):
     def max_rows(self) -> int:
         """The largest batch that was measured."""
         return max((rows for each in self.seconds.values() for rows in each), default=1)
+
+
+def as_served(table: TimeTable, config: ModelConfig, rate: float) -> TimeTable:
+    """What batches take when requests come at this rate: each has its way to the worker, and where
+    the server computes on the model's own cores, it takes its share of them."""
+    share = rate * _cpu_share(table, config)
+    stretch = 1 / max(1 - share, MIN_FREE)
+    seconds = {
+        bucket: {rows: (each + DISPATCH_S) * stretch for rows, each in by_rows.items()}
+        for bucket, by_rows in table.seconds.items()
+    }
+    return msgspec.structs.replace(table, seconds=seconds)
+
+
+def _cpu_share(table: TimeTable, config: ModelConfig) -> float:
+    """Of the model's computing power, that one request a second takes away from it."""
+    if config.device != "cpu":
+        return 0.0
+    return REQUEST_CPU_S / (table.num_instances * table.num_threads)
 
 
 class Prediction(msgspec.Struct):
@@ -316,7 +342,8 @@ def predict(
 ) -> Prediction:
     """`lengths` is the share of requests by bucket (see `lengths_of`); {0: 1.0} without any."""
     due, buckets = _requests(slo, rate, lengths)
-    return _prediction(table, slo, rate, run(table, config, due, buckets))
+    loaded = as_served(table, config, rate)
+    return _prediction(table, slo, rate, run(loaded, config, due, buckets))
 
 
 def _requests(slo: Slo, rate: float, lengths: Mapping[int, float]) -> tuple[list[float], list[int]]:
@@ -383,11 +410,14 @@ def capacity(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]
     that keeps up."""
     most = config.batching.max_batch_size if config.batching.is_dynamic else 1
     total = sum(lengths.values())
+    idle = as_served(table, config, 0.0)
     row_s = sum(
-        share / total * min(table.batch_s(bucket, rows) / rows for rows in ladder(most))
+        share / total * min(idle.batch_s(bucket, rows) / rows for rows in ladder(most))
         for bucket, share in lengths.items()
     )
-    return min(table.num_instances / row_s, 1 / CORE_S)
+    # The rate at which rows take all that the server leaves of the cores.
+    row_s = row_s / table.num_instances + _cpu_share(table, config)
+    return 1 / max(row_s, CORE_S)
 
 
 def max_rate(
@@ -409,7 +439,7 @@ def max_rate(
     def holds(rate: float) -> bool:
         due, buckets = _requests(slo, rate, lengths)
         patience = Patience(slo, len(due))
-        outcome = run(table, config, due, buckets, patience)
+        outcome = run(as_served(table, config, rate), config, due, buckets, patience)
         return not patience.is_over and _is_kept(slo, _counted(outcome))
 
     high = capacity(table, config, lengths)

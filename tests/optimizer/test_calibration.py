@@ -58,6 +58,15 @@ def test_a_range_never_leaves_what_was_seen(method: calibration.Method) -> None:
     assert values.min() <= low <= high <= values.max()
 
 
+def test_entropy_is_not_narrowed_by_zeros() -> None:
+    """Which any range shows exactly: behind a ReLU, or of padding, they are most of the values."""
+    values = np.abs(np.random.default_rng(7).normal(size=20_000)).astype(np.float32)
+    zeros = np.zeros(180_000, np.float32)
+    _, high = histogram(values).range("entropy")
+    _, with_zeros = histogram(np.concatenate([values, zeros])).range("entropy")
+    assert with_zeros == pytest.approx(high, rel=0.05)
+
+
 def test_entropy_keeps_all_of_values_that_are_spread_evenly() -> None:
     values = np.random.default_rng(3).uniform(-1, 1, 200_000).astype(np.float32)
     assert histogram(values).range("entropy") == pytest.approx((-1, 1), abs=0.02)

@@ -10,8 +10,11 @@ from served_builds import IMAGE, TEXT, a_config, a_table, texts
 from penstock.config import PadAxis, Padding
 from penstock.optimizer.simulate import (
     CORE_S,
+    DISPATCH_S,
     OVERHEAD_S,
+    REQUEST_CPU_S,
     TimeTable,
+    as_served,
     capacity,
     fitted,
     length_of,
@@ -41,6 +44,10 @@ def test_rows_are_the_same_unless_they_have_a_one_too_many() -> None:
 
 def unbatched(seconds: float, **others):
     return TimeTable(1, 1, {0: {1: seconds}}), a_config(max_batch=1, is_dynamic=False, **others)
+
+
+def batch_s(table: TimeTable, config, rate: float) -> float:
+    return as_served(table, config, rate).batch_s(0, 1)
 
 
 def waiting_beyond(rate: float, service_s: float, limit_s: float) -> float:
@@ -163,7 +170,8 @@ def test_unbatched_poisson_is_m_d_1(load):
     table, config = unbatched(0.010)
     rate = load / 0.010
     found = predict(table, config, parse("p99 < 1s"), rate, ALIKE)
-    beyond = waiting_beyond(rate, 0.010, found.p99_s - OVERHEAD_S - 0.010)
+    service_s = batch_s(table, config, rate)
+    beyond = waiting_beyond(rate, service_s, found.p99_s - OVERHEAD_S - service_s)
     # What is beyond the p99 that was found is near 1 %.
     assert 0.003 < beyond < 0.03
     assert found.utilisation == pytest.approx(load, rel=0.1)
@@ -174,7 +182,7 @@ def test_unbatched_poisson_is_m_d_1(load):
 def test_constant_arrivals_do_not_wait():
     table, config = unbatched(0.010)
     found = predict(table, config, parse("p99 < 1s at 90/s constant"), 90, ALIKE)
-    assert found.p99_s == pytest.approx(0.010 + OVERHEAD_S)
+    assert found.p99_s == pytest.approx(batch_s(table, config, 90) + OVERHEAD_S)
 
 
 def test_bursts_wait_longer_than_poisson():
@@ -193,7 +201,8 @@ class TestMaxRate:
     def test_unbatched_is_where_m_d_1_crosses_the_limit(self):
         table, config = unbatched(0.010)
         rate = max_rate(table, config, parse("p99 < 50ms"), ALIKE)
-        assert 0.003 < waiting_beyond(rate, 0.010, 0.050 - 0.010 - OVERHEAD_S) < 0.03
+        service_s = batch_s(table, config, rate)
+        assert 0.003 < waiting_beyond(rate, service_s, 0.050 - service_s - OVERHEAD_S) < 0.03
 
     def test_batched_follows_the_law_of_p99(self):
         """On one executor about (1 - 2.4 a / S) / c."""
@@ -203,8 +212,8 @@ class TestMaxRate:
 
     def test_is_never_beyond_saturation(self):
         table, config = a_table(0.004, 0.001), a_config()
-        saturated = 32 / (0.004 + 0.032)
-        assert capacity(table, config, ALIKE) == pytest.approx(saturated)
+        saturated = 32 / (0.004 + 0.032 + DISPATCH_S)
+        assert capacity(table, config, ALIKE) == pytest.approx(saturated, rel=0.03)
         assert 0.8 * saturated < max_rate(table, config, parse("p99 < 1s"), ALIKE) <= saturated
 
     def test_two_instances_do_about_twice_as_much(self):
@@ -254,3 +263,35 @@ class TestMaxRate:
     def test_no_model_is_faster_than_the_server(self):
         table = TimeTable(1, 1, {0: {1: 1e-6}})
         assert max_rate(table, a_config(max_batch=1), parse("p99 < 1s"), ALIKE) <= 1 / CORE_S
+
+
+class TestAsServed:
+    def test_a_batch_has_its_way_to_the_worker(self):
+        table, config = unbatched(0.010)
+        assert batch_s(table, config, 0.0) == pytest.approx(0.010 + DISPATCH_S)
+
+    def test_the_server_takes_its_share_of_the_cores(self):
+        table = TimeTable(2, 2, {0: {1: 0.010}})
+        slowed = batch_s(table, a_config(), 4_000) / batch_s(table, a_config(), 0.0)
+        assert slowed == pytest.approx(1 / (1 - 4_000 * REQUEST_CPU_S / 4))
+
+    def test_a_gpu_shares_its_cores_with_nobody(self):
+        table, config = unbatched(0.010)
+        config = replace(config, device="cuda")
+        assert batch_s(table, config, 10_000) == batch_s(table, config, 0.0)
+
+    def test_a_model_always_gets_something(self):
+        table, config = unbatched(0.010)
+        assert 0 < batch_s(table, config, 1e9) < math.inf
+
+    def test_of_models_that_take_less_than_their_way_the_faster_is_ahead(self):
+        """And those that share the way are far ahead of those that go alone."""
+        slo = parse("p99 < 10ms")
+        slow, fast = (TimeTable(2, 1, {0: {1: s, 32: 20 * s}}) for s in (100e-6, 50e-6))
+        assert max_rate(fast, a_config(num_instances=2), slo, ALIKE) > 1.1 * max_rate(
+            slow, a_config(num_instances=2), slo, ALIKE
+        )
+        alone = a_config(max_batch=1, num_instances=2)
+        assert max_rate(fast, a_config(num_instances=2), slo, ALIKE) > 1.5 * max_rate(
+            fast, alone, slo, ALIKE
+        )

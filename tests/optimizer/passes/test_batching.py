@@ -34,7 +34,7 @@ class TestPropose:
         assert int(found[0].settings["max_batch"]) >= 16
 
     def test_nothing_where_nothing_is_gained(self):
-        flat = a_table(0.0, 0.005)
+        flat = a_table(0.0, 0.010)
         situation = a_situation(a_config(max_batch=1, is_dynamic=False), flat, slo="p99 < 1s")
         (skip,) = Batching().propose(situation)
         assert isinstance(skip, Skip) and "no other setting is predicted to do more" in skip.reason
