@@ -225,7 +225,7 @@ def wrong_wishes(folder: Path, draw: np.random.Generator) -> Iterator[tuple[list
     yield ["--slo", EASY, "--accuracy", "top1 drop <= 1 %"], "needs data"
     yield ["--slo", EASY, "--budget", "soon"], "budget"
     yield ["--slo", EASY, "--data", "nowhere.npz"], "no such file"
-    yield ["--slo", EASY, "--data", short], f"{len(labels):,} labels for 60 examples"
+    yield ["--slo", EASY, "--data", short], f"'x' 60, 'labels' {len(labels)}"
     yield ["--slo", EASY, "--data", guessed], "guessing gives"
     yield ["--slo", EASY, "--data", high], "class 40"
     yield ["--slo", EASY, "--data", narrow], "narrow.npz"
