@@ -92,26 +92,6 @@ def _is_above(one: Interval, other: Interval) -> bool:
     return is_better(one.value, other.value) and (low > other.value or one.value > high)
 
 
-def shortfall(served: Served) -> str:
-    """By how much the SLO is missed, term by term."""
-    missed = [each for each in served.verdicts if each.outcome != "kept"]
-    texts = []
-    for each in missed:
-        if each.measured is None:
-            texts.append(f"{each.term}: not measured")
-        else:
-            texts.append(f"{each.term}: {_figure(each.measured.value, each.unit)}")
-    return "; ".join(texts)
-
-
-def _figure(value: float, unit: str) -> str:
-    if value == float("inf"):
-        return "not enough answers"
-    if unit == "s":
-        return format_duration(float(f"{value:.3g}"))
-    return f"{value:.4g}{unit if unit.startswith(('/', '%')) else ' ' + unit}"
-
-
 def binding(served: Served, slo: Slo) -> str:
     """What most of a request's time goes to: "compute: 71 % of a request's 34 ms"."""
     total = sum(served.phases.values())

@@ -3,16 +3,14 @@ original."""
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from penstock.errors import ConfigError
+from penstock.optimizer import user_code
 from penstock.optimizer.examples import Examples
 from penstock.optimizer.numerics import Answers, agreements, cosines, score_outputs
 from penstock.optimizer.plan import Plan
@@ -71,26 +69,8 @@ def make_scorer(plan: Plan, examples: Examples, original: Answers) -> Scorer:
     return _by_classes(int(match[1]), examples, original)
 
 
-def load_function(path: str, what: str) -> Callable[..., object]:
-    """`package.module:function`, also from the current folder; ConfigError says what is wrong."""
-    module_name, colon, name = path.partition(":")
-    if not (colon and module_name and name):
-        raise ConfigError([f"{what} '{path}': expected package.module:function"])
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # Whatever a user's module raises while it is imported.
-        raise ConfigError([f"{what} '{path}': cannot be imported: {_named(error)}"]) from error
-    if not callable(function):
-        raise ConfigError([f"{what} '{path}': is no function but {type(function).__name__}"])
-    found: Callable[..., object] = function
-    return found
-
-
 def _by_evaluator(path: str, metric: str, labels: Array | None) -> Scorer:
-    evaluate = load_function(path, "evaluator")
+    evaluate = user_code.find(path, "evaluator").call
 
     def compute(answers: Answers, indices: tuple[int, ...], original: Answers) -> Array:
         outputs = [dict(answer) for answer in answers]

@@ -45,6 +45,7 @@ from penstock.optimizer import trials
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.numerics import cosines
 from penstock.optimizer.passes.int8_static import Int8Static, fall_back
+from penstock.optimizer.results import Optimization, Try
 from penstock.optimizer.this_machine import read_machine
 from penstock.types import Array
 
@@ -93,6 +94,11 @@ def model_of(candidate: Candidate) -> str:
     """The last pass that made the model what it is."""
     names = [step.pass_name for step in candidate.steps if step.pass_name not in SERVING]
     return names[-1] if names else "original"
+
+
+def models_tried(found: Optimization) -> list[Try]:
+    """Without the original, and without ways to serve what was made before."""
+    return [each for each in found.tries[1:] if each.candidate.steps[-1].pass_name not in SERVING]
 
 
 # Data.
@@ -271,7 +277,7 @@ def test_an_impossible_slo_ends_with_the_best_and_with_what_binds(draw, tmp_path
     ran = optimized(tmp_path, str(entry), *flags, with_passes=order + SERVING)
     assert ran.code == 2, ran.text
     found = ran.optimization
-    outcomes = {model_of(each.candidate): each.outcome for each in found.tries[1:]}
+    outcomes = {model_of(each.candidate): each.outcome for each in models_tried(found)}
     assert outcomes["wrong"] == "rejected" and outcomes["crashing"] == "failed"
     assert found.binding.startswith("compute")
     assert "what binds is compute" in " ".join(ran.out.split())
@@ -327,9 +333,8 @@ def test_a_layer_that_int8_destroys_is_named_and_alone_stays_float(draw, tmp_pat
     assert [layer.name for layer in fallen[0].fallback] == [name]
     assert fallen[0].accuracy is not None and fallen[0].accuracy.is_passed
     assert fallen[0].outcome == "kept"
-    assert all(
-        each.outcome == "rejected" for each in ran.optimization.tries[1:] if not each.fallback
-    )
+    whole = [each for each in models_tried(ran.optimization) if not each.fallback]
+    assert whole and all(each.outcome == "rejected" for each in whole)
     assert ran.code in (0, 2), ran.text
     config, evidence = committed(tmp_path / "models", "m")
     assert evidence["lineage"]["steps"][0]["settings"]["keep"] == name
@@ -392,7 +397,7 @@ def test_a_candidate_that_silently_stayed_float_is_caught(draw, tmp_path):
     ran = optimized(
         tmp_path, str(model), *flags, *SHORT, "--exhaustive", with_passes=(fault, *SERVING)
     )
-    tried = ran.optimization.tries[1:]
+    tried = models_tried(ran.optimization)
     assert tried, ran.text
     for each in tried:
         assert each.outcome == "rejected", each
@@ -410,7 +415,7 @@ def test_faster_in_process_and_slower_when_served_is_not_chosen(draw, tmp_path):
     flags = ["--slo", WITHIN, "--out", "models", "--duration", "2s"]
     ran = optimized(tmp_path, str(entry), *flags, "--budget", "70s", with_passes=order + SERVING)
     found = ran.optimization
-    rates = {model_of(each.candidate): each.predicted_rate for each in found.tries[1:]}
+    rates = {model_of(each.candidate): each.predicted_rate for each in models_tried(found)}
     assert rates["hollow"] > 1.5 * rates["solid"], "the trap is one only if prediction falls for it"
     assert found.chosen is not None and model_of(found.chosen) == "solid", ran.text
     assert ran.code in (0, 2), ran.text
@@ -444,7 +449,7 @@ def test_an_evaluator_too_noisy_for_its_examples_says_how_many_it_needs(draw, tm
     text = " ".join(ran.out.split())
     assert "Refused by the accuracy gate" in text
     assert "needs about" in text and "examples" in text
-    (rough,) = ran.optimization.tries[1:]
+    (rough,) = models_tried(ran.optimization)
     assert rough.outcome == "rejected" and rough.accuracy.num_needed > 20
     assert committed(tmp_path / "models", "sleeper")[1]["lineage"]["steps"] == []
 

@@ -1,7 +1,5 @@
 """What an SLO asks of a candidate, and which of several is the best."""
 
-import math
-
 import pytest
 
 from penstock import slo
@@ -92,17 +90,6 @@ def test_refusing_requests_is_no_speed() -> None:
 def test_order_of_many_is_whole() -> None:
     many = [served(0.02), served(0.01), served(0.03), served(0.01, is_met=False)]
     assert goals.order(many, [0, 1, 2, 3]) == [1, 0, 2, 3]
-
-
-def test_by_how_much_it_is_missed() -> None:
-    assert goals.shortfall(served(0.034567, is_met=False)) == "p99 < 20ms: 34.6ms"
-    assert goals.shortfall(served(0.01)) == ""
-
-
-def test_never_answered_is_said_in_words() -> None:
-    missed = served(0.03, is_met=False)
-    missed.verdicts[0].measured = Interval(math.inf, math.inf, math.inf)
-    assert goals.shortfall(missed) == "p99 < 20ms: not enough answers"
 
 
 def test_what_binds() -> None:

@@ -214,8 +214,8 @@ def test_an_evaluator_that_is_wrong(evaluators: str, name: str, words: str) -> N
     [
         ("my_evaluators", "expected package.module:function"),
         ("no.such:function", "cannot be imported: ModuleNotFoundError"),
-        ("my_evaluators:nothing", "cannot be imported: AttributeError"),
-        ("my_evaluators:number", "is no function but int"),
+        ("my_evaluators:nothing", "has no function 'nothing'"),
+        ("my_evaluators:number", "has no function 'number'"),
     ],
 )
 def test_an_evaluator_that_is_not_there(evaluators: str, path: str, words: str) -> None:
