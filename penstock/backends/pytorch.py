@@ -9,7 +9,8 @@ Options (config.pbtxt `parameters`): `intra_op_thread_count`, `inter_op_thread_c
 models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off unless given;
 needs fixed shapes), and for `module.py` also `penstock.factory` (its name, or `module.py:name`),
 `penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to it, float outputs back to
-the configured datatype) and `penstock.memory_format` (channels_last, for convolutions). What was
+the configured datatype) and `penstock.memory_format` (channels_last, for convolutions). On a GPU
+`penstock.cuda_graphs` (on, off) captures every shape that is warmed up (`torch_cuda`). What was
 built is read back.
 """
 
@@ -36,14 +37,12 @@ from penstock.backends.checks import (
     warn_unknown,
 )
 from penstock.backends.python import Code
+from penstock.backends.torch_cuda import Pipeline, alias, open_device
 from penstock.backends.torch_weights import load_weights
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, Signature, TensorSpec
 
-# Libraries choose and build kernels for each new shape, which takes many times as long as a batch.
-# There every batch is filled up to a size that has been warmed up.
-FILLED_DEVICES = {"cuda"}
 MEMORY_FORMATS = ("", "channels_last")
 # Of images: a batch of them, by channel.
 IMAGE_RANK = 4
@@ -75,6 +74,7 @@ class Options:
     dtype: torch.dtype | None
     factory: str
     is_channels_last: bool
+    has_cuda_graphs: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,19 @@ class TorchRunner:
         self._loaded = self._run = loaded
         self._device = torch.device(config.device)
         self._datatypes = {spec.name: spec.datatype for spec in config.inputs}
-        self._rungs = ladder(config.max_batch_size) if self._fills_rungs else []
+        self._rungs = ladder(config.max_batch_size) if config.max_batch_size else []
+        self._pipeline: Pipeline | None = None
+        device = open_device(config.device)
+        if device is not None:
+            is_captured = options.has_cuda_graphs and _comes_again(config)
+            slots = config.num_instances
+            self._pipeline = Pipeline(device, self._computed, slots, is_captured)
         if options.compile_mode:
             self._compile()
 
     @property
-    def _fills_rungs(self) -> bool:
-        return self._device.type in FILLED_DEVICES and self._config.max_batch_size > 0
+    def runs_ahead(self) -> bool:
+        return self._pipeline is not None
 
     def built(self) -> Mapping[str, str]:
         weights = self._weights
@@ -137,6 +143,8 @@ class TorchRunner:
             built["memory_format"] = "channels_last" if images and is_done else "contiguous"
         if self._loaded.is_compiled:
             built |= _package_facts(self._loaded.module)
+        if self._pipeline is not None:
+            built |= self._pipeline.facts()
         if self._options.compile_mode:
             built["compiled_graphs"] = str(_num_graphs() - self._num_graphs_before)
         return built
@@ -154,39 +162,52 @@ class TorchRunner:
 
     def start(self, batch: Batch) -> Execution:
         with torch.inference_mode():
-            num_more = self._num_rows(batch) - batch.num_rows
-            tensors = {
-                name: self._tensor(name, _with_more(array, num_more))
+            if self._pipeline is not None:
+                inputs = {name: self._seen(name, alias(a)) for name, a in batch.inputs.items()}
+                num_rows = batch.num_rows if self._config.max_batch_size else None
+                return self._pipeline.start(inputs, num_rows, self._num_rows(batch))
+            # A copy: a module may write to its inputs, and a batch may have to run again. It costs
+            # one pass over the memory, which a model makes many times.
+            inputs = {
+                name: self._seen(name, torch.from_numpy(array.copy()))
                 for name, array in batch.inputs.items()
             }
-            values = by_name(self._run.call(tensors), [spec.name for spec in self._config.outputs])
-            outputs = {
-                spec.name: self._array(spec, values[spec.name]) for spec in self._config.outputs
-            }
-            if num_more:
-                outputs = {name: rows[:-num_more] for name, rows in outputs.items()}
-            return Finished(outputs)
+            values = self._computed(inputs)
+            return Finished({name: _array(value) for name, value in values.items()})
+
+    def pin(self, memory: memoryview) -> None:
+        """Batches will lie in this memory: the GPU copies them from there by itself."""
+        if self._pipeline is not None:
+            self._pipeline.pin(memory)
 
     def close(self) -> None:
         self._loaded.close()
         del self._run, self._loaded
 
     def _num_rows(self, batch: Batch) -> int:
-        """How many to run: up to the next rung of the ladder, where that is filled up."""
+        """How many to run: up to the next rung of the ladder. Libraries choose and build kernels
+        for each new shape, which takes many times as long as a batch; these are warm."""
         index = bisect_left(self._rungs, batch.num_rows)
         return self._rungs[index] if index < len(self._rungs) else batch.num_rows
 
-    def _tensor(self, name: str, array: Array) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self._datatypes[name] == "BF16":
-            tensor = tensor.view(torch.bfloat16)
-        is_cast = self._options.dtype is not None and tensor.is_floating_point()
-        tensor = tensor.to(self._device, self._options.dtype if is_cast else None)
+    def _seen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Of BF16, numpy has the bits only."""
+        return tensor.view(torch.bfloat16) if self._datatypes[name] == "BF16" else tensor
+
+    def _computed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """From what users sent to what they get, on the device."""
+        given = {name: self._given(tensor) for name, tensor in tensors.items()}
+        values = by_name(self._run.call(given), [spec.name for spec in self._config.outputs])
+        return {spec.name: self._checked(spec, values[spec.name]) for spec in self._config.outputs}
+
+    def _given(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._options.dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._options.dtype)
         if self._options.is_channels_last and tensor.ndim == IMAGE_RANK:
             tensor = tensor.to(memory_format=torch.channels_last)
         return tensor
 
-    def _array(self, spec: TensorSpec, value: Any) -> Array:
+    def _checked(self, spec: TensorSpec, value: Any) -> torch.Tensor:
         where = f"output '{spec.name}'"
         if not isinstance(value, torch.Tensor):
             raise BackendFailed(f"{where}: expected a tensor, got {type(value).__name__}")
@@ -196,10 +217,7 @@ class TorchRunner:
             if self._options.dtype is None or not is_float:
                 raise BackendFailed(f"{where}: {value.dtype}, expected {wanted} ({spec.datatype})")
             value = value.to(wanted)
-        if spec.datatype == "BF16":
-            value = value.view(torch.uint16)
-        array: Array = value.numpy(force=True)
-        return array
+        return value
 
     def _compile(self) -> None:
         """torch compiles on the first call, so the first call is made here. A batch dimension is
@@ -226,10 +244,15 @@ class TorchRunner:
             raise ConfigError(["parameters.penstock.compile: torch compiled nothing of the model"])
 
 
-def _with_more(array: Array, num_more: int) -> Array:
-    """A copy, its last row repeated: a module may write to its inputs, and a batch may have to run
-    again. It costs one pass over the memory, which a model makes many times."""
-    return np.concatenate([array, np.repeat(array[-1:], num_more, 0)]) if num_more else array.copy()
+def _array(value: torch.Tensor) -> Array:
+    bits = value.view(torch.uint16) if value.dtype == torch.bfloat16 else value
+    array: Array = bits.numpy(force=True)
+    return array
+
+
+def _comes_again(config: ModelConfig) -> bool:
+    """Whether shapes are few: fixed, or padded to buckets."""
+    return all(spec.is_fixed for spec in config.inputs) or config.padding is not None
 
 
 def load(config: ModelConfig) -> TorchRunner:
@@ -300,10 +323,23 @@ def _options(config: ModelConfig) -> Options:
         DTYPES.get(dtype),
         _factory_name(factory, Path(config.artifact).name, problems),
         memory_format == "channels_last",
+        _has_cuda_graphs(config, problems),
     )
     if problems:
         raise ConfigError(problems)
     return options
+
+
+def _has_cuda_graphs(config: ModelConfig, problems: list[str]) -> bool:
+    text = config.options.get("penstock.cuda_graphs", "off")
+    if text not in ("on", "off"):
+        problems.append(f"parameters.penstock.cuda_graphs: '{text}' is not one of on, off")
+    if text == "on" and config.device == "cpu":
+        problems.append(
+            "parameters.penstock.cuda_graphs: needs a GPU; the model runs on the CPU "
+            "(instance_group kind)"
+        )
+    return text == "on"
 
 
 def _factory_name(text: str, file: str, problems: list[str]) -> str:

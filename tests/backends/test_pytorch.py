@@ -14,6 +14,7 @@ from textwrap import dedent, indent
 
 import numpy as np
 import pytest
+from fake_gpu import FakeGpu
 from suites.backend import (
     MAX_BATCH,
     ArtifactContract,
@@ -43,6 +44,13 @@ def factory():
 """
 
 
+@pytest.fixture
+def fake_gpu(monkeypatch) -> FakeGpu:
+    gpu = FakeGpu()
+    monkeypatch.setattr("penstock.backends.pytorch.open_device", lambda name: gpu)
+    return gpu
+
+
 def torch_config(
     artifact: Path,
     inputs: Sequence[TensorSpec] = (X,),
@@ -54,9 +62,8 @@ def torch_config(
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 5])
-def test_a_batch_may_be_filled_up_to_a_rung(tmp_path, monkeypatch, num_rows):
-    """As on GPUs; the module says how many rows it saw."""
-    monkeypatch.setattr("penstock.backends.pytorch.FILLED_DEVICES", {"cpu"})
+def test_a_batch_is_filled_up_to_a_rung_on_a_gpu(tmp_path, fake_gpu, num_rows):
+    """The module says how many rows it saw."""
     path = tmp_path / "module.py"
     path.write_text(
         "import torch\n"

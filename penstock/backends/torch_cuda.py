@@ -1,0 +1,319 @@
+"""How batches get to a GPU, run there and come back, so that copying and computing overlap.
+
+A batch takes a *slot*: memory on the device for its inputs and outputs, and pinned memory of the
+host for what comes back. Copies in, computing and copies out each have a stream of their own, so
+that one slot's batch is copied while another's is computed; several instances of a model on one GPU
+are slots of one worker, and share its weights. Shapes that come again are CUDA graphs, captured
+here on buffers that stay where they are; what cannot be captured runs without, and says so.
+
+`Cuda` is all that this needs of the device, so that the rest is tested without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from penstock.backends import Outputs
+from penstock.backends.checks import first_line
+from penstock.types import Array
+
+Tensors = Mapping[str, torch.Tensor]
+Compute = Callable[[Tensors], Tensors]
+Lane = Literal["in", "compute", "out"]
+# Of every tensor in an arena: kernels read whole vectors.
+ALIGNMENT = 256
+# Of one model; each holds on to memory.
+MAX_GRAPHS = 256
+CUDA_SUCCESS = 0
+PORTABLE = 1
+
+
+class Mark(Protocol):
+    """A point in a lane's work."""
+
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds."""
+
+
+class Replayable(Protocol):
+    def replay(self) -> None: ...
+
+
+class Device(Protocol):
+    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
+        """Work that is begun inside goes to this lane, in order."""
+
+    def mark(self, lane: Lane) -> Mark: ...
+    def follow(self, lane: Lane, mark: Mark) -> None:
+        """What the lane does next comes after the mark."""
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Bytes on the device."""
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Bytes of the host that the device copies by itself."""
+
+    def pin(self, memory: memoryview) -> bool:
+        """Make these such bytes; False where that is refused."""
+
+    def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]: ...
+
+
+class Cuda:
+    """One GPU. Events and streams belong to the thread that calls."""
+
+    def __init__(self, name: str) -> None:
+        self._device = torch.device(name)
+        self._streams: dict[Lane, torch.cuda.Stream] = {
+            "in": torch.cuda.Stream(self._device),
+            "compute": torch.cuda.Stream(self._device),
+            # Somebody waits for what comes out.
+            "out": torch.cuda.Stream(self._device, priority=-1),
+        }
+        # Graphs run one after the other, so they may share what they compute in.
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def lane(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self._streams[lane])
+
+    def mark(self, lane: Lane) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._streams[lane])
+        return event
+
+    def follow(self, lane: Lane, mark: Mark) -> None:
+        assert isinstance(mark, torch.cuda.Event)
+        self._streams[lane].wait_event(mark)
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin(self, memory: memoryview) -> bool:
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        status = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, PORTABLE)
+        return int(status) == CUDA_SUCCESS
+
+    def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]:
+        graph = torch.cuda.CUDAGraph()
+        stream = self._streams["compute"]
+        # Other threads wait for marks meanwhile, which a capture of everything would not survive.
+        with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+            outputs = run()
+        return graph, outputs
+
+
+def open_device(name: str) -> Device | None:
+    """None for the CPU, which has no way to it."""
+    return Cuda(name) if name.startswith("cuda") else None
+
+
+class Arena:
+    """Memory for the tensors of one batch after the other; it grows to the largest."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
+        self._memory: torch.Tensor | None = None
+
+    def take(self, wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Tensors:
+        offsets: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, (dtype, shape) in wanted.items():
+            num_bytes = math.prod(shape) * dtype.itemsize
+            offsets[name] = end, end + num_bytes
+            end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if self._memory is None or self._memory.numel() < end:
+            self._memory = self._allocate(max(end, ALIGNMENT))
+        memory = self._memory
+        return {
+            name: memory[slice(*offsets[name])].view(dtype).view(tuple(shape))
+            for name, (dtype, shape) in wanted.items()
+        }
+
+
+@dataclass(slots=True)
+class Slot:
+    inputs: Arena
+    staged: Arena
+    outputs: Arena
+    answers: Arena
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Replayed, it reads `inputs` and writes `outputs`, always the same memory."""
+
+    replayable: Replayable
+    inputs: Tensors
+    outputs: Tensors
+
+
+@dataclass(slots=True)
+class Running:
+    """A batch on its way; its answers are views of the slot, which is taken again only by a batch
+    that is started later."""
+
+    answers: Mapping[str, Array]
+    # Copied in, begun, computed, copied out.
+    marks: tuple[Mark, Mark, Mark, Mark, Mark]
+    # Of the copies in and out, once it has ended.
+    prepare_s: float = 0.0
+    finish_s: float = 0.0
+
+    def wait(self) -> Iterable[Outputs]:
+        began, copied, _, computed, ended = self.marks
+        ended.synchronize()
+        self.prepare_s = began.elapsed_time(copied) / 1e3
+        self.finish_s = computed.elapsed_time(ended) / 1e3
+        return (self.answers,)
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """`compute` takes tensors on the device as users sent them, and gives the answer's there."""
+
+    device: Device
+    compute: Compute
+    num_slots: int
+    is_captured: bool
+    # Why shapes run without a graph, by shape.
+    problems: dict[object, str] = field(default_factory=dict)
+    _graphs: dict[object, Graph] = field(default_factory=dict)
+    _slots: list[Slot] = field(default_factory=list)
+    _turn: int = 0
+    _is_pinned: bool | None = None
+
+    def start(self, inputs: Tensors, num_rows: int | None, num_run: int) -> Running:
+        """Inputs in the host's memory, of so many rows, run as `num_run` of them (None: they have
+        no rows, and run as they are)."""
+        slot = self._next_slot()
+        device = self.device
+        began = device.mark("in")
+        with device.lane("in"):
+            there = self._copy_in(slot, inputs, num_rows, num_run)
+        copied = device.mark("in")
+        device.follow("compute", copied)
+        begun = device.mark("compute")
+        with device.lane("compute"):
+            values = self._run(there)
+            if num_rows is not None:
+                values = {name: each[:num_rows] for name, each in values.items()}
+            # The next batch writes over what this one computed before it is copied out.
+            kept = slot.outputs.take(_forms(values))
+            for name, each in values.items():
+                kept[name].copy_(each)
+        computed = device.mark("compute")
+        device.follow("out", computed)
+        with device.lane("out"):
+            answers = slot.answers.take(_forms(values))
+            for name, each in kept.items():
+                answers[name].copy_(each, non_blocking=True)
+        ended = device.mark("out")
+        marks = began, copied, begun, computed, ended
+        return Running({name: _array(each) for name, each in answers.items()}, marks)
+
+    def pin(self, memory: memoryview) -> None:
+        """Batches will lie there."""
+        self._is_pinned = self.device.pin(memory)
+
+    def facts(self) -> dict[str, str]:
+        facts = {"slots": str(self.num_slots)}
+        if self._is_pinned is not None:
+            facts["copies"] = "from shared memory" if self._is_pinned else "by way of pinned memory"
+        facts["cuda_graphs"] = str(len(self._graphs)) if self.is_captured else "off"
+        if self.problems:
+            first = next(iter(self.problems.values()))
+            facts["without_cuda_graph"] = f"{len(self.problems)} shapes: {first}"
+        return facts
+
+    def _next_slot(self) -> Slot:
+        if not self._slots:
+            device = self.device
+            for _ in range(self.num_slots):
+                arenas = Arena(device.empty), Arena(device.pinned)
+                self._slots.append(Slot(*arenas, Arena(device.empty), Arena(device.pinned)))
+        self._turn += 1
+        return self._slots[self._turn % self.num_slots]
+
+    def _copy_in(self, slot: Slot, inputs: Tensors, num_rows: int | None, num_run: int) -> Tensors:
+        if num_rows is None or num_rows == num_run:
+            num_rows = None
+            forms = _forms(inputs)
+        else:
+            forms = {n: (each.dtype, (num_run, *each.shape[1:])) for n, each in inputs.items()}
+        there = slot.inputs.take(forms)
+        for name, each in self._pinned(slot, inputs).items():
+            there[name][:num_rows].copy_(each, non_blocking=True)
+            if num_rows is not None:
+                there[name][num_rows:] = there[name][num_rows - 1]
+        return there
+
+    def _pinned(self, slot: Slot, inputs: Tensors) -> Tensors:
+        """As they are, where the device can copy them by itself; else by way of the slot."""
+        if all(each.is_pinned() for each in inputs.values()):
+            return inputs
+        staged = slot.staged.take(_forms(inputs))
+        for name, each in inputs.items():
+            staged[name].copy_(each)
+        return staged
+
+    def _run(self, inputs: Tensors) -> Tensors:
+        if not self.is_captured:
+            return self.compute(inputs)
+        shapes = tuple((name, tuple(each.shape)) for name, each in inputs.items())
+        graph = self._graphs.get(shapes)
+        if graph is None:
+            return self._capture(shapes, inputs)
+        for name, each in inputs.items():
+            graph.inputs[name].copy_(each)
+        graph.replayable.replay()
+        return graph.outputs
+
+    def _capture(self, shapes: object, inputs: Tensors) -> Tensors:
+        """Runs it without a graph, so that libraries are set up; then captures it for the next."""
+        values = self.compute(inputs)
+        if shapes in self.problems or len(self._graphs) >= MAX_GRAPHS:
+            return values
+        fixed = {name: each.clone() for name, each in inputs.items()}
+        try:
+            replayable, outputs = self.device.capture(lambda: self.compute(fixed))
+        except Exception as error:  # Models and libraries raise many types.
+            self.problems[shapes] = first_line(error)
+        else:
+            self._graphs[shapes] = Graph(replayable, fixed, outputs)
+        return values
+
+
+def alias(array: Array) -> torch.Tensor:
+    """The same memory as a tensor, which is only read. torch warns of arrays that must not be
+    written to, so it is told of an address instead."""
+    array = np.ascontiguousarray(array)
+    if not array.size:
+        return torch.from_numpy(array.copy())
+    memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    # Whoever holds the tensor holds the array.
+    memory.array = array  # type: ignore[attr-defined]
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    return tensor.view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
+
+
+def _forms(tensors: Tensors) -> dict[str, tuple[torch.dtype, Sequence[int]]]:
+    return {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    array: Array = tensor.numpy()
+    return array

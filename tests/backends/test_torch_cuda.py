@@ -1,0 +1,148 @@
+"""How batches get to a GPU and back, on one that is none; on a real one: tests/gpu."""
+
+import numpy as np
+import pytest
+import torch
+from fake_gpu import FakeGpu
+
+from penstock.backends.torch_cuda import Arena, Pipeline, alias, open_device
+
+
+def doubled(inputs):
+    return {"y": inputs["x"] * 2, "rows": torch.full((len(inputs["x"]), 1), len(inputs["x"]))}
+
+
+def pipeline(gpu: FakeGpu, num_slots: int = 1, is_captured: bool = False) -> Pipeline:
+    return Pipeline(gpu, doubled, num_slots, is_captured)
+
+
+def rows(count: int, start: float = 0.0) -> dict[str, torch.Tensor]:
+    return {"x": torch.arange(count * 3, dtype=torch.float32).reshape(count, 3) + start}
+
+
+def answers(execution) -> dict[str, np.ndarray]:
+    (outputs,) = execution.wait()
+    return {name: values.copy() for name, values in outputs.items()}
+
+
+def test_a_cpu_has_no_way_to_it():
+    assert open_device("cpu") is None
+
+
+class TestPipeline:
+    def test_answers_are_those_of_the_rows_that_were_sent(self):
+        found = answers(pipeline(FakeGpu()).start(rows(3), 3, 4))
+        np.testing.assert_array_equal(found["y"], rows(3)["x"].numpy() * 2)
+        assert found["rows"].tolist() == [[4]] * 3
+
+    def test_without_rows_it_runs_as_it_is(self):
+        found = answers(pipeline(FakeGpu()).start(rows(2), None, 1))
+        assert found["y"].shape == (2, 3)
+
+    def test_each_lane_follows_the_one_before(self):
+        gpu = FakeGpu()
+        pipeline(gpu).start(rows(2), 2, 2)
+        # Marks: begun, copied (2), computing begins, computed (4), out.
+        assert gpu.did == ["in", "compute after 2", "compute", "out after 4", "out"]
+
+    def test_nothing_is_waited_for_before_it_is_asked_for(self):
+        gpu = FakeGpu()
+        execution = pipeline(gpu).start(rows(2), 2, 2)
+        assert gpu.waited == []
+        execution.wait()
+        assert gpu.waited == [5]
+        assert execution.prepare_s == pytest.approx(0.001)
+        assert execution.finish_s == pytest.approx(0.001)
+
+    def test_batches_on_their_way_have_memory_of_their_own(self):
+        running = pipeline(FakeGpu(), num_slots=2)
+        first, second = running.start(rows(2), 2, 2), running.start(rows(2, 100), 2, 2)
+        np.testing.assert_array_equal(answers(first)["y"], rows(2)["x"].numpy() * 2)
+        np.testing.assert_array_equal(answers(second)["y"], rows(2, 100)["x"].numpy() * 2)
+
+    def test_memory_is_taken_once(self):
+        gpu = FakeGpu()
+        running = pipeline(gpu)
+        answers(running.start(rows(4), 4, 4))
+        num_allocated = len(gpu.allocated)
+        for count in (1, 2, 4):
+            answers(running.start(rows(count), count, count))
+        assert len(gpu.allocated) == num_allocated
+
+    def test_shared_memory_is_pinned_once(self):
+        gpu = FakeGpu()
+        running = pipeline(gpu)
+        running.pin(memoryview(bytearray(100)))
+        assert gpu.pinned_bytes == [100]
+        assert running.facts()["copies"] == "from shared memory"
+
+    def test_memory_that_cannot_be_pinned_is_said(self):
+        running = pipeline(FakeGpu(may_pin=False))
+        running.pin(memoryview(bytearray(100)))
+        assert running.facts()["copies"] == "by way of pinned memory"
+
+
+class TestGraphs:
+    def test_a_shape_is_captured_when_it_comes_first_and_replayed_from_then_on(self):
+        gpu = FakeGpu()
+        running = pipeline(gpu, is_captured=True)
+        for start in (0, 10, 20):
+            found = answers(running.start(rows(2, start), 2, 2))
+            np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
+        assert (gpu.num_captures, gpu.num_replays) == (1, 2)
+        assert running.facts()["cuda_graphs"] == "1"
+
+    def test_each_shape_has_its_own(self):
+        gpu = FakeGpu()
+        running = pipeline(gpu, is_captured=True)
+        for count in (1, 2, 1, 2):
+            assert answers(running.start(rows(count), count, count))["y"].shape == (count, 3)
+        assert (gpu.num_captures, gpu.num_replays) == (2, 2)
+
+    def test_an_answer_outlives_the_next_replay(self):
+        running = pipeline(FakeGpu(), num_slots=2, is_captured=True)
+        answers(running.start(rows(2), 2, 2))
+        first, second = running.start(rows(2, 1), 2, 2), running.start(rows(2, 2), 2, 2)
+        np.testing.assert_array_equal(answers(first)["y"], rows(2, 1)["x"].numpy() * 2)
+        np.testing.assert_array_equal(answers(second)["y"], rows(2, 2)["x"].numpy() * 2)
+
+    def test_what_cannot_be_captured_runs_without_and_is_said(self):
+        gpu = FakeGpu(may_capture=False)
+        running = pipeline(gpu, is_captured=True)
+        for start in (0, 10):
+            found = answers(running.start(rows(2, start), 2, 2))
+            np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
+        facts = running.facts()
+        assert facts["cuda_graphs"] == "0"
+        assert "1 shapes: operation not permitted" in facts["without_cuda_graph"]
+
+    def test_off_unless_asked_for(self):
+        gpu = FakeGpu()
+        running = pipeline(gpu)
+        answers(running.start(rows(2), 2, 2))
+        assert gpu.num_captures == 0 and running.facts()["cuda_graphs"] == "off"
+
+
+def test_an_arena_gives_aligned_tensors_that_do_not_overlap():
+    arena = Arena(lambda n: torch.zeros(n, dtype=torch.uint8))
+    taken = arena.take(
+        {"a": (torch.float32, (3,)), "b": (torch.int8, (5,)), "c": (torch.int64, ())}
+    )
+    for index, each in enumerate(taken.values()):
+        each.fill_(index + 1)
+    assert [each.reshape(-1).tolist() for each in taken.values()] == [[1.0] * 3, [2] * 5, [3]]
+    first = taken["a"].data_ptr()
+    assert all((each.data_ptr() - first) % 256 == 0 for each in taken.values())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.uint8, np.float16, np.bool_])
+def test_an_alias_is_the_same_memory_even_of_what_must_not_be_written(dtype):
+    array = np.arange(12).reshape(3, 4).astype(dtype)
+    array.flags.writeable = False
+    found = alias(array)
+    assert found.data_ptr() == array.ctypes.data
+    np.testing.assert_array_equal(found.numpy(), array)
+
+
+def test_an_alias_of_nothing():
+    assert alias(np.empty((0, 3), np.float32)).shape == (0, 3)

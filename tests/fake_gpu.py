@@ -1,0 +1,83 @@
+"""A GPU that is none: its lanes do at once what they are told, its graphs run a function again."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+
+import torch
+
+from penstock.backends.torch_cuda import Lane
+
+
+class FakeMark:
+    def __init__(self, gpu: "FakeGpu", at: int) -> None:
+        self._gpu = gpu
+        self.at = at
+
+    def synchronize(self) -> None:
+        self._gpu.waited.append(self.at)
+
+    def elapsed_time(self, end: "FakeMark") -> float:
+        return float(end.at - self.at)
+
+
+class FakeGraph:
+    """Writes to the outputs that it had when it was captured."""
+
+    def __init__(self, gpu: "FakeGpu", run: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._gpu = gpu
+        self._run = run
+        self.outputs = dict(run())
+
+    def replay(self) -> None:
+        self._gpu.num_replays += 1
+        for name, value in self._run().items():
+            self.outputs[name].copy_(value)
+
+
+class FakeGpu:
+    """Says what was asked of it, in order; every mark is a millisecond after the one before."""
+
+    def __init__(self, may_pin: bool = True, may_capture: bool = True) -> None:
+        self.may_pin = may_pin
+        self.may_capture = may_capture
+        self.did: list[str] = []
+        self.waited: list[int] = []
+        self.pinned_bytes: list[int] = []
+        self.allocated: list[int] = []
+        self.num_replays = 0
+        self.num_captures = 0
+        self._lane: Lane | None = None
+        self._num_marks = 0
+
+    @contextlib.contextmanager
+    def lane(self, lane: Lane):
+        assert self._lane is None, "one lane at a time"
+        self._lane = lane
+        self.did.append(lane)
+        yield
+        self._lane = None
+
+    def mark(self, lane: Lane) -> FakeMark:
+        self._num_marks += 1
+        return FakeMark(self, self._num_marks)
+
+    def follow(self, lane: Lane, mark: FakeMark) -> None:
+        self.did.append(f"{lane} after {mark.at}")
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        self.allocated.append(num_bytes)
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def pin(self, memory: memoryview) -> bool:
+        self.pinned_bytes.append(memory.nbytes)
+        return self.may_pin
+
+    def capture(self, run):
+        if not self.may_capture:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.num_captures += 1
+        graph = FakeGraph(self, run)
+        return graph, graph.outputs
