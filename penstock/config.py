@@ -27,6 +27,10 @@ def ladder(max_batch_size: int) -> list[int]:
     return rungs
 
 
+# Backends that begin a batch on a GPU while others are computed there.
+AHEAD = ("pytorch", "null")
+
+
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
     """What happens to requests that wait (Triton's ModelQueuePolicy)."""
@@ -143,6 +147,18 @@ class ModelConfig:
     is_slo_from_evidence: bool = False
     # The version's manifest.json, which a worker checks before it loads; empty: there is none.
     manifest: str = ""
+
+    @property
+    def num_workers(self) -> int:
+        """Instances on a GPU share one, and with it the weights, where batches run ahead of their
+        answers."""
+        is_shared = self.backend in AHEAD and self.device != "cpu" and self.preprocess is None
+        return 1 if is_shared else self.num_instances
+
+    @property
+    def num_slots(self) -> int:
+        """Batches that one worker has at a time."""
+        return self.num_instances // self.num_workers
 
     @property
     def model(self) -> ModelConfig:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
@@ -108,12 +108,25 @@ class Runner(Protocol):
         """True when no row can influence another's answer, by the way it is made; otherwise that is
         tried out at load."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """True when `start` only begins a batch, so that several are on their way at once: as many
+        as the model has instances on the device. `wait` is then another thread's call."""
+
     def built(self) -> Mapping[str, str]:
         """What was really made of the options, read back from the library."""
 
     def start(self, batch: Batch) -> Execution: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class PinsMemory(Protocol):
+    """A runner whose device copies from memory that it has been told of."""
+
+    def pin(self, memory: memoryview) -> None:
+        """Batches will lie in this memory, as long as the runner lives."""
 
 
 class LoadRunner(Protocol):

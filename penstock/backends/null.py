@@ -3,7 +3,8 @@
 Outputs repeat the inputs of the same position (zeros where datatypes or shapes differ). A batch of
 b rows takes `null.a_ms` + b x `null.c_ms`. A row whose first element equals `null.crash_on`,
 `.hang_on`, `.fail_on` or `.stall_on` makes the worker die, hang, raise, or take `null.stall_ms`
-longer.
+longer. With `null.copy_ms` it is as a GPU: a batch is copied in so long, while others are computed,
+and `start` waits for neither.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,7 +21,21 @@ from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
 
-OPTIONS = ("a_ms", "c_ms", "load_ms", "stall_ms", "crash_on", "hang_on", "fail_on", "stall_on")
+TIMES = ("a_ms", "c_ms", "load_ms", "stall_ms", "copy_ms")
+OPTIONS = (*TIMES, "crash_on", "hang_on", "fail_on", "stall_on")
+
+
+class Ahead:
+    """A batch that ends by itself."""
+
+    def __init__(self, outputs: Outputs, ends_at: float, prepare_s: float) -> None:
+        self._outputs = outputs
+        self._ends_at = ends_at
+        self.prepare_s = prepare_s
+
+    def wait(self) -> Iterable[Outputs]:
+        time.sleep(max(0.0, self._ends_at - time.perf_counter()))
+        return (self._outputs,)
 
 
 class NullRunner:
@@ -33,6 +48,9 @@ class NullRunner:
         self._config = config
         self._options = _numbers(config)
         self._triggers = [name for name in self._options if name.endswith("_on")]
+        self.runs_ahead = "copy_ms" in self._options
+        # When all that was begun has been copied, and computed.
+        self._copied_at = self._computed_at = 0.0
         time.sleep(self._options.get("load_ms", 0.0) / 1e3)
 
     def built(self) -> Mapping[str, str]:
@@ -45,10 +63,18 @@ class NullRunner:
             self._misbehave(batch)
         cost_s = (options.get("a_ms", 0.0) + options.get("c_ms", 0.0) * batch.num_rows) / 1e3
         outputs = self._outputs(batch)
+        if self.runs_ahead:
+            return self._ahead(outputs, began, cost_s)
         left_s = cost_s - (time.perf_counter() - began)
         if left_s > 0:
             time.sleep(left_s)
         return Finished(outputs)
+
+    def _ahead(self, outputs: Outputs, began: float, cost_s: float) -> Ahead:
+        copy_s = self._options["copy_ms"] / 1e3
+        self._copied_at = max(began, self._copied_at) + copy_s
+        self._computed_at = max(self._copied_at, self._computed_at) + cost_s
+        return Ahead(outputs, self._computed_at, copy_s)
 
     def close(self) -> None:
         pass

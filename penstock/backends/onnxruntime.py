@@ -76,6 +76,7 @@ CPU = "CPUExecutionProvider"
 class OnnxRunner:
     needs_requests = False
     keeps_rows_apart = False
+    runs_ahead = False
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config

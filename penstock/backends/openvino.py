@@ -60,6 +60,7 @@ DEVICE = "CPU"
 class OpenVinoRunner:
     needs_requests = False
     keeps_rows_apart = False
+    runs_ahead = False
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config

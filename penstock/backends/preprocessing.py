@@ -34,6 +34,7 @@ class Preprocessed:
     what is warmed up and tried out."""
 
     needs_requests = True
+    runs_ahead = False
     inputs: Sequence[TensorSpec] = ()
 
     def __init__(self, config: ModelConfig, function: Function, inner: Runner) -> None:

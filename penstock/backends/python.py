@@ -140,6 +140,7 @@ class StackedRunner:
     outputs: Sequence[TensorSpec] = ()
     needs_requests = False
     keeps_rows_apart = False
+    runs_ahead = False
 
     def __init__(self, code: Code, infer: Callable[[dict[str, Array]], Any], model: Any) -> None:
         self._code = code
@@ -171,6 +172,7 @@ class TritonRunner:
     outputs: Sequence[TensorSpec] = ()
     needs_requests = True
     keeps_rows_apart = False
+    runs_ahead = False
 
     def __init__(self, config: ModelConfig, code: Code, model: Any) -> None:
         self._config = config

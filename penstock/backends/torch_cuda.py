@@ -83,12 +83,14 @@ class Cuda:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(self._streams[lane])
+        entered: contextlib.AbstractContextManager[object] = torch.cuda.stream(self._streams[lane])
+        return entered
 
     def mark(self, lane: Lane) -> Mark:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self._streams[lane])
-        return event
+        mark: Mark = event
+        return mark
 
     def follow(self, lane: Lane, mark: Mark) -> None:
         assert isinstance(mark, torch.cuda.Event)

@@ -156,9 +156,7 @@ class Model:
     @property
     def num_running(self) -> int:
         return sum(
-            len(instance.batch.requests)
-            for instance in self.instances
-            if isinstance(instance.batch, InFlight)
+            len(flight.requests) for instance in self.instances for flight in instance.batches
         )
 
     @property
@@ -318,13 +316,20 @@ class Model:
         for request in batcher.expire(now):
             self._refuse(request, QUEUE_TIMEOUT)
         for instance in self._supervisor.instances:
-            while instance.is_idle:
+            while self._takes_batch(instance):
                 batch = batcher.next(now)
                 if batch is None:
                     self._arm_timer(now)
                     return
                 self._dispatch(instance, batch, now)
         self._arm_timer(now, only_expiry=True)
+
+    def _takes_batch(self, instance: Instance) -> bool:
+        """A request that runs again has the worker for itself: whom to blame must be plain."""
+        if not instance.is_idle:
+            return False
+        others: list[InFlight] = instance.batches
+        return not others or not (self._batcher.num_reruns or others[0].closed_by == "rerun")
 
     def _arm_timer(self, now: float, only_expiry: bool = False) -> None:
         if self._timer is not None:
@@ -366,7 +371,7 @@ class Model:
             timings.dispatched = now
             timings.instance_wait_s = saturated_s - timings.saturated_s
         flight.instance, flight.closed_by = instance.index, self._batcher.closed_by
-        instance.batch = flight
+        instance.batches.append(flight)
         self._note_idle(now)
         self._last_num_requests = len(flight.requests)
         self._supervisor.send_bytes(instance, data)
@@ -481,18 +486,15 @@ class Model:
     # Answers.
 
     def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None:
-        flight = instance.batch
-        if isinstance(flight, InFlight):
-            if isinstance(frame, frames.Done) and frame.batch == flight.id:
-                instance.batch = None
-                self._deliver(instance, flight, frame)
-            elif isinstance(frame, frames.Failed) and frame.batch == flight.id:
-                instance.batch = None
-                now = self._clock()
-                self._saturation.note(False, now)
-                self._ended(flight)
-                self._note_batch(flight, now, flight.waits(), 0.0, "the model failed")
-                self._fail_batch(flight, frame.error)
+        flight = _taken(instance, frame)
+        if flight is not None and isinstance(frame, frames.Done):
+            self._deliver(instance, flight, frame)
+        elif flight is not None and isinstance(frame, frames.Failed):
+            now = self._clock()
+            self._saturation.note(False, now)
+            self._ended(flight)
+            self._note_batch(flight, now, flight.waits(), 0.0, "the model failed")
+            self._fail_batch(flight, frame.error)
         self._pump_if_waiting()
         self._check_idle()
 
@@ -677,8 +679,8 @@ class Model:
                 self._slo.seed(timings, self._planner.bucket_geometry(bucket))
 
     def instance_died(self, instance: Instance, reason: str) -> None:
-        """The requests of its batch run again, each alone; who was alone already is to blame."""
-        flight, instance.batch = instance.batch, None
+        """The requests of its batches run again, each alone; who was alone already is to blame."""
+        flights, instance.batches = instance.batches, []
         if self.state == "READY":
             self.metrics.num_restarts += 1
             self.metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1
@@ -687,23 +689,26 @@ class Model:
             self._without_instance_since = now
         self._note_idle(now)
         self._count_executors()
-        if not isinstance(flight, InFlight):
-            return
+        for flight in flights:
+            self._lost(flight, reason, now)
+        if flights:
+            self._pump()
+            self._check_idle()
+
+    def _lost(self, flight: InFlight, reason: str, now: float) -> None:
         self._ended(flight)
         self._note_batch(flight, now, flight.waits(), 0.0, "the worker died")
         if len(flight.requests) == 1 and flight.requests[0].num_deaths > 0:
             name = self.config.name
             self._blame(flight, f"the worker of model '{name}' {reason} while running it, twice")
-        else:
-            for request in flight.requests:
-                request.num_deaths += 1
-            self._rerun(flight)
-        self._pump()
-        self._check_idle()
+            return
+        for request in flight.requests:
+            request.num_deaths += 1
+        self._rerun(flight)
 
     def _count_executors(self) -> None:
         if self._slo is not None:
-            num_ready = sum(each.is_ready for each in self.instances)
+            num_ready = sum(each.num_slots for each in self.instances if each.is_ready)
             self._slo.num_executors = max(1, num_ready)
 
     def _rerun(self, flight: InFlight) -> None:
@@ -725,9 +730,9 @@ class Model:
 
     def hang_limit_s(self, instance: Instance) -> float | None:
         self._fail_if_unavailable()
-        flight = instance.batch
-        if not isinstance(flight, InFlight):
+        if not instance.batches:
             return None
+        flight: InFlight = instance.batches[0]
         recent = sorted(self._recent.get(_rung(flight.num_rows), ()))
         p99 = recent[int(len(recent) * 0.99)] if recent else 0.0
         limit_s = max(self.config.hang_s, HANG_FACTOR * p99)
@@ -754,7 +759,7 @@ class Model:
 
     def _note_idle(self, now: float) -> None:
         for instance in self._supervisor.instances:
-            if instance.batch is None and instance.is_ready:
+            if instance.is_idle:
                 self._saturation.note(False, now)
                 return
         self._saturation.note(True, now)
@@ -799,6 +804,17 @@ class Model:
                 if not waiter.done():
                     waiter.set_result(None)
             self._idle_waiters.clear()
+
+
+def _taken(instance: Instance, frame: frames.FromWorker) -> InFlight | None:
+    """The batch that the frame answers, which the instance no longer has."""
+    if isinstance(frame, frames.Done | frames.Failed):
+        for index, flight in enumerate(instance.batches):
+            if flight.id == frame.batch:
+                del instance.batches[index]
+                found: InFlight = flight
+                return found
+    return None
 
 
 def _has_ended(request: Request) -> bool:

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.config import ModelConfig
 from penstock.serving.slab import Segment, Slab
@@ -224,16 +224,18 @@ class Listener(Protocol):
 
 
 class Instance:
-    """One place for a worker. `batch` is what it computes now (set by the model)."""
+    """One place for a worker. `batches` are what it has now, in the order they were sent (set by
+    the model); at most `num_slots`, more than one where its device copies while it computes."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, num_slots: int = 1) -> None:
         self.index = index
+        self.num_slots = num_slots
         self.life: Life | None = None
         self.output_spill: Segment | None = None
         self.is_ready = False
         # Its present worker is being killed because it took too long.
         self.is_hung = False
-        self.batch: object = None
+        self.batches: list[Any] = []
         self.ready: frames.Ready | None = None
         self.ready_at = 0.0
         self.num_deaths = 0
@@ -248,7 +250,8 @@ class Instance:
 
     @property
     def is_idle(self) -> bool:
-        return self.is_ready and self.batch is None
+        """Whether it takes a batch."""
+        return self.is_ready and len(self.batches) < self.num_slots
 
     def __repr__(self) -> str:
         state = "idle" if self.is_idle else "busy" if self.is_ready else "not ready"
@@ -279,7 +282,7 @@ class Supervisor:
         self.last_reason = ""
         # What workers that start from now on need not try out again.
         self.proof: frames.Proof | None = None
-        self.instances = [Instance(index) for index in range(config.num_instances)]
+        self.instances = [Instance(index, config.num_slots) for index in range(config.num_workers)]
 
     def start(self) -> None:
         for instance in self.instances:
@@ -367,7 +370,7 @@ class Supervisor:
             frame = frames.decode_from_worker(self._view[:size])
             if isinstance(frame, frames.Done):
                 self._listener.instance_answered(instance, frame)
-                # One batch at a time: nothing else can be waiting.
+                # Mostly nothing else is waiting; what is, is read in the next turn.
                 return
             self._handle(instance, frame)
 

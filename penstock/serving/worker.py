@@ -13,17 +13,28 @@ import ctypes
 import io
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from penstock import logs, manifest
-from penstock.backends import Batch, Outputs, PerRequest, Runner, backend
+from penstock.backends import (
+    Batch,
+    Execution,
+    Outputs,
+    PerRequest,
+    PinsMemory,
+    Runner,
+    backend,
+)
 from penstock.backends.preprocessing import Preprocessed
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
@@ -81,12 +92,19 @@ class Memory:
         self._input_spill = Segment(spill_bytes, fds[0])
         self._output_spill = Segment(spill_bytes, fds[1])
         self._extents = Extents(spill_bytes)
+        # Answers are written by one thread, and released by another, where batches run ahead.
+        self._extents_lock = threading.Lock()
         self._slabs: dict[int, Segment] = {}
         self._views: dict[object, list[Array]] = {}
         self._columns = [*config.inputs, *fixed_outputs(config)]
 
-    def map_slab(self, slab: int, nbytes: int, fd: int) -> None:
-        self._slabs[slab] = Segment(nbytes, fd)
+    @property
+    def input_spill(self) -> memoryview:
+        return self._input_spill.view
+
+    def map_slab(self, slab: int, nbytes: int, fd: int) -> memoryview:
+        self._slabs[slab] = segment = Segment(nbytes, fd)
+        return segment.view
 
     def columns(self, slab: int, frame: frames.Dispatch) -> list[Array]:
         """Each column of a slab as an array of all its rows; inputs first, then fixed outputs."""
@@ -124,7 +142,8 @@ class Memory:
     def write(self, name: str, datatype: str, values: Array) -> frames.Extent:
         tensor = from_array(name, datatype, values)
         nbytes = len(tensor.data)
-        offset = self._extents.allocate(nbytes)
+        with self._extents_lock:
+            offset = self._extents.allocate(nbytes)
         if offset is None:
             raise BackendFailed(
                 f"output '{name}': {nbytes} bytes do not fit the spill segment "
@@ -139,12 +158,26 @@ class Memory:
             segment.close()
 
     def release(self, offsets: Sequence[int]) -> None:
-        for offset in offsets:
-            self._extents.release(offset)
+        with self._extents_lock:
+            for offset in offsets:
+                self._extents.release(offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A batch that the runner has been given."""
+
+    frame: frames.Dispatch
+    batch: Batch
+    execution: Execution
+    # When it came, and when its inputs were together.
+    began: float
+    gathered: float
 
 
 class Worker:
-    """One model instance. Single thread: receive, run, answer."""
+    """One model on one device. Single thread: receive, run, answer. With a runner that runs ahead,
+    answers are waited for and sent by a thread of their own, in the order of the batches."""
 
     def __init__(
         self,
@@ -159,6 +192,8 @@ class Worker:
         self._runner: Runner | None = None
         self._memory: Memory | None = None
         self._proof = frames.Proof()
+        self._begun: queue.SimpleQueue[Begun | None] = queue.SimpleQueue()
+        self._answerer: threading.Thread | None = None
 
     def serve(self) -> None:
         """Until the core closes the socket or says Stop."""
@@ -178,10 +213,11 @@ class Worker:
             self._memory.release(frame.offsets)
         elif isinstance(frame, frames.MapSlab):
             assert self._memory is not None
-            self._memory.map_slab(frame.slab, frame.nbytes, fds[0])
+            self._pin(self._memory.map_slab(frame.slab, frame.nbytes, fds[0]))
         elif isinstance(frame, frames.Load):
             return self._load(frame, fds)
         elif isinstance(frame, frames.Stop):
+            self._end_answers()
             if self._runner is not None:
                 self._runner.close()
             return False
@@ -189,6 +225,7 @@ class Worker:
 
     def close(self) -> None:
         """Give up the shared memory; for workers that are not a process of their own."""
+        self._end_answers()
         if self._memory is not None:
             self._memory.close()
 
@@ -219,6 +256,10 @@ class Worker:
             return False
         if self._on_ready is not None:
             self._on_ready()
+        self._pin(self._memory.input_spill)
+        if runner.runs_ahead:
+            self._answerer = threading.Thread(target=self._answer_all, daemon=True)
+            self._answerer.start()
         self._channel.send(
             frames.Ready(
                 frames.VERSION,
@@ -232,11 +273,44 @@ class Worker:
         )
         return True
 
+    def _pin(self, memory: memoryview) -> None:
+        runner: object = self._runner
+        if isinstance(runner, PinsMemory):
+            runner.pin(memory)
+
     def _run(self, frame: frames.Dispatch) -> None:
         try:
-            answer: frames.FromWorker = self._compute(frame)
+            begun = self._begin(frame)
         except Exception as error:  # The instance loop: a model's error is an answer.
-            answer = frames.Failed(frame.batch, _explain(error))
+            self._send(frames.Failed(frame.batch, _explain(error)))
+            return
+        if self._answerer is None:
+            self._answer(begun)
+        else:
+            self._begun.put(begun)
+
+    def _answer_all(self) -> None:
+        while (begun := self._begun.get()) is not None:
+            try:
+                self._answer(begun)
+            except OSError:
+                return  # The core has gone; the other thread notices too.
+
+    def _end_answers(self) -> None:
+        """Those that were begun are answered first."""
+        if self._answerer is not None:
+            self._begun.put(None)
+            self._answerer.join()
+            self._answerer = None
+
+    def _answer(self, begun: Begun) -> None:
+        try:
+            answer: frames.Done | frames.Failed = self._finish(begun)
+        except Exception as error:  # The instance loop: a model's error is an answer.
+            answer = frames.Failed(begun.frame.batch, _explain(error))
+        self._send(answer)
+
+    def _send(self, answer: frames.Done | frames.Failed) -> None:
         try:
             self._channel.send(answer)
         except OSError as error:
@@ -245,28 +319,31 @@ class Worker:
             assert self._memory is not None
             self._memory.release([extent.offset for part in answer.outputs for extent in part])
             text = f"the answer's description does not fit a frame: {error.strerror}"
-            self._channel.send(frames.Failed(frame.batch, text))
+            self._channel.send(frames.Failed(answer.batch, text))
 
-    def _compute(self, frame: frames.Dispatch) -> frames.Done:
-        assert self._runner is not None and self._config is not None
+    def _begin(self, frame: frames.Dispatch) -> Begun:
+        assert self._runner is not None
         began = time.perf_counter()
         batch = self._batch_of_rows(frame) if frame.runs else self._batch_of_extents(frame)
         gathered = time.perf_counter()
-        execution = self._runner.start(batch)
+        return Begun(frame, batch, self._runner.start(batch), began, gathered)
+
+    def _finish(self, begun: Begun) -> frames.Done:
+        frame, execution = begun.frame, begun.execution
         answers = list(execution.wait())
         if len(answers) != 1:
             raise BackendFailed(f"expected one answer to the batch, the model gave {len(answers)}")
         ran = time.perf_counter()
-        gathered += execution.prepare_s
+        gathered = begun.gathered + execution.prepare_s
         (answer,) = answers
         errors: dict[int, str] = {}
         if isinstance(answer, PerRequest):
             outputs = self._store_each(frame, answer, errors)
         else:
-            outputs = self._store(frame, batch, answer)
+            outputs = self._store(frame, begun.batch, answer)
         stored = time.perf_counter()
         return frames.Done(
-            frame.batch, gathered - began, ran - gathered, stored - ran, outputs, errors
+            frame.batch, gathered - begun.began, ran - gathered, stored - ran, outputs, errors
         )
 
     def _batch_of_rows(self, frame: frames.Dispatch) -> Batch:

@@ -140,6 +140,7 @@ class Spy:
 
     needs_requests = False
     keeps_rows_apart = False
+    runs_ahead = False
     inputs = ()
 
     def __init__(self, inner: Runner) -> None:

@@ -66,6 +66,10 @@ MIXED = replace(
 )
 
 
+# Two instances that share a worker, as on a GPU.
+SHARED = replace(FIXED, device="cuda", num_instances=2)
+
+
 def run(config: ModelConfig, scenario: Callable[[Model, Puppets], Awaitable[None]]) -> None:
     async def main() -> None:
         puppets = Puppets()
@@ -438,7 +442,7 @@ def test_who_kills_its_worker_twice_fails_alone(monkeypatch):
         await settle()
         puppets.alive[0].kill()
         await settle()
-        while not puppets.alive[0].has_work or model.instances[0].batch is None:
+        while not puppets.alive[0].has_work or not model.instances[0].batches:
             puppets.alive[0].step()
             await settle()
         puppets.alive[0].kill("was killed by SIGSEGV")
@@ -451,6 +455,83 @@ def test_who_kills_its_worker_twice_fails_alone(monkeypatch):
         assert model.num_slabs_held == 0
 
     run(FIXED, scenario)
+
+
+class TestSharedWorker:
+    def test_it_has_as_many_batches_as_instances(self):
+        async def scenario(model, puppets):
+            requests = [ask(SHARED, canary(i, (1, 4))) for i in range(3)]
+            for request in requests:
+                model.submit(request)
+                await settle()
+            assert len(puppets.alive) == 1
+            (worker,) = model.instances
+            assert [len(flight.requests) for flight in worker.batches] == [1, 1]
+            assert model.num_waiting == 1 and model.num_running == 2
+            await puppets.step_all()
+            for i, request in enumerate(requests):
+                np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
+            assert model.num_slabs_held == 0
+
+        run(SHARED, scenario)
+
+    def test_after_a_death_all_its_batches_run_again(self):
+        async def scenario(model, puppets):
+            requests = [ask(SHARED, canary(i, (1, 4))) for i in range(2)]
+            for request in requests:
+                model.submit(request)
+                await settle()
+            puppets.alive[0].kill()
+            await puppets.step_all()
+            for i, request in enumerate(requests):
+                np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
+            assert model.metrics.num_restarts == 1
+
+        run(SHARED, scenario)
+
+    def test_who_runs_again_has_the_worker_for_itself(self, monkeypatch):
+        monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+
+        async def scenario(model, puppets):
+            requests = [ask(SHARED, canary(i, (1, 4))) for i in range(3)]
+            for request in requests[:2]:
+                model.submit(request)
+                await settle()
+            puppets.alive[0].kill()
+            await settle()
+            model.submit(requests[2])
+            while not puppets.alive[0].has_work or not model.instances[0].batches:
+                puppets.alive[0].step()
+                await settle()
+            (flight,) = model.instances[0].batches
+            assert flight.requests == [requests[0]]
+            puppets.alive[0].kill("was killed by SIGSEGV")
+            while not all(request.is_done for request in requests):
+                await puppets.step_all()
+                await asyncio.sleep(0.001)
+            assert isinstance(requests[0].sink.error, BackendFailed)
+            assert [r.sink.error for r in requests[1:]] == [None, None]
+
+        run(SHARED, scenario)
+
+    def test_answers_of_batches_that_run_ahead_are_those_of_their_requests(self):
+        """In a thread of its own, with the thread that waits."""
+        config = replace(SHARED, options={"null.copy_ms": "1", "null.a_ms": "1"})
+
+        async def main() -> None:
+            model = Model(config, start_life=supervisor.ThreadLife)
+            await model.start()
+            requests = [ask(config, canary(i, (1, 4))) for i in range(40)]
+            for request in requests:
+                model.submit(request)
+                await asyncio.sleep(0.0005)
+            await model.drain()
+            for i, request in enumerate(requests):
+                np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(i, (1, 4)))
+                assert request.sink.num_final == 1
+            await model.close()
+
+        asyncio.run(main())
 
 
 def test_when_the_model_raises_only_the_guilty_request_fails():
@@ -735,8 +816,21 @@ class Chaos:
             VARIABLE,
             batching=BatchPolicy(8, is_dynamic=True, preserve_ordering=True, max_pending=9),
         ),
+        SHARED,
+        replace(MIXED, device="cuda", num_instances=3),
     ],
-    ids=["fixed", "two", "variable", "padded", "text", "unbatched", "mixed", "ordered"],
+    ids=[
+        "fixed",
+        "two",
+        "variable",
+        "padded",
+        "text",
+        "unbatched",
+        "mixed",
+        "ordered",
+        "shared",
+        "shared mixed",
+    ],
 )
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32))
