@@ -394,9 +394,11 @@ class Search:
     def _timed(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
         lab = self._lab
         times: dict[tuple[int, int], TimeTable] = {}
-        # Instances on a GPU would take turns.
         num_cores = lab.machine.num_cores
-        arrangements = pairs(num_cores) if build.config.device == "cpu" else [(1, num_cores)]
+        arrangements = pairs(num_cores)
+        if build.config.device != "cpu":
+            # Two take turns there, so that one is copied while the other is computed.
+            arrangements = [(1, num_cores), (2, num_cores)]
         for pair in arrangements:
             memory_bytes = pair[0] * max((t.memory_bytes for t in times.values()), default=0)
             if memory_bytes > MAX_MEMORY * lab.machine.memory_bytes:

@@ -60,6 +60,9 @@ POINT_S = 0.2
 RUNG = 8
 # A larger batch than is configured is tried too, up to this: batching may be worth more of it.
 LARGEST_RUNG = 32
+# A GPU is not filled by fewer; what it takes to fill it lies in between.
+LARGEST_ON_GPU = 256
+MORE_ON_GPU = (32, 128)
 # Batches that would take longer are not run unless asked for: a line goes on.
 MAX_BATCH_S = 1.0
 MAX_LENGTHS = 6
@@ -122,7 +125,7 @@ def times(
     config = with_instances(build.config, num_instances, num_threads)
     rows = fitted(rows, config)
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(Child(config)) for _ in range(num_instances)]
+        children = [stack.enter_context(Child(config)) for _ in range(config.num_workers)]
         for child in children:
             child.send(Load(config))
         loaded = [child.expect_loaded() for child in children]
@@ -253,8 +256,10 @@ class Crew:
     def _rungs(self) -> list[int]:
         if not self.children[0].may_batch:
             return [1]
-        most = max(self.config.max_batch_size, LARGEST_RUNG)
-        return sorted({1, min(RUNG, most), self.config.max_batch_size, most})
+        is_on_cpu = self.config.device == "cpu"
+        most = max(self.config.max_batch_size, LARGEST_RUNG if is_on_cpu else LARGEST_ON_GPU)
+        more = () if is_on_cpu else MORE_ON_GPU
+        return sorted({1, min(RUNG, most), self.config.max_batch_size, most, *more})
 
     def _time(self, rows: Sequence[Row], rung: int) -> float:
         for index, child in enumerate(self.children):
