@@ -26,6 +26,8 @@ MODULES: Mapping[str, str] = {
 # What `pip install "penstock[...]"` adds for them.
 EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
 PREPROCESSING = "penstock.backends.preprocessing"
+# In a version's folder: what was compiled of it before.
+COMPILED = "compiled.bin"
 
 Outputs = Mapping[str, Array]
 
@@ -127,6 +129,14 @@ class PinsMemory(Protocol):
 
     def pin(self, memory: memoryview) -> None:
         """Batches will lie in this memory, as long as the runner lives."""
+
+
+@runtime_checkable
+class KeepsCompiled(Protocol):
+    """A runner that compiles when it is loaded, and need not the next time."""
+
+    def compiled(self) -> bytes:
+        """What the version's `COMPILED` file holds; empty where nothing was compiled."""
 
 
 class LoadRunner(Protocol):

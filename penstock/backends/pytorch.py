@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from penstock import pt2_file
-from penstock.backends import Batch, Execution, Finished
+from penstock.backends import COMPILED, Batch, Execution, Finished
 from penstock.backends.checks import (
     check_signature,
     first_line,
@@ -47,6 +47,8 @@ MEMORY_FORMATS = ("", "channels_last")
 # Of images: a batch of them, by channel.
 IMAGE_RANK = 4
 COMPILE_MODES = ("", "default", "reduce-overhead", "max-autotune")
+# Of these, those that stand for CUDA graphs too.
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 DTYPES = {"": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TORCH_TYPES = {
     "BOOL": torch.bool,
@@ -147,6 +149,7 @@ class TorchRunner:
             built |= self._pipeline.facts()
         if self._options.compile_mode:
             built["compiled_graphs"] = str(_num_graphs() - self._num_graphs_before)
+            built["compiled_before"] = self._compiled_before
         return built
 
     @property
@@ -183,6 +186,11 @@ class TorchRunner:
     def close(self) -> None:
         self._loaded.close()
         del self._run, self._loaded
+
+    def compiled(self) -> bytes:
+        """Kernels, and which of them are the fastest; for this GPU and this torch."""
+        found = torch.compiler.save_cache_artifacts() if self._options.compile_mode else None
+        return found[0] if found is not None else b""
 
     def _num_rows(self, batch: Batch) -> int:
         """How many to run: up to the next rung of the ladder. Libraries choose and build kernels
@@ -222,10 +230,13 @@ class TorchRunner:
     def _compile(self) -> None:
         """torch compiles on the first call, so the first call is made here. A batch dimension is
         left open; sizes 1 and more than 1 are compiled apart."""
-        options, config = self._options, self._config
+        config = self._config
+        self._compiled_before = _load_compiled(config)
         try:
             compiled = torch.compile(
-                self._loaded.module, mode=options.compile_mode, dynamic=config.max_batch_size > 0
+                self._loaded.module,
+                options=_compiler_options(self._options.compile_mode),
+                dynamic=config.max_batch_size > 0,
             )
             self._run = replace(self._loaded, module=compiled)
             rows = min(2, config.max_batch_size)
@@ -331,7 +342,8 @@ def _options(config: ModelConfig) -> Options:
 
 
 def _has_cuda_graphs(config: ModelConfig, problems: list[str]) -> bool:
-    text = config.options.get("penstock.cuda_graphs", "off")
+    is_asked = config.device != "cpu" and config.options.get("penstock.compile") in WITH_GRAPHS
+    text = config.options.get("penstock.cuda_graphs", "on" if is_asked else "off")
     if text not in ("on", "off"):
         problems.append(f"parameters.penstock.cuda_graphs: '{text}' is not one of on, off")
     if text == "on" and config.device == "cpu":
@@ -567,6 +579,25 @@ def by_name(answer: Any, names: Sequence[str]) -> Mapping[str, object]:
 
 def _describe(answer: Any) -> str:
     return str(sorted(answer)) if isinstance(answer, Mapping) else type(answer).__name__
+
+
+def _compiler_options(mode: str) -> dict[str, Any]:
+    """Without its own CUDA graphs: ours are captured around what it compiles, and two that want
+    their inputs in one place do not get along."""
+    options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
+    return {**options, "triton.cudagraphs": False}
+
+
+def _load_compiled(config: ModelConfig) -> str:
+    """Give the compiler what it made of this version before; what became of that, in words."""
+    path = Path(config.artifact).parent / COMPILED
+    if not path.is_file():
+        return "nothing"
+    try:
+        found = torch.compiler.load_cache_artifacts(path.read_bytes())
+    except Exception as error:  # Of another torch, or cut off: it is compiled anew.
+        return f"nothing that can be used: {first_line(error)}"
+    return f"{sum(map(len, found.artifacts.values()))} parts" if found is not None else "nothing"
 
 
 def _num_graphs() -> int:

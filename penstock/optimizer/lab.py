@@ -149,7 +149,10 @@ class Lab:
         draft.mkdir(parents=True)
         try:
             passes.find(step.pass_name).build(parent, step, draft / self.plan.name, self.workshop)
-            _opened(candidate, draft / self.plan.name)
+            made = _opened(candidate, draft / self.plan.name)
+            if made.config.options.get("penstock.compile"):
+                self.watch("compile")
+                trials.keep_compiled(made)
             os.rename(draft, home)
         except PenstockError as error:
             raise BackendFailed(str(error)) from error

@@ -25,14 +25,22 @@ import numpy as np
 import psutil
 
 from penstock import logs
-from penstock.backends import Batch, Execution, Outputs, PerRequest, Runner, backend
+from penstock.backends import (
+    Batch,
+    Execution,
+    KeepsCompiled,
+    Outputs,
+    PerRequest,
+    Runner,
+    backend,
+)
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import facts
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.facts import Facts
 from penstock.serving.proof import prove
-from penstock.serving.worker import checked, die_with_parent
+from penstock.serving.worker import checked, die_with_parent, warm_up_all
 from penstock.types import Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire.frames import Proof, RequestPart
 
@@ -92,7 +100,13 @@ class Measure(msgspec.Struct, tag="measure"):
     duration_s: float
 
 
-Question = Load | Inspect | Compute | Hold | Measure
+class Keep(msgspec.Struct, tag="keep"):
+    """Write what was compiled to this file, all sizes of batches run once."""
+
+    path: str
+
+
+Question = Load | Inspect | Compute | Hold | Measure | Keep
 
 
 class Loaded(msgspec.Struct, tag="loaded"):
@@ -120,12 +134,16 @@ class Measured(msgspec.Struct, tag="measured"):
     memory_bytes: int
 
 
+class Kept(msgspec.Struct, tag="kept"):
+    num_bytes: int
+
+
 class Failed(msgspec.Struct, tag="failed"):
     problems: list[str]
     is_config: bool = False
 
 
-Answer = Loaded | Inspected | Computed | Held | Measured | Failed
+Answer = Loaded | Inspected | Computed | Held | Measured | Kept | Failed
 
 
 def send(sock: socket.socket, message: Question | Answer) -> None:
@@ -213,6 +231,17 @@ class Trial:
         grown = psutil.Process().memory_info().rss - self._before_bytes
         return Measured(seconds, max(0, grown))
 
+    def keep(self, path: str) -> int:
+        """0 where there is nothing to keep."""
+        warm_up_all(self._config, self._runner, self.proof)
+        runner: object = self._runner
+        if not isinstance(runner, KeepsCompiled):
+            return 0
+        compiled = runner.compiled()
+        if compiled:
+            Path(path).write_bytes(compiled)
+        return len(compiled)
+
     def _one(self, specs: Sequence[TensorSpec], answer: Outputs | Exception) -> list[Values]:
         if isinstance(answer, Exception):
             raise answer
@@ -286,6 +315,8 @@ class Child:
         if isinstance(question, Hold):
             self._trial.hold(question)
             return Held()
+        if isinstance(question, Keep):
+            return Kept(self._trial.keep(question.path))
         return self._trial.measure(question.duration_s)
 
 

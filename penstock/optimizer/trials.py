@@ -19,6 +19,7 @@ from typing import Self, TypeVar
 import msgspec
 import numpy as np
 
+from penstock.backends import COMPILED
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
@@ -35,6 +36,8 @@ from penstock.optimizer.trial_child import (
     Hold,
     Inspect,
     Inspected,
+    Keep,
+    Kept,
     Load,
     Loaded,
     Measure,
@@ -76,6 +79,15 @@ def inspect(build: Build) -> Facts:
         child.load()
         child.send(Inspect(build.candidate, str(build.folder)))
         return child.expect(Inspected).facts
+
+
+def keep_compiled(build: Build) -> int:
+    """What its library compiles of it goes into the version's folder, so that nobody who loads it
+    on such a machine compiles again; how many bytes that are."""
+    with Child(build.config) as child:
+        child.load()
+        child.send(Keep(str(build.version_folder / COMPILED)))
+        return child.expect(Kept).num_bytes
 
 
 def answers(

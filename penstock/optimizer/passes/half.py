@@ -17,6 +17,7 @@ from penstock.optimizer.passes.building import is_onnx, write_onnx
 # The backend's option for the datatype it computes in; what it is called when read back.
 OPTIONS = {"openvino": "inference_precision", "pytorch": "penstock.dtype"}
 READ_BACK = {"openvino": "inference_precision_hint", "pytorch": "dtype"}
+NAMES = {"bf16": ("bf16",), "fp16": ("fp16", "float16")}
 # How far rows may move each other in less precision, for the proof at load.
 TOLERANCE = 0.05
 
@@ -33,7 +34,7 @@ class Half:
         if facts.quantised:
             return [Skip(self.name, "the model is quantised already")]
         if config.backend in OPTIONS:
-            return [self._bf16(situation)]
+            return self._by_option(situation)
         if not is_onnx(situation.build):
             return [Skip(self.name, f"backend '{config.backend}' has no choice of datatype")]
         if not facts.weight_bytes.get("FP32"):
@@ -49,30 +50,34 @@ class Half:
         )
         return [Skip(self.name, reason, step)]
 
-    def _bf16(self, situation: Situation) -> Step | Skip:
-        step = Step(self.name, {"datatype": "bf16"})
+    def _by_option(self, situation: Situation) -> list[Step | Skip]:
         config = situation.build.config
         if config.options.get(OPTIONS[config.backend], "f32") not in ("f32", "fp32", "float32"):
-            return Skip(self.name, "the model already computes in less than FP32")
-        is_on_gpu = config.device != "cpu"
-        if is_on_gpu or situation.machine.has_bf16 or situation.plan.is_exhaustive:
-            return step
-        return Skip(self.name, "the processor has no instructions for BF16", step)
+            return [Skip(self.name, "the model already computes in less than FP32")]
+        bf16 = Step(self.name, {"datatype": "bf16"})
+        if config.device != "cpu":
+            # As fast as each other; one has the finer steps, the other the range of FP32.
+            return [Step(self.name, {"datatype": "fp16"}), bf16]
+        if situation.machine.has_bf16 or situation.plan.is_exhaustive:
+            return [bf16]
+        return [Skip(self.name, "the processor has no instructions for BF16", bf16)]
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
         config = parent.config
-        if step.settings["datatype"] == "fp16":
+        if config.backend not in OPTIONS:
             write_onnx(parent, _in_fp16(onnx_model.read(parent.artifact)), target)
             return
-        options = {**config.options, OPTIONS[config.backend]: "bf16"}
+        options = {**config.options, OPTIONS[config.backend]: step.settings["datatype"]}
         tolerance = max(config.tolerance or 0.0, TOLERANCE)
         folders.write(parent, replace(config, options=options, tolerance=tolerance), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        if step.settings["datatype"] == "bf16":
+        if after.backend in READ_BACK:
+            asked = step.settings["datatype"]
             got = after.built.get(READ_BACK[after.backend], "not told")
-            is_bf16 = "bf16" in got or "bfloat16" in got
-            return [] if is_bf16 else [f"asked for bf16, got {got}"]
+            # The name of one is part of the other's.
+            is_so = any(name in got.replace("bfloat16", "bf16") for name in NAMES[asked])
+            return [] if is_so else [f"asked for {asked}, got {got}"]
         stayed, half = (after.weight_bytes.get(name, 0) for name in ("FP32", "FP16"))
         if half <= stayed:
             return [f"{stayed} bytes of weights are still FP32, only {half} are FP16"]

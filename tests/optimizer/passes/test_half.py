@@ -1,8 +1,10 @@
 """Sixteen bits where the hardware computes with them, read back from what was built."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from served_builds import a_config, a_situation
 from suites.onnx_models import (
     AVX2,
     answers,
@@ -70,3 +72,24 @@ def test_another_precision_than_asked_for_is_caught() -> None:
     assert PASS.check(BF16, before, Facts("openvino", built=got)) == ["asked for bf16, got f32"]
     assert PASS.check(BF16, before, Facts("pytorch", built={"dtype": "torch.bfloat16"})) == []
     assert PASS.check(BF16, before, Facts("openvino")) == ["asked for bf16, got not told"]
+
+
+def on_gpu(config):
+    return replace(config, backend="pytorch", device="cuda", artifact="module.py")
+
+
+def test_torch_on_a_gpu_may_have_both(tmp_path: Path) -> None:
+    assert list(PASS.propose(a_situation(on_gpu(a_config())))) == [FP16, BF16]
+    cast = replace(on_gpu(a_config()), options={"penstock.dtype": "fp16"})
+    (skip,) = PASS.propose(a_situation(cast))
+    assert isinstance(skip, Skip) and "already computes in less" in skip.reason
+
+
+def test_one_that_calls_itself_the_other_is_caught() -> None:
+    def facts(dtype: str) -> Facts:
+        return Facts("pytorch", built={"dtype": dtype})
+
+    assert PASS.check(FP16, facts("float32"), facts("float16")) == []
+    assert PASS.check(BF16, facts("float32"), facts("bfloat16")) == []
+    assert PASS.check(FP16, facts("float32"), facts("bfloat16")) == ["asked for fp16, got bfloat16"]
+    assert PASS.check(BF16, facts("float32"), facts("float16")) == ["asked for bf16, got float16"]

@@ -1,0 +1,47 @@
+"""CUDA graphs: a batch of one size is launched at once instead of kernel by kernel. The backend
+captures them itself, on every size that is warmed up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.optimizer import folders
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+
+OPTION = "penstock.cuda_graphs"
+
+
+class CudaGraphs:
+    name = "cuda-graphs"
+    stage: Stage = "compile"
+    changes_answers = False
+    is_config_only = True
+    has_layers = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        config = situation.build.config
+        if config.device == "cpu" or config.backend != "pytorch":
+            return [Skip(self.name, "not a PyTorch model on a GPU")]
+        if OPTION in config.options:
+            return [Skip(self.name, "decided already")]
+        model = config.model
+        if not all(spec.is_fixed for spec in model.inputs) and model.padding is None:
+            reason = "inputs have any length: a graph is of one; buckets (penstock.pad) would do"
+            return [Skip(self.name, reason)]
+        return [Step(self.name, {"graphs": "on"})]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        config = parent.config
+        options = {**config.options, OPTION: step.settings["graphs"]}
+        folders.write(parent, replace(config, options=options), target)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        found = after.built.get("cuda_graphs", "none")
+        if found not in ("off", "none", "0"):
+            return []
+        reason = after.built.get("without_cuda_graph", "")
+        return [f"no graph was captured{': ' if reason else ''}{reason}"]
