@@ -71,6 +71,7 @@ BACKEND_OPTIONS = {
         "penstock.compile",
         "penstock.dtype",
         "penstock.memory_format",
+        "penstock.cuda_graphs",
     )
 }
 # Ours that are fields of a ModelConfig of their own; all others stay among its options.

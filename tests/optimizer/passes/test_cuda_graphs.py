@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from served_builds import TEXT, a_config, a_situation
-from suites.onnx_models import build_of, opened, stack, workshop
+from suites.onnx_models import opened, workshop
 
+from penstock import pbtxt
 from penstock.config import PadAxis, Padding
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
@@ -38,7 +39,12 @@ def test_skipped_with_the_reason() -> None:
 
 
 def test_only_the_configuration_changes(tmp_path: Path) -> None:
-    parent = build_of(stack(), tmp_path / "m")
+    version = tmp_path / "m" / "1"
+    version.mkdir(parents=True)
+    (version / "module.py").write_text("import torch\nfactory = torch.nn.Identity\n")
+    config = replace(on_gpu(a_config()), name="m", file="module.py")
+    (tmp_path / "m" / "config.pbtxt").write_text(pbtxt.write(config))
+    parent = opened(tmp_path / "m")
     PASS.build(parent, ON, tmp_path / "t" / "m", workshop(tmp_path))
     made = opened(tmp_path / "t" / "m")
     assert made.config.options["penstock.cuda_graphs"] == "on"
