@@ -26,6 +26,9 @@ MODULES: Mapping[str, str] = {
 # What `pip install "penstock[...]"` adds for them.
 EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
 PREPROCESSING = "penstock.backends.preprocessing"
+# Under this name `Runner.built` says, in bytes, what it has taken of its GPU's memory at most; what
+# the driver takes for any process is not in it. A version's evidence has the same.
+GPU_MEMORY = "gpu_memory_bytes"
 
 Outputs = Mapping[str, Array]
 

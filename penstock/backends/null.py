@@ -3,7 +3,7 @@
 Outputs repeat the inputs of the same position (zeros where datatypes or shapes differ). A batch of
 b rows takes `null.a_ms` + b x `null.c_ms`. A row whose first element equals `null.crash_on`,
 `.hang_on`, `.fail_on` or `.stall_on` makes the worker die, hang, raise, or take `null.stall_ms`
-longer.
+longer. On a GPU it takes nothing, and says that it takes `null.gpu_memory_bytes`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished, Outputs
-from penstock.config import ModelConfig
+from penstock.backends import GPU_MEMORY, Batch, Execution, Finished, Outputs
+from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
 
-OPTIONS = ("a_ms", "c_ms", "load_ms", "stall_ms", "crash_on", "hang_on", "fail_on", "stall_on")
+OPTIONS = (
+    "a_ms", "c_ms", "load_ms", "stall_ms", "crash_on", "hang_on", "fail_on", "stall_on", GPU_MEMORY,
+)  # fmt: skip
 
 
 class NullRunner:
@@ -36,7 +38,14 @@ class NullRunner:
         time.sleep(self._options.get("load_ms", 0.0) / 1e3)
 
     def built(self) -> Mapping[str, str]:
-        return {name: str(value) for name, value in self._options.items()}
+        options = {name: str(value) for name, value in self._options.items()}
+        if self._config.device == CPU:
+            return options
+        # What it would be, if it computed anything.
+        return options | {
+            "device": self._config.device,
+            GPU_MEMORY: str(int(self._options.get(GPU_MEMORY, 0))),
+        }
 
     def start(self, batch: Batch) -> Execution:
         began = time.perf_counter()

@@ -17,8 +17,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
+from penstock import devices
+from penstock.backends import GPU_MEMORY
 from penstock.config import ModelConfig
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.worker import Channel, Worker
@@ -61,6 +64,7 @@ class ProcessLife:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     process_group=0,
+                    env=os.environ | devices.CUDA_ORDER,
                 )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
@@ -224,10 +228,11 @@ class Listener(Protocol):
 
 
 class Instance:
-    """One place for a worker. `batch` is what it computes now (set by the model)."""
+    """One place for a worker, on a device. `batch` is what it computes now (set by the model)."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, device: str) -> None:
         self.index = index
+        self.device = device
         self.life: Life | None = None
         self.output_spill: Segment | None = None
         self.is_ready = False
@@ -245,6 +250,12 @@ class Instance:
     @property
     def pid(self) -> int:
         return self.life.pid if self.life is not None else 0
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        """What its worker has measured after the warm-up; 0: nothing."""
+        text = self.ready.built.get(GPU_MEMORY, "") if self.ready is not None else ""
+        return int(text) if text.isdigit() else 0
 
     @property
     def is_idle(self) -> bool:
@@ -279,7 +290,7 @@ class Supervisor:
         self.last_reason = ""
         # What workers that start from now on need not try out again.
         self.proof: frames.Proof | None = None
-        self.instances = [Instance(index) for index in range(config.num_instances)]
+        self.instances = [Instance(*each) for each in enumerate(config.devices)]
 
     def start(self) -> None:
         for instance in self.instances:
@@ -343,7 +354,9 @@ class Supervisor:
         instance.sender = Sender(self._loop, life.sock)
         self._loop.add_reader(life.sock.fileno(), self._receive, instance)
         spill_bytes = self._config.memory.spill_bytes
-        load = frames.Load(frames.VERSION, self._config, spill_bytes, self.proof)
+        # A worker knows its own device only.
+        config = replace(self._config, device=instance.device, spread=())
+        load = frames.Load(frames.VERSION, config, spill_bytes, self.proof)
         self.send(instance, load, (self._input_spill.fd, spill.fd))
         for slab in self._slabs:
             self._send_slab(instance, slab)
@@ -378,10 +391,11 @@ class Supervisor:
                 instance.is_ready = True
                 instance.ready_at = self._loop.time()
                 log.info(
-                    "%s/%s instance %d ready in %.2f s (pid %d)",
+                    "%s/%s instance %d ready on %s in %.2f s (pid %d)",
                     self._config.name,
                     self._config.version,
                     instance.index,
+                    instance.device,
                     frame.load_s,
                     instance.pid,
                     extra=self._labels(instance),
@@ -466,6 +480,7 @@ class Supervisor:
             "model": self._config.name,
             "version": self._config.version,
             "instance": instance.index,
+            "device": instance.device,
             "worker_pid": instance.pid,
         }
 
