@@ -138,7 +138,7 @@ def memory_table(plan: Sequence[GpuPlan]) -> Table:
     table.add_column("model", overflow="fold")
     for column in ("instances", "each", "together"):
         table.add_column(column, no_wrap=True, justify="right")
-    table.add_column("by", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for each in plan:
         gpu = each.gpu
         name = f"{gpu.index} {gpu.name}"
@@ -150,8 +150,7 @@ def memory_table(plan: Sequence[GpuPlan]) -> Table:
         style = "green" if each.fits else "red"
         room = f"of {gib(each.room_bytes)}" if gpu.total_bytes else "of unknown"
         total = f"[{style}]{gib(each.needed_bytes)}[/{style}]"
-        kept = f"{gib(gpu.free_bytes)} free, {gib(each.reserve_bytes)} kept back"
-        table.add_row("", f"[dim]{kept}[/dim]", "", "", total, room, end_section=True)
+        table.add_row("", "[dim]in all[/dim]", "", "", total, room)
     return table
 
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.devices import Gpu
 from penstock.serving.fleet import Arrangement, Fleet, shares_of
+from penstock.testing import FakeGpus
 from penstock.types import TensorSpec
 
 GIB = 1 << 30
@@ -18,7 +18,8 @@ CONFIG = ModelConfig(
     max_batch_size=4,
     batching=BatchPolicy(4),
 )
-GPUS = [Gpu(i, f"GPU-{i}", "Made Up", 16 * GIB, 10 * GIB) for i in range(2)]
+GPUS = FakeGpus(16 * GIB, 16 * GIB)
+GPUS.used_bytes = [6 * GIB, 6 * GIB]
 
 
 def model(name: str, num_gib: int, *devices: str, version: str = "1") -> ModelConfig:
@@ -26,8 +27,8 @@ def model(name: str, num_gib: int, *devices: str, version: str = "1") -> ModelCo
     return config.on(devices or ["cuda"])
 
 
-def arrange(*configs: ModelConfig, gpus: list[Gpu] = GPUS, **more) -> Arrangement:
-    return Fleet(0.0, lambda: gpus).arrange(configs, **more)
+def arrange(*configs: ModelConfig, gpus: FakeGpus = GPUS, **more) -> Arrangement:
+    return Fleet(0.0, gpus).arrange(configs, **more)
 
 
 def test_all_that_fits_is_placed():
@@ -42,7 +43,7 @@ def test_all_that_fits_is_placed():
 
 
 def test_the_machine_is_not_asked_for_models_of_the_cpu():
-    def fail() -> list[Gpu]:
+    def fail() -> tuple[()]:
         raise AssertionError("nobody wants a GPU")
 
     found = Fleet(0.0, fail).arrange([CONFIG])
@@ -79,12 +80,12 @@ def test_what_is_still_loading_counts():
 
 
 def test_the_reserve_is_kept_back():
-    fleet = Fleet(0.25, lambda: GPUS)
+    fleet = Fleet(0.25, GPUS)
     assert fleet.arrange([model("a", 6)]).problems == {}
     assert list(fleet.arrange([model("a", 7)]).problems) == ["a"]
 
 
 def test_a_model_that_cannot_be_placed_says_so():
-    found = arrange(model("a", 1), gpus=[])
+    found = arrange(model("a", 1), gpus=FakeGpus())
     assert "no NVIDIA GPU is seen here" in found.problems["a"][0]
     assert found.plan == ()

@@ -1,5 +1,7 @@
 """Groups and the GPUs there are give one device for each instance, or say why not."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,9 +10,9 @@ from penstock.config import BatchPolicy, ModelConfig
 from penstock.devices import Gpu
 from penstock.errors import ConfigError
 from penstock.serving.placement import instances_by_device, place, told
+from penstock.testing import FakeGpus
 from penstock.types import TensorSpec
 
-GIB = 1 << 30
 CONFIG = ModelConfig(
     name="m",
     version="1",
@@ -23,8 +25,8 @@ CONFIG = ModelConfig(
 )
 
 
-def gpus(count: int) -> list[Gpu]:
-    return [Gpu(i, f"GPU-{i}", "Made Up", 16 * GIB, 15 * GIB) for i in range(count)]
+def gpus(count: int) -> Sequence[Gpu]:
+    return FakeGpus(*[16 << 30] * count)()
 
 
 def placed(*devices: str, num_gpus: int = 2) -> tuple[str, ...]:
