@@ -146,6 +146,15 @@ def main() -> None:
     "Repeatable.",
 )
 @click.option(
+    "--gpu-memory-reserve",
+    default=0.05,
+    show_default=True,
+    metavar="SHARE",
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Share of each GPU's memory that the plan at start keeps back. Raise it where models run "
+    "out of memory under load, lower it where the plan refuses what is known to fit.",
+)
+@click.option(
     "--exit-on-error/--no-exit-on-error",
     default=True,
     show_default=True,
@@ -190,6 +199,7 @@ def serve(
     allow_host: tuple[str, ...],
     model_control_mode: str,
     load_model: tuple[str, ...],
+    gpu_memory_reserve: float,
     exit_on_error: bool,
     log_level: str | None,
     log_format: str | None,
@@ -209,6 +219,7 @@ def serve(
         drain_s=drain_s,
         is_explicit=model_control_mode == "explicit",
         load=load_model,
+        gpu_memory_reserve=gpu_memory_reserve,
         api_keys=api_keys,
         allow_hosts=allow_host,
         logs_requests=log_requests,
@@ -242,9 +253,22 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
         found = _found(path, config)
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
+        _check_gpus(found, config, exit_on_error)
         uvloop.run(server.serve(path, found, config, started, loading))
     finally:
         loading.end()
+
+
+def _check_gpus(found: Found, config: ServerConfig, exit_on_error: bool) -> None:
+    """Show what the models take of the GPUs, and end here if that cannot be."""
+    from penstock import terminal
+    from penstock.serving.fleet import Fleet
+
+    arranged = Fleet(config.gpu_memory_reserve).arrange(found.configs)
+    if arranged.plan:
+        terminal.tell_memory_plan(arranged.plan)
+    if arranged.problems and exit_on_error:
+        raise ConfigError(_flat(arranged.problems))
 
 
 def _configure_logs(level: str | None, form: str | None) -> None:
@@ -282,7 +306,8 @@ def _found(path: str, config: ServerConfig) -> Found:
 @click.argument("path", type=click.Path())
 def inspect(path: str) -> None:
     """Show what PATH, a repository or a model, resolves to, as config.pbtxt."""
-    from penstock import pbtxt, repository
+    from penstock import devices, pbtxt, repository
+    from penstock.serving import placement
 
     try:
         found = repository.read(path)
@@ -292,6 +317,8 @@ def inspect(path: str) -> None:
         click.echo(f"# {config.name}, version {config.version}: {os.path.relpath(config.artifact)}")
         for line in repository.about(found.folders[config.name], config):
             click.echo(f"#   {line}")
+        if config.uses_gpu:
+            click.echo(f"#   instances: {placement.told(config, devices.read_gpus())}")
         click.echo(pbtxt.describe(config))
     if found.problems:
         _fail(ConfigError(_flat(found.problems)))

@@ -6,13 +6,19 @@ afterwards. Each default stands beside the sentence that says when to change it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.types import TensorSpec, TimeoutAction
 
 MIB = 1 << 20
 DEFAULT_HANG_S = 30.0
+MAX_INSTANCES = 64
+CPU = "cpu"
+# The share of each GPU's memory that is kept back where nobody says otherwise.
+GPU_MEMORY_RESERVE = 0.05
+# Every GPU there is, until somebody places the model (`serving.placement`); to a worker, the first.
+EACH_GPU = "cuda"
 # In place of an SLO: none, whatever the evidence of the version says.
 SLO_OFF = "off"
 
@@ -127,8 +133,10 @@ class ModelConfig:
     max_batch_size: int
     batching: BatchPolicy
     num_instances: int = 1
-    # "cpu", "cuda" (the first GPU) or "cuda:N".
-    device: str = "cpu"
+    # Where they run: "cpu", "cuda:N", or "cuda", so many on each GPU there is.
+    device: str = CPU
+    # The device of each instance, where they are not all on the same; `device` is then the first.
+    spread: tuple[str, ...] = ()
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     # A batch that takes longer than max(this, 20 x the p99 of its size) is taken for a hang.
     hang_s: float = DEFAULT_HANG_S
@@ -145,20 +153,11 @@ class ModelConfig:
     # `penstock.slo` says so, empty where nobody says anything.
     slo: str = ""
     is_slo_from_evidence: bool = False
+    # What an instance takes of a GPU's memory, for the plan at start. Give it where the plan's own
+    # estimate is far off; None: estimated, or as the evidence of the version says.
+    gpu_memory_bytes: int | None = None
     # The version's manifest.json, which a worker checks before it loads; empty: there is none.
     manifest: str = ""
-
-    @property
-    def num_workers(self) -> int:
-        """Instances on a GPU share one, and with it the weights, where batches run ahead of their
-        answers."""
-        is_shared = self.backend in AHEAD and self.device != "cpu" and self.preprocess is None
-        return 1 if is_shared else self.num_instances
-
-    @property
-    def num_slots(self) -> int:
-        """Batches that one worker has at a time."""
-        return self.num_instances // self.num_workers
 
     @property
     def model(self) -> ModelConfig:
@@ -167,6 +166,46 @@ class ModelConfig:
             return self
         inner = self.preprocess
         return replace(self, inputs=inner.inputs, padding=inner.padding, preprocess=None)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """One for each instance."""
+        return self.spread or (self.device,) * self.num_instances
+
+    @property
+    def workers(self) -> tuple[tuple[str, int], ...]:
+        """The device of each, and of how many instances it is the worker. Those on one GPU share a
+        worker, and with it the weights, where batches are begun ahead of their answers."""
+        is_shared = self.backend in AHEAD and self.preprocess is None
+        found: list[tuple[str, int]] = []
+        for device in self.devices:
+            if device == CPU or not is_shared:
+                found.append((device, 1))
+            elif device not in dict(found):
+                found.append((device, self.devices.count(device)))
+        return tuple(found)
+
+    def of_worker(self, device: str, num_slots: int) -> ModelConfig:
+        """As a worker knows it: its own device and, on a GPU, its own instances only."""
+        num_instances = self.num_instances if device == CPU else num_slots
+        return replace(self, device=device, spread=(), num_instances=num_instances)
+
+    @property
+    def uses_gpu(self) -> bool:
+        return any(device != CPU for device in self.devices)
+
+    def on(self, devices: Sequence[str]) -> ModelConfig:
+        """With an instance on each of these. They are put into turns, each device once a turn, so
+        that a few requests already meet all devices."""
+        counts = {device: devices.count(device) for device in devices}
+        turns = tuple(
+            device
+            for turn in range(max(counts.values()))
+            for device, count in counts.items()
+            if turn < count
+        )
+        spread = turns if len(counts) > 1 else ()
+        return replace(self, num_instances=len(turns), device=turns[0], spread=spread)
 
     @property
     def platform(self) -> str:
@@ -226,6 +265,9 @@ class ServerConfig:
     is_explicit: bool = False
     # Models to load at start in explicit mode; "*" is all.
     load: tuple[str, ...] = ()
+    # The share of each GPU's memory that models may not plan with; for what they need beyond their
+    # estimates, and for others.
+    gpu_memory_reserve: float = GPU_MEMORY_RESERVE
     # A TOML file of API keys; empty: nobody needs one.
     api_keys: str = ""
     # Further names under which clients may address the server, beside the loopback ones.

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from penstock import repository
+from penstock import devices, repository
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequest, NotReady, PenstockError
 from penstock.serving.model import Model
+from penstock.serving.placement import place
 from penstock.serving.supervisor import ThreadLife
 from penstock.types import (
     DATATYPES,
@@ -209,4 +210,5 @@ def _config(path: str, version: str) -> ModelConfig:
         raise ConfigError([f"{path}: no version {version}"])
     if len(names) > 1:
         raise ConfigError([f"{path}: holds {', '.join(names)}; give the folder of one model"])
-    return configs[-1]
+    config = configs[-1]
+    return place(config, devices.read_gpus()) if config.uses_gpu else config

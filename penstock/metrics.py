@@ -19,6 +19,7 @@ import penstock
 from penstock.errors import Overloaded, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.devices import GpuUse
     from penstock.types import Request, Timings
 
 PHASES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
@@ -218,15 +219,31 @@ class ModelMetrics:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """What an instance has measured after its warm-up that it takes of its GPU."""
+
+    instance: int
+    device: str
+    num_bytes: int
+
+
 class Pending:
     """A model's metrics together with what only the live model knows."""
 
-    __slots__ = ("metrics", "num_pending", "num_ready")
+    __slots__ = ("gpu_memory", "metrics", "num_pending", "num_ready")
 
-    def __init__(self, metrics: ModelMetrics, num_pending: int, num_ready: int) -> None:
+    def __init__(
+        self,
+        metrics: ModelMetrics,
+        num_pending: int,
+        num_ready: int,
+        gpu_memory: Sequence[GpuMemory] = (),
+    ) -> None:
         self.metrics = metrics
         self.num_pending = num_pending
         self.num_ready = num_ready
+        self.gpu_memory = gpu_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +268,7 @@ class HostUse:
     memory_total_bytes: int
     memory_used_bytes: int
     processes: Sequence[ProcessUse] = ()
+    gpus: Sequence[GpuUse] = ()
 
 
 def expose(
@@ -352,7 +370,18 @@ def _gauges(items: Sequence[Pending]) -> list[str]:
         lines += [f"{name}{_of(item)} {getattr(item, attribute)}" for item in items]
     lines += _head("nv_model_load_duration_secs", "Seconds the model took to load", "gauge")
     lines += [f"nv_model_load_duration_secs{_of(i)} {i.metrics.load_s:.6f}" for i in items]
-    return lines
+    return lines + _gpu_memory(items)
+
+
+def _gpu_memory(items: Sequence[Pending]) -> list[str]:
+    name = "penstock_instance_gpu_memory_bytes"
+    lines = [
+        f"{name}{_of(item, instance=str(each.instance), device=each.device)} {each.num_bytes}"
+        for item in items
+        for each in item.gpu_memory
+    ]
+    text = "GPU memory that an instance took for loading and warming up"
+    return _head(name, text, "gauge") + lines if lines else []
 
 
 def _host(host: HostUse) -> list[str]:
@@ -369,6 +398,25 @@ def _host(host: HostUse) -> list[str]:
     name = "penstock_process_cpu_seconds"
     lines += _head(name, "CPU time of each process, user and system", "counter")
     lines += [f"{name}{_process(each)} {each.cpu_s:.2f}" for each in host.processes]
+    return lines + _gpus(host.gpus)
+
+
+def _gpus(gpus: Sequence[GpuUse]) -> list[str]:
+    """Triton's names, units and label; a series that no GPU has a value for is left out."""
+    lines: list[str] = []
+    for name, kind, text, attribute in (
+        ("nv_gpu_utilization", "gauge", "GPU utilization (0 to 1)", "utilization"),
+        ("nv_gpu_memory_total_bytes", "gauge", "Memory of the GPU", "memory_total_bytes"),
+        ("nv_gpu_memory_used_bytes", "gauge", "GPU memory in use", "memory_used_bytes"),
+        ("nv_gpu_power_usage", "gauge", "Watts that the GPU draws", "power_watts"),
+        ("nv_gpu_power_limit", "gauge", "Watts that the GPU may draw", "power_limit_watts"),
+        ("nv_energy_consumption", "counter", "Joules since the start", "energy_joules"),
+    ):
+        values = [(gpu.uuid, getattr(gpu, attribute)) for gpu in gpus]
+        told = [
+            f"{name}{_labels(gpu_uuid=uuid)} {value}" for uuid, value in values if value is not None
+        ]
+        lines += _head(name, text, kind) + told if told else []
     return lines
 
 

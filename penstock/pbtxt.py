@@ -17,9 +17,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from penstock import backends, onnx_file, openvino_file, pt2_file, slo
+from penstock import backends, devices, onnx_file, openvino_file, pt2_file, slo
 from penstock.config import (
+    CPU,
     DEFAULT_HANG_S,
+    EACH_GPU,
+    MAX_INSTANCES,
     SLO_OFF,
     BatchPolicy,
     MemoryPolicy,
@@ -46,7 +49,6 @@ EXAMPLE = (
 )
 PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 DEFAULT_MAX_BATCH = 64
-MAX_INSTANCES = 64
 MAX_PRIORITIES = 256
 # Keys under `parameters` that are ours, with the largest value that makes sense.
 NUMBERS = {
@@ -55,6 +57,7 @@ NUMBERS = {
     "penstock.max_slabs": 4096,
     "penstock.spill_bytes": 1 << 40,
     "penstock.tolerance": 1.0,
+    "penstock.gpu_memory_bytes": 1 << 50,
 }
 SLO = "penstock.slo"
 PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
@@ -63,7 +66,12 @@ MAX_BUCKETS = 64
 PREPROCESS, MODEL_INPUTS = "penstock.preprocess", "penstock.model_inputs"
 FUNCTION = re.compile(r"(?P<file>[^/\\:]+\.py):(?P<name>[A-Za-z_]\w*)")
 MODEL_INPUT = re.compile(r"\s*(?P<name>.+?)\s*:\s*(?P<type>[A-Z0-9]+)\s*\[(?P<dims>[-\d\s,]*)\]\s*")
-WHOLE = ("penstock.slab_bytes", "penstock.max_slabs", "penstock.spill_bytes")
+WHOLE = (
+    "penstock.slab_bytes",
+    "penstock.max_slabs",
+    "penstock.spill_bytes",
+    "penstock.gpu_memory_bytes",
+)
 # Ours as well, and the backend's business.
 BACKEND_OPTIONS = {
     "pytorch": (
@@ -81,6 +89,7 @@ FIELDS = (
     "penstock.max_slabs",
     "penstock.spill_bytes",
     "penstock.tolerance",
+    "penstock.gpu_memory_bytes",
     SLO,
     PAD,
     PAD_BUCKETS,
@@ -89,8 +98,8 @@ FIELDS = (
 )
 # Of those, the ones that are texts.
 TEXTS = (SLO, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS)
-# Backends that look at `ModelConfig.device`.
-GPU_BACKENDS = frozenset({"pytorch"})
+# Backends that look at `ModelConfig.device`, and the one that computes nothing anywhere.
+GPU_BACKENDS = frozenset({"pytorch", "null"})
 # Fields that change what a model does and that this version does not carry out.
 UNSUPPORTED = (
     "sequence_batching",
@@ -217,16 +226,29 @@ def _describe_tensors(target: Any, specs: Sequence[TensorSpec]) -> None:
 
 
 def _describe_instances(groups: Any, config: ModelConfig) -> None:
-    """Groups that already say it stay as they are; otherwise the first becomes the only one."""
-    says_device = {_device(group) for group in groups} == {config.device}
-    if says_device and sum(max(1, group.count) for group in groups) == config.num_instances:
+    """Groups that already say it stay as they are; otherwise the first is what others are like."""
+    said = [device for group in groups for device in _devices(group, config.backend)]
+    if said and config.on(said).devices == config.devices:
         return
-    group = groups[0] if groups else groups.add()
+    first = groups[0] if groups else groups.add()
     del groups[1:]
-    group.count = config.num_instances
-    kind, _, index = config.device.partition(":")
-    group.kind = group.KIND_CPU if kind == "cpu" else group.KIND_GPU
-    group.gpus[:] = [int(index)] if index else []
+    for number, (device, count) in enumerate(_counts(config)):
+        kind, _, index = device.partition(":")
+        last = groups[-1]
+        if number and index and last.count == count and last.gpus:
+            last.gpus.append(int(index))
+            continue
+        group = groups.add() if number else first
+        group.CopyFrom(first)
+        group.count = count
+        group.kind = group.KIND_CPU if kind == CPU else group.KIND_GPU
+        group.gpus[:] = [int(index)] if index else []
+
+
+def _counts(config: ModelConfig) -> list[tuple[str, int]]:
+    """The devices in the order in which they come up, and how many instances are on each."""
+    devices = config.devices
+    return [(device, devices.count(device)) for device in dict.fromkeys(devices)]
 
 
 def _own_parameters(config: ModelConfig) -> dict[str, str]:
@@ -243,6 +265,8 @@ def _own_parameters(config: ModelConfig) -> dict[str, str]:
         values["penstock.spill_bytes"] = str(memory.spill_bytes)
     if config.slo:
         values[SLO] = config.slo
+    if config.gpu_memory_bytes is not None:
+        values["penstock.gpu_memory_bytes"] = str(config.gpu_memory_bytes)
     if config.tolerance is not None:
         values["penstock.tolerance"] = repr(config.tolerance)
     if config.preprocess is not None:
@@ -319,20 +343,20 @@ class _Resolver:
             outputs=outputs,
             max_batch_size=max_batch,
             batching=batching,
-            num_instances=self._instances(),
-            device=self._device(backend),
             memory=_memory(numbers),
             hang_s=numbers.get("penstock.hang_s", DEFAULT_HANG_S),
             padding=None if preprocess else padding,
             preprocess=replace(preprocess, padding=padding) if preprocess else None,
             tolerance=numbers.get("penstock.tolerance"),
+            gpu_memory_bytes=_whole(numbers.get("penstock.gpu_memory_bytes")),
             file=message.default_model_filename,
             options={key: options[key] for key in options if key not in FIELDS},
             slo="" if promised is None else promised.strip() or SLO_OFF,
         )
+        placed = self._instances(backend)
         if self._problems:
             raise ConfigError(self._problems)
-        return config
+        return config.on(placed)
 
     def _problem(self, path: str, text: str) -> None:
         self._problems.append(f"{path}: {text}")
@@ -524,36 +548,17 @@ class _Resolver:
         each = [_queue_policy(own[k]) if k in own else base for k in range(1, levels + 1)]
         return (base, *each)
 
-    def _instances(self) -> int:
-        total = 0
-        for index, group in enumerate(self._message.instance_group):
-            if group.count < 0:
-                self._problem(f"instance_group[{index}].count", f"{group.count} is negative")
-            total += max(1, group.count)
+    def _instances(self, backend: str) -> list[str]:
+        """The device of each instance."""
+        groups = self._message.instance_group or [_types().ModelInstanceGroup()]
+        for index, group in enumerate(groups):
+            for field, problem in _group_problems(group, backend):
+                self._problem(f"instance_group[{index}].{field}", problem)
+        total = sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups)
         if total > MAX_INSTANCES:
             self._problem("instance_group", f"{total} instances; at most {MAX_INSTANCES}")
-        return max(1, total)
-
-    def _device(self, backend: str) -> str:
-        """Where all instances run."""
-        groups = self._message.instance_group
-        for index, group in enumerate(groups):
-            path = f"instance_group[{index}]"
-            if group.gpus and group.kind not in (group.KIND_AUTO, group.KIND_GPU):
-                kind = group.Kind.Name(group.kind)
-                self._problem(f"{path}.gpus", f"{list(group.gpus)} given for {kind}")
-            elif len(group.gpus) > 1 or any(gpu < 0 for gpu in group.gpus):
-                self._problem(f"{path}.gpus", f"{list(group.gpus)}: one GPU at most is supported")
-            elif _device(group) != "cpu" and backend not in GPU_BACKENDS:
-                field = "kind" if group.kind == group.KIND_GPU else "gpus"
-                self._problem(
-                    f"{path}.{field}",
-                    f"asks for KIND_GPU, which is not supported for backend '{backend}'",
-                )
-        devices = sorted({_device(group) for group in groups})
-        if len(devices) > 1:
-            self._problem("instance_group", f"{' and '.join(devices)}; expected one device for all")
-        return devices[0] if devices else "cpu"
+            return [CPU]
+        return [device for group in groups for device in _devices(group, backend)]
 
     def _slo_latency_s(self, promised: str | None) -> float | None:
         if promised is None or promised.strip() in ("", SLO_OFF):
@@ -663,17 +668,43 @@ def _inside(base: Path, file: str, limit: Path) -> Path | None:
     return path if path.is_relative_to(limit) else None
 
 
-def _device(group: Any) -> str:
+def _devices(group: Any, backend: str) -> list[str]:
+    """Of each instance of a group. Without a kind they run on GPUs, if the backend can use them and
+    there are any."""
+    count = max(1, int(group.count))
     if group.gpus:
-        return f"cuda:{group.gpus[0]}"
-    return "cuda" if group.kind == group.KIND_GPU else "cpu"
+        return [f"{EACH_GPU}:{gpu}" for gpu in group.gpus] * count
+    is_auto = group.kind == group.KIND_AUTO and backend in GPU_BACKENDS
+    is_gpu = group.kind == group.KIND_GPU or (is_auto and bool(devices.read_gpus()))
+    return [EACH_GPU if is_gpu else CPU] * count
+
+
+def _group_problems(group: Any, backend: str) -> list[tuple[str, str]]:
+    """Fields and what is wrong with them."""
+    found: list[tuple[str, str]] = []
+    if group.count < 0:
+        found.append(("count", f"{group.count} is negative"))
+    gpus = list(group.gpus)
+    is_gpu = group.kind == group.KIND_GPU
+    if gpus and group.kind not in (group.KIND_AUTO, group.KIND_GPU):
+        found.append(("gpus", f"{gpus} given for {group.Kind.Name(group.kind)}"))
+    elif any(gpu < 0 for gpu in gpus) or len(set(gpus)) < len(gpus):
+        expected = "expected each GPU once, by its number from 0 on"
+        found.append(("gpus", f"{gpus}: {expected}; count says how many instances each gets"))
+    elif (gpus or is_gpu) and backend not in GPU_BACKENDS:
+        what = f"asks for KIND_GPU, which is not supported for backend '{backend}'"
+        found.append(("kind" if is_gpu else "gpus", what))
+    return found
+
+
+def _whole(number: float | None) -> int | None:
+    return None if number is None else int(number)
 
 
 def _memory(numbers: Mapping[str, float]) -> MemoryPolicy:
     base = MemoryPolicy()
-    slab = numbers.get("penstock.slab_bytes")
     return MemoryPolicy(
-        slab_bytes=None if slab is None else int(slab),
+        slab_bytes=_whole(numbers.get("penstock.slab_bytes")),
         max_slabs=int(numbers.get("penstock.max_slabs", base.max_slabs)),
         spill_bytes=int(numbers.get("penstock.spill_bytes", base.spill_bytes)),
     )

@@ -28,6 +28,7 @@ from penstock.protocols.v2_http import V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
+from penstock.serving.fleet import Fleet
 
 log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
@@ -51,7 +52,7 @@ class Server:
     def __init__(self, config: ServerConfig, path: str) -> None:
         self._config = config
         self._stop = asyncio.Event()
-        self.catalog = Catalog()
+        self.catalog = Catalog(fleet=Fleet(config.gpu_memory_reserve))
         self.routes = V2Routes(self.catalog, path, config.is_explicit)
         gate = make_gate(config)
         self.routes.tells_reasons = gate.keys is None
@@ -81,6 +82,7 @@ class Server:
         self.http_port = await self._listen(self.http, self._config.http_port, "HTTP")
         if self._metrics_http is not None and self.metrics_port is not None:
             self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
+        await asyncio.to_thread(self.routes.usage.begin)
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
         telling = asyncio.ensure_future(self._tell(found, on_progress))

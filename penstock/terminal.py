@@ -18,10 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 import penstock
-from penstock.serving.explain import Explanation, PaceState, mode_of
+from penstock import logs
+from penstock.config import CPU
+from penstock.serving.explain import Explanation, InstanceState, PaceState, mode_of
+from penstock.serving.memory_plan import gib, told
 
 if TYPE_CHECKING:
     from penstock.server import Progress, Server
+    from penstock.serving.memory_plan import GpuPlan
     from penstock.serving.model import Model
 
 log = logging.getLogger("penstock.cli")
@@ -94,6 +98,7 @@ def log_start(server: Server, host: str, names: Sequence[str]) -> None:
         if model := models.get((entry.name, entry.version)):
             fields |= {"backend": model.config.backend, "batching": _batching(model)}
             fields |= {"instances": model.config.num_instances, "load_s": model.metrics.load_s}
+            fields["devices"] = list(model.config.devices)
         whole = f"{entry.name}/{entry.version}".removesuffix("/")
         server_log.info("%s is %s", whole, fields["state"], extra=fields)
     for what, address in _addresses(server, host).items():
@@ -108,6 +113,45 @@ def _addresses(server: Server, host: str) -> dict[str, str]:
     if server.metrics_port is not None:
         found["Metrics"] = f"http://{address}:{server.metrics_port}/metrics"
     return found
+
+
+def tell_memory_plan(plan: Sequence[GpuPlan]) -> None:
+    """What models take of each GPU: a table in a terminal, else lines in the log."""
+    out = console()
+    if out.is_terminal and logs.from_environment().format != "json":
+        out.print(memory_table(plan))
+        return
+    for each in plan:
+        gpu = each.gpu
+        models = "; ".join(map(told, each.shares))
+        fields = {"gpu_uuid": gpu.uuid, "needed_bytes": each.needed_bytes}
+        server_log.info(
+            "GPU %d (%s): models need %s of the %s that can be had: %s",
+            *(gpu.index, gpu.name, gib(each.needed_bytes), gib(each.room_bytes), models),
+            extra=fields | {"room_bytes": each.room_bytes, "total_bytes": gpu.total_bytes},
+        )
+
+
+def memory_table(plan: Sequence[GpuPlan]) -> Table:
+    table = Table(title="GPU memory", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("GPU", overflow="fold")
+    table.add_column("model", overflow="fold")
+    for column in ("workers", "each", "together"):
+        table.add_column(column, no_wrap=True, justify="right")
+    table.add_column("", no_wrap=True)
+    for each in plan:
+        gpu = each.gpu
+        name = f"{gpu.index} {gpu.name}"
+        for share in each.shares:
+            cells = (gib(share.need.num_bytes), gib(share.num_bytes), share.need.source)
+            model = escape(f"{share.model}/{share.version}")
+            table.add_row(escape(name), model, str(share.num_workers), *cells)
+            name = ""
+        style = "green" if each.fits else "red"
+        room = f"of {gib(each.room_bytes)}" if gpu.total_bytes else "of unknown"
+        total = f"[{style}]{gib(each.needed_bytes)}[/{style}]"
+        table.add_row("", "[dim]in all[/dim]", "", "", total, room)
+    return table
 
 
 def start_table(server: Server, names: Sequence[str]) -> Table:
@@ -135,6 +179,8 @@ def _model_cells(model: Model | None) -> list[str]:
     count = str(config.num_instances)
     if ready != config.num_instances:
         count = f"{ready} of {count}"
+    if config.uses_gpu:
+        count += f" on {', '.join(dict.fromkeys(config.devices))}"
     return [config.backend, _batching(model), count, f"{model.metrics.load_s:.2f} s"]
 
 
@@ -156,6 +202,8 @@ def explained(answer: Explanation) -> Group:
     parts: list[RenderableType] = [_title(answer)]
     parts += [Text(f"Note: {note}", style="yellow") for note in answer.notes]
     parts += [_section("Why batches are as they are"), *map(_sentence, answer.verdicts)]
+    if any(each.device != CPU for each in answer.instances):
+        parts += [_section("Instances"), _instances(answer.instances)]
     parts += [_section("Waiting now"), _waiting(answer)]
     parts += [_section("Refused"), _refused(answer)]
     if answer.paces:
@@ -209,6 +257,14 @@ def _table(*columns: str, num_words: int = 1) -> Table:
     for index, column in enumerate(columns):
         is_word = index < num_words
         table.add_column(column, justify="left" if is_word else "right", no_wrap=not is_word)
+    return table
+
+
+def _instances(instances: Sequence[InstanceState]) -> Table:
+    table = _table("instance", "device", "state", "pid", "GPU memory", num_words=3)
+    for each in instances:
+        memory = gib(each.gpu_memory_bytes) if each.gpu_memory_bytes else ""
+        table.add_row(str(each.index), each.device, each.state, str(each.pid), memory)
     return table
 
 

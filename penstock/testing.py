@@ -2,6 +2,7 @@
 
 `Puppets` stands in for processes: each worker runs the real `Worker` code, one frame at a time,
 only when the test says so, and dies when the test says so. No thread, no process, no waiting.
+`FakeGpus` are devices that exist only here; the `null` backend runs on them as on any.
 `simulate` drives a batcher through a load on executors that only take time, on a clock of its own.
 """
 
@@ -14,6 +15,7 @@ import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.devices import Gpu
 from penstock.errors import Overloaded, PenstockError
 from penstock.serving.batcher import Batcher
 from penstock.serving.slo_batcher import SloBatcher
@@ -31,6 +33,22 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
+
+
+class FakeGpus:
+    """Give this as a fleet's `read`. `used_bytes` is what the driver would say is taken of each."""
+
+    def __init__(self, *total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self.used_bytes = [0] * len(total_bytes)
+
+    def __call__(self) -> tuple[Gpu, ...]:
+        return tuple(
+            Gpu(index, f"GPU-{index}", "Made Up", total, total - used)
+            for index, (total, used) in enumerate(
+                zip(self._total_bytes, self.used_bytes, strict=True)
+            )
+        )
 
 
 class RecordingSink:

@@ -1,4 +1,5 @@
-"""What the server's processes and the machine use, asked of the operating system at a scrape."""
+"""What the server's processes and the machine use, asked of the operating system and of the GPUs'
+driver at a scrape."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from penstock.devices import Watch
 from penstock.metrics import HostUse, ProcessUse
 
 
@@ -25,8 +27,13 @@ class Member:
 class Usage:
     """Utilisation is that since the last `read`, so there is one of these for a server."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: Watch | None = None) -> None:
+        self._gpus = gpus or Watch()
         psutil.cpu_percent(None)
+
+    def begin(self) -> None:
+        """From now on the GPUs' energy counts. Opens their driver: not for the event loop."""
+        self._gpus.uses()
 
     def read(self, members: Iterable[Member]) -> HostUse:
         """This process and `members`; one that has just died is left out."""
@@ -42,6 +49,7 @@ class Usage:
             memory_total_bytes=memory.total,
             memory_used_bytes=memory.total - memory.available,
             processes=processes,
+            gpus=self._gpus.uses(),
         )
 
 

@@ -17,7 +17,7 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 
 # A module imports only from its own line and the lines before it.
 ORDER = [
-    {"errors", "types", "slo", "config", "logs"},
+    {"errors", "types", "slo", "config", "logs", "devices"},
     {"wire"},
     {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
     | {"pt2_file", "metrics", "usage", "backends"},
@@ -82,7 +82,9 @@ PURE = [
     "serving/explain.py",
     "serving/history.py",
     "serving/lanes.py",
+    "serving/memory_plan.py",
     "serving/padding.py",
+    "serving/placement.py",
     "serving/refusals.py",
     "serving/plan.py",
     "serving/saturation.py",

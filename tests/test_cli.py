@@ -242,12 +242,12 @@ def test_inspect_shows_what_was_worked_out(tmp_path: Path, write_identity: Write
 
 def test_inspect_shows_the_good_models_and_fails_for_the_bad_one(tmp_path: Path) -> None:
     add_model(tmp_path, "good")
-    add_model(tmp_path, "bad", NULL + "instance_group { kind: KIND_GPU }")
+    add_model(tmp_path, "bad", NULL + "instance_group { gpus: -1 }")
     ended = run_penstock("inspect", tmp_path)
     assert ended.code == 1
     assert 'name: "good"' in ended.stdout
     [problem] = ended.errors
-    assert problem.startswith("bad: instance_group[0].kind: ")
+    assert problem.startswith("bad: instance_group[0].gpus: ")
 
 
 def test_inspect_says_which_versions_there_are_and_where_all_comes_from(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_wrong_path_is_one_line_and_code_1(tmp_path: Path, command: str, name: s
 
 @pytest.mark.parametrize("command", ["inspect", "serve"])
 def test_every_problem_of_every_model_is_one_line(tmp_path: Path, command: str) -> None:
-    add_model(tmp_path, "first", NULL + "instance_group { kind: KIND_GPU count: 100 }")
+    add_model(tmp_path, "first", NULL + "instance_group { gpus: -1 count: 100 }")
     add_model(tmp_path, "second", "nonsense")
     add_model(tmp_path, "third", NULL + "ensemble_scheduling { } response_cache { enable: true }")
     ended = run_penstock(command, tmp_path)

@@ -14,6 +14,7 @@ import pytest
 from onnx import helper
 
 import penstock
+from penstock import devices
 from penstock.errors import (
     BackendFailed,
     Cancelled,
@@ -23,7 +24,7 @@ from penstock.errors import (
     PenstockError,
 )
 from penstock.local import LocalModel
-from penstock.testing import RecordingSink
+from penstock.testing import FakeGpus, RecordingSink
 from penstock.types import Request, from_array
 
 WriteOnnx = Callable[..., Path]
@@ -452,3 +453,16 @@ def test_a_closed_model_takes_and_says_nothing(tmp_path: Path) -> None:
         model.statistics()
     model.cancel(null_request(sink))
     assert sink.num_final == 0
+
+
+def test_a_model_of_the_gpus_is_placed_on_those_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "read_gpus", FakeGpus(1 << 30, 1 << 30))
+    path = model_folder(tmp_path, NULL + "instance_group { kind: KIND_GPU }")
+    with penstock.load(path) as model:
+        assert model.config.devices == ("cuda:0", "cuda:1")
+        np.testing.assert_array_equal(model.infer(np.ones((1, 2)))["y"], np.ones((1, 2)))
+    monkeypatch.setattr(devices, "read_gpus", FakeGpus())
+    with pytest.raises(ConfigError, match="no NVIDIA GPU is seen here"):
+        penstock.load(path)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
+from penstock.devices import GpuUse
 from penstock.errors import (
     InvalidRequest,
     NotReady,
@@ -27,6 +28,7 @@ from penstock.metrics import (
     REFUSED_AT_ARRIVAL,
     REFUSED_LATER,
     WAITS,
+    GpuMemory,
     Histogram,
     HostUse,
     ModelMetrics,
@@ -447,6 +449,48 @@ def test_models_share_one_family() -> None:
     assert len(types) == len(set(types))
     for name in TRITON_COUNTERS - {"nv_inference_request_failure"}:
         assert [s.labels["model"] for s in samples if s.name == name] == ["a", "b"]
+
+
+GPUS = [
+    GpuUse("GPU-a", 0.37, 16 << 30, 1 << 30, 123.456, 700.0, 5000.25, 1980),
+    GpuUse("GPU-b", None, 16 << 30, 2 << 30),
+]
+
+
+def test_gpus_have_tritons_names_units_and_label() -> None:
+    types, samples = parse(expose([], replace(HOST, gpus=GPUS)))
+    found = {(s.name, s.labels["gpu_uuid"]): s.value for s in samples if "gpu_uuid" in s.labels}
+    assert found == {
+        ("nv_gpu_utilization", "GPU-a"): 0.37,
+        ("nv_gpu_memory_total_bytes", "GPU-a"): 16 << 30,
+        ("nv_gpu_memory_total_bytes", "GPU-b"): 16 << 30,
+        ("nv_gpu_memory_used_bytes", "GPU-a"): 1 << 30,
+        ("nv_gpu_memory_used_bytes", "GPU-b"): 2 << 30,
+        ("nv_gpu_power_usage", "GPU-a"): 123.456,
+        ("nv_gpu_power_limit", "GPU-a"): 700.0,
+        ("nv_energy_consumption", "GPU-a"): 5000.25,
+    }
+    assert types["nv_energy_consumption"] == "counter"
+    assert {types[name] for name, _ in found if name.startswith("nv_gpu_")} == {"gauge"}
+
+
+def test_what_no_gpu_says_has_no_series() -> None:
+    types, _ = parse(expose([], replace(HOST, gpus=GPUS[1:])))
+    assert "nv_gpu_power_usage" not in types
+    types, _ = parse(expose([], HOST))
+    assert not [name for name in types if name.startswith("nv_gpu") or "energy" in name]
+
+
+def test_memory_of_instances_on_gpus_is_told() -> None:
+    memory = [GpuMemory(0, "cuda:0", 5), GpuMemory(1, "cuda:1", 6)]
+    types, samples = parse(expose([Pending(ModelMetrics("digits", "3"), 0, 0, memory)]))
+    name = "penstock_instance_gpu_memory_bytes"
+    assert types[name] == "gauge"
+    labels = {"model": "digits", "version": "3"}
+    assert [(s.labels, s.value) for s in samples if s.name == name] == [
+        (labels | {"instance": "0", "device": "cuda:0"}, 5),
+        (labels | {"instance": "1", "device": "cuda:1"}, 6),
+    ]
 
 
 def test_a_server_without_models_still_answers_a_scrape() -> None:

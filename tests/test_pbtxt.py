@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
 from penstock import pbtxt, slo
-from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, PadAxis, Padding, QueuePolicy
+from penstock.config import (
+    MAX_INSTANCES,
+    BatchPolicy,
+    MemoryPolicy,
+    ModelConfig,
+    PadAxis,
+    Padding,
+    QueuePolicy,
+)
 from penstock.types import DATATYPES, TensorSpec
 
 MODEL = ModelConfig(
@@ -94,13 +102,16 @@ def paddings(draw: st.DrawFn, inputs: tuple[TensorSpec, ...]) -> Padding | None:
     return Padding(tuple(axes), tuple(sorted(buckets))) if axes and draw(st.booleans()) else None
 
 
+places = st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:1", "cuda:7"])
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
     max_batch = draw(st.sampled_from([0, 1, 64]))
     promised = draw(promises)
     latency_s = slo.parse(promised).latency_s if promised not in ("", "off") else None
     inputs = draw(tensors(is_output=False))
-    return replace(
+    config = replace(
         MODEL,
         inputs=inputs,
         padding=draw(paddings(inputs)),
@@ -108,13 +119,14 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         outputs=draw(tensors(is_output=True)),
         max_batch_size=max_batch,
         batching=draw(policies(max_batch, latency_s)),
-        num_instances=draw(st.integers(1, pbtxt.MAX_INSTANCES)),
+        gpu_memory_bytes=draw(st.none() | st.integers(1, 1 << 50)),
         memory=draw(memories),
         hang_s=draw(st.floats(1e-3, 1e9)),
         file=draw(st.sampled_from(["", "net.bin", "parts/net.bin"])),
         options=draw(st.dictionaries(texts, texts, max_size=3)),
         slo=promised,
     )
+    return config.on(draw(st.lists(places, min_size=1, max_size=MAX_INSTANCES)))
 
 
 def read_back(text: str, root: str) -> ModelConfig:

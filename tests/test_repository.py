@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from tritonclient.grpc import model_config_pb2
 
-from penstock import pbtxt
+from penstock import devices, pbtxt
 from penstock.config import (
     BatchPolicy,
     MemoryPolicy,
@@ -24,6 +24,7 @@ from penstock.config import (
     Padding,
     QueuePolicy,
 )
+from penstock.devices import Gpu
 from penstock.errors import ConfigError, NotFound
 from penstock.pbtxt import describe
 from penstock.repository import names, read, read_one
@@ -456,7 +457,7 @@ def test_every_problem_of_a_model_is_reported_at_once_with_its_path(tmp_path: Pa
     input { name: "z" dims: [ 1 ] reshape { shape: [ 1, 1 ] } allow_ragged_batch: true }
     output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
     output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }
-    instance_group { kind: KIND_GPU count: -1 }
+    instance_group { kind: KIND_CPU count: -1 gpus: 0 }
     sequence_batching { }
     parameters { key: "penstock.hang_s" value { string_value: "soon" } }
     """
@@ -470,7 +471,7 @@ def test_every_problem_of_a_model_is_reported_at_once_with_its_path(tmp_path: Pa
         "input[2].reshape",
         "input[2].allow_ragged_batch",
         "output",
-        "instance_group[0].kind",
+        "instance_group[0].gpus",
         "instance_group[0].count",
         "sequence_batching",
         "parameters.penstock.hang_s",
@@ -481,14 +482,14 @@ def test_every_problem_of_a_model_is_reported_at_once_with_its_path(tmp_path: Pa
     "early", ['name: "other"', "version_policy { specific { versions: [ 7 ] } }"]
 )
 def test_no_problem_hides_the_next(tmp_path: Path, early: str) -> None:
-    text = early + NULL + "instance_group { kind: KIND_GPU }"
+    text = early + NULL + "instance_group { kind: KIND_CPU gpus: 0 }"
     paths = [problem.split(": ")[0] for problem in problems(tmp_path, text)]
     assert len(paths) == 2
-    assert "instance_group[0].kind" in paths
+    assert "instance_group[0].gpus" in paths
 
 
 def test_a_problem_of_all_versions_is_told_once(tmp_path: Path) -> None:
-    text = "version_policy { all { } } instance_group { kind: KIND_GPU }" + NULL
+    text = "version_policy { all { } } instance_group { gpus: -1 }" + NULL
     assert len(problems(tmp_path, text, "1", "2", "3")) == 1
 
 
@@ -673,54 +674,108 @@ def test_huge_number_of_instances_is_refused(tmp_path: Path, count: int) -> None
     assert str(count) in problem
 
 
+def add_python(root: Path, groups: str) -> Path:
+    folder = add_model(root, "model", f'backend: "python" max_batch_size: 8 {TENSORS} {groups}')
+    (folder / "1" / "model.py").touch()
+    return folder
+
+
 @pytest.mark.parametrize("group", ["kind: KIND_GPU", "kind: KIND_GPU gpus: [ 0 ]"])
-def test_gpu_instances_are_refused_while_there_is_no_gpu_backend(
-    tmp_path: Path, group: str
-) -> None:
-    [problem] = problems(tmp_path, NULL + f"instance_group {{ {group} }}")
+def test_gpu_instances_are_refused_for_backends_without_gpus(tmp_path: Path, group: str) -> None:
+    [problem] = read(add_python(tmp_path, f"instance_group {{ {group} }}")).problems["model"]
     assert problem.startswith("instance_group[0].kind: ")
     assert "KIND_GPU" in problem
 
 
 def test_gpus_ask_for_a_gpu_without_saying_so(tmp_path: Path) -> None:
-    [problem] = problems(tmp_path, NULL + "instance_group { gpus: [ 0 ] }")
+    [problem] = read(add_python(tmp_path, "instance_group { gpus: [ 0 ] }")).problems["model"]
     assert problem.startswith("instance_group[0].gpus: ") and "KIND_GPU" in problem
 
 
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(Gpu(i, f"GPU-{i}", "Made Up", 1 << 34, 1 << 33) for i in range(2))
+    monkeypatch.setattr(devices, "read_gpus", lambda: gpus)
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "read_gpus", lambda: ())
+
+
+@pytest.mark.usefixtures("no_gpus")
 @pytest.mark.parametrize(
-    ("groups", "device"),
+    ("groups", "expected"),
     [
         ("", "cpu"),
         ("instance_group { kind: KIND_CPU }", "cpu"),
-        ("instance_group { kind: KIND_MODEL } instance_group { }", "cpu"),
+        ("instance_group { kind: KIND_MODEL } instance_group { }", "cpu cpu"),
         ("instance_group { kind: KIND_GPU }", "cuda"),
-        ("instance_group { kind: KIND_GPU gpus: 2 count: 2 }", "cuda:2"),
+        ("instance_group { kind: KIND_GPU count: 2 }", "cuda cuda"),
+        ("instance_group { kind: KIND_GPU gpus: 2 count: 2 }", "cuda:2 cuda:2"),
         ("instance_group { gpus: 0 }", "cuda:0"),
+        ("instance_group { gpus: [ 0, 1 ] }", "cuda:0 cuda:1"),
+        ("instance_group { count: 2 gpus: [ 3, 1 ] }", "cuda:3 cuda:1 cuda:3 cuda:1"),
+        ("instance_group { gpus: [ 0, 1 ] } instance_group { gpus: 0 }", "cuda:0 cuda:1 cuda:0"),
+        ("instance_group { count: 2 gpus: 0 } instance_group { gpus: 1 }", "cuda:0 cuda:1 cuda:0"),
+        ("instance_group { kind: KIND_CPU } instance_group { gpus: 0 }", "cpu cuda:0"),
+        ("instance_group { kind: KIND_GPU } instance_group { gpus: [0] }", "cuda cuda:0"),
+        (
+            "instance_group { count: 2 gpus: 0 } instance_group { gpus: 1 } "
+            "instance_group { count: 2 gpus: 2 }",
+            "cuda:0 cuda:1 cuda:2 cuda:0 cuda:2",
+        ),
     ],
 )
-def test_instances_run_on_the_device_of_their_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, device: str
+def test_each_instance_has_the_device_of_its_group(
+    tmp_path: Path, groups: str, expected: str
 ) -> None:
-    monkeypatch.setattr(pbtxt, "GPU_BACKENDS", {"null"})
     config, again = round_trip(add_model(tmp_path, "model", NULL + groups))
-    assert config.device == device
+    assert config.devices == tuple(expected.split())
+    assert (config.num_instances, config.device) == (len(config.devices), config.devices[0])
     assert again == config
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("groups", ["", "instance_group { }", "instance_group { kind: KIND_AUTO }"])
+def test_without_a_kind_gpus_are_used_where_they_are_and_can_be(
+    tmp_path: Path, groups: str
+) -> None:
+    config, again = round_trip(add_model(tmp_path / "can", "model", NULL + groups))
+    assert config.devices == ("cuda",)
+    assert again == config
+    [config] = read(add_python(tmp_path / "cannot", groups)).configs
+    assert config.devices == ("cpu",)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_what_was_described_as_of_the_cpu_stays_there(tmp_path: Path) -> None:
+    folder = add_model(tmp_path, "model", NULL + "instance_group { kind: KIND_CPU }")
+    config, again = round_trip(folder)
+    assert again.devices == config.devices == ("cpu",)
 
 
 @pytest.mark.parametrize(
     ("groups", "path"),
     [
-        ("instance_group { kind: KIND_GPU gpus: [ 0, 1 ] }", "instance_group[0].gpus"),
         ("instance_group { kind: KIND_GPU gpus: -1 }", "instance_group[0].gpus"),
+        ("instance_group { gpus: 0 } instance_group { gpus: [ 1, 1 ] }", "instance_group[1].gpus"),
         ("instance_group { kind: KIND_CPU gpus: 0 }", "instance_group[0].gpus"),
-        ("instance_group { kind: KIND_CPU } instance_group { gpus: 0 }", "instance_group"),
+        ("instance_group { count: 33 gpus: [ 0, 1 ] }", "instance_group"),
     ],
 )
-def test_instances_run_on_one_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, path: str
-) -> None:
-    monkeypatch.setattr(pbtxt, "GPU_BACKENDS", {"null"})
-    assert path in [problem.split(": ")[0] for problem in problems(tmp_path, NULL + groups)]
+def test_groups_that_make_no_sense_are_refused(tmp_path: Path, groups: str, path: str) -> None:
+    assert [problem.split(": ")[0] for problem in problems(tmp_path, NULL + groups)] == [path]
+
+
+def test_what_an_instance_takes_of_a_gpu_may_be_given(tmp_path: Path) -> None:
+    parameter = 'parameters { key: "penstock.gpu_memory_bytes" value { string_value: "%s" } }'
+    folder = add_model(tmp_path / "good", "model", NULL + parameter % (3 << 30))
+    config, again = round_trip(folder)
+    assert config.gpu_memory_bytes == 3 << 30
+    assert again == config
+    [problem] = problems(tmp_path / "bad", NULL + parameter % "3GiB")
+    assert problem.startswith("parameters.penstock.gpu_memory_bytes: '3GiB' is not a whole number")
 
 
 # Batching

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from penstock import terminal
+from penstock.devices import Gpu
 from penstock.server import Progress
 from penstock.serving.explain import (
     Explanation,
@@ -17,6 +18,7 @@ from penstock.serving.explain import (
     PastBatch,
     SeenShape,
 )
+from penstock.serving.memory_plan import GpuPlan, Need, Share, make_plan
 
 ANSWER = Explanation(
     model="[bold]digits",
@@ -123,3 +125,57 @@ def test_loading_is_told_in_a_log_that_nobody_watches_and_not_every_second(caplo
     status.end()
     texts = [record.getMessage() for record in caplog.records]
     assert texts == ["1 of 8 models loaded; loading a, b, c, d, e and 2 more"] * 2
+
+
+GIB = 1 << 30
+PLAN = make_plan(
+    [
+        Share("bert[large]", "3", "cuda:0", 2, Need(40 * GIB, "estimated")),
+        Share("resnet", "1", "cuda:0", 1, Need(2 * GIB, "evidence")),
+        Share("resnet", "1", "cuda:1", 1, Need(2 * GIB, "evidence")),
+    ],
+    [Gpu(i, f"GPU-{i}", "Made Up", 80 * GIB, 78 * GIB) for i in range(2)],
+    reserve=0.05,
+)
+
+
+def table_of(plan: tuple[GpuPlan, ...], width: int = 80) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(terminal.memory_table(plan))
+    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip(" ─")]
+
+
+def test_the_memory_plan_shows_every_gpu_with_its_models_and_what_there_is():
+    title, _, *rows = table_of(PLAN)
+    assert title == "GPU memory"
+    assert [row.split() for row in rows] == [
+        ["0", "Made", "Up", "bert[large]/3", "2", "40.0", "GiB", "80.0", "GiB", "estimated"],
+        ["resnet/1", "1", "2.0", "GiB", "2.0", "GiB", "evidence"],
+        ["in", "all", "82.0", "GiB", "of", "74.0", "GiB"],
+        ["1", "Made", "Up", "resnet/1", "1", "2.0", "GiB", "2.0", "GiB", "evidence"],
+        ["in", "all", "2.0", "GiB", "of", "74.0", "GiB"],
+    ]
+
+
+def test_the_memory_plan_is_lines_of_the_log_where_nobody_looks(caplog):
+    caplog.set_level(logging.INFO)
+    terminal.tell_memory_plan(PLAN)
+    assert [record.getMessage() for record in caplog.records] == [
+        "GPU 0 (Made Up): models need 82.0 GiB of the 74.0 GiB that can be had: "
+        "bert[large]/3 2 x 40.0 GiB (estimated); resnet/1 2.0 GiB (evidence)",
+        "GPU 1 (Made Up): models need 2.0 GiB of the 74.0 GiB that can be had: "
+        "resnet/1 2.0 GiB (evidence)",
+    ]
+    assert caplog.records[0].gpu_uuid == "GPU-0"
+    assert caplog.records[0].needed_bytes == 82 * GIB
+
+
+def test_instances_on_gpus_are_shown_with_their_devices():
+    assert "Instances" not in shown(ANSWER)
+    instances = [
+        InstanceState(0, "idle", 10, "cuda:0", 3 * GIB),
+        InstanceState(1, "not ready", 0, "cuda:1"),
+    ]
+    text = shown(replace(ANSWER, instances=instances))
+    assert "0         cuda:0  idle        10     3.0 GiB" in text
+    assert "1         cuda:1  not ready    0" in text

@@ -6,6 +6,8 @@ import sys
 
 import psutil
 
+from penstock.devices import GpuUse, Watch
+from penstock.testing import FakeClock
 from penstock.usage import Member, Usage
 
 
@@ -35,3 +37,13 @@ def test_the_machine_has_memory_and_uses_part_of_it():
     assert host.memory_total_bytes == psutil.virtual_memory().total
     assert 0 < host.memory_used_bytes < host.memory_total_bytes
     assert 0.0 <= host.cpu_utilization <= 1.0
+
+
+def test_gpus_are_part_of_the_machine_and_their_energy_counts_from_the_beginning():
+    joules = iter([70.0, 95.0])
+    clock = FakeClock()
+    usage = Usage(Watch(lambda: [GpuUse("GPU-a", 0.5, energy_joules=next(joules))], clock))
+    usage.begin()
+    clock.advance(1.0)
+    [gpu] = usage.read([]).gpus
+    assert (gpu.uuid, gpu.utilization, gpu.energy_joules) == ("GPU-a", 0.5, 25.0)

@@ -28,6 +28,9 @@ EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
 PREPROCESSING = "penstock.backends.preprocessing"
 # In a version's folder: what was compiled of it before.
 COMPILED = "compiled.bin"
+# Under this name `Runner.built` says, in bytes, what it has taken of its GPU's memory at most; what
+# the driver takes for any process is not in it. A version's evidence has the same.
+GPU_MEMORY = "gpu_memory_bytes"
 
 Outputs = Mapping[str, Array]
 

@@ -4,7 +4,8 @@ Outputs repeat the inputs of the same position (zeros where datatypes or shapes 
 b rows takes `null.a_ms` + b x `null.c_ms`. A row whose first element equals `null.crash_on`,
 `.hang_on`, `.fail_on` or `.stall_on` makes the worker die, hang, raise, or take `null.stall_ms`
 longer. With `null.copy_ms` it is as a GPU: a batch is copied in so long, while others are computed,
-and `start` waits for neither.
+and `start` waits for neither. On a GPU it takes nothing, and
+says that it takes `null.gpu_memory_bytes`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from penstock.backends import Batch, Execution, Finished, Outputs
-from penstock.config import ModelConfig
+from penstock.backends import GPU_MEMORY, Batch, Execution, Finished, Outputs
+from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
 
 TIMES = ("a_ms", "c_ms", "load_ms", "stall_ms", "copy_ms")
-OPTIONS = (*TIMES, "crash_on", "hang_on", "fail_on", "stall_on")
+OPTIONS = (*TIMES, "crash_on", "hang_on", "fail_on", "stall_on", GPU_MEMORY)
 
 
 class Ahead:
@@ -54,7 +55,14 @@ class NullRunner:
         time.sleep(self._options.get("load_ms", 0.0) / 1e3)
 
     def built(self) -> Mapping[str, str]:
-        return {name: str(value) for name, value in self._options.items()}
+        options = {name: str(value) for name, value in self._options.items()}
+        if self._config.device == CPU:
+            return options
+        # What it would be, if it computed anything.
+        return options | {
+            "device": self._config.device,
+            GPU_MEMORY: str(int(self._options.get(GPU_MEMORY, 0))),
+        }
 
     def start(self, batch: Batch) -> Execution:
         began = time.perf_counter()

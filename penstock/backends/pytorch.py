@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from penstock import pt2_file
-from penstock.backends import COMPILED, Batch, Execution, Finished
+from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Finished
 from penstock.backends.checks import (
     check_signature,
     first_line,
@@ -147,6 +147,8 @@ class TorchRunner:
             built |= _package_facts(self._loaded.module)
         if self._pipeline is not None:
             built |= self._pipeline.facts()
+        if self._device.type == "cuda":
+            built[GPU_MEMORY] = str(torch.cuda.max_memory_reserved(self._device))
         if self._options.compile_mode:
             built["compiled_graphs"] = str(_num_graphs() - self._num_graphs_before)
             built["compiled_before"] = self._compiled_before
@@ -367,6 +369,9 @@ def _factory_name(text: str, file: str, problems: list[str]) -> str:
 def _check_device(config: ModelConfig) -> None:
     try:
         torch.empty(0, device=config.device)
+        if torch.device(config.device).index is not None:
+            # What a model's own code calls "cuda" is then its own GPU too.
+            torch.cuda.set_device(config.device)
     except Exception as error:  # torch raises RuntimeError, AssertionError and others.
         problem = f"device: '{config.device}' cannot be used: {first_line(error)}"
         raise ConfigError([problem]) from None

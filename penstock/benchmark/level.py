@@ -159,7 +159,6 @@ class Meter:
         )
         await self._stop(end, SHORT_PATIENCE_S if is_short else self._plan.target.timeout_s)
         self._drain_into(recorder)
-        watching.close()
         windows = recorder.windows(end)
         return Level(
             load=load,
@@ -313,9 +312,6 @@ class SystemWatch:
         if now >= self._next:
             self._next = now + SYSTEM_S
             self.samples.append(self._sampler.sample(now - self._start))
-
-    def close(self) -> None:
-        self._sampler.close()
 
 
 def is_lost(windows: list[Window]) -> bool:

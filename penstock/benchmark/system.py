@@ -8,12 +8,12 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 
 import penstock
+from penstock import devices
 from penstock.benchmark.results import Environment, SystemSample
 
 PACKAGES = ("numpy", "onnxruntime", "openvino", "torch", "grpcio", "uvloop")
@@ -23,76 +23,38 @@ class Sampler:
     """Looks at the machine when asked; the first look only starts the counting."""
 
     def __init__(self) -> None:
-        self._gpus = Gpus()
         psutil.cpu_percent(None)
 
     def sample(self, at_s: float) -> SystemSample:
         sample = SystemSample(at_s, psutil.cpu_percent(None), psutil.virtual_memory().used)
         with suppress(Exception):  # Not every virtual machine tells its frequency.
             sample.cpu_mhz = float(psutil.cpu_freq().current)
-        self._gpus.add_to(sample)
+        for use in devices.read_uses():
+            _add(use, sample)
         return sample
 
-    def close(self) -> None:
-        self._gpus.close()
 
-
-class Gpus:
-    """NVIDIA's devices through NVML, where nvidia-ml-py and a driver are installed."""
-
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        self._handles: list[Any] = []
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-        except Exception:  # No package, no driver, no device: nothing to tell.
-            return
-        self._nvml = pynvml
-        self._handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
-        ]
-
-    def names(self) -> list[str]:
-        names = [self._nvml.nvmlDeviceGetName(handle) for handle in self._handles]
-        return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
-
-    def driver(self) -> str:
-        if self._nvml is None:
-            return ""
-        version = self._nvml.nvmlSystemGetDriverVersion()
-        return version.decode() if isinstance(version, bytes) else str(version)
-
-    def add_to(self, sample: SystemSample) -> None:
-        nvml = self._nvml
-        for handle in self._handles:
-            with suppress(Exception):  # MIG slices and some clouds refuse single questions.
-                sample.gpu_percent.append(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-                sample.gpu_memory_bytes.append(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-                sample.gpu_watts.append(nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
-                sample.gpu_mhz.append(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-
-    def close(self) -> None:
-        if self._nvml is not None:
-            self._nvml.nvmlShutdown()
-            self._nvml = None
-            self._handles = []
+def _add(use: devices.GpuUse, sample: SystemSample) -> None:
+    if use.utilization is not None:
+        sample.gpu_percent.append(100 * use.utilization)
+    if use.memory_used_bytes is not None:
+        sample.gpu_memory_bytes.append(use.memory_used_bytes)
+    if use.power_watts is not None:
+        sample.gpu_watts.append(use.power_watts)
+    if use.clock_mhz is not None:
+        sample.gpu_mhz.append(use.clock_mhz)
 
 
 def environment(address: str) -> Environment:
-    gpus = Gpus()
-    found = Environment(
+    return Environment(
         host_cpu=_cpu_name(),
         num_cores=psutil.cpu_count() or 0,
         memory_bytes=psutil.virtual_memory().total,
         system=f"{platform.system()} {platform.release()}",
-        gpus=gpus.names(),
-        versions=_versions(gpus.driver()),
+        gpus=[gpu.name for gpu in devices.read_gpus()],
+        versions=_versions(devices.driver()),
         is_server_local=is_local(address),
     )
-    gpus.close()
-    return found
 
 
 def is_local(address: str) -> bool:

@@ -56,7 +56,7 @@ def with_instances(config: ModelConfig, num_instances: int, num_threads: int) ->
         # Spellings in capitals are the same option.
         options = {key: value for key, value in options.items() if key.lower() != option}
         options[option] = str(num_threads)
-    return replace(config, num_instances=num_instances, options=options)
+    return replace(config, num_instances=num_instances, spread=(), options=options)
 
 
 def threads_of(config: ModelConfig, num_cores: int) -> int:

@@ -219,7 +219,7 @@ class Trial:
         began = now = time.perf_counter()
         # As many on their way as there are instances: each takes from one end to the next, times
         # those that it shares the device with.
-        num_slots = self._config.num_slots
+        num_slots = self._config.num_instances if self._runner.runs_ahead else 1
         begun = deque(self._runner.start(self._batch) for _ in range(num_slots - 1))
         while now - began < duration_s or len(seconds) < _min_runs(seconds):
             begun.append(self._runner.start(self._batch))

@@ -137,7 +137,7 @@ def times(
     config = with_instances(build.config, num_instances, num_threads)
     rows = fitted(rows, config)
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(Child(config)) for _ in range(config.num_workers)]
+        children = [stack.enter_context(Child(config)) for _ in config.workers]
         for child in children:
             child.send(Load(config))
         loaded = [child.expect_loaded() for child in children]

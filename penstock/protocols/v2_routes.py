@@ -67,7 +67,7 @@ class V2Routes:
     def __init__(self, catalog: Catalog, path: str, is_explicit: bool) -> None:
         self._catalog = catalog
         self.control = Control(catalog, path, is_explicit)
-        self._usage = Usage()
+        self.usage = Usage()
         self.grpc: FrontProcess | None = None
         self.is_loading = True
         # Health is open to all; where others need a key, it gives names only.
@@ -163,7 +163,7 @@ class V2Routes:
 
     async def metrics(self, request: HttpRequest) -> HttpResponse:
         # Reading /proc takes a moment for each process: not on the event loop.
-        host = await asyncio.to_thread(self._usage.read, list(self._members()))
+        host = await asyncio.to_thread(self.usage.read, list(self._members()))
         num_restarts = self.grpc.num_restarts if self.grpc is not None else None
         text = expose(self._catalog.pending(), host, num_restarts)
         return HttpResponse(text, media_type="text/plain; version=0.0.4")

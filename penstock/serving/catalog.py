@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound, NotReady
-from penstock.metrics import Pending
+from penstock.metrics import GpuMemory, Pending
 from penstock.repository import Found, listed
+from penstock.serving.fleet import Arrangement, Fleet
+from penstock.serving.memory_plan import Share
 from penstock.serving.model import Model
 from penstock.serving.supervisor import ProcessLife, StartLife
 
@@ -45,8 +47,12 @@ class IndexEntry:
 
 
 class Catalog:
-    def __init__(self, start_life: StartLife = ProcessLife) -> None:
+    def __init__(self, start_life: StartLife = ProcessLife, fleet: Fleet | None = None) -> None:
         self._start_life = start_life
+        self._fleet = fleet or Fleet()
+        # What was promised room on GPUs and may not have taken it yet.
+        self._promised: list[Share] = []
+        self._arranging = asyncio.Lock()
         self._models: dict[str, dict[str, Model]] = {}
         self._latest: dict[str, Model] = {}
         self._failures: dict[str, LoadFailure] = {}
@@ -70,14 +76,29 @@ class Catalog:
 
     async def load(self, found: Found) -> None:
         """Load or replace all models found; one that fails does not disturb the others."""
-        for name, problems in found.problems.items():
+        arranged = await self._arrange(found.configs)
+        for name, problems in (found.problems | arranged.problems).items():
             self._fail(name, tuple(problems))
         by_name: dict[str, list[ModelConfig]] = {}
-        for config in found.configs:
+        for config in arranged.configs:
             by_name.setdefault(config.name, []).append(config)
-        async with asyncio.TaskGroup() as group:
-            for name, configs in by_name.items():
-                group.create_task(self._replace(name, configs))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for name, configs in by_name.items():
+                    group.create_task(self._replace(name, configs))
+        finally:
+            for share in arranged.shares:
+                self._promised.remove(share)
+
+    async def _arrange(self, configs: Sequence[ModelConfig]) -> Arrangement:
+        """Their devices, and room on them. Those that need no GPU wait for nobody."""
+        if not any(config.uses_gpu for config in configs):
+            return Arrangement(list(configs))
+        async with self._arranging:
+            promised = tuple(self._promised)
+            arranged = await asyncio.to_thread(self._fleet.arrange, configs, promised)
+            self._promised += arranged.shares
+            return arranged
 
     async def unload(self, name: str) -> None:
         """New requests find no such model; those admitted are answered first."""
@@ -136,7 +157,16 @@ class Catalog:
 
     def pending(self) -> list[Pending]:
         return [
-            Pending(model.metrics, model.num_waiting, sum(i.is_ready for i in model.instances))
+            Pending(
+                model.metrics,
+                model.num_waiting,
+                sum(each.is_ready for each in model.instances),
+                [
+                    GpuMemory(each.index, each.device, each.gpu_memory_bytes)
+                    for each in model.instances
+                    if each.gpu_memory_bytes
+                ],
+            )
             for model in self
         ]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from penstock.config import BatchPolicy, ModelConfig
+from penstock.config import CPU, BatchPolicy, ModelConfig
 from penstock.serving.history import Record, Shapes
 from penstock.serving.lanes import Lane
 from penstock.serving.plan import Geometry
@@ -38,6 +38,9 @@ class InstanceState:
     index: int
     state: Literal["idle", "busy", "not ready"]
     pid: int
+    device: str = CPU
+    # Measured after its warm-up; 0: it has not said.
+    gpu_memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,13 @@ def explain(model: Model, now: float) -> Explanation:
     mode, reason = mode_of(config, policy)
     paces = _paces(model)
     instances = [
-        InstanceState(each.index, _state(each.is_ready, each.is_idle), each.pid)
+        InstanceState(
+            each.index,
+            _state(each.is_ready, each.is_idle),
+            each.pid,
+            each.device,
+            each.gpu_memory_bytes,
+        )
         for each in model.instances
     ]
     return Explanation(

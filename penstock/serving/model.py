@@ -112,6 +112,7 @@ class Model:
         self._input_spill = Segment(config.memory.spill_bytes)
         self._extents = Extents(config.memory.spill_bytes)
         self._supervisor = Supervisor(config, self, self._input_spill, start_life)
+        self._most_slots = max(each.num_slots for each in self._supervisor.instances)
         self._pool = SlabPool(
             self._slab_bytes,
             max(config.memory.max_slabs, 2 * config.num_instances),
@@ -315,13 +316,15 @@ class Model:
                 self._refuse(request, DROPPED)
         for request in batcher.expire(now):
             self._refuse(request, QUEUE_TIMEOUT)
-        for instance in self._supervisor.instances:
-            while self._takes_batch(instance):
-                batch = batcher.next(now)
-                if batch is None:
-                    self._arm_timer(now)
-                    return
-                self._dispatch(instance, batch, now)
+        for num_others in range(self._most_slots):
+            # Whoever has nothing comes first, then those who have one, and so on.
+            for instance in self._supervisor.instances:
+                while len(instance.batches) <= num_others and self._takes_batch(instance):
+                    batch = batcher.next(now)
+                    if batch is None:
+                        self._arm_timer(now)
+                        return
+                    self._dispatch(instance, batch, now)
         self._arm_timer(now, only_expiry=True)
 
     def _takes_batch(self, instance: Instance) -> bool:

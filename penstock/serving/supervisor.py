@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from penstock import devices
+from penstock.backends import GPU_MEMORY
 from penstock.config import ModelConfig
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.worker import Channel, Worker
@@ -61,6 +63,7 @@ class ProcessLife:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     process_group=0,
+                    env=os.environ | devices.CUDA_ORDER,
                 )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
@@ -224,11 +227,12 @@ class Listener(Protocol):
 
 
 class Instance:
-    """One place for a worker. `batches` are what it has now, in the order they were sent (set by
-    the model); at most `num_slots`, more than one where its device copies while it computes."""
+    """One place for a worker, on a device. `batches` are what it has now, in the order they were
+    sent (set by the model); at most `num_slots`, one for each instance of the model that it is."""
 
-    def __init__(self, index: int, num_slots: int = 1) -> None:
+    def __init__(self, index: int, device: str, num_slots: int = 1) -> None:
         self.index = index
+        self.device = device
         self.num_slots = num_slots
         self.life: Life | None = None
         self.output_spill: Segment | None = None
@@ -247,6 +251,12 @@ class Instance:
     @property
     def pid(self) -> int:
         return self.life.pid if self.life is not None else 0
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        """What its worker has measured after the warm-up; 0: nothing."""
+        text = self.ready.built.get(GPU_MEMORY, "") if self.ready is not None else ""
+        return int(text) if text.isdigit() else 0
 
     @property
     def is_idle(self) -> bool:
@@ -282,7 +292,7 @@ class Supervisor:
         self.last_reason = ""
         # What workers that start from now on need not try out again.
         self.proof: frames.Proof | None = None
-        self.instances = [Instance(index, config.num_slots) for index in range(config.num_workers)]
+        self.instances = [Instance(index, *worker) for index, worker in enumerate(config.workers)]
 
     def start(self) -> None:
         for instance in self.instances:
@@ -346,7 +356,9 @@ class Supervisor:
         instance.sender = Sender(self._loop, life.sock)
         self._loop.add_reader(life.sock.fileno(), self._receive, instance)
         spill_bytes = self._config.memory.spill_bytes
-        load = frames.Load(frames.VERSION, self._config, spill_bytes, self.proof)
+        # A worker knows its own device only.
+        config = self._config.of_worker(instance.device, instance.num_slots)
+        load = frames.Load(frames.VERSION, config, spill_bytes, self.proof)
         self.send(instance, load, (self._input_spill.fd, spill.fd))
         for slab in self._slabs:
             self._send_slab(instance, slab)
@@ -381,10 +393,11 @@ class Supervisor:
                 instance.is_ready = True
                 instance.ready_at = self._loop.time()
                 log.info(
-                    "%s/%s instance %d ready in %.2f s (pid %d)",
+                    "%s/%s instance %d ready on %s in %.2f s (pid %d)",
                     self._config.name,
                     self._config.version,
                     instance.index,
+                    instance.device,
                     frame.load_s,
                     instance.pid,
                     extra=self._labels(instance),
@@ -469,6 +482,7 @@ class Supervisor:
             "model": self._config.name,
             "version": self._config.version,
             "instance": instance.index,
+            "device": instance.device,
             "worker_pid": instance.pid,
         }
 

@@ -32,7 +32,6 @@ def test_a_sample_says_how_busy_the_machine_is() -> None:
     sampler = system.Sampler()
     sum(range(2_000_000))
     sample = sampler.sample(0.5)
-    sampler.close()
     assert sample.at_s == 0.5
     assert 0 <= sample.cpu_percent <= 100
     assert 0 < sample.memory_bytes < psutil.virtual_memory().total

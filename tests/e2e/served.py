@@ -23,13 +23,19 @@ class Served:
     """A server on a free port; `stop` asserts that it leaves nobody behind. With `grpc` it answers
     that too, at `grpc_address`."""
 
-    def __init__(self, path: Path, *flags: str, grpc: bool = False) -> None:
+    def __init__(
+        self, path: Path, *flags: str, grpc: bool = False, environment: dict[str, str] | None = None
+    ) -> None:
         command = [sys.executable, "-m", "penstock", "serve", str(path), "--http-port", "0"]
         command += ["--metrics-port", "0"]
         command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*command, *flags], stdout=subprocess.PIPE, stderr=self.errors, text=True
+            [*command, *flags],
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=os.environ | (environment or {}),
         )
         lines = self._logged() if "json" in flags else self.process.stdout
         for line in lines:

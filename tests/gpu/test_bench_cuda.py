@@ -14,7 +14,6 @@ from penstock.benchmark.run import Conductor
 from penstock.benchmark.targets import TargetSpec
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("pynvml")
 save_file = pytest.importorskip("safetensors.torch").save_file
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

@@ -10,7 +10,8 @@ from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import NotFound, NotReady
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
-from penstock.testing import Puppets, RecordingSink, settle
+from penstock.serving.fleet import Fleet
+from penstock.testing import FakeGpus, Puppets, RecordingSink, settle
 from penstock.types import Request, TensorSpec, from_array
 
 CONFIG = ModelConfig(
@@ -24,6 +25,7 @@ CONFIG = ModelConfig(
     batching=BatchPolicy(4, is_dynamic=True),
     memory=MemoryPolicy(spill_bytes=1 << 12),
 )
+GIB = 1 << 30
 BROKEN = replace(CONFIG, options={"null.a_ms": "soon"})
 
 
@@ -37,7 +39,8 @@ class Stage:
     def __init__(self) -> None:
         self.puppets = Puppets()
         self.fails: list[Exception | None] = []
-        self.catalog = Catalog(start_life=self._start)
+        self.gpus = FakeGpus(10 * GIB, 10 * GIB)
+        self.catalog = Catalog(start_life=self._start, fleet=Fleet(0.0, self.gpus))
 
     def _start(self, loop, on_death):
         error = self.fails.pop(0) if self.fails else None
@@ -222,5 +225,109 @@ def test_a_load_that_fails_in_an_unknown_way_leaves_no_worker():
             await stage.load(CONFIG, replace(CONFIG, version="2"))
         assert stage.puppets.alive == []
         assert list(stage.catalog) == []
+
+    run(scenario)
+
+
+def on_gpus(num_gib: int, *devices: str, version: str = "1", name: str = "echo") -> ModelConfig:
+    config = replace(CONFIG, name=name, version=version, gpu_memory_bytes=num_gib * GIB)
+    return config.on(devices)
+
+
+def test_a_model_runs_on_every_gpu_at_the_same_time():
+    async def scenario(stage):
+        await stage.load(on_gpus(2, "cuda", "cuda"))
+        model = stage.catalog.find("echo")
+        assert [each.device for each in model.instances] == ["cuda:0", "cuda:1"]
+        assert [each.ready.built["device"] for each in model.instances] == ["cuda:0", "cuda:1"]
+        requests = [ask(number) for number in range(16)]
+        for request in requests:
+            model.submit(request)
+        await settle()
+        assert [len(each.batches) for each in model.instances] == [2, 2], "each got 2 of 4 batches"
+        await stage.puppets.step_all()
+        answers = [request.sink.outputs[0]["y"].tolist() for request in requests]
+        assert answers == [[[number]] for number in range(16)]
+        instances = model.explain().instances
+        assert [each.device for each in instances] == ["cuda:0", "cuda:1"]
+
+    run(scenario)
+
+
+def test_a_gpu_that_has_nothing_comes_first():
+    async def scenario(stage):
+        await stage.load(on_gpus(2, "cuda", "cuda"))
+        model = stage.catalog.find("echo")
+        for number in range(3):
+            model.submit(ask(number))
+            await settle()
+        assert [len(each.batches) for each in model.instances] == [2, 1]
+        await stage.puppets.step_all()
+
+    run(scenario)
+
+
+def test_a_worker_that_died_comes_back_on_its_gpu():
+    async def scenario(stage):
+        await stage.load(on_gpus(1, "cuda:1", "cuda:0"))
+        model = stage.catalog.find("echo")
+        stage.puppets.alive[0].kill()
+        await stage.puppets.step_all()
+        assert model.instances[0].num_restarts == 1
+        assert model.instances[0].ready.built["device"] == "cuda:1"
+
+    run(scenario)
+
+
+def test_what_workers_measured_is_told_instance_by_instance():
+    async def scenario(stage):
+        options = {"null.gpu_memory_bytes": str(3 * GIB)}
+        await stage.load(replace(on_gpus(1, "cuda", "cpu"), options=options))
+        [pending] = stage.catalog.pending()
+        told = [(each.instance, each.device, each.num_bytes) for each in pending.gpu_memory]
+        assert told == [(0, "cuda:0", 3 * GIB), (1, "cuda:1", 3 * GIB)]
+        instances = stage.catalog.find("echo").explain().instances
+        assert [each.gpu_memory_bytes for each in instances] == [3 * GIB, 3 * GIB, 0]
+
+    run(scenario)
+
+
+def test_a_model_that_does_not_fit_is_not_started_and_the_others_are():
+    async def scenario(stage):
+        await stage.load(on_gpus(6, "cuda:0"), on_gpus(6, "cuda:0", name="other"))
+        assert [model.config.name for model in stage.catalog] == ["echo"]
+        [failure] = stage.catalog.failures
+        assert failure.name == "other"
+        assert "12.0 GiB of memory would be needed and 10.0 GiB can be had" in failure.problems[0]
+        assert len(stage.puppets.alive) == 1
+
+    run(scenario)
+
+
+def test_a_reload_needs_room_for_both_versions_and_the_old_one_stays_without_it():
+    async def scenario(stage):
+        await stage.load(on_gpus(6, "cuda:0"))
+        stage.gpus.used_bytes[0] = 6 * GIB
+        await stage.load(on_gpus(5, "cuda:0", version="2"))
+        assert "GPU 0" in stage.catalog.failure("echo").problems[0]
+        assert stage.catalog.versions("echo") == ["1"]
+        assert stage.catalog.find("echo").is_ready
+        await stage.load(on_gpus(4, "cuda:0", version="2"))
+        assert stage.catalog.versions("echo") == ["2"]
+        assert stage.catalog.failure("echo") is None
+
+    run(scenario)
+
+
+def test_loads_at_the_same_time_do_not_get_the_same_memory():
+    async def scenario(stage):
+        names = ["a", "b", "c"]
+        loads = [stage.catalog.load(Found([on_gpus(4, "cuda:0", name=name)])) for name in names]
+        await stage.act(asyncio.gather(*loads))
+        assert len(list(stage.catalog)) == 2
+        assert len(stage.catalog.failures) == 1
+        # What was promised is given back: the driver tells what is taken.
+        await stage.load(on_gpus(10, "cuda:0", name="d"))
+        assert stage.catalog.find("d").is_ready
 
     run(scenario)

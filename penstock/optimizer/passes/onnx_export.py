@@ -47,8 +47,8 @@ class OnnxExport:
         finally:
             loaded.close()
         options = {key: text for key, text in config.options.items() if key in KEPT}
-        changed = replace(config, backend="onnxruntime", options=options, file="", device="cpu")
-        folders.write_config(target, changed)
+        changed = replace(config, backend="onnxruntime", options=options, file="")
+        folders.write_config(target, changed.on(["cpu"] * config.num_instances))
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.backend != "onnxruntime":

@@ -1,0 +1,247 @@
+"""The GPUs of this machine: which there are, and what they do now.
+
+Asked of NVML, which every NVIDIA driver brings along as a C library, so no package is needed. Where
+it is absent or refuses a question, nothing is told and nothing fails. An index is the one that CUDA
+goes by in our processes: the order of `nvidia-smi`, restricted by CUDA_VISIBLE_DEVICES.
+`read_gpus` is what the rest asks; tests put another function in its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+
+LIBRARY = "libnvidia-ml.so.1"
+# Makes CUDA count GPUs as NVML does; without it the fastest comes first.
+CUDA_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+TEXT_BYTES = 128
+SM_CLOCK = 1
+# Utilisation is an average over about as long, so asking more often tells nothing new.
+FRESH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device that models can be put on."""
+
+    index: int
+    uuid: str
+    name: str
+    # 0 where it does not say, as those that share the machine's memory.
+    total_bytes: int
+    # What nobody uses at the moment.
+    free_bytes: int
+
+    @property
+    def device(self) -> str:
+        return f"cuda:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """What a GPU does now; None where it does not say."""
+
+    uuid: str
+    # A share of the last second or so in which some kernel ran, 0 to 1.
+    utilization: float | None = None
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    # Of all the time since the driver was loaded.
+    energy_joules: float | None = None
+    clock_mhz: int | None = None
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class _Rates(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint) for name in ("gpu", "memory")]
+
+
+class NvmlError(Exception):
+    """NVML would not say."""
+
+
+class Nvml:
+    """The library, open. Any thread may ask. NvmlError if it cannot be opened."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            self._library = ctypes.CDLL(library)
+        except OSError as error:
+            raise NvmlError(str(error)) from None
+        self._call("nvmlInit_v2")
+
+    def driver(self) -> str:
+        text = ctypes.create_string_buffer(TEXT_BYTES)
+        self._call("nvmlSystemGetDriverVersion", text, ctypes.c_uint(TEXT_BYTES))
+        return text.value.decode(errors="replace")
+
+    def gpus(self, visible: str | None = None) -> tuple[Gpu, ...]:
+        """`visible` is CUDA_VISIBLE_DEVICES, None if it is not set."""
+        found: list[Gpu] = []
+        for index, handle in enumerate(self._handles(visible)):
+            memory = _Memory()
+            self._answers("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+            uuid, name = (self._text(call, handle) for call in ("GetUUID", "GetName"))
+            found.append(Gpu(index, uuid, name, memory.total, memory.free))
+        return tuple(found)
+
+    def uses(self, visible: str | None = None) -> tuple[GpuUse, ...]:
+        return tuple(self._use(handle) for handle in self._handles(visible))
+
+    def _use(self, handle: ctypes.c_void_p) -> GpuUse:
+        memory, rates = _Memory(), _Rates()
+        # MIG slices and some clouds refuse single questions.
+        has_memory = self._answers("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        has_rates = self._answers("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(rates))
+        power = self._number("nvmlDeviceGetPowerUsage", handle)
+        limit = self._number("nvmlDeviceGetPowerManagementLimit", handle)
+        energy = self._number("nvmlDeviceGetTotalEnergyConsumption", handle)
+        return GpuUse(
+            uuid=self._text("GetUUID", handle),
+            utilization=rates.gpu / 100 if has_rates else None,
+            memory_total_bytes=memory.total if has_memory else None,
+            memory_used_bytes=memory.used if has_memory else None,
+            power_watts=None if power is None else power / 1e3,
+            power_limit_watts=None if limit is None else limit / 1e3,
+            energy_joules=None if energy is None else energy / 1e3,
+            clock_mhz=self._number("nvmlDeviceGetClockInfo", handle, ctypes.c_int(SM_CLOCK)),
+        )
+
+    def _handles(self, visible: str | None) -> Iterator[ctypes.c_void_p]:
+        """In CUDA's order; like CUDA, up to the first name that is none."""
+        if visible is None:
+            for index in range(self._count()):
+                yield self._by_index(index)
+            return
+        for name in visible.split(","):
+            try:
+                yield self._by_name(name.strip())
+            except NvmlError:
+                return
+
+    def _by_name(self, name: str) -> ctypes.c_void_p:
+        """An index, the beginning of a UUID, or a MIG slice's whole one."""
+        if name.isascii() and name.isdigit():
+            return self._by_index(int(name))
+        if name.startswith("GPU-"):
+            for index in range(self._count()):
+                handle = self._by_index(index)
+                if self._text("GetUUID", handle).startswith(name):
+                    return handle
+        if not name.startswith("MIG-"):
+            raise NvmlError(f"no GPU '{name}'")
+        handle = ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(handle))
+        return handle
+
+    def _count(self) -> int:
+        count = ctypes.c_uint()
+        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        return count.value
+
+    def _by_index(self, index: int) -> ctypes.c_void_p:
+        handle = ctypes.c_void_p()
+        self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+        return handle
+
+    def _text(self, what: str, handle: ctypes.c_void_p) -> str:
+        text = ctypes.create_string_buffer(TEXT_BYTES)
+        self._call(f"nvmlDevice{what}", handle, text, ctypes.c_uint(TEXT_BYTES))
+        return text.value.decode(errors="replace")
+
+    def _number(self, name: str, *arguments: object) -> int | None:
+        # Wide enough for every one of them; what is narrower fills its lower half.
+        value = ctypes.c_ulonglong(0)
+        return value.value if self._answers(name, *arguments, ctypes.byref(value)) else None
+
+    def _answers(self, name: str, *arguments: object) -> bool:
+        with suppress(NvmlError):
+            self._call(name, *arguments)
+            return True
+        return False
+
+    def _call(self, name: str, *arguments: object) -> None:
+        try:
+            status = getattr(self._library, name)(*arguments)
+        except AttributeError:  # An older driver.
+            raise NvmlError(f"{name} is not there") from None
+        if status != 0:
+            raise NvmlError(f"{name} gave {status}")
+
+
+@cache
+def nvml() -> Nvml | None:
+    """Opened once: that may take as long as waking every GPU. None: there is no driver."""
+    with suppress(NvmlError):
+        return Nvml()
+    return None
+
+
+def read_gpus() -> tuple[Gpu, ...]:
+    """Those that our processes may use; none without a driver."""
+    library = nvml()
+    if library is None:
+        return ()
+    with suppress(NvmlError):
+        return library.gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return ()
+
+
+def read_uses() -> tuple[GpuUse, ...]:
+    """What they do now."""
+    library = nvml()
+    if library is None:
+        return ()
+    with suppress(NvmlError):
+        return library.uses(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return ()
+
+
+def driver() -> str:
+    """The driver's version; empty without one."""
+    library = nvml()
+    if library is not None:
+        with suppress(NvmlError):
+            return library.driver()
+    return ""
+
+
+class Watch:
+    """What the GPUs do, asked at most once a second however many want to know; energy counts from
+    the first time on. From any thread."""
+
+    def __init__(
+        self,
+        read: Callable[[], Sequence[GpuUse]] = read_uses,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._read_at: float | None = None
+        self._uses: tuple[GpuUse, ...] = ()
+        self._first_joules: dict[str, float] = {}
+
+    def uses(self) -> tuple[GpuUse, ...]:
+        with self._lock:
+            now = self._clock()
+            if self._read_at is None or now - self._read_at >= FRESH_S:
+                self._uses, self._read_at = tuple(map(self._since_first, self._read())), now
+            return self._uses
+
+    def _since_first(self, use: GpuUse) -> GpuUse:
+        if use.energy_joules is None:
+            return use
+        first = self._first_joules.setdefault(use.uuid, use.energy_joules)
+        return replace(use, energy_joules=use.energy_joules - first)

@@ -1,0 +1,92 @@
+"""Models and the GPUs of this machine: each instance gets its device, and all of it must fit.
+
+Asks the machine, then lets `placement` and `memory_plan` decide. It starts nothing; the catalog
+loads what was arranged, and the command line shows the plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from penstock import devices
+from penstock.config import CPU, GPU_MEMORY_RESERVE, ModelConfig
+from penstock.devices import Gpu
+from penstock.errors import ConfigError
+from penstock.serving.gpu_needs import need_of
+from penstock.serving.memory_plan import GpuPlan, Share, make_plan, shortages
+from penstock.serving.placement import place
+
+
+@dataclass(slots=True)
+class Arrangement:
+    """What may be loaded, each instance with its device; what may not, and why; what all of it
+    together would take of the GPUs that are asked for."""
+
+    configs: list[ModelConfig] = field(default_factory=list)
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    plan: tuple[GpuPlan, ...] = ()
+    # Of those that may be loaded.
+    shares: list[Share] = field(default_factory=list)
+
+
+class Fleet:
+    """The GPUs, asked anew each time. `reserve` is the share of their memory that is kept back."""
+
+    def __init__(
+        self,
+        reserve: float = GPU_MEMORY_RESERVE,
+        read: Callable[[], Sequence[Gpu]] | None = None,
+    ) -> None:
+        self._reserve = reserve
+        self._read = read
+
+    def arrange(self, configs: Iterable[ModelConfig], loading: Sequence[Share] = ()) -> Arrangement:
+        """`loading` has been arranged before and may not have taken its memory yet. Reads files and
+        asks the driver: not for the event loop. All versions of a model are loaded, or none."""
+        by_name: dict[str, list[ModelConfig]] = {}
+        for config in configs:
+            by_name.setdefault(config.name, []).append(config)
+        found = Arrangement()
+        gpus = self._gpus() if any(c.uses_gpu for each in by_name.values() for c in each) else ()
+        wanted = list(loading)
+        for name, versions in by_name.items():
+            try:
+                placed = [place(config, gpus) for config in versions]
+            except ConfigError as error:
+                found.problems[name] = list(error.problems)
+                continue
+            shares = [share for config in placed for share in shares_of(config)]
+            wanted += shares
+            short = self._shortages([*loading, *found.shares, *shares], gpus, shares)
+            if short:
+                found.problems[name] = short
+                continue
+            found.configs += placed
+            found.shares += shares
+        found.plan = tuple(each for each in make_plan(wanted, gpus, self._reserve) if each.shares)
+        return found
+
+    def _gpus(self) -> Sequence[Gpu]:
+        return (self._read or devices.read_gpus)()
+
+    def _shortages(
+        self, shares: Sequence[Share], gpus: Sequence[Gpu], asking: Sequence[Share]
+    ) -> list[str]:
+        """On the GPUs that `asking` wants."""
+        wanted = {share.device for share in asking}
+        return shortages(
+            make_plan(shares, [gpu for gpu in gpus if gpu.device in wanted], self._reserve)
+        )
+
+
+def shares_of(config: ModelConfig) -> list[Share]:
+    """What a placed version takes, GPU by GPU."""
+    if not config.uses_gpu:
+        return []
+    need = need_of(config)
+    counts = Counter(device for device, _ in config.workers if device != CPU)
+    return [
+        Share(config.name, config.version, device, count, need) for device, count in counts.items()
+    ]

@@ -1,0 +1,81 @@
+"""Which instance of a model runs on which device: groups and the GPUs there are to devices. Pure.
+
+`instance_group` may name GPUs, or say "each"; here that becomes one device for each instance. A
+batch goes to whichever instance is idle, so several GPUs serve a model side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.config import CPU, EACH_GPU, MAX_INSTANCES, ModelConfig
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.devices import Gpu
+
+NO_GPU = (
+    "no NVIDIA GPU is seen here (by the driver's libnvidia-ml.so.1, and CUDA_VISIBLE_DEVICES); "
+    "KIND_CPU runs it on the CPU"
+)
+
+
+def place(config: ModelConfig, gpus: Sequence[Gpu]) -> ModelConfig:
+    """With a device of this machine for each instance. What is placed already stays there."""
+    if not config.uses_gpu:
+        return config
+    known = {gpu.device for gpu in gpus}
+    asked = [device for device in dict.fromkeys(config.devices) if device != CPU]
+    problems = [] if gpus else [f"instance_group: {_asks(asked)}, and {NO_GPU}"]
+    if gpus:
+        problems += [
+            f"instance_group: {_asks([device])}, and there {_those_there(gpus)}"
+            for device in asked
+            if device not in known and device != EACH_GPU
+        ]
+    devices = [where for device in config.devices for where in _places(device, gpus)]
+    if len(devices) > MAX_INSTANCES:
+        text = f"{len(devices)} instances on {len(gpus)} GPUs; at most {MAX_INSTANCES}"
+        problems.append(f"instance_group: {text}")
+    if problems:
+        raise ConfigError(problems)
+    return config.on(devices)
+
+
+def instances_by_device(config: ModelConfig) -> dict[str, list[int]]:
+    """Which instances, by their numbers, each device has."""
+    found: dict[str, list[int]] = {}
+    for index, device in enumerate(config.devices):
+        found.setdefault(device, []).append(index)
+    return found
+
+
+def told(config: ModelConfig, gpus: Sequence[Gpu]) -> str:
+    """Which instance runs where on a machine with these GPUs, in words."""
+    try:
+        placed = place(config, gpus)
+    except ConfigError as error:
+        return f"cannot be placed here: {'; '.join(error.problems)}"
+    names = {gpu.device: f" ({gpu.name})" for gpu in gpus}
+    return "; ".join(
+        f"{', '.join(map(str, instances))} on {device}{names.get(device, '')}"
+        for device, instances in instances_by_device(placed).items()
+    )
+
+
+def _places(device: str, gpus: Sequence[Gpu]) -> list[str]:
+    return [gpu.device for gpu in gpus] if device == EACH_GPU else [device]
+
+
+def _asks(devices: Sequence[str]) -> str:
+    numbers = [device.partition(":")[2] for device in devices]
+    if "" in numbers:
+        return "asks for KIND_GPU"
+    return f"asks for GPU {', '.join(numbers)}"
+
+
+def _those_there(gpus: Sequence[Gpu]) -> str:
+    if len(gpus) == 1:
+        return "is only GPU 0"
+    return f"are only GPUs {', '.join(str(gpu.index) for gpu in gpus)}"
