@@ -45,6 +45,16 @@ def main() -> None:
     help="HTTP port. Change it when it is taken; 0 takes a free one and prints it.",
 )
 @click.option(
+    "--fronts",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 64),
+    metavar="N",
+    help="Answer HTTP from N processes that share the port; 0: the core does it itself. Raise it "
+    "when the core's event loop is the limit: its penstock_process_cpu_seconds grows by about 1 a "
+    "second while instances are idle, and cores are free. Fewer than that only costs latency.",
+)
+@click.option(
     "--grpc-port",
     default=8001,
     show_default=True,
@@ -176,6 +186,7 @@ def serve(
     path: str,
     host: str,
     http_port: int,
+    fronts: int,
     grpc_port: int,
     grpc: bool,
     grpc_max_message_bytes: int,
@@ -202,6 +213,7 @@ def serve(
     config = ServerConfig(
         host=host,
         http_port=http_port,
+        num_fronts=fronts,
         grpc=GrpcConfig(grpc_port, grpc_max_message_bytes, compression=grpc_compression)
         if grpc
         else None,

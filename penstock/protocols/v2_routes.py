@@ -7,7 +7,7 @@ Reads the catalog; the only thing it changes is which models are loaded, and onl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 import penstock
 from penstock.errors import InvalidRequest, PenstockError, Unsupported
-from penstock.metrics import expose
+from penstock.metrics import FrontUse, expose
 from penstock.pbtxt import to_json
 from penstock.protocols.v2_http import status_of
 from penstock.serving.catalog import Catalog
@@ -55,20 +55,28 @@ class FrontProcess(Protocol):
     """What a scrape says of a front."""
 
     num_restarts: int
+    num_connections: int
+
+    @property
+    def protocol(self) -> str: ...
+
+    @property
+    def number(self) -> int:
+        """From 1 where there are several of a protocol; else 0."""
 
     @property
     def pid(self) -> int: ...
 
 
 class V2Routes:
-    """`path` is the repository; `is_explicit` allows loading and unloading over the API; `grpc` is
-    the front beside this one, if there is one."""
+    """`path` is the repository; `is_explicit` allows loading and unloading over the API; `fronts`
+    are the processes that speak to clients for this one."""
 
     def __init__(self, catalog: Catalog, path: str, is_explicit: bool) -> None:
         self._catalog = catalog
         self.control = Control(catalog, path, is_explicit)
         self._usage = Usage()
-        self.grpc: FrontProcess | None = None
+        self.fronts: Sequence[FrontProcess] = ()
         self.is_loading = True
         # Health is open to all; where others need a key, it gives names only.
         self.tells_reasons = True
@@ -164,8 +172,7 @@ class V2Routes:
     async def metrics(self, request: HttpRequest) -> HttpResponse:
         # Reading /proc takes a moment for each process: not on the event loop.
         host = await asyncio.to_thread(self._usage.read, list(self._members()))
-        num_restarts = self.grpc.num_restarts if self.grpc is not None else None
-        text = expose(self._catalog.pending(), host, num_restarts)
+        text = expose(self._catalog.pending(), host, [_use(front) for front in self.fronts])
         return HttpResponse(text, media_type="text/plain; version=0.0.4")
 
     async def index(self, request: HttpRequest) -> HttpResponse:
@@ -184,8 +191,10 @@ class V2Routes:
 
     def _members(self) -> Iterator[Member]:
         """The other processes of this server."""
-        if self.grpc is not None and self.grpc.pid:
-            yield Member(self.grpc.pid, "grpc_front")
+        for front in self.fronts:
+            if front.pid:
+                number = str(front.number or "")
+                yield Member(front.pid, f"{front.protocol}_front", instance=number)
         for model in self._catalog:
             config = model.config
             for instance in model.instances:
@@ -207,6 +216,13 @@ class V2Routes:
         return self._catalog.find(
             request.path_params["name"], request.path_params.get("version", "")
         )
+
+
+def _use(front: FrontProcess) -> FrontUse:
+    # The gRPC library does not say how many connections it has.
+    num_connections = None if front.protocol == "grpc" else front.num_connections
+    number = str(front.number or "")
+    return FrontUse(front.protocol, front.num_restarts, number, num_connections)
 
 
 def _application(routes: list[Route]) -> Starlette:

@@ -66,6 +66,9 @@ class Served:
     def fronts(self) -> list[psutil.Process]:
         return self._running("penstock.protocols.v2_grpc")
 
+    def http_fronts(self) -> list[psutil.Process]:
+        return self._running("penstock.protocols.http_front")
+
     def _running(self, module: str) -> list[psutil.Process]:
         found = []
         for process in self.processes():

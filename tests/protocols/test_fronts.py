@@ -25,8 +25,8 @@ from penstock.errors import (
     Unsupported,
 )
 from penstock.protocols import fronts
-from penstock.protocols.fronts import PING_S, Desk, Front, Silence
-from penstock.protocols.gate import Keys
+from penstock.protocols.fronts import PING_S, Desk, Front, Silence, grpc_trade
+from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.remote import Remote
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
@@ -143,7 +143,7 @@ async def serving(
 
     control = Control(catalog, str(repository), is_explicit=True)
     desk = Desk(catalog, control, lambda: is_serving)
-    front = Front(desk, "127.0.0.1", config, keys, start)
+    front = Front(desk, grpc_trade("127.0.0.1", config, Gate(keys), start))
     front.start()
     lives[-1].connect().send(frames.Listening(frames.VERSION, 7))
     await front.listening()
@@ -360,7 +360,7 @@ class Scarce:
 def front_of(start_life: Scarce) -> Front:
     catalog = Catalog(ThreadLife)
     desk = Desk(catalog, Control(catalog, ".", is_explicit=False), lambda: True)
-    return Front(desk, "127.0.0.1", SMALL, start_life=start_life)
+    return Front(desk, grpc_trade("127.0.0.1", SMALL, Gate(), start_life))
 
 
 async def test_a_front_that_gets_no_process_is_tried_again(until):
@@ -400,7 +400,7 @@ async def test_a_front_that_cannot_listen_is_a_config_error(until):
     for problems, words in [(("port in use",), "port in use"), ((), "exited with status 1")]:
         catalog = Catalog(ThreadLife)
         desk = Desk(catalog, Control(catalog, ".", is_explicit=False), lambda: True)
-        front = Front(desk, "127.0.0.1", SMALL, start_life=start)
+        front = Front(desk, grpc_trade("127.0.0.1", SMALL, Gate(), start))
         lives.clear()
         front.start()
         listening = asyncio.ensure_future(front.listening())
