@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 import penstock
-from penstock.serving.explain import Explanation, PaceState, mode_of
+from penstock.serving.explain import Explanation, PaceState, ProcessState, mode_of
 
 if TYPE_CHECKING:
     from penstock.server import Progress, Server
@@ -163,6 +163,8 @@ def explained(answer: Explanation) -> Group:
     parts += [_section("Rows per batch, since it was loaded"), _bars(answer.batch_sizes)]
     parts += [_section("Last batches (ms: waits, then work)"), _recent(answer)]
     parts += [_section(f"Shapes of a row ({answer.num_shapes} seen)"), _shapes(answer)]
+    if answer.processes:
+        parts += [_section("Event loops just now"), _processes(answer.processes)]
     return Group(*parts)
 
 
@@ -193,6 +195,14 @@ def _title(answer: Explanation) -> Group:
         Text.assemble(("mode ", "dim"), (answer.mode, "bold"), f": {answer.mode_reason}"),
         Text.assemble(("policy ", "dim"), policy),
     )
+
+
+def _processes(processes: Sequence[ProcessState]) -> Table:
+    table = _table("process", "pid", "of a core", "connections")
+    for each in processes:
+        count = "" if each.num_connections is None else str(each.num_connections)
+        table.add_row(each.name, str(each.pid), f"{each.busy:.0%}", count)
+    return table
 
 
 def _section(title: str) -> Text:

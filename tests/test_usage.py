@@ -6,7 +6,7 @@ import sys
 
 import psutil
 
-from penstock.usage import Member, Usage
+from penstock.usage import Member, Usage, cpu_s
 
 
 def test_this_process_is_the_core_and_uses_something():
@@ -35,3 +35,12 @@ def test_the_machine_has_memory_and_uses_part_of_it():
     assert host.memory_total_bytes == psutil.virtual_memory().total
     assert 0 < host.memory_used_bytes < host.memory_total_bytes
     assert 0.0 <= host.cpu_utilization <= 1.0
+
+
+def test_cpu_time_is_that_of_each_process_that_is_there():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    before = cpu_s([os.getpid(), gone.pid])
+    assert before.keys() == {os.getpid()}
+    while cpu_s([os.getpid()]) == before:
+        sum(range(10_000))

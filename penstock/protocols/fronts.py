@@ -557,6 +557,10 @@ class Front:
         self.port = trade.opening.port
 
     @property
+    def name(self) -> str:
+        return self._trade.name
+
+    @property
     def protocol(self) -> str:
         return self._trade.protocol
 

@@ -7,7 +7,10 @@ Reads the catalog; the only thing it changes is which models are loaded, and onl
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -24,8 +27,9 @@ from penstock.pbtxt import to_json
 from penstock.protocols.v2_http import status_of
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
+from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.model import Model
-from penstock.usage import Member, Usage
+from penstock.usage import Member, Usage, cpu_s
 from penstock.wire.v2 import encode_error, encode_metadata
 
 EXTENSIONS = (
@@ -47,6 +51,8 @@ MISSING = {
     "/v2/systemsharedmemory/{rest:path}": "system shared memory regions are",
     "/v2/cudasharedmemory/{rest:path}": "CUDA shared memory regions are",
 }
+# How long it is watched how busy processes are.
+BUSY_S = 0.25
 # Of a path, in an error.
 MAX_PATH_TOLD = 200
 
@@ -56,6 +62,10 @@ class FrontProcess(Protocol):
 
     num_restarts: int
     num_connections: int
+
+    @property
+    def name(self) -> str:
+        """What the log calls it."""
 
     @property
     def protocol(self) -> str: ...
@@ -167,7 +177,10 @@ class V2Routes:
         return _json({"model_stats": [model.metrics.statistics() for model in models]})
 
     async def explain(self, request: HttpRequest) -> HttpResponse:
-        return _json(self._find(request).explain())
+        explanation = self._find(request).explain()
+        processes = await self._processes()
+        verdicts = [*explanation.verdicts, *who_is_busy(processes)]
+        return _json(replace(explanation, verdicts=verdicts, processes=processes))
 
     async def metrics(self, request: HttpRequest) -> HttpResponse:
         # Reading /proc takes a moment for each process: not on the event loop.
@@ -188,6 +201,22 @@ class V2Routes:
         await _body(request)
         await self.control.unload(request.path_params["name"])
         return HttpResponse(b"")
+
+    async def _processes(self) -> list[ProcessState]:
+        """Those between clients and batchers, and how busy they are for a moment."""
+        shown = [ProcessState("core", os.getpid(), 0.0)]
+        for front in self.fronts:
+            if front.pid:
+                shown.append(ProcessState(front.name, front.pid, 0.0, _num_connections(front)))
+        pids = [each.pid for each in shown]
+        before, began = await asyncio.to_thread(cpu_s, pids), time.monotonic()
+        await asyncio.sleep(BUSY_S)
+        after, took_s = await asyncio.to_thread(cpu_s, pids), time.monotonic() - began
+        return [
+            replace(each, busy=round((after[each.pid] - before[each.pid]) / took_s, 3))
+            for each in shown
+            if each.pid in before and each.pid in after
+        ]
 
     def _members(self) -> Iterator[Member]:
         """The other processes of this server."""
@@ -219,10 +248,13 @@ class V2Routes:
 
 
 def _use(front: FrontProcess) -> FrontUse:
-    # The gRPC library does not say how many connections it has.
-    num_connections = None if front.protocol == "grpc" else front.num_connections
     number = str(front.number or "")
-    return FrontUse(front.protocol, front.num_restarts, number, num_connections)
+    return FrontUse(front.protocol, front.num_restarts, number, _num_connections(front))
+
+
+def _num_connections(front: FrontProcess) -> int | None:
+    # The gRPC library does not say how many it has.
+    return None if front.protocol == "grpc" else front.num_connections
 
 
 def _application(routes: list[Route]) -> Starlette:

@@ -87,7 +87,10 @@ class Asked:
             method = self.method or ("POST" if self.body else "GET")
             connection.request(method, self.path, self.body or None, {**ALL, **self.headers})
             answer = connection.getresponse()
-            return answer.status, dict(answer.getheaders()), answer.read()
+            headers = dict(answer.getheaders())
+            if "allow" in headers:  # Comes from a set.
+                headers["allow"] = ", ".join(sorted(headers["allow"].split(", ")))
+            return answer.status, headers, answer.read()
 
 
 def rows(*values: float, outputs: list | None = None, **fields: object) -> bytes:
