@@ -51,8 +51,9 @@ def main() -> None:
     type=click.IntRange(0, 64),
     metavar="N",
     help="Answer HTTP from N processes that share the port; 0: the core does it itself. Raise it "
-    "when the core's event loop is the limit: its penstock_process_cpu_seconds grows by about 1 a "
-    "second while instances are idle, and cores are free. Fewer than that only costs latency.",
+    "when the core's event loop is the limit and cores are free: penstock explain says so, or its "
+    "penstock_process_cpu_seconds grows by 1 a second while instances are idle. Otherwise fronts "
+    "only cost latency.",
 )
 @click.option(
     "--grpc-port",

@@ -227,7 +227,7 @@ class Call:
             id=frame.id,
             outputs=[_requested(name, frame.classes) for name in frame.outputs],
         )
-        request.form = (frame.outputs, *map(_form, frame.parcel.pieces))
+        request.form = (frame.outputs, frame.parcel.pieces)
         request.parameters = frame.parameters or None
         request.priority = frame.priority
         request.timeout_s = frame.timeout_s
@@ -716,10 +716,6 @@ def _requested(name: str, classes: Mapping[str, int]) -> RequestedOutput:
     if name in classes:
         return RequestedOutput(name, {"classification": classes[name]})
     return RequestedOutput(name)
-
-
-def _form(piece: frames.Piece) -> object:
-    return piece.name, piece.datatype, piece.shape, piece.nbytes
 
 
 def _json(value: object) -> bytes:

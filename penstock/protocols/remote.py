@@ -243,11 +243,11 @@ class Remote:
             request.respond(response, frame.is_final)
 
     def _forwarded(self, frame: frames.Forwarded) -> None:
+        data = b"".join([piece.data for piece in unpack(frame.parcel, self._answers)])
+        self._release(frame.parcel)
         deliver, offset = self._forwards.pop(frame.call)
         if offset is not None:
             self._outbox.release(offset)
-        data = b"".join([piece.data for piece in unpack(frame.parcel, self._answers)])
-        self._release(frame.parcel)
         deliver(data, frame)
 
     def _answer(self, frame: frames.Answer) -> None:
