@@ -70,8 +70,8 @@ PING_S = 1.0
 START_S = 60.0
 # Of an error over gRPC; what quotes the client's own names may be of any length.
 MAX_TEXT = 2000
-# The same over HTTP, which has no limit of its own.
-MAX_HTTP_TEXT = MAX_SENT_BYTES // 2
+# The same over HTTP, which has no limit of its own: what surely fits a frame.
+MAX_HTTP_TEXT = MAX_SENT_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,6 +303,15 @@ async def test_names_that_fit_no_frame_are_no_limit(fields: dict[str, Any], unti
         await until(lambda: served.front.num_running == 0)
 
 
+@pytest.mark.parametrize("name", ["n" * 50_000, "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 15_000])
+async def test_an_error_that_quotes_a_long_name_is_told(name: str):
+    async with serving() as served:
+        head, body = binary(b"abcd", outputs=[{"name": name}])
+        answer = await served.ask("/v2/models/echo/infer", body, headers=head)
+        assert answer.status == 400
+        assert name[:10_000] in json.loads(answer.body)["error"]
+
+
 async def test_a_raw_request_is_answered():
     async with serving() as served:
         headers = {"Inference-Header-Content-Length": "0"}
