@@ -45,6 +45,17 @@ def main() -> None:
     help="HTTP port. Change it when it is taken; 0 takes a free one and prints it.",
 )
 @click.option(
+    "--fronts",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 64),
+    metavar="N",
+    help="Answer HTTP from N processes that share the port; 0: the core does it itself. Raise it "
+    "when the core's event loop is the limit and cores are free: penstock explain says so, or its "
+    "penstock_process_cpu_seconds grows by 1 a second while instances are idle. Otherwise fronts "
+    "only cost latency.",
+)
+@click.option(
     "--grpc-port",
     default=8001,
     show_default=True,
@@ -185,6 +196,7 @@ def serve(
     path: str,
     host: str,
     http_port: int,
+    fronts: int,
     grpc_port: int,
     grpc: bool,
     grpc_max_message_bytes: int,
@@ -212,6 +224,7 @@ def serve(
     config = ServerConfig(
         host=host,
         http_port=http_port,
+        num_fronts=fronts,
         grpc=GrpcConfig(grpc_port, grpc_max_message_bytes, compression=grpc_compression)
         if grpc
         else None,

@@ -255,6 +255,9 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     http_port: int = 8000
+    # Processes that answer HTTP on that port; 0: the core does it itself. Raise it when the core's
+    # event loop is the limit, not the models.
+    num_fronts: int = 0
     # None: no gRPC.
     grpc: GrpcConfig | None = None
     # A listener for scrapes and health alone; None: only the HTTP port answers them.

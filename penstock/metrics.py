@@ -248,8 +248,8 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """What one process of the server uses; `role` is core, worker or grpc_front. A worker is named
-    by its model, version and instance."""
+    """What one process of the server uses; `role` is core, worker, grpc_front or http_front. A
+    worker is named by its model, version and instance, an HTTP front by `instance` alone."""
 
     role: str
     resident_bytes: int
@@ -271,8 +271,19 @@ class HostUse:
     gpus: Sequence[GpuUse] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class FrontUse:
+    """A protocol process. `front` is its number where there are several; `num_connections` is None
+    where that is not known."""
+
+    protocol: str
+    num_restarts: int
+    front: str = ""
+    num_connections: int | None = None
+
+
 def expose(
-    models: Iterable[Pending], host: HostUse | None = None, num_front_restarts: int | None = None
+    models: Iterable[Pending], host: HostUse | None = None, fronts: Sequence[FrontUse] = ()
 ) -> bytes:
     """The text that a Prometheus scrape gets. Written here because Triton's counters do not end in
     `_total`, which client libraries insist on."""
@@ -283,10 +294,8 @@ def expose(
     for wait in WAITS:
         lines += _histogram(wait, items)
     lines += _batch_sizes(items) + _gauges(items)
-    if num_front_restarts is not None:
-        name = "penstock_front_restarts"
-        lines += _head(name, "Protocol processes started again after a death", "counter")
-        lines.append(f"{name}{_labels(protocol='grpc')} {num_front_restarts}")
+    if fronts:
+        lines += _fronts(fronts)
     if host is not None:
         lines += _host(host)
     lines += _head("penstock_build_info", "The version that runs; always 1", "gauge")
@@ -384,6 +393,18 @@ def _gpu_memory(items: Sequence[Pending]) -> list[str]:
     return _head(name, text, "gauge") + lines if lines else []
 
 
+def _fronts(fronts: Sequence[FrontUse]) -> list[str]:
+    name = "penstock_front_restarts"
+    lines = _head(name, "Protocol processes started again after a death", "counter")
+    lines += [f"{name}{_front(each)} {each.num_restarts}" for each in fronts]
+    counted = [each for each in fronts if each.num_connections is not None]
+    if counted:
+        name = "penstock_front_connections"
+        lines += _head(name, "Clients connected to each protocol process", "gauge")
+        lines += [f"{name}{_front(each)} {each.num_connections}" for each in counted]
+    return lines
+
+
 def _host(host: HostUse) -> list[str]:
     lines: list[str] = []
     for name, text, value in (
@@ -428,7 +449,15 @@ def _of(item: Pending, **more: str) -> str:
     return _labels(model=item.metrics.name, version=item.metrics.version, **more)
 
 
+def _front(front: FrontUse) -> str:
+    if not front.front:
+        return _labels(protocol=front.protocol)
+    return _labels(protocol=front.protocol, front=front.front)
+
+
 def _process(process: ProcessUse) -> str:
+    if not process.model and process.instance:
+        return _labels(process=process.role, front=process.instance)
     if not process.model:
         return _labels(process=process.role)
     return _labels(

@@ -1,5 +1,5 @@
 """The core process: one event loop with catalog and HTTP front, from start to drained stop; and
-the gRPC front beside it."""
+the fronts beside it: that for gRPC, and with `num_fronts` those for HTTP, which then is theirs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,12 +20,12 @@ from pathlib import Path
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.protocols import access_log
-from penstock.protocols.fronts import Desk, Front
+from penstock.protocols.fronts import Desk, Front, grpc_trade, http_opening, http_trade
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, read_keys
 from penstock.protocols.http import HttpServer
-from penstock.protocols.line import listen_problem, why_not_listen
+from penstock.protocols.line import listen_problem, reserve, why_not_listen
 from penstock.protocols.metrics_http import MetricsHttp
-from penstock.protocols.v2_http import V2Http
+from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
@@ -54,11 +55,12 @@ class Server:
         self._stop = asyncio.Event()
         self.catalog = Catalog(fleet=Fleet(config.gpu_memory_reserve))
         self.routes = V2Routes(self.catalog, path, config.is_explicit)
-        gate = make_gate(config)
+        self._gate = gate = make_gate(config)
         self.routes.tells_reasons = gate.keys is None
         if config.logs_requests:
             access_log.log.setLevel(logging.INFO)  # Asked for, whatever else is kept quiet.
-        self.v2 = V2Http(self.catalog, config.limits, gate, self.routes, config.logs_requests)
+        models = Models(self.catalog, self.routes, config.logs_requests)
+        self.v2 = V2Http(models, config.limits, gate, config.logs_requests)
         self.http = HttpServer(self.v2.handle, config.limits)
         self.http_port = config.http_port
         self._metrics = MetricsHttp(gate, self.routes)
@@ -66,20 +68,29 @@ class Server:
         self.metrics_port = config.metrics_port
         if config.metrics_port is not None:
             self._metrics_http = HttpServer(self._metrics.handle, config.limits)
+        self._desk = Desk(
+            self.catalog,
+            self.routes.control,
+            lambda: not self.routes.is_loading,
+            config.logs_requests,
+            self.v2.handle,
+        )
+        # Holds the port that the HTTP fronts share.
+        self._reserved: socket.socket | None = None
+        self._fronts: list[Front] = []
         self.grpc: Front | None = None
         if config.grpc is not None:
-            desk = Desk(
-                self.catalog,
-                self.routes.control,
-                lambda: not self.routes.is_loading,
-                config.logs_requests,
-            )
-            self.routes.grpc = self.grpc = Front(desk, config.host, config.grpc, gate.keys)
+            self.grpc = Front(self._desk, grpc_trade(config.host, config.grpc, gate))
+            self._fronts.append(self.grpc)
+        self.routes.fronts = self._fronts
 
     async def start(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
         """Listen, then load; a stop asked for meanwhile ends the loading. What takes longer than a
         second is told every second."""
-        self.http_port = await self._listen(self.http, self._config.http_port, "HTTP")
+        if self._config.num_fronts:
+            self._add_http_fronts()
+        else:
+            self.http_port = await self._listen(self.http, self._config.http_port, "HTTP")
         if self._metrics_http is not None and self.metrics_port is not None:
             self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
         await asyncio.to_thread(self.routes.usage.begin)
@@ -109,8 +120,8 @@ class Server:
             log.info("draining: what is accepted may take %.0f s", self._config.drain_s)
         self.routes.is_draining = True
         self.http.drain()
-        if self.grpc is not None:
-            self.grpc.drain()
+        for front in self._fronts:
+            front.drain()
         self._stop.set()
 
     async def close(self) -> None:
@@ -119,12 +130,13 @@ class Server:
         try:
             async with asyncio.timeout(self._config.drain_s):
                 await self.catalog.drain()
-                while self.http.num_running or (self.grpc and self.grpc.num_running):
+                while self.http.num_running or any(each.num_running for each in self._fronts):
                     await asyncio.sleep(0.005)
         except TimeoutError:
             log.warning("still running after %.0f s; stopping anyway", self._config.drain_s)
-        if self.grpc is not None:
-            await self.grpc.close()
+        await asyncio.gather(*(front.close() for front in self._fronts))
+        if self._reserved is not None:
+            self._reserved.close()
         await self.v2.close()
         await self.http.close()
         await self.catalog.close()
@@ -148,17 +160,35 @@ class Server:
                 on_progress(Progress(num_loaded, len(names), waiting, elapsed_s))
 
     async def _load(self, found: Found) -> None:
-        """The models, while the gRPC front starts; if that cannot listen, nothing is loaded."""
+        """The models, while the fronts start; if one cannot listen, nothing is loaded."""
         loading = asyncio.ensure_future(self.catalog.load(found))
         try:
-            if self.grpc is not None:
-                self.grpc.start()
-                await self.grpc.listening()
+            for front in self._fronts:
+                front.start()
+            for front in self._fronts:
+                await front.listening()
             await loading
         except BaseException:
             loading.cancel()
             await asyncio.wait([loading])
             raise
+
+    def _add_http_fronts(self) -> None:
+        config = self._config
+        try:
+            self._reserved = reserve(config.host, config.http_port)
+        except OSError as error:
+            raise ConfigError(
+                [cannot_listen(config.host, config.http_port, "HTTP", listen_problem(error))]
+            ) from None
+        self.http_port = self._reserved.getsockname()[1]
+        opening = http_opening(
+            config.host, self.http_port, config.limits, self._gate, config.logs_requests
+        )
+        self._fronts += [
+            Front(self._desk, http_trade(number, opening, config.limits))
+            for number in range(1, config.num_fronts + 1)
+        ]
 
     async def _listen(self, http: HttpServer, port: int, what: str) -> int:
         host = self._config.host
@@ -175,13 +205,25 @@ def cannot_listen(host: str, port: int, what: str, reason: str) -> str:
 def check(config: ServerConfig, is_insecure: bool) -> None:
     """Whether this can be served as asked for, as far as is known before anything starts."""
     problems = [*_host_problems(config, is_insecure), *_port_problems(config)]
-    if not problems and config.grpc is not None:
-        # Its front would find out when models are loading.
-        port = config.grpc.port
-        if reason := why_not_listen(config.host, port):
-            problems.append(cannot_listen(config.host, port, "gRPC", reason))
+    if not problems:
+        problems += _front_problems(config)
     if problems:
         raise ConfigError(problems)
+
+
+def _front_problems(config: ServerConfig) -> list[str]:
+    """Fronts would find out when models are loading; and HTTP fronts would share their port with
+    those of another server, so that neither would know."""
+    ports = {}
+    if config.num_fronts:
+        ports["HTTP"] = config.http_port
+    if config.grpc is not None:
+        ports["gRPC"] = config.grpc.port
+    return [
+        cannot_listen(config.host, port, what, reason)
+        for what, port in ports.items()
+        if (reason := why_not_listen(config.host, port))
+    ]
 
 
 def _host_problems(config: ServerConfig, is_insecure: bool) -> list[str]:

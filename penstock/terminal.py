@@ -20,7 +20,13 @@ from rich.text import Text
 import penstock
 from penstock import logs
 from penstock.config import CPU
-from penstock.serving.explain import Explanation, InstanceState, PaceState, mode_of
+from penstock.serving.explain import (
+    Explanation,
+    InstanceState,
+    PaceState,
+    ProcessState,
+    mode_of,
+)
 from penstock.serving.memory_plan import gib, told
 
 if TYPE_CHECKING:
@@ -211,6 +217,8 @@ def explained(answer: Explanation) -> Group:
     parts += [_section("Rows per batch, since it was loaded"), _bars(answer.batch_sizes)]
     parts += [_section("Last batches (ms: waits, then work)"), _recent(answer)]
     parts += [_section(f"Shapes of a row ({answer.num_shapes} seen)"), _shapes(answer)]
+    if answer.processes:
+        parts += [_section("Event loops just now"), _processes(answer.processes)]
     return Group(*parts)
 
 
@@ -241,6 +249,14 @@ def _title(answer: Explanation) -> Group:
         Text.assemble(("mode ", "dim"), (answer.mode, "bold"), f": {answer.mode_reason}"),
         Text.assemble(("policy ", "dim"), policy),
     )
+
+
+def _processes(processes: Sequence[ProcessState]) -> Table:
+    table = _table("process", "pid", "of a core", "connections")
+    for each in processes:
+        count = "" if each.num_connections is None else str(each.num_connections)
+        table.add_row(each.name, str(each.pid), f"{each.busy:.0%}", count)
+    return table
 
 
 def _section(title: str) -> Text:

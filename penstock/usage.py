@@ -3,6 +3,7 @@ driver at a scrape."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,6 +52,16 @@ class Usage:
             processes=processes,
             gpus=self._gpus.uses(),
         )
+
+
+def cpu_s(pids: Iterable[int]) -> dict[int, float]:
+    """CPU time so far, user and system; without those that have gone."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            found[pid] = times.user + times.system
+    return found
 
 
 def _use(member: Member) -> ProcessUse:

@@ -28,6 +28,7 @@ from penstock.metrics import (
     REFUSED_AT_ARRIVAL,
     REFUSED_LATER,
     WAITS,
+    FrontUse,
     GpuMemory,
     Histogram,
     HostUse,
@@ -62,9 +63,11 @@ HOST = HostUse(
     [
         ProcessUse("core", 100, 1.5),
         ProcessUse("grpc_front", 50, 0.5),
+        ProcessUse("http_front", 60, 0.75, instance="2"),
         ProcessUse("worker", 70, 2.25, "digits", "3", "1"),
     ],
 )
+FRONTS = [FrontUse("grpc", 3), FrontUse("http", 0, "1", 12), FrontUse("http", 1, "2", 0)]
 SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
 LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"(?:,|$)')
 ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
@@ -300,7 +303,7 @@ def scraped() -> tuple[dict[str, str], list[Sample]]:
     metrics.num_deaths["hang"] = 2
     metrics.load_s = 1.5
     models = [Pending(metrics, num_pending=7, num_ready=8)]
-    return parse(expose(models, HOST, num_front_restarts=3))
+    return parse(expose(models, HOST, FRONTS))
 
 
 def test_tritons_metrics_have_tritons_names_and_types(
@@ -343,6 +346,12 @@ def test_values_are_those_of_the_model(scraped: tuple[dict[str, str], list[Sampl
     assert value_of(samples, "penstock_worker_deaths", cause="hang") == 2
     assert value_of(samples, "penstock_worker_deaths", cause="crash") == 0
     assert value_of(samples, "penstock_front_restarts", protocol="grpc") == 3
+    assert value_of(samples, "penstock_front_restarts", protocol="http", front="2") == 1
+    connections = [s for s in samples if s.name == "penstock_front_connections"]
+    assert [(s.labels, s.value) for s in connections] == [
+        ({"protocol": "http", "front": "1"}, 12),
+        ({"protocol": "http", "front": "2"}, 0),
+    ]
     assert value_of(samples, "penstock_build_info", version=penstock.__version__) == 1
 
 
@@ -357,6 +366,9 @@ def test_the_machine_and_every_process_are_shown(
     worker = {"process": "worker", "model": "digits", "version": "3", "instance": "1"}
     assert value_of(samples, "penstock_process_resident_bytes", **worker) == 70
     assert value_of(samples, "penstock_process_cpu_seconds", **worker) == 2.25
+    assert (
+        value_of(samples, "penstock_process_cpu_seconds", process="http_front", front="2") == 0.75
+    )
 
 
 def test_batch_sizes_are_a_histogram_over_powers_of_two() -> None:
@@ -379,7 +391,7 @@ def test_the_reference_parser_reads_the_same() -> None:
     metrics = ModelMetrics('di\\gi"ts', "3")
     one = finished(dispatched=0.5, completed=1.0, instance_wait_s=0.25)
     metrics.fold([one], 3, one.timings)
-    text = expose([Pending(metrics, 1, 2)], HOST, 0)
+    text = expose([Pending(metrics, 1, 2)], HOST, FRONTS)
     ours = {(s.name, *sorted(s.labels.items())): s.value for s in parse(text)[1]}
     # It gives Triton's counters the ending that they lack.
     theirs = {

@@ -16,6 +16,7 @@ from penstock.serving.explain import (
     LaneState,
     PaceState,
     PastBatch,
+    ProcessState,
     SeenShape,
 )
 from penstock.serving.memory_plan import GpuPlan, Need, Share, make_plan
@@ -41,6 +42,7 @@ ANSWER = Explanation(
     paces=[PaceState("[1,8,8]", 6, {1: 0.001, 2: 0.002}, 812.4)],
     refused={"predicted_late": 17},
     notes=["12 % of the rows are padding"],
+    processes=[ProcessState("core", 9, 0.31), ProcessState("HTTP front 1", 12, 0.97, 64)],
 )
 
 
@@ -60,6 +62,7 @@ def shown(answer: Explanation, width: int = 120) -> str:
         "- Batches hold 3.9 rows on average",
         "an idle instance (2 busy)         5     7      12.30",
         "SLO target (the worker died)",
+        "HTTP front 1   12        97%           64",
         "Shapes of a row (2 seen)",
         "[1,4,4]         2     2        2",
         "predicted_late        17",

@@ -8,7 +8,7 @@ import psutil
 
 from penstock.devices import GpuUse, Watch
 from penstock.testing import FakeClock
-from penstock.usage import Member, Usage
+from penstock.usage import Member, Usage, cpu_s
 
 
 def test_this_process_is_the_core_and_uses_something():
@@ -47,3 +47,12 @@ def test_gpus_are_part_of_the_machine_and_their_energy_counts_from_the_beginning
     clock.advance(1.0)
     [gpu] = usage.read([]).gpus
     assert (gpu.uuid, gpu.utilization, gpu.energy_joules) == ("GPU-a", 0.5, 25.0)
+
+
+def test_cpu_time_is_that_of_each_process_that_is_there():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    before = cpu_s([os.getpid(), gone.pid])
+    assert before.keys() == {os.getpid()}
+    while cpu_s([os.getpid()]) == before:
+        sum(range(10_000))

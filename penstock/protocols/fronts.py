@@ -1,9 +1,10 @@
 """Front processes as the core sees them: started, listened to, restarted, drained.
 
 A front decodes and encodes a protocol in a process of its own; its requests come as frames and go
-to the models of the catalog like any others. What a front dies of does not touch the core: its
-requests are cancelled and another front takes its place; one that does not answer pings any more is
-killed. Lives on the core's event loop.
+to the models of the catalog like any others, and messages that it leaves to the core go to the
+core's own handler. What a front dies of does not touch the core: its requests are cancelled and
+another front takes its place; one that does not answer pings any more is killed. Lives on the
+core's event loop.
 """
 
 from __future__ import annotations
@@ -14,21 +15,25 @@ import functools
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
 import penstock
 from penstock import pbtxt
-from penstock.config import GrpcConfig
+from penstock.config import MIB, GrpcConfig, HttpLimits
 from penstock.errors import (
     BackendFailed,
     ConfigError,
     NotReady,
+    Overloaded,
     PenstockError,
 )
 from penstock.protocols import access_log
-from penstock.protocols.gate import Keys
-from penstock.protocols.line import Line, Outbox, status_name, unpack
+from penstock.protocols.gate import Gate
+from penstock.protocols.http import Exchange, Handler, Head
+from penstock.protocols.line import MAX_SENT_BYTES, Line, Outbox, status_name, unpack
+from penstock.protocols.v2_http import status_of
 from penstock.protocols.v2_routes import EXTENSIONS
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
@@ -42,23 +47,95 @@ from penstock.serving.supervisor import (
     backoff_s,
     deaths_in_a_row,
 )
-from penstock.types import Request, RequestedOutput, Response, Tensor
+from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames
 from penstock.wire.v2 import classified, encode_metadata
 
 log = logging.getLogger("penstock.fronts")
 
 GRPC_FRONT = functools.partial(ProcessLife, module="penstock.protocols.v2_grpc")
+HTTP_FRONT = functools.partial(ProcessLife, module="penstock.protocols.http_front")
+# Shared memory of an HTTP front for tensors on their way to the core, and as much for the way back;
+# at least twice the largest request. Pages that are never used cost nothing.
+HTTP_SEGMENT_BYTES = 256 * MIB
+# How much larger than its JSON a tensor may be: a number and a comma become eight bytes.
+JSON_GROWTH = 4
+# An HTTP front that has not answered for so long hangs; more where it may have much JSON to decode,
+# at this many bytes a second.
+HTTP_HANG_S = 10.0
+JSON_RATE = 16 * MIB
 STOP_TIMEOUT_S = 5.0
 PING_S = 1.0
 # How long a front may take until it listens.
 START_S = 60.0
-# Of an error; what quotes the client's own names may be of any length.
+# Of an error over gRPC; what quotes the client's own names may be of any length.
 MAX_TEXT = 2000
+# The same over HTTP, which has no limit of its own: what surely fits a frame.
+MAX_HTTP_TEXT = MAX_SENT_BYTES // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Trade:
+    """What one kind of front does. `name` is what the log calls it, `status` what an error is
+    called in its protocol; `opening` is said to it first."""
+
+    name: str
+    protocol: str
+    # From 1 where there are several of them; else 0.
+    number: int
+    opening: frames.Open
+    hang_s: float
+    max_text: int
+    status_ok: object
+    status: Callable[[PenstockError], object]
+    start_life: StartLife
+
+
+def grpc_trade(
+    host: str, config: GrpcConfig, gate: Gate, start_life: StartLife = GRPC_FRONT
+) -> Trade:
+    opening = frames.Open(
+        frames.VERSION,
+        host,
+        config.port,
+        max(config.segment_bytes, 2 * config.max_message_bytes),
+        config.max_message_bytes,
+        config.compression,
+        _keys(gate),
+    )
+    name = "gRPC front"
+    return Trade(name, "grpc", 0, opening, config.hang_s, MAX_TEXT, "OK", status_name, start_life)
+
+
+def http_trade(
+    number: int, opening: frames.Open, limits: HttpLimits, start_life: StartLife = HTTP_FRONT
+) -> Trade:
+    hang_s = HTTP_HANG_S + limits.max_json_bytes / JSON_RATE
+    name = f"HTTP front {number}"
+    return Trade(name, "http", number, opening, hang_s, MAX_HTTP_TEXT, 200, status_of, start_life)
+
+
+def http_opening(
+    host: str, port: int, limits: HttpLimits, gate: Gate, logs_requests: bool
+) -> frames.Open:
+    """The same for all of them; they share the port."""
+    largest = max(limits.max_body_bytes, JSON_GROWTH * limits.max_json_bytes)
+    return frames.Open(
+        frames.VERSION,
+        host,
+        port,
+        max(HTTP_SEGMENT_BYTES, 2 * largest),
+        limits.max_body_bytes,
+        keys=_keys(gate),
+        limits=limits,
+        hosts=None if gate.hosts is None else tuple(gate.hosts),
+        logs_requests=logs_requests,
+    )
 
 
 class Desk:
-    """What fronts may ask of the core besides inference. Raises what it refuses with."""
+    """What fronts may ask of the core besides inference. Raises what it refuses with. `http` is the
+    handler for messages of HTTP fronts."""
 
     def __init__(
         self,
@@ -66,7 +143,9 @@ class Desk:
         control: Control,
         is_serving: Callable[[], bool],
         logs_requests: bool = False,
+        http: Handler | None = None,
     ) -> None:
+        self.http = http
         self.catalog = catalog
         self._control = control
         self.logs_requests = logs_requests
@@ -133,12 +212,13 @@ class Desk:
 class Call:
     """A request of a front, and the sink that answers it."""
 
-    __slots__ = ("_number", "_session", "_wants_classes", "model", "request")
+    __slots__ = ("_number", "_session", "_wants_classes", "_wants_timings", "model", "request")
 
     def __init__(self, session: Session, frame: frames.Infer, model: Model) -> None:
         self._session = session
         self._number = frame.call
         self._wants_classes = bool(frame.classes)
+        self._wants_timings = frame.wants_timings
         self.model = model
         self.request = request = Request(
             self,
@@ -147,7 +227,7 @@ class Call:
             id=frame.id,
             outputs=[_requested(name, frame.classes) for name in frame.outputs],
         )
-        request.form = (frame.outputs, *map(_form, frame.parcel.pieces))
+        request.form = (frame.outputs, frame.parcel.pieces)
         request.parameters = frame.parameters or None
         request.priority = frame.priority
         request.timeout_s = frame.timeout_s
@@ -161,7 +241,8 @@ class Call:
         if isinstance(answer, PenstockError):
             self._session.refuse(self._number, answer)
         else:
-            self._session.reply(self._number, answer, final)
+            timings = request.timings if self._wants_timings else None
+            self._session.reply(self._number, answer, final, timings)
 
 
 class LoggedCall(Call):
@@ -171,11 +252,43 @@ class LoggedCall(Call):
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
+        trade, config = self._session.trade, self.model.config
         if isinstance(answer, Response):
-            access_log.ended("grpc", "OK", self.model.config, request, "")
+            access_log.ended(trade.protocol, trade.status_ok, config, request, "")
         else:
             kind = type(answer).__name__
-            access_log.ended("grpc", status_name(answer), self.model.config, request, kind)
+            access_log.ended(trade.protocol, trade.status(answer), config, request, kind)
+
+
+class Relay:
+    """A message of a front's client, as the peer of an exchange of the core. The answer goes back
+    whole."""
+
+    def __init__(self, session: Session, frame: frames.Forward) -> None:
+        self._session = session
+        self._number = frame.call
+        self._parts: list[bytes] = []
+        self.received = frame.received
+        self.writable = asyncio.Event()
+        self.writable.set()
+        head = Head(frame.method, frame.target, frame.headers)
+        head.keep_alive = frame.keep_alive
+        head.is_http_1_0 = frame.is_http_1_0
+        (body,) = session.unpack(frame.parcel)
+        head.content_length = len(body.data)
+        self.exchange = Exchange(self, head, body.data)
+
+    def will_keep_alive(self, head: Head) -> bool:
+        return head.keep_alive and not self._session.is_draining
+
+    def write(self, data: bytes) -> None:
+        self._parts.append(data)
+
+    def finish(self, data: bytes, keep_alive: bool) -> None:
+        self._session.pass_back(self._number, b"".join((*self._parts, data)), keep_alive)
+
+    def abort(self) -> None:
+        self._session.cut(self._number)
 
 
 class Session:
@@ -184,17 +297,18 @@ class Session:
     def __init__(
         self,
         desk: Desk,
+        trade: Trade,
         life: Life,
-        requests: Segment,
-        answers: Segment,
+        segments: tuple[Segment, Segment],
         told: Callable[[frames.FromFront], None],
     ) -> None:
         self._desk = desk
+        self.trade = trade
         self._told = told
-        self._requests = requests
-        self._answers = answers
-        self._outbox = Outbox(answers)
+        self._requests, self._answers = segments
+        self._outbox = Outbox(self._answers)
         self._calls: dict[int, Call] = {}
+        self._relays: dict[int, Relay] = {}
         self._questions: dict[int, asyncio.Task[None]] = {}
         self._is_open = True
         self.life = life
@@ -204,15 +318,20 @@ class Session:
 
     @property
     def num_running(self) -> int:
-        """Requests and questions without an answer, and answers that wait for memory."""
-        return len(self._calls) + len(self._questions) + self._outbox.num_waiting
+        """Requests, messages and questions without an answer, and answers that wait for memory."""
+        num_asked = len(self._calls) + len(self._relays) + len(self._questions)
+        return num_asked + self._outbox.num_waiting
+
+    @property
+    def is_draining(self) -> bool:
+        return self._desk.is_draining
 
     def open(self, frame: frames.Open) -> None:
         fds = [self._requests.fd, self._answers.fd]
         try:
             socket.send_fds(self.life.sock, [frames.encode(frame)], fds)
         except OSError as error:
-            log.error("the gRPC front cannot be given its memory: %s", error)
+            log.error("the %s cannot be given its memory: %s", self.trade.name, error)
             self.life.kill()
 
     def ping(self) -> None:
@@ -221,6 +340,9 @@ class Session:
     def read(self) -> None:
         """What the front has said by now."""
         self._line.read()
+
+    def drain(self) -> None:
+        self._line.send(frames.Drain())
 
     def stop(self) -> None:
         self._line.send(frames.Stop())
@@ -233,6 +355,10 @@ class Session:
         for call in list(self._calls.values()):
             call.model.cancel(call.request)
         self._calls.clear()
+        relays = list(self._relays.values())
+        self._relays.clear()
+        for relay in relays:
+            relay.exchange.leave()
         for question in self._questions.values():
             question.cancel()
         self.life.sock.close()
@@ -245,10 +371,15 @@ class Session:
     def refuse(self, number: int, error: PenstockError) -> None:
         self._calls.pop(number, None)
         kind = type(error).__name__
-        text = str(error)[:MAX_TEXT]
-        self._line.send(frames.InferReply(number, frames.Parcel(), error_kind=kind, error=text))
+        text = str(error)[: self.trade.max_text]
+        frame = frames.InferReply(number, frames.Parcel(), error_kind=kind, error=text)
+        if isinstance(error, Overloaded):
+            frame.retry_after_s = error.retry_after_s
+        self._line.send(frame)
 
-    def reply(self, number: int, answer: Response, is_final: bool) -> None:
+    def reply(
+        self, number: int, answer: Response, is_final: bool, timings: Timings | None = None
+    ) -> None:
         if not self._is_open:
             return
         if is_final:
@@ -260,6 +391,8 @@ class Session:
                 number, parcel, answer.model_name, answer.model_version, parameters
             )
             frame.is_final = is_final
+            if timings is not None:
+                frame.timings = _told(timings)
             try:
                 self._line.send(frame)
             except PenstockError as error:
@@ -271,6 +404,25 @@ class Session:
             self._outbox.post(number, answer.outputs, send)
         except PenstockError as error:
             self.refuse(number, BackendFailed(f"the answer: {error}"))
+
+    def pass_back(self, number: int, data: bytes, keeps: bool) -> None:
+        """The answer to a message."""
+        if self._relays.pop(number, None) is None:
+            return
+
+        def send(parcel: frames.Parcel) -> None:
+            self._line.send(frames.Forwarded(number, parcel, keeps))
+
+        try:
+            self._outbox.post(number, [Tensor("body", "UINT8", (len(data),), data)], send)
+        except PenstockError:
+            log.error("an answer of %d bytes is too large for the %s", len(data), self.trade.name)
+            self._line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
+
+    def cut(self, number: int) -> None:
+        """There is no answer to this message."""
+        if self._relays.pop(number, None) is not None:
+            self._line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
 
     def _lost(self) -> None:
         """A front without its socket is of no use."""
@@ -288,6 +440,8 @@ class Session:
                 self._cancel(frame.call)
             case frames.Ask():
                 self._ask(frame)
+            case frames.Forward():
+                self._forward(frame)
             case _:
                 self._told(frame)
 
@@ -304,16 +458,29 @@ class Session:
         except PenstockError as error:
             self.refuse(frame.call, error)
             if self._desk.logs_requests:
-                what = {"model": frame.model_name}
+                what, trade = {"model": frame.model_name}, self.trade
                 kind = type(error).__name__
-                access_log.refused("grpc", status_name(error), what, frame.received, kind)
+                status = trade.status(error)
+                access_log.refused(trade.protocol, status, what, frame.received, kind)
         except Exception:  # The protocol edge.
             log.exception("a request of a front could not be submitted")
             self.refuse(frame.call, BackendFailed("internal error"))
 
+    def _forward(self, frame: frames.Forward) -> None:
+        assert self._desk.http is not None
+        relay = self._relays[frame.call] = Relay(self, frame)
+        try:
+            self._desk.http(relay.exchange)
+        except Exception:  # The protocol edge.
+            log.exception("while handling %r", relay.exchange.head.path)
+            relay.exchange.reply_error(500, "internal error")
+
     def _cancel(self, number: int) -> None:
         if call := self._calls.get(number):
             call.model.cancel(call.request)
+        elif relay := self._relays.get(number):
+            relay.exchange.leave()
+            self.cut(number)
         elif question := self._questions.get(number):
             question.cancel()
 
@@ -326,7 +493,7 @@ class Session:
         try:
             self._post(ask.call, await self._desk.answer(ask))
         except PenstockError as error:
-            kind, text = type(error).__name__, str(error)[:MAX_TEXT]
+            kind, text = type(error).__name__, str(error)[: self.trade.max_text]
             self._line.send(frames.Answer(ask.call, b"", kind, text))
         except Exception:  # The protocol edge.
             log.exception("a question of a front could not be answered")
@@ -368,21 +535,11 @@ class Silence:
 
 
 class Front:
-    """Keeps one gRPC front running. `port` is where it listens, also after a restart."""
+    """Keeps one front running. `port` is where it listens, also after a restart."""
 
-    def __init__(
-        self,
-        desk: Desk,
-        host: str,
-        config: GrpcConfig,
-        keys: Keys | None = None,
-        start_life: StartLife = GRPC_FRONT,
-    ) -> None:
+    def __init__(self, desk: Desk, trade: Trade) -> None:
         self._desk = desk
-        self._host = host
-        self._config = config
-        self._keys = keys
-        self._start_life = start_life
+        self._trade = trade
         self._loop = asyncio.get_running_loop()
         self._session: Session | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -395,7 +552,21 @@ class Front:
         self._problems: tuple[str, ...] = ()
         self._num_deaths = 0
         self.num_restarts = 0
-        self.port = config.port
+        # As the front said when it last answered.
+        self.num_connections = 0
+        self.port = trade.opening.port
+
+    @property
+    def name(self) -> str:
+        return self._trade.name
+
+    @property
+    def protocol(self) -> str:
+        return self._trade.protocol
+
+    @property
+    def number(self) -> int:
+        return self._trade.number
 
     @property
     def pid(self) -> int:
@@ -411,37 +582,24 @@ class Front:
         self._listening_at = None
         self._problems = ()
         self._silence = Silence(START_S, self._loop.time())
-        max_bytes = self._config.max_message_bytes
-        segment_bytes = max(self._config.segment_bytes, 2 * max_bytes)
+        self.num_connections = 0
         try:
-            self._session = self._launch(segment_bytes)
+            self._session = self._launch()
         except OSError as error:
             self._restart(f"could not be started ({error})")
             return
-        keys = None
-        if self._keys is not None:
-            keys = {digest: tuple(scopes) for digest, scopes in self._keys.scopes.items()}
-        self._session.open(
-            frames.Open(
-                frames.VERSION,
-                self._host,
-                self.port,
-                segment_bytes,
-                max_bytes,
-                self._config.compression,
-                keys,
-            )
-        )
+        self._session.open(msgspec.structs.replace(self._trade.opening, port=self.port))
         if self._ticker is None:
             self._ticker = self._loop.call_later(PING_S, self._tick)
 
-    def _launch(self, segment_bytes: int) -> Session:
+    def _launch(self) -> Session:
+        segment_bytes = self._trade.opening.segment_bytes
         with contextlib.ExitStack() as undo:
             requests = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
             answers = undo.enter_context(contextlib.closing(Segment(segment_bytes)))
-            life = self._start_life(self._loop, self._died)
+            life = self._trade.start_life(self._loop, self._died)
             undo.pop_all()
-        return Session(self._desk, life, requests, answers, self._told)
+        return Session(self._desk, self._trade, life, (requests, answers), self._told)
 
     async def listening(self) -> None:
         """ConfigError if it cannot."""
@@ -450,6 +608,8 @@ class Front:
     def drain(self) -> None:
         """New inferences are refused, accepted ones finish."""
         self._desk.is_draining = True
+        if self._session is not None and self._listening_at is not None:
+            self._session.drain()
 
     async def close(self) -> None:
         """The front says goodbye to its clients and goes; after a while it is made to."""
@@ -473,14 +633,18 @@ class Front:
         match frame:
             case frames.Pong():
                 self._silence.heard()
+                self.num_connections = frame.num_connections
             case frames.Listening():
-                self._silence = Silence(self._config.hang_s, self._loop.time())
+                self._silence = Silence(self._trade.hang_s, self._loop.time())
                 self.port = frame.port
                 self._listening_at = self._loop.time()
                 if not self._first_listening.done():
                     self._first_listening.set_result(None)
+                if self._desk.is_draining and self._session is not None:
+                    self._session.drain()
                 log.info(
-                    "gRPC front listens on port %d (pid %d)",
+                    "%s listens on port %d (pid %d)",
+                    self._trade.name,
                     frame.port,
                     self.pid,
                     extra={"front_pid": self.pid},
@@ -496,7 +660,7 @@ class Front:
             return
         session.read()  # The answer may have come while we were busy.
         if self._silence.is_over(self._loop.time()):
-            log.error("the gRPC front hangs; killing pid %d", self.pid)
+            log.error("the %s hangs; killing pid %d", self._trade.name, self.pid)
             session.life.kill()
         else:
             session.ping()
@@ -519,25 +683,39 @@ class Front:
             self._problems or self._num_deaths >= MAX_LOAD_DEATHS
         ):
             problems = self._problems or (
-                f"the gRPC front {reason} while starting, {MAX_LOAD_DEATHS} times",
+                f"the {self._trade.name} {reason} while starting, {MAX_LOAD_DEATHS} times",
             )
             self._first_listening.set_exception(ConfigError(problems))
             return
         delay_s = backoff_s(self._num_deaths)
         why = "; ".join(self._problems) or reason
-        log.warning("the gRPC front %s; restart in %.1f s", why, delay_s, extra={"reason": why})
+        log.warning(
+            "the %s %s; restart in %.1f s", self._trade.name, why, delay_s, extra={"reason": why}
+        )
         self.num_restarts += 1
         self._timer = self._loop.call_later(delay_s, self.start)
+
+
+def _keys(gate: Gate) -> dict[bytes, tuple[str, ...]] | None:
+    if gate.keys is None:
+        return None
+    return {digest: tuple(scopes) for digest, scopes in gate.keys.scopes.items()}
+
+
+def _told(timings: Timings) -> tuple[float, ...]:
+    return (
+        timings.queued,
+        timings.dispatched,
+        timings.instance_wait_s,
+        *timings.compute_s,
+        timings.completed,
+    )
 
 
 def _requested(name: str, classes: Mapping[str, int]) -> RequestedOutput:
     if name in classes:
         return RequestedOutput(name, {"classification": classes[name]})
     return RequestedOutput(name)
-
-
-def _form(piece: frames.Piece) -> object:
-    return piece.name, piece.datatype, piece.shape, piece.nbytes
 
 
 def _json(value: object) -> bytes:

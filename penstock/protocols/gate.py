@@ -90,7 +90,7 @@ class Gate:
 
     def __init__(self, keys: Keys | None = None, hosts: frozenset[str] | None = None) -> None:
         self.keys = keys
-        self._hosts = hosts
+        self.hosts = hosts
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         """NotAllowed, saying what was missing."""
@@ -122,13 +122,13 @@ class Gate:
             raise NotAllowed(f"This protocol is restricted: the API key has no scope '{scope}'")
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
-        if self._hosts is None:
+        if self.hosts is None:
             return
         given = headers.get(b"host", b"").decode("latin-1")
         name = given.rpartition("]")[0].lstrip("[") if given.startswith("[") else given
         if not given.startswith("["):
             name = given.rpartition(":")[0] if ":" in given else given
-        if given and name.lower() not in self._hosts:
+        if given and name.lower() not in self.hosts:
             raise NotAllowed(f"Host '{given}' is not served here; --allow-host adds one")
 
 

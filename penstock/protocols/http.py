@@ -88,6 +88,21 @@ class Waiter(Protocol):
     def abandon(self) -> None: ...
 
 
+class Peer(Protocol):
+    """Who sent a message, as its exchange sees it: a connection, or the front that has it."""
+
+    received: float
+    writable: asyncio.Event
+
+    def will_keep_alive(self, head: Head) -> bool: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    def finish(self, data: bytes, keep_alive: bool) -> None: ...
+
+    def abort(self) -> None: ...
+
+
 class Exchange:
     """One message and its answer. `waiter` is told when the client leaves before it."""
 
@@ -101,7 +116,7 @@ class Exchange:
         "waiter",
     )
 
-    def __init__(self, connection: Connection, head: Head, body: Buffer) -> None:
+    def __init__(self, connection: Peer, head: Head, body: Buffer) -> None:
         self._connection = connection
         self.received = connection.received
         self.head = head
@@ -131,6 +146,19 @@ class Exchange:
         else:
             start = b"%bContent-Length: %d\r\n\r\n" % (_status_line(status) + headers, length)
         connection.finish(b"".join((start, *parts)), keeps)
+
+    def pass_on(self, data: bytes, keep_alive: bool) -> None:
+        """An answer that was written elsewhere, head and all."""
+        if not self.is_finished:
+            self.is_finished = True
+            self.waiter = None
+            self._connection.finish(data, keep_alive)
+
+    def leave(self) -> None:
+        """The client has gone: tell whoever works on the answer."""
+        self.is_finished = True
+        if self.waiter is not None:
+            self.waiter.abandon()
 
     def reply_error(self, status: int, text: str, headers: bytes = b"") -> None:
         self.reply(status, _JSON + headers, (encode_error(text),))
@@ -222,9 +250,7 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         exchange, self._running = self._running, None
         if exchange is not None:
-            exchange.is_finished = True
-            if exchange.waiter is not None:
-                exchange.waiter.abandon()
+            exchange.leave()
 
     def pause_writing(self) -> None:
         self.write_blocked_since = self._server.now()
@@ -522,10 +548,11 @@ class HttpServer:
         self._listener: asyncio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port, which differs from the one asked for when that was 0."""
+    async def start(self, host: str, port: int, shares_port: bool = False) -> int:
+        """Listen; returns the port, which differs from the one asked for when that was 0. With
+        `shares_port` others may listen there too, and the kernel deals connections out."""
         self._listener = await self._loop.create_server(
-            lambda: Connection(self), host, port, backlog=4096
+            lambda: Connection(self), host, port, backlog=4096, reuse_port=shares_port or None
         )
         self._sweeper = self._loop.create_task(self._sweep())
         bound: int = self._listener.sockets[0].getsockname()[1]

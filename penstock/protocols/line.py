@@ -78,6 +78,25 @@ def why_not_listen(host: str, port: int) -> str:
     return ""
 
 
+def reserve(host: str, port: int) -> socket.socket:
+    """A port, 0 being any that is free, that only those who share it on purpose can listen on; as
+    long as this socket is open, which listens to nobody itself."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            sock.setsockopt(socket.SOL_SOCKET, option, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def listen_problem(error: OSError) -> str:
     if (error.errno or 0) < 0:  # Codes of getaddrinfo.
         return "this name cannot be resolved to an address"

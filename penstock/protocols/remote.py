@@ -1,21 +1,29 @@
 """The core as a front process sees it: models that take requests, and answers to questions.
 
 A front finds a `RemoteModel` by name and submits requests to it as it would to the model itself;
-frames and shared memory do the rest. Knows no protocol. Belongs to the front's event loop.
+frames and shared memory do the rest. Messages that it leaves to the core go the same way. Knows no
+protocol. Belongs to the front's event loop; `begin` is how the process comes to be one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
+from penstock import logs
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
+from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.line import Line, Outbox, unpack
 from penstock.serving.slab import Segment
-from penstock.types import CANCELLED, Parameter, Request, Response
+from penstock.serving.worker import die_with_parent
+from penstock.types import CANCELLED, Buffer, Parameter, Request, Response, Tensor
 from penstock.wire import frames
 
 # Requests that may wait for memory while the segment is full of others.
@@ -31,6 +39,10 @@ def _kinds(base: type[PenstockError]) -> dict[str, type[PenstockError]]:
     return kinds
 
 
+Serve = Callable[[socket.socket, frames.Open, Sequence[int]], Coroutine[Any, Any, None]]
+# Takes the answer to a message: its bytes, and the frame they came with.
+Deliver = Callable[[bytes, frames.Forwarded], None]
+
 # What the core may answer with. The operator's own mistakes are none of a client's business.
 KINDS = _kinds(PenstockError)
 del KINDS[ConfigError.__name__]
@@ -39,15 +51,16 @@ del KINDS[ConfigError.__name__]
 class RemoteModel:
     """A model of the core as a Servable. That it exists is found out by asking it."""
 
-    __slots__ = ("_name", "_remote", "_version")
+    __slots__ = ("_remote", "name", "version", "wants_timings")
 
-    def __init__(self, remote: Remote, name: str, version: str) -> None:
+    def __init__(self, remote: Remote, name: str, version: str, wants_timings: bool) -> None:
         self._remote = remote
-        self._name = name
-        self._version = version
+        self.name = name
+        self.version = version
+        self.wants_timings = wants_timings
 
     def submit(self, request: Request) -> None:
-        self._remote.submit(request, self._name, self._version)
+        self._remote.submit(request, self)
 
     def cancel(self, request: Request) -> None:
         self._remote.cancel(request)
@@ -55,8 +68,9 @@ class RemoteModel:
 
 class Remote:
     """Invariant: a request is in `_calls` from `submit` to its final answer, cancelled or not,
-    because the core may read its tensors until then. `stopped` is set when the core says so or has
-    gone."""
+    because the core may read its tensors until then; so is a message in `_forwards`. `stopped` is
+    set when the core says so or has gone, `on_drain` is called when it is about to stop;
+    `count_connections` is what it hears when it asks."""
 
     def __init__(self, sock: socket.socket, requests: Segment, answers: Segment) -> None:
         self._loop = asyncio.get_running_loop()
@@ -65,21 +79,25 @@ class Remote:
         self._numbers = itertools.count(1)
         self._calls: dict[int, tuple[Request, int | None]] = {}
         self._questions: dict[int, asyncio.Future[bytes]] = {}
+        self._forwards: dict[int, tuple[Deliver, int | None]] = {}
         self.stopped = asyncio.Event()
+        self.on_drain: Callable[[], None] = lambda: None
+        self.count_connections: Callable[[], int] = lambda: 0
         self._line: Line[frames.ToFront] = Line(
             sock, frames.decode_all_to_front, self._receive, self.stopped.set
         )
 
     @property
     def num_running(self) -> int:
-        return len(self._calls) + self._outbox.num_waiting
+        return len(self._calls) + len(self._forwards) + self._outbox.num_waiting
 
     @property
     def num_extents_held(self) -> int:
         return self._outbox.num_held
 
-    def find(self, name: str, version: str = "") -> RemoteModel:
-        return RemoteModel(self, name, version)
+    def find(self, name: str, version: str = "", wants_timings: bool = False) -> RemoteModel:
+        """`wants_timings`: requests come back with the times of the core's stages."""
+        return RemoteModel(self, name, version, wants_timings)
 
     def send(self, frame: frames.Listening | frames.LoadFailed) -> None:
         self._line.send(frame)
@@ -108,20 +126,39 @@ class Remote:
         finally:
             del self._questions[call]
 
-    def submit(self, request: Request, name: str, version: str) -> None:
-        # The number of the call is where the Servable that admits a request keeps its own.
-        request.turn = call = next(self._numbers)
-        if self._outbox.num_waiting >= MAX_WAITING:
-            request.respond(Overloaded("too many requests wait for memory"))
-            return
+    def forward(self, message: frames.Forward, body: Buffer, deliver: Deliver) -> None:
+        """Let the core answer a message; its `call` is given here. Raises Overloaded."""
+        message.call = next(self._numbers)
+        self._check_waiting()
 
         def send(parcel: frames.Parcel) -> None:
-            self._send(request, name, version, parcel)
+            message.parcel = parcel
+            self._line.send(message)
+            self._forwards[message.call] = (deliver, parcel.offset)
+
+        self._outbox.post(message.call, [Tensor("body", "UINT8", (len(body),), body)], send)
+
+    def cancel_forward(self, call: int) -> None:
+        """Nobody waits for the answer to this message any more."""
+        if not self._outbox.withdraw(call):
+            self._line.send(frames.Cancel(call))
+
+    def submit(self, request: Request, model: RemoteModel) -> None:
+        # The number of the call is where the Servable that admits a request keeps its own.
+        request.turn = call = next(self._numbers)
+
+        def send(parcel: frames.Parcel) -> None:
+            self._send(request, model, parcel)
 
         try:
+            self._check_waiting()
             self._outbox.post(call, request.inputs, send)
         except PenstockError as error:
             request.respond(error)
+
+    def _check_waiting(self) -> None:
+        if self._outbox.num_waiting >= MAX_WAITING:
+            raise Overloaded("too many requests wait for memory")
 
     def cancel(self, request: Request) -> None:
         if request.is_done:
@@ -132,12 +169,12 @@ class Remote:
             self._outbox.withdraw(request.turn)
         request.respond(CANCELLED)
 
-    def _send(self, request: Request, name: str, version: str, parcel: frames.Parcel) -> None:
+    def _send(self, request: Request, model: RemoteModel, parcel: frames.Parcel) -> None:
         call = request.turn
         frame = frames.Infer(
             call,
-            name,
-            version,
+            model.name,
+            model.version,
             request.timings.received,
             parcel,
             request.id,
@@ -146,6 +183,7 @@ class Remote:
             request.priority,
             request.timeout_s,
             _classes(request),
+            model.wants_timings,
         )
         request.inputs = ()
         try:
@@ -163,8 +201,12 @@ class Remote:
                 self._reply(frame)
             case frames.Answer():
                 self._answer(frame)
+            case frames.Forwarded():
+                self._forwarded(frame)
             case frames.Ping():
-                self._line.send(frames.Pong())
+                self._line.send(frames.Pong(self.count_connections()))
+            case frames.Drain():
+                self.on_drain()
             case frames.Stop():
                 self.stopped.set()
             case frames.Open():
@@ -182,14 +224,31 @@ class Remote:
             if offset is not None:
                 self._outbox.release(offset)
         if frame.error_kind:
-            request.respond(_error(frame.error_kind, frame.error))
+            request.respond(_error(frame.error_kind, frame.error, frame.retry_after_s))
             return
         if not request.is_done:
+            if frame.timings:
+                _set_timings(request, frame.timings)
             outputs = unpack(frame.parcel, self._answers)
             response = Response(
                 frame.model_name, frame.model_version, outputs, frame.parameters or None
             )
+            if request.form is not None and not frame.parameters:
+                response.form = (
+                    request.form,
+                    frame.model_name,
+                    frame.model_version,
+                    frame.parcel.pieces,
+                )
             request.respond(response, frame.is_final)
+
+    def _forwarded(self, frame: frames.Forwarded) -> None:
+        data = b"".join([piece.data for piece in unpack(frame.parcel, self._answers)])
+        self._release(frame.parcel)
+        deliver, offset = self._forwards.pop(frame.call)
+        if offset is not None:
+            self._outbox.release(offset)
+        deliver(data, frame)
 
     def _answer(self, frame: frames.Answer) -> None:
         question, body = self._questions.get(frame.call), frame.body
@@ -217,5 +276,50 @@ def _classes(request: Request) -> dict[str, int]:
     }
 
 
-def _error(kind: str, text: str) -> PenstockError:
+def _set_timings(request: Request, told: tuple[float, ...]) -> None:
+    timings = request.timings
+    timings.queued, timings.dispatched, timings.instance_wait_s, *compute_s, completed = told
+    input_s, infer_s, output_s = compute_s
+    timings.compute_s = (input_s, infer_s, output_s)
+    timings.completed = completed
+
+
+def _error(kind: str, text: str, retry_after_s: float = 1.0) -> PenstockError:
+    if kind == Overloaded.__name__:
+        return Overloaded(text, retry_after_s)
     return KINDS.get(kind, BackendFailed)(text)
+
+
+def gate_of(settings: frames.Open) -> Gate:
+    """The core's gate, as it was sent."""
+    keys = None
+    if settings.keys is not None:
+        keys = Keys({digest: frozenset(scopes) for digest, scopes in settings.keys.items()})
+    return Gate(keys, None if settings.hosts is None else frozenset(settings.hosts))
+
+
+def begin(serve: Serve, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    """The life of a front process, `python -m MODULE FD PARENT`: `serve` in `run`, then the end."""
+    parent = int(sys.argv[2])
+    die_with_parent()
+    if os.getppid() != parent:
+        return
+    # Ctrl-C in a terminal reaches the whole group; the core decides when fronts stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.configure(logs.from_environment())
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    sock = socket.socket(fileno=fd)
+    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 2)
+    if not data:
+        return
+    sock.setblocking(False)
+    settings = frames.decode_to_front(data)
+    assert isinstance(settings, frames.Open)
+    if settings.version != frames.VERSION:
+        text = f"the core speaks frames version {settings.version}, this front {frames.VERSION}"
+        sock.send(frames.join([frames.encode(frames.LoadFailed((text,)))]))
+        return
+    run(serve(sock, settings, fds))
+    sys.stdout.flush()
+    os._exit(0)

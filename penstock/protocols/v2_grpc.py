@@ -12,10 +12,7 @@ import contextlib
 import gc
 import json
 import logging
-import os
-import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -26,7 +23,6 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from penstock import logs
 from penstock.errors import (
     NotAllowed,
     NotFound,
@@ -34,11 +30,11 @@ from penstock.errors import (
     PenstockError,
     Unsupported,
 )
-from penstock.protocols.gate import Gate, Keys
+from penstock.protocols.gate import Gate
 from penstock.protocols.line import status_name, why_not_listen
-from penstock.protocols.remote import Remote
+from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.serving.slab import Segment
-from penstock.serving.worker import die_with_parent, take_part
+from penstock.serving.worker import take_part
 from penstock.types import Request, Response
 from penstock.wire import frames
 from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_parameter
@@ -384,7 +380,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     """Listen, answer until the core says Stop, let what is accepted finish, say goodbye."""
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
     remote = Remote(sock, requests, answers)
-    service = Service(remote, _gate(settings))
+    service = Service(remote, gate_of(settings))
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
@@ -418,37 +414,5 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     remote.close()
 
 
-def _gate(settings: frames.Open) -> Gate:
-    if settings.keys is None:
-        return Gate()
-    return Gate(Keys({digest: frozenset(scopes) for digest, scopes in settings.keys.items()}))
-
-
-def main() -> None:
-    parent = int(sys.argv[2])
-    die_with_parent()
-    if os.getppid() != parent:
-        return
-    # Ctrl-C in a terminal reaches the whole group; the core decides when fronts stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logs.configure(logs.from_environment())
-    fd = int(sys.argv[1])
-    os.set_inheritable(fd, False)
-    sock = socket.socket(fileno=fd)
-    data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 2)
-    if not data:
-        return
-    sock.setblocking(False)
-    settings = frames.decode_to_front(data)
-    assert isinstance(settings, frames.Open)
-    if settings.version != frames.VERSION:
-        text = f"the core speaks frames version {settings.version}, this front {frames.VERSION}"
-        sock.send(frames.join([frames.encode(frames.LoadFailed((text,)))]))
-        return
-    asyncio.run(serve(sock, settings, fds))
-    sys.stdout.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    begin(serve, asyncio.run)

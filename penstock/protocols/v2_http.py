@@ -1,7 +1,7 @@
 """KServe v2 / Triton over HTTP: infer on the short path, everything else through Starlette.
 
 Translates and nothing more: paths to Servables, bytes to requests (`wire.v2`), errors to statuses
-by one table.
+by one table. The same in the core and in a front process; `Door` is what differs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
 from penstock.config import HttpLimits
@@ -34,7 +34,7 @@ from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange
 from penstock.serving.catalog import Catalog
 from penstock.serving.model import Model
-from penstock.types import Request, Response
+from penstock.types import Request, Response, Servable, TensorSpec
 from penstock.wire import compression
 from penstock.wire.v2 import Codec, decode_raw
 
@@ -81,13 +81,22 @@ class InferCall:
 class InferSink:
     """Turns the answer of one infer request into the reply of its exchange."""
 
-    __slots__ = ("_call", "_codec", "_exchange", "_model", "request")
+    __slots__ = ("_call", "_codec", "_exchange", "_model", "_specs", "request")
 
-    def __init__(self, exchange: Exchange, codec: Codec, model: Model, call: InferCall) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        codec: Codec,
+        call: InferCall,
+        model: Servable,
+        specs: Sequence[TensorSpec] | None,
+    ) -> None:
+        """`specs` are the model's outputs, as `Codec.encode_answer` takes them."""
         self._exchange = exchange
         self._codec = codec
-        self._model = model
         self._call = call
+        self._model = model
+        self._specs = specs
         self.request: Request | None = None
 
     def abandon(self) -> None:
@@ -100,7 +109,7 @@ class InferSink:
             reply_error(self._exchange, answer)
             return
         try:
-            head, tail = self._codec.encode_answer(request, answer, self._model.config.outputs)
+            head, tail = self._codec.encode_answer(request, answer, self._specs)
         except PenstockError as error:
             reply_error(self._exchange, error)
             return
@@ -129,6 +138,7 @@ class LoggedSink(InferSink):
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
+        assert isinstance(self._model, Model)
         config = self._model.config
         status = status_of(answer) if isinstance(answer, PenstockError) else 200
         error = "" if isinstance(answer, Response) else type(answer).__name__
@@ -144,25 +154,61 @@ class WrongHead(Exception):
         self.headers = headers
 
 
-class V2Http:
-    """The handler of the HTTP server; while its routes are draining it refuses inferences."""
+class Door(Protocol):
+    """Where a message goes whose head has been understood."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        limits: HttpLimits,
-        gate: Gate,
-        routes: V2Routes,
-        logs_requests: bool = False,
-    ) -> None:
-        self._logs_requests = logs_requests
+    def infer(self, call: InferCall, exchange: Exchange) -> None: ...
+
+    def other(self, exchange: Exchange) -> None:
+        """What is not inference."""
+
+    async def close(self) -> None: ...
+
+
+class Models:
+    """The door of the core: to its own models and routes. While the routes are draining it refuses
+    inferences."""
+
+    def __init__(self, catalog: Catalog, routes: V2Routes, logs_requests: bool = False) -> None:
         self._make_sink = LoggedSink if logs_requests else InferSink
-        self._routes = routes
         self._catalog = catalog
-        self._limits = limits
-        self._gate = gate
+        self._routes = routes
         self._codec = Codec()
         self._bridge = AsgiBridge(routes.application())
+        self.other = self._bridge.handle
+        self.close = self._bridge.close
+
+    def infer(self, call: InferCall, exchange: Exchange) -> None:
+        model = self._catalog.find(call.model_name, call.model_version)
+        sink = self._make_sink(exchange, self._codec, call, model, model.config.outputs)
+        try:
+            if self._routes.is_draining:
+                raise NotReady("the server is shutting down")
+            if call.json_bytes == 0:
+                request = decode_raw(exchange.body, model.config, sink, exchange.received)
+            else:
+                request = self._codec.decode_infer(
+                    exchange.body, call.json_bytes, sink, exchange.received
+                )
+        except PenstockError as error:
+            model.refused(error, exchange.received)
+            raise
+        sink.request = request
+        exchange.waiter = sink
+        model.submit(request)
+
+
+class V2Http:
+    """The handler of the HTTP server: reads heads, behind the gate, and inflates bodies."""
+
+    def __init__(
+        self, door: Door, limits: HttpLimits, gate: Gate, logs_requests: bool = False
+    ) -> None:
+        self._logs_requests = logs_requests
+        self._limits = limits
+        self._gate = gate
+        self._door = door
+        self._infer = door.infer
         self._inflating: set[asyncio.Task[None]] = set()
 
     def handle(self, exchange: Exchange) -> None:
@@ -194,7 +240,7 @@ class V2Http:
         for task in self._inflating:
             task.cancel()
         await asyncio.gather(*self._inflating, return_exceptions=True)
-        await self._bridge.close()
+        await self._door.close()
 
     def _look(self, exchange: Exchange) -> InferCall | None:
         """A head that was not seen before: first the gate, then where it leads. None when the
@@ -203,7 +249,7 @@ class V2Http:
         self._gate.check(unquote(head.path.decode("latin-1")), head.headers)
         match = _INFER.fullmatch(head.path)
         if match is None:
-            self._bridge.handle(exchange)
+            self._door.other(exchange)
             return None
         call = self._call(match, exchange)
         encoding = head.headers.get(b"content-encoding", b"identity").lower()
@@ -234,25 +280,6 @@ class V2Http:
         except Exception:  # The protocol edge: the client is told.
             log.exception("while handling %r", exchange.head.path)
             exchange.reply_error(500, "internal error")
-
-    def _infer(self, call: InferCall, exchange: Exchange) -> None:
-        model = self._catalog.find(call.model_name, call.model_version)
-        sink = self._make_sink(exchange, self._codec, model, call)
-        try:
-            if self._routes.is_draining:
-                raise NotReady("the server is shutting down")
-            if call.json_bytes == 0:
-                request = decode_raw(exchange.body, model.config, sink, exchange.received)
-            else:
-                request = self._codec.decode_infer(
-                    exchange.body, call.json_bytes, sink, exchange.received
-                )
-        except PenstockError as error:
-            model.refused(error, exchange.received)
-            raise
-        sink.request = request
-        exchange.waiter = sink
-        model.submit(request)
 
     def _call(self, match: re.Match[bytes], exchange: Exchange) -> InferCall:
         """What the head of an infer message says; depends on nothing else."""

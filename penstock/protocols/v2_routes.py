@@ -7,7 +7,10 @@ Reads the catalog; the only thing it changes is which models are loaded, and onl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -19,13 +22,14 @@ from starlette.routing import Route
 
 import penstock
 from penstock.errors import InvalidRequest, PenstockError, Unsupported
-from penstock.metrics import expose
+from penstock.metrics import FrontUse, expose
 from penstock.pbtxt import to_json
 from penstock.protocols.v2_http import status_of
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
+from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.model import Model
-from penstock.usage import Member, Usage
+from penstock.usage import Member, Usage, cpu_s
 from penstock.wire.v2 import encode_error, encode_metadata
 
 EXTENSIONS = (
@@ -47,6 +51,8 @@ MISSING = {
     "/v2/systemsharedmemory/{rest:path}": "system shared memory regions are",
     "/v2/cudasharedmemory/{rest:path}": "CUDA shared memory regions are",
 }
+# How long it is watched how busy processes are.
+BUSY_S = 0.25
 # Of a path, in an error.
 MAX_PATH_TOLD = 200
 
@@ -55,20 +61,32 @@ class FrontProcess(Protocol):
     """What a scrape says of a front."""
 
     num_restarts: int
+    num_connections: int
+
+    @property
+    def name(self) -> str:
+        """What the log calls it."""
+
+    @property
+    def protocol(self) -> str: ...
+
+    @property
+    def number(self) -> int:
+        """From 1 where there are several of a protocol; else 0."""
 
     @property
     def pid(self) -> int: ...
 
 
 class V2Routes:
-    """`path` is the repository; `is_explicit` allows loading and unloading over the API; `grpc` is
-    the front beside this one, if there is one."""
+    """`path` is the repository; `is_explicit` allows loading and unloading over the API; `fronts`
+    are the processes that speak to clients for this one."""
 
     def __init__(self, catalog: Catalog, path: str, is_explicit: bool) -> None:
         self._catalog = catalog
         self.control = Control(catalog, path, is_explicit)
         self.usage = Usage()
-        self.grpc: FrontProcess | None = None
+        self.fronts: Sequence[FrontProcess] = ()
         self.is_loading = True
         # Health is open to all; where others need a key, it gives names only.
         self.tells_reasons = True
@@ -159,13 +177,15 @@ class V2Routes:
         return _json({"model_stats": [model.metrics.statistics() for model in models]})
 
     async def explain(self, request: HttpRequest) -> HttpResponse:
-        return _json(self._find(request).explain())
+        explanation = self._find(request).explain()
+        processes = await self._processes()
+        verdicts = [*explanation.verdicts, *who_is_busy(processes)]
+        return _json(replace(explanation, verdicts=verdicts, processes=processes))
 
     async def metrics(self, request: HttpRequest) -> HttpResponse:
         # Reading /proc takes a moment for each process: not on the event loop.
         host = await asyncio.to_thread(self.usage.read, list(self._members()))
-        num_restarts = self.grpc.num_restarts if self.grpc is not None else None
-        text = expose(self._catalog.pending(), host, num_restarts)
+        text = expose(self._catalog.pending(), host, [_use(front) for front in self.fronts])
         return HttpResponse(text, media_type="text/plain; version=0.0.4")
 
     async def index(self, request: HttpRequest) -> HttpResponse:
@@ -182,10 +202,28 @@ class V2Routes:
         await self.control.unload(request.path_params["name"])
         return HttpResponse(b"")
 
+    async def _processes(self) -> list[ProcessState]:
+        """Those between clients and batchers, and how busy they are for a moment."""
+        shown = [ProcessState("core", os.getpid(), 0.0)]
+        for front in self.fronts:
+            if front.pid:
+                shown.append(ProcessState(front.name, front.pid, 0.0, _num_connections(front)))
+        pids = [each.pid for each in shown]
+        before, began = await asyncio.to_thread(cpu_s, pids), time.monotonic()
+        await asyncio.sleep(BUSY_S)
+        after, took_s = await asyncio.to_thread(cpu_s, pids), time.monotonic() - began
+        return [
+            replace(each, busy=round((after[each.pid] - before[each.pid]) / took_s, 3))
+            for each in shown
+            if each.pid in before and each.pid in after
+        ]
+
     def _members(self) -> Iterator[Member]:
         """The other processes of this server."""
-        if self.grpc is not None and self.grpc.pid:
-            yield Member(self.grpc.pid, "grpc_front")
+        for front in self.fronts:
+            if front.pid:
+                number = str(front.number or "")
+                yield Member(front.pid, f"{front.protocol}_front", instance=number)
         for model in self._catalog:
             config = model.config
             for instance in model.instances:
@@ -207,6 +245,16 @@ class V2Routes:
         return self._catalog.find(
             request.path_params["name"], request.path_params.get("version", "")
         )
+
+
+def _use(front: FrontProcess) -> FrontUse:
+    number = str(front.number or "")
+    return FrontUse(front.protocol, front.num_restarts, number, _num_connections(front))
+
+
+def _num_connections(front: FrontProcess) -> int | None:
+    # The gRPC library does not say how many it has.
+    return None if front.protocol == "grpc" else front.num_connections
 
 
 def _application(routes: list[Route]) -> Starlette:

@@ -7,7 +7,7 @@ larger. The dataclasses travel as JSON.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from penstock.config import CPU, BatchPolicy, ModelConfig
@@ -29,6 +29,8 @@ NOTEWORTHY = 0.2
 MANY_SHAPES = 4
 # Below this nobody waited for an instance; the clock is read twice on the way.
 AT_ONCE_S = 1e-6
+# An event loop that takes this share of a core has no time to spare.
+BUSY = 0.9
 
 Mode = Literal["fixed", "slo", "unbatched"]
 
@@ -90,9 +92,20 @@ class PaceState:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessState:
+    """A process between clients and batcher: the core, or a front. `busy` is the share of one core
+    that it took just now; `num_connections` is None where that is not known."""
+
+    name: str
+    pid: int
+    busy: float
+    num_connections: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """`verdicts` say why batches were as small as they were; `notes` are what the model itself has
-    to say about how it is served."""
+    to say about how it is served; `processes` are those of the server, not of the model."""
 
     model: str
     version: str
@@ -110,6 +123,31 @@ class Explanation:
     paces: list[PaceState]
     refused: dict[str, int]
     notes: list[str]
+    processes: list[ProcessState] = field(default_factory=list)
+
+
+def who_is_busy(processes: Sequence[ProcessState]) -> list[str]:
+    """Sentences about event loops that are the limit; the core is the first of the processes."""
+    core, *fronts = processes
+    http = [front for front in fronts if front.name.startswith("HTTP")]
+    found = []
+    if core.busy >= BUSY and not http:
+        found.append(
+            f"The core's event loop takes {core.busy:.0%} of a core and answers HTTP itself: "
+            "penstock serve --fronts N leaves that to N processes."
+        )
+    elif core.busy >= BUSY:
+        found.append(
+            f"The core's event loop takes {core.busy:.0%} of a core, beside {len(http)} HTTP "
+            "fronts: more rows in a request would cost it less than more requests."
+        )
+    found += [
+        f"{front.name} takes {front.busy:.0%} of a core: more of them (--fronts) would share its "
+        "clients."
+        for front in http
+        if front.busy >= BUSY
+    ]
+    return found
 
 
 def _padding(metrics: ModelMetrics) -> list[str]:

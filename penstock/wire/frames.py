@@ -2,14 +2,15 @@
 
 One frame is one datagram of a SOCK_SEQPACKET pair: MessagePack of a tagged array, a few hundred
 bytes for a whole batch, because tensors stay in shared memory. `VERSION` is exchanged first and
-must be equal on both sides; fields may be added at the end with a default, anything else raises it.
+must be equal on both sides; fields may be added at the end with a default, and frames for a kind of
+process that there was not before; anything else raises it.
 A front has a frame per request, so there a datagram is an array of the frames that are due
 (`join`); only its first, Open, comes alone.
 
     core → worker   Load, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
     worker → core   Ready, LoadFailed, Done, Failed, StreamResponse, Upcall
-    core → front    Open, InferReply, Answer, Ping, Stop
-    front → core    Listening, LoadFailed, Infer, Cancel, Release, Ask, Pong
+    core → front    Open, InferReply, Answer, Forwarded, Ping, Drain, Stop
+    front → core    Listening, LoadFailed, Infer, Cancel, Release, Ask, Forward, Pong
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.config import ModelConfig
+from penstock.config import HttpLimits, ModelConfig
 from penstock.types import Parameter
 
 VERSION = 1
@@ -181,8 +182,8 @@ class UpcallReply(Frame, tag="upr"):
     is_final: bool = True
 
 
-class Piece(Frame, tag="t"):
-    """What is known of one tensor of a parcel."""
+class Piece(msgspec.Struct, array_like=True, gc=False, frozen=True, tag="t"):
+    """What is known of one tensor of a parcel. Equal ones are the same key."""
 
     name: str
     datatype: str
@@ -212,6 +213,11 @@ class Open(Frame, tag="open"):
     compression: str = "none"
     # Scopes by the digest of the API key, as `protocols.gate` has them; None: nobody needs one.
     keys: dict[bytes, tuple[str, ...]] | None = None
+    # Of an HTTP front: what one client may ask of it, and the names it is served under; None: any.
+    limits: HttpLimits | None = None
+    hosts: tuple[str, ...] | None = None
+    # Whether the front tells the access log of what never reaches the core.
+    logs_requests: bool = False
 
 
 class Listening(Frame, tag="lis"):
@@ -237,11 +243,13 @@ class Infer(Frame, tag="inf"):
     timeout_s: float | None = None
     # Of the outputs that are asked for as their best classes: how many.
     classes: dict[str, int] = {}
+    # The reply is to say where the time went.
+    wants_timings: bool = False
 
 
 class Cancel(Frame, tag="infc"):
-    """Nobody waits for this request or question any more. Of a request the answer comes all the
-    same, and may be an error."""
+    """Nobody waits for this request, question or message any more. Of a request or a message the
+    answer comes all the same, and may be an error."""
 
     call: int
 
@@ -258,6 +266,34 @@ class InferReply(Frame, tag="infr"):
     error_kind: str = ""
     error: str = ""
     is_final: bool = True
+    # When asking again may make sense, of one that is refused for overload.
+    retry_after_s: float = 1.0
+    # As `types.Timings` has them: queued, dispatched, instance_wait_s, compute_s, completed.
+    timings: tuple[float, ...] = ()
+
+
+class Forward(Frame, tag="fwd"):
+    """An HTTP message that the core answers itself: everything but inference that could be decoded.
+    Its body is the one piece of `parcel`, which is free when the Forwarded has come."""
+
+    call: int
+    received: float
+    method: bytes
+    target: bytes
+    headers: dict[bytes, bytes]
+    keep_alive: bool
+    is_http_1_0: bool
+    parcel: Parcel
+
+
+class Forwarded(Frame, tag="fwdr"):
+    """The bytes to send to the client, as the one piece of `parcel`, whose memory is free after a
+    Release; and whether the connection stays open. `is_cut`: it ends here, without an answer."""
+
+    call: int
+    parcel: Parcel
+    keeps: bool = False
+    is_cut: bool = False
 
 
 AskKind = Literal[
@@ -300,13 +336,19 @@ class Ping(Frame, tag="ping"):
 
 
 class Pong(Frame, tag="pong"):
-    """Yes."""
+    """Yes, and with so many clients connected, where the front knows."""
+
+    num_connections: int = 0
+
+
+class Drain(Frame, tag="drn"):
+    """The server is about to stop: connections are not kept open beyond their next answer."""
 
 
 ToWorker = Load | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
 FromWorker = Ready | LoadFailed | Done | Failed | StreamResponse | Upcall
-FromFront = Listening | LoadFailed | Infer | Cancel | Release | Ask | Pong
-ToFront = Open | InferReply | Answer | Ping | Stop
+FromFront = Listening | LoadFailed | Infer | Cancel | Release | Ask | Forward | Pong
+ToFront = Open | InferReply | Answer | Forwarded | Ping | Drain | Stop
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -256,16 +256,17 @@ class Codec:
         self._forms[key] = request.form = Form(request)
 
     def encode_answer(
-        self, request: Request, response: Response, specs: Sequence[TensorSpec] = ()
+        self, request: Request, response: Response, specs: Sequence[TensorSpec] | None = ()
     ) -> tuple[bytes, list[Buffer]]:
         """The JSON part and the raw tensors behind it (none when every output is JSON). `specs`
-        are the model's outputs, for the labels of classes."""
+        are the model's outputs, for the labels of classes; None when outputs that were asked for
+        as classes are classes already."""
         template = None
         has_form = request.form is not None and response.form is not None
         if has_form:
             template = self._templates.get(response.form)
         if template is None:
-            if _wants_classes(request):
+            if specs is not None and _wants_classes(request):
                 return encode_answer(request, classified(request, response, specs))
             if not has_form:
                 return encode_answer(request, response)

@@ -20,6 +20,8 @@ class Tally:
     num_good: int = 0
     num_wrong: int = 0
     num_cut: int = 0
+    # Which clients lost a connection.
+    cut: set[int] = field(default_factory=set)
     statuses: dict[int, int] = field(default_factory=dict)
     finished: list[float] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
@@ -49,7 +51,7 @@ class Load:
         self.tally = Tally()
 
     async def __aenter__(self) -> "Load":
-        self._tasks = [asyncio.ensure_future(self._client()) for _ in range(self._num_connections)]
+        self._tasks = [asyncio.ensure_future(self._client(n)) for n in range(self._num_connections)]
         return self
 
     def stop(self) -> None:
@@ -59,7 +61,7 @@ class Load:
         self.stop()
         await asyncio.gather(*self._tasks)
 
-    async def _client(self) -> None:
+    async def _client(self, number: int) -> None:
         reader = writer = None
         while not self._is_stopping:
             try:
@@ -68,6 +70,7 @@ class Load:
                 keep = await self._exchange(reader, writer)
             except (OSError, asyncio.IncompleteReadError):
                 self.tally.num_cut += 1
+                self.tally.cut.add(number)
                 keep = False
             if not keep and writer is not None:
                 writer.close()

@@ -72,6 +72,11 @@ class Served:
     def fronts(self) -> list[psutil.Process]:
         return self._running("penstock.protocols.v2_grpc")
 
+    def http_fronts(self) -> list[psutil.Process]:
+        """Those that take connections by now."""
+        found = self._running("penstock.protocols.http_front")
+        return [each for each in found if num_sockets(each, psutil.CONN_LISTEN)]
+
     def _running(self, module: str) -> list[psutil.Process]:
         found = []
         for process in self.processes():
@@ -116,6 +121,13 @@ class Served:
         self.errors.close()
         assert not any(each.is_running() for each in processes), "a process was left behind"
         return code
+
+
+def num_sockets(process: psutil.Process, status: str = psutil.CONN_ESTABLISHED) -> int:
+    """Of TCP; none when the process has gone."""
+    with contextlib.suppress(psutil.Error):
+        return sum(each.status == status for each in process.net_connections("tcp"))
+    return 0
 
 
 def null_model(

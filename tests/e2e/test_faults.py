@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -11,20 +12,20 @@ from pathlib import Path
 import psutil
 import pytest
 from load import Load
-from served import EXAMPLES, Served, null_model
+from served import EXAMPLES, Served, null_model, num_sockets
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(180)]
 
 TWO = "instance_group { count: 2 kind: KIND_CPU }"
 
 
-@pytest.fixture
-def faulty(tmp_path: Path) -> Iterator[Served]:
+@pytest.fixture(params=["0", "2"], ids=["core", "fronts"])
+def faulty(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     """`one` and `two` instances that take 2 ms; 13 kills its worker, 14 takes half a second."""
     options = {"a_ms": 2, "crash_on": 13, "stall_on": 14, "stall_ms": 500}
     null_model(tmp_path, "one", **options)
     null_model(tmp_path, "two", config=TWO, **options)
-    served = Served(tmp_path)
+    served = Served(tmp_path, "--fronts", request.param)
     yield served
     if served.process.poll() is None:
         assert served.terminate() == 0
@@ -126,7 +127,7 @@ def test_sigterm_under_load(faulty: Served):
             # One slow request keeps the drain going long enough to look at it.
             slow = asyncio.create_task(asyncio.to_thread(faulty.infer, "one", "x", "INT32", [14]))
             await asyncio.sleep(0.1)
-            workers = faulty.workers()
+            processes = faulty.processes()
             began = time.monotonic()
             faulty.process.send_signal(signal.SIGTERM)
             while await asyncio.to_thread(faulty.status, "/v2/health/ready") == 200:
@@ -134,7 +135,7 @@ def test_sigterm_under_load(faulty: Served):
             noticed_s = time.monotonic() - began
             status, answer = await slow
             assert (status, answer["outputs"][0]["data"]) == (200, [14])
-            code = await asyncio.to_thread(faulty.finish, workers)
+            code = await asyncio.to_thread(faulty.finish, processes)
             load.stop()
         return load, noticed_s, code
 
@@ -174,8 +175,78 @@ def test_a_random_killer_for_twenty_seconds(tmp_path: Path):
     assert tally.num_good >= 0.999 * tally.num_sent
 
 
-def test_canaries_under_load_on_the_example():
-    served = Served(EXAMPLES)
+def test_a_killer_of_fronts_for_twenty_seconds(tmp_path: Path):
+    """Only who was connected to a killed front is cut off, and nobody is answered twice."""
+    null_model(tmp_path, "two", config=TWO, a_ms=2)
+    served = Served(tmp_path, "--fronts", "3")
+    chance = random.Random(1)
+
+    async def scenario() -> tuple[Load, int, int]:
+        kills = num_own = 0
+        async with Load(served.port, 32, model="two") as load:
+            ends = time.monotonic() + 20
+            while time.monotonic() < ends:
+                await asyncio.sleep(1)
+                fronts = served.http_fronts()
+                # One stays that listens, so that there is always somebody to answer.
+                if len(fronts) > 1:
+                    victim = chance.choice(fronts)
+                    os.kill(victim.pid, signal.SIGSTOP)
+                    num_own += num_sockets(victim)
+                    # It dies at work, not at rest.
+                    os.kill(victim.pid, signal.SIGCONT)
+                    await asyncio.sleep(0.02)
+                    os.kill(victim.pid, signal.SIGKILL)
+                    kills += 1
+        return load, kills, num_own
+
+    load, kills, num_own = asyncio.run(scenario())
+    ended = dict(successes_and_cancels(served))
+    tally = load.tally
+    print(
+        f"\n{kills} kills of {num_own} connections, {tally.num_cut} cut, {tally.num_good} good, "
+        f"statuses {tally.statuses}, {ended}"
+    )
+    assert tally.num_wrong == 0 and set(tally.statuses) == {200}
+    assert tally.num_good + tally.num_cut >= tally.num_sent
+    # A connection that a dying front never accepted is cut too.
+    assert tally.num_cut <= 2 * num_own
+    # What the core computed was seen, or was being computed for somebody who was cut off.
+    assert tally.num_good <= ended["success"] <= tally.num_good + tally.num_cut
+    assert ended["pending"] == 0
+    assert served.terminate() == 0
+
+
+def successes_and_cancels(served: Served) -> Iterator[tuple[str, int]]:
+    text = served.get("/metrics")[1].decode()
+    for name, metric in (
+        ("success", r"nv_inference_request_success{model=\"two\",version=\"1\"}"),
+        ("cancelled", r"nv_inference_request_failure{.*reason=\"CANCELED\"}"),
+        ("pending", r"nv_inference_pending_request_count{.*}"),
+    ):
+        yield name, int(re.search(rf"^{metric} (\d+)", text, re.M)[1])
+
+
+def test_a_front_that_stands_still_is_replaced(tmp_path: Path):
+    served = Served(null_model(tmp_path, "two", a_ms=2), "--fronts", "2")
+    victim, other = served.http_fronts()
+    os.kill(victim.pid, signal.SIGSTOP)
+    # It is killed when it has not answered for ten seconds.
+    while victim.is_running():
+        time.sleep(0.1)
+    statuses = set()
+    while len(served.http_fronts()) < 2:
+        time.sleep(0.1)
+    for value in range(50):
+        statuses.add(served.infer("two", "x", "INT32", [value])[0])
+    assert statuses == {200}
+    assert other.pid in {front.pid for front in served.http_fronts()}
+    assert served.terminate() == 0
+
+
+@pytest.mark.parametrize("num_fronts", ["0", "2"])
+def test_canaries_under_load_on_the_example(num_fronts: str):
+    served = Served(EXAMPLES, "--fronts", num_fronts)
 
     async def scenario() -> Load:
         async with Load(served.port, 64) as load:

@@ -86,10 +86,12 @@ def unary(channel: grpc.Channel, method: str) -> grpc.UnaryUnaryMultiCallable:
     return channel.unary_unary(path)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["0", "2"], ids=["core", "fronts"])
+def server(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Served]:
     root = malformed.write_repository(tmp_path_factory.mktemp("repository"))
-    served = Served(root, grpc=True)
+    served = Served(root, "--fronts", request.param, grpc=True)
     processes = {process.pid for process in served.processes()}
     yield served
     assert {process.pid for process in served.processes()} == processes

@@ -135,15 +135,16 @@ def test_metrics_count_what_was_done(server, client):
     )
 
 
-def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
-    served = Served(null_model(tmp_path, "slow", a_ms=1500))
+@pytest.mark.parametrize("num_fronts", ["0", "2"])
+def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path, num_fronts):
+    served = Served(null_model(tmp_path, "slow", a_ms=1500), "--fronts", num_fronts)
     answers: list[tuple[int, dict]] = []
     thread = threading.Thread(
         target=lambda: answers.append(served.infer("slow", "x", "INT32", [7]))
     )
     thread.start()
     time.sleep(0.5)
-    workers = served.workers()
+    processes = served.processes()
     served.process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
     assert served.status("/v2/health/ready") == 503
@@ -155,4 +156,4 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
     thread.join()
     ((status, answer),) = answers
     assert (status, answer["outputs"][0]["data"]) == (200, [7])
-    assert served.finish(workers) == 0
+    assert served.finish(processes) == 0

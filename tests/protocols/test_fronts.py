@@ -25,8 +25,9 @@ from penstock.errors import (
     Unsupported,
 )
 from penstock.protocols import fronts
-from penstock.protocols.fronts import PING_S, Desk, Front, Silence
-from penstock.protocols.gate import Keys
+from penstock.protocols.fronts import PING_S, Desk, Front, Silence, grpc_trade
+from penstock.protocols.gate import Gate, Keys
+from penstock.protocols.http import Exchange
 from penstock.protocols.remote import Remote
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
@@ -132,6 +133,7 @@ async def serving(
     is_serving: bool = True,
     keys: Keys | None = None,
     repository: Path | str = ".",
+    http: Callable[[Exchange], None] | None = None,
 ) -> AsyncIterator[Served]:
     catalog = Catalog(ThreadLife)
     await catalog.load(Found(list(configs) or [model("echo")]))
@@ -142,8 +144,8 @@ async def serving(
         return lives[-1]
 
     control = Control(catalog, str(repository), is_explicit=True)
-    desk = Desk(catalog, control, lambda: is_serving)
-    front = Front(desk, "127.0.0.1", config, keys, start)
+    desk = Desk(catalog, control, lambda: is_serving, http=http)
+    front = Front(desk, grpc_trade("127.0.0.1", config, Gate(keys), start))
     front.start()
     lives[-1].connect().send(frames.Listening(frames.VERSION, 7))
     await front.listening()
@@ -238,6 +240,124 @@ async def test_a_front_that_dies_is_replaced_and_its_requests_are_cancelled(unti
         await until(lambda: slow.num_running == 0)
 
 
+@pytest.fixture
+def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fronts, "PING_S", 0.01)
+
+
+class Held:
+    """A handler that answers nothing, and what becomes of its exchanges."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[Exchange] = []
+        self.num_left = 0
+
+    def __call__(self, exchange: Exchange) -> None:
+        exchange.waiter = self
+        self.exchanges.append(exchange)
+
+    def abandon(self) -> None:
+        self.num_left += 1
+
+
+def forward(remote: Remote, answers: list[tuple[bytes, frames.Forwarded]]) -> frames.Forward:
+    message = frames.Forward(0, 1.0, b"GET", b"/a?b", {b"c": b"d"}, True, False, frames.Parcel())
+    remote.forward(message, b"body", lambda data, frame: answers.append((data, frame)))
+    return message
+
+
+async def test_a_message_is_answered_with_the_bytes_for_the_client(until):
+    held = Held()
+    answers: list[tuple[bytes, frames.Forwarded]] = []
+    async with serving(http=held) as served:
+        for _ in range(2):
+            forward(served.remote, answers)
+        await until(lambda: len(held.exchanges) == 2)
+        assert served.front.num_running == 2
+        first, second = held.exchanges
+        assert (first.head.path, first.head.query, bytes(first.body)) == (b"/a", b"b", b"body")
+        first.reply(200, b"X: y\r\n", (b"one", b" two"))
+        first.reply(500, b"", ())
+        served.front.drain()
+        second.reply_error(404, "nobody")
+        await until(lambda: len(answers) == 2)
+        (whole, told), (refusal, last) = answers
+        assert whole == b"HTTP/1.1 200 OK\r\nX: y\r\nContent-Length: 7\r\n\r\none two"
+        assert b"Connection: close" in refusal and refusal.endswith(b'{"error":"nobody"}')
+        assert (told.keeps, told.is_cut, last.keeps) == (True, False, False)
+        assert served.front.num_running == served.remote.num_running == 0
+
+
+async def test_a_message_that_nobody_waits_for_is_given_up_and_its_answer_dropped(until):
+    held = Held()
+    answers: list[tuple[bytes, frames.Forwarded]] = []
+    async with serving(http=held) as served:
+        message = forward(served.remote, answers)
+        await until(lambda: held.exchanges)
+        served.remote.cancel_forward(message.call)
+        await until(lambda: answers)
+        assert held.num_left == 1 and answers[0][1].is_cut
+        held.exchanges[0].reply(200, b"", ())
+        assert served.front.num_running == served.remote.num_running == 0
+
+
+async def test_an_answer_that_fits_no_memory_cuts_the_connection(until):
+    held = Held()
+    answers: list[tuple[bytes, frames.Forwarded]] = []
+    async with serving(http=held) as served:
+        forward(served.remote, answers)
+        await until(lambda: held.exchanges)
+        held.exchanges[0].reply(200, b"", (bytes(SMALL.segment_bytes + 1),))
+        await until(lambda: answers)
+        assert answers[0][1].is_cut
+
+
+async def test_messages_of_a_front_that_dies_are_given_up(until):
+    held = Held()
+    async with serving(http=held) as served:
+        forward(served.remote, [])
+        await until(lambda: held.exchanges)
+        served.lives[-1].kill()
+        await until(lambda: len(served.lives) == 2)
+        assert held.num_left == 1
+        held.exchanges[0].reply(200, b"", (b"too late",))
+        served.lives[-1].connect()
+
+
+async def test_a_front_that_starts_while_the_server_drains_is_told(until):
+    async with serving() as served:
+        served.front.drain()
+        served.lives[-1].kill()
+        await until(lambda: len(served.lives) == 2)
+        told: list[str] = []
+        remote = served.lives[-1].connect()
+        remote.on_drain = lambda: told.append("drain")
+        remote.send(frames.Listening(frames.VERSION, 7))
+        await until(lambda: told)
+
+
+async def test_how_many_clients_a_front_has_is_known_a_ping_later(quick_pings, until):
+    async with serving() as served:
+        served.remote.count_connections = lambda: 7
+        await until(lambda: served.front.num_connections == 7)
+        served.lives[-1].kill()
+        await until(lambda: len(served.lives) == 2)
+        assert served.front.num_connections == 0
+        served.lives[-1].connect()
+
+
+async def test_timings_come_back_only_when_they_are_asked_for(until):
+    async with serving(model("slow", a_ms="20")) as served:
+        for wants_timings in (False, True):
+            sink = RecordingSink()
+            request = Request(sink, [from_array("x", "FP32", row(4))], 1.0)
+            served.remote.find("slow", wants_timings=wants_timings).submit(request)
+            await until(lambda sink=sink: sink.num_final)
+            timings = request.timings
+            assert (timings.completed > timings.dispatched >= timings.queued > 1) == wants_timings
+            assert (timings.compute_infer_s >= 0.020) == wants_timings
+
+
 async def test_deaths_that_repeat_are_answered_with_patience(until):
     async with serving() as served:
         loop = asyncio.get_running_loop()
@@ -247,11 +367,6 @@ async def test_deaths_that_repeat_are_answered_with_patience(until):
             await until(lambda number=number: len(served.lives) == number)
             served.lives[-1].connect()
         assert loop.time() - began > 0.25
-
-
-@pytest.fixture
-def quick_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fronts, "PING_S", 0.01)
 
 
 async def test_a_front_that_answers_is_left_alone(quick_pings, until):
@@ -360,7 +475,7 @@ class Scarce:
 def front_of(start_life: Scarce) -> Front:
     catalog = Catalog(ThreadLife)
     desk = Desk(catalog, Control(catalog, ".", is_explicit=False), lambda: True)
-    return Front(desk, "127.0.0.1", SMALL, start_life=start_life)
+    return Front(desk, grpc_trade("127.0.0.1", SMALL, Gate(), start_life))
 
 
 async def test_a_front_that_gets_no_process_is_tried_again(until):
@@ -400,7 +515,7 @@ async def test_a_front_that_cannot_listen_is_a_config_error(until):
     for problems, words in [(("port in use",), "port in use"), ((), "exited with status 1")]:
         catalog = Catalog(ThreadLife)
         desk = Desk(catalog, Control(catalog, ".", is_explicit=False), lambda: True)
-        front = Front(desk, "127.0.0.1", SMALL, start_life=start)
+        front = Front(desk, grpc_trade("127.0.0.1", SMALL, Gate(), start))
         lives.clear()
         front.start()
         listening = asyncio.ensure_future(front.listening())

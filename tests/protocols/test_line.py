@@ -1,5 +1,7 @@
 """Frames over a socket that may be full or gone, and tensors through shared memory."""
 
+import contextlib
+import errno
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import TooLarge
-from penstock.protocols.line import INLINE_BYTES, Line, Outbox, unpack
+from penstock.protocols.line import INLINE_BYTES, Line, Outbox, reserve, unpack, why_not_listen
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import socket_pair
 from penstock.types import Tensor
@@ -155,3 +157,20 @@ def test_what_never_fits_is_refused():
     with pytest.raises(TooLarge, match=f"take {3 * BIG} bytes"):
         Outbox(segment).post(1, tensors(3 * BIG), lambda parcel: None)
     segment.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_reserved_port_is_for_those_who_share_it(host: str):
+    with contextlib.closing(reserve(host, 0)) as reserved:
+        address = reserved.getsockname()[:2]
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                stack.enter_context(
+                    socket.create_server(address, family=reserved.family, reuse_port=True)
+                )
+            assert why_not_listen(*address) == "Address already in use"
+        # Only reserved: nobody answers there.
+        with socket.socket(reserved.family) as client:
+            assert client.connect_ex(address) == errno.ECONNREFUSED
+    with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", 0)) as taken:
+        reserve(*taken.getsockname()[:2])

@@ -63,6 +63,64 @@ async def test_an_error_keeps_its_kind_and_text(kind: str, until: Callable[..., 
     core.close()
 
 
+async def test_a_refusal_says_when_to_ask_again(until: Callable[..., Any]):
+    core = Core()
+    sink, _ = submit(core)
+    await until(lambda: core.heard)
+    refusal = frames.InferReply(core.heard[0].call, frames.Parcel(), error_kind="Overloaded")
+    refusal.retry_after_s = 2.5
+    core.line.send(refusal)
+    await until(lambda: sink.num_final)
+    assert isinstance(sink.error, Overloaded) and sink.error.retry_after_s == 2.5
+    core.close()
+
+
+async def test_a_ping_is_answered_with_the_number_of_clients(until: Callable[..., Any]):
+    core = Core()
+    core.remote.count_connections = lambda: 7
+    core.line.send(frames.Ping())
+    await until(lambda: core.heard)
+    assert core.heard == [frames.Pong(7)]
+    core.close()
+
+
+def forward(core: Core, size: int) -> tuple[frames.Forward, list[bytes]]:
+    message = frames.Forward(0, 1.0, b"GET", b"/", {}, True, False, frames.Parcel())
+    answers: list[bytes] = []
+    core.remote.forward(message, bytes(size), lambda data, _: answers.append(data))
+    return message, answers
+
+
+async def test_the_memory_of_a_message_is_kept_until_the_core_has_answered(
+    until: Callable[..., Any],
+):
+    core = Core()
+    message, answers = forward(core, BIG)
+    await until(lambda: core.heard)
+    core.remote.cancel_forward(message.call)
+    await until(lambda: len(core.heard) == 2)
+    assert core.heard == [message, frames.Cancel(message.call)]
+    assert (core.remote.num_extents_held, core.remote.num_running) == (1, 1)
+    core.line.send(frames.Forwarded(message.call, frames.Parcel(), is_cut=True))
+    await until(lambda: answers)
+    assert (core.remote.num_extents_held, core.remote.num_running) == (0, 0)
+    core.close()
+
+
+async def test_a_message_that_waits_for_memory_can_be_taken_back(until: Callable[..., Any]):
+    core = Core()
+    forward(core, BIG)
+    message, answers = forward(core, BIG)
+    core.remote.cancel_forward(message.call)
+    assert core.remote.num_running == 1
+    await until(lambda: core.heard)
+    assert [type(frame) for frame in core.heard] == [frames.Forward] and not answers
+    with pytest.raises(Overloaded):
+        for _ in range(MAX_WAITING + 1):
+            forward(core, BIG)
+    core.close()
+
+
 async def test_an_error_of_an_unknown_kind_is_the_backends(until: Callable[..., Any]):
     core = Core()
     question = asyncio.ensure_future(core.remote.ask("server_ready"))

@@ -14,10 +14,12 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from http_fronts import http_front_of
 
 import penstock
 from penstock import errors, repository
@@ -35,9 +37,10 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
+from penstock.protocols.fronts import Desk
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import HttpServer
-from penstock.protocols.v2_http import STATUS, V2Http
+from penstock.protocols.v2_http import STATUS, Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
@@ -138,22 +141,32 @@ class Api:
 
 def v2_of(catalog: Any, limits: HttpLimits | None = None) -> tuple[V2Http, V2Routes]:
     routes = V2Routes(catalog, str(EXAMPLES), is_explicit=False)
-    return V2Http(catalog, limits or HttpLimits(), Gate(), routes), routes
+    return V2Http(Models(catalog, routes), limits or HttpLimits(), Gate()), routes
 
 
-async def run_until(stop: threading.Event, started: threading.Event, box: list[int]) -> None:
+async def run_until(
+    stop: threading.Event, started: threading.Event, box: list[int], has_front: bool
+) -> None:
     catalog = Catalog(start_life=ThreadLife)
     await catalog.load(Found([*MODELS, *repository.read(EXAMPLES).configs]))
     assert not catalog.failures
     v2, routes = v2_of(catalog)
     routes.is_loading = False
-    server = HttpServer(v2.handle, HttpLimits())
-    box.append(await server.start("127.0.0.1", 0))
-    started.set()
-    await asyncio.to_thread(stop.wait)
+    desk = Desk(catalog, routes.control, lambda: True, http=v2.handle)
+    async with http_front_of(desk) if has_front else own_server(v2) as listening:
+        box.append(listening.port)
+        started.set()
+        await asyncio.to_thread(stop.wait)
     await v2.close()
-    await server.close()
     await catalog.close()
+
+
+@contextlib.asynccontextmanager
+async def own_server(v2: V2Http) -> AsyncIterator[SimpleNamespace]:
+    """The core's own listener."""
+    server = HttpServer(v2.handle, HttpLimits())
+    yield SimpleNamespace(port=await server.start("127.0.0.1", 0))
+    await server.close()
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +181,13 @@ def silence() -> Iterator[None]:
         logger.disabled = False
 
 
-@pytest.fixture(scope="module")
-def api(silence: None) -> Iterator[Api]:
+@pytest.fixture(scope="module", params=[False, True], ids=["core", "front"])
+def api(request: pytest.FixtureRequest, silence: None) -> Iterator[Api]:
     stop, started = threading.Event(), threading.Event()
     box: list[int] = []
-    thread = threading.Thread(target=lambda: asyncio.run(run_until(stop, started, box)))
+    thread = threading.Thread(
+        target=lambda: asyncio.run(run_until(stop, started, box, request.param))
+    )
     thread.start()
     try:
         assert started.wait(30)

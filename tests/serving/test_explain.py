@@ -12,9 +12,11 @@ from penstock.serving import worker
 from penstock.serving.explain import (
     Explanation,
     InstanceState,
+    ProcessState,
     describe_policy,
     mode_of,
     waits_for,
+    who_is_busy,
     why_small,
 )
 from penstock.serving.history import Record
@@ -303,3 +305,21 @@ def test_a_rerun_waits_before_all_others():
     answer = explained(config, scenario)
     [waiting] = answer.waiting
     assert (waiting.num_requests, waiting.waits_for) == (2, "an instance, to run again alone")
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ({"core": 0.5}, []),
+        ({"core": 0.95}, ["takes 95% of a core and answers HTTP itself: penstock serve --fronts"]),
+        ({"core": 0.95, "gRPC front": 0.99}, ["answers HTTP itself"]),
+        ({"core": 0.3, "HTTP front 1": 0.5, "HTTP front 2": 0.5}, []),
+        ({"core": 0.3, "HTTP front 1": 1.0}, ["HTTP front 1 takes 100% of a core: more of them"]),
+        ({"core": 0.99, "HTTP front 1": 0.5}, ["takes 99% of a core, beside 1 HTTP fronts"]),
+    ],
+)
+def test_an_event_loop_without_time_to_spare_is_told(shares: dict[str, float], words: list[str]):
+    found = who_is_busy([ProcessState(name, 1, busy) for name, busy in shares.items()])
+    assert len(found) == len(words)
+    for sentence, part in zip(found, words, strict=True):
+        assert part in sentence

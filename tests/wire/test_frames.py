@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig, QueuePolicy
+from penstock.config import BatchPolicy, HttpLimits, MemoryPolicy, ModelConfig, QueuePolicy
 from penstock.types import TensorSpec
 from penstock.wire import frames
 
@@ -82,17 +82,26 @@ FROM_FRONT = [
     frames.Release((0, 64)),
     frames.Ask(1, "model_ready", "m", "2"),
     frames.Ask(1, "repository_index", parameters={"ready": True}),
+    frames.Infer(1, "m", "2", 0.5, INLINE, wants_timings=True),
+    frames.Forward(1, 0.5, b"GET", b"/v2?a", {b"host": b"\xff"}, True, False, INLINE),
     frames.Pong(),
+    frames.Pong(7),
 ]
 TO_FRONT = [
     frames.Open(frames.VERSION, "::1", 0, 4096, 64),
     frames.Open(frames.VERSION, "::1", 0, 4096, 64, "gzip", {b"\xff\0": ("infer", "admin")}),
+    frames.Open(frames.VERSION, "::1", 0, 4096, 64, limits=HttpLimits(7), hosts=("a",)),
     frames.InferReply(1, INLINE, "m", "2", {"s": "é"}),
+    frames.InferReply(1, INLINE, "m", "2", timings=(0.5, 1.0, 0.0, 1.0, 2.0, 3.0, 4.0)),
+    frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", retry_after_s=2.5),
     frames.InferReply(1, frames.Parcel(), error_kind="Overloaded", error="full", is_final=False),
     frames.Answer(1, b"{}"),
     frames.Answer(1, b"", "NotFound", "no such model"),
     frames.Answer(1, b"", parcel=AT_OFFSET),
+    frames.Forwarded(1, INLINE, True),
+    frames.Forwarded(1, frames.Parcel(), is_cut=True),
     frames.Ping(),
+    frames.Drain(),
     frames.Stop(),
 ]
 

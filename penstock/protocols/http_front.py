@@ -1,0 +1,183 @@
+"""One of several HTTP fronts, in a process of its own: for when one event loop is the limit.
+
+Started by `protocols.fronts` as `python -m penstock.protocols.http_front FD PARENT`. Listens on the
+port that all of them share, reads and writes HTTP, decodes and encodes inference; whatever else is
+asked, and what it cannot decode, it leaves to the core, so that answers are the same whoever gives
+them. Leaves when the core says so or has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from penstock.config import HttpLimits
+from penstock.errors import PenstockError
+from penstock.protocols import access_log
+from penstock.protocols.http import Exchange, HttpServer
+from penstock.protocols.line import MAX_SENT_BYTES, listen_problem
+from penstock.protocols.remote import Remote, begin, gate_of
+from penstock.protocols.v2_http import InferCall, InferSink, V2Http, reply_error
+from penstock.serving.slab import Segment
+from penstock.serving.worker import take_part
+from penstock.types import Request
+from penstock.wire import frames
+from penstock.wire.v2 import Codec
+
+# Threads that inflate bodies give way to the event loop this soon.
+SWITCH_S = 0.0005
+# How long clients may take to read their last answers.
+STOP_GRACE_S = 2.0
+# What travels in the frame besides tensors; JSON that is shorter than this cannot hold more.
+MAX_NAMES_BYTES = MAX_SENT_BYTES // 4
+# Of a name, a dimension or a parameter in a frame, besides its text.
+MAX_ITEM_BYTES = 10
+
+
+class Forwarding:
+    """A message that the core answers."""
+
+    __slots__ = ("_exchange", "_message", "_remote")
+
+    def __init__(
+        self, remote: Remote, exchange: Exchange, headers: dict[bytes, bytes] | None = None
+    ) -> None:
+        """With `headers` instead of those of the message's head."""
+        self._remote = remote
+        self._exchange = exchange
+        head = exchange.head
+        self._message = frames.Forward(
+            0,
+            exchange.received,
+            head.method,
+            head.path + b"?" + head.query if head.query else head.path,
+            head.headers if headers is None else headers,
+            head.keep_alive,
+            head.is_http_1_0,
+            frames.Parcel(),
+        )
+
+    def start(self) -> None:
+        exchange = self._exchange
+        exchange.waiter = self
+        try:
+            self._remote.forward(self._message, exchange.body, self._deliver)
+        except PenstockError as error:
+            reply_error(exchange, error)
+
+    def abandon(self) -> None:
+        """The client left."""
+        self._remote.cancel_forward(self._message.call)
+
+    def _deliver(self, data: bytes, answer: frames.Forwarded) -> None:
+        if not answer.is_cut:
+            self._exchange.pass_on(data, answer.keeps)
+        elif not self._exchange.is_finished:
+            self._exchange.abort()
+
+
+class Core:
+    """The door of a front: to the core."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._codec = Codec()
+
+    def infer(self, call: InferCall, exchange: Exchange) -> None:
+        json_bytes = call.json_bytes
+        if json_bytes == 0:
+            # Only the core knows what the model's one input is.
+            self._hand_over(exchange)
+            return
+        model = self._remote.find(call.model_name, call.model_version, call.wants_timing)
+        sink = InferSink(exchange, self._codec, call, model, None)
+        try:
+            request = self._codec.decode_infer(exchange.body, json_bytes, sink, exchange.received)
+        except PenstockError:
+            # The core finds the same, but first whether there is such a model; and it counts.
+            self._hand_over(exchange)
+            return
+        num_json = len(exchange.body) if json_bytes is None else json_bytes
+        if num_json > MAX_NAMES_BYTES and _names_bytes(request) > MAX_NAMES_BYTES:
+            self._hand_over(exchange)
+            return
+        sink.request = request
+        exchange.waiter = sink
+        model.submit(request)
+
+    def other(self, exchange: Exchange) -> None:
+        Forwarding(self._remote, exchange).start()
+
+    def _hand_over(self, exchange: Exchange) -> None:
+        """An inference, whose body is inflated by now."""
+        headers = dict(exchange.head.headers)
+        headers.pop(b"content-encoding", None)
+        Forwarding(self._remote, exchange, headers).start()
+
+    async def close(self) -> None:
+        """Nothing here outlives its exchange."""
+
+
+def _names_bytes(request: Request) -> int:
+    """About what the names, the id and the parameters take of a frame, at most."""
+    total = len(request.id.encode())
+    for tensor in request.inputs:
+        total += len(tensor.name.encode()) + MAX_ITEM_BYTES * (4 + len(tensor.shape))
+    for output in request.outputs:
+        total += len(output.name.encode()) + 2 * MAX_ITEM_BYTES
+    for name, value in (request.parameters or {}).items():
+        total += len(name.encode()) + len(str(value).encode()) + 2 * MAX_ITEM_BYTES
+    return total
+
+
+async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) -> None:
+    """Listen, answer until the core says Stop, let what is accepted finish, say goodbye."""
+    sys.setswitchinterval(SWITCH_S)
+    if settings.logs_requests:
+        access_log.log.setLevel(logging.INFO)
+    requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
+    remote = Remote(sock, requests, answers)
+    limits = settings.limits or HttpLimits()
+    v2 = V2Http(Core(remote), limits, gate_of(settings), settings.logs_requests)
+    http = HttpServer(v2.handle, limits)
+    try:
+        port = await http.start(settings.host, settings.port, shares_port=True)
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        reason = listen_problem(error)
+        remote.send(frames.LoadFailed((f"cannot listen on {where} for HTTP: {reason}",)))
+        remote.close()
+        return
+    remote.on_drain = http.drain
+    remote.count_connections = lambda: http.num_connections
+    # What is there now stays: full collections need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    take_part()
+    remote.send(frames.Listening(frames.VERSION, port))
+    await remote.stopped.wait()
+    await _finish(http)
+    await v2.close()
+    await http.close()
+    remote.close()
+
+
+async def _finish(http: HttpServer) -> None:
+    """What was accepted has been answered by the core; it may still be on its way."""
+    http.drain()
+    try:
+        async with asyncio.timeout(STOP_GRACE_S):
+            while http.num_running:
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        pass
+
+
+if __name__ == "__main__":
+    begin(serve, uvloop.run)

@@ -1,0 +1,62 @@
+"""An HTTP front on the event loop of the test: the same code, without the process."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from penstock.config import HttpLimits
+from penstock.protocols import http_front
+from penstock.protocols.fronts import Desk, Front, http_opening, http_trade
+from penstock.protocols.gate import Gate
+from penstock.protocols.line import reserve
+from penstock.serving.supervisor import socket_pair
+from penstock.wire import frames
+
+
+class LoopLife:
+    """Ends as a process would: told to stop, or killed."""
+
+    pid = 0
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+        self.sock, self._theirs = socket_pair()
+        self._on_death = on_death
+        self._task = loop.create_task(self._serve())
+        self._task.add_done_callback(self._ended)
+
+    def kill(self) -> None:
+        self._task.cancel()
+
+    def socket_closed(self) -> None:
+        self.kill()
+
+    async def _serve(self) -> None:
+        data, fds, _, _ = socket.recv_fds(self._theirs, frames.MAX_FRAME_BYTES, 2)
+        opened = frames.decode_to_front(data)
+        assert isinstance(opened, frames.Open)
+        self._theirs.setblocking(False)
+        await http_front.serve(self._theirs, opened, fds)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._theirs.close()
+        self._on_death("was killed" if task.cancelled() else "ended")
+
+
+@asynccontextmanager
+async def http_front_of(
+    desk: Desk, limits: HttpLimits | None = None, gate: Gate | None = None
+) -> AsyncIterator[Front]:
+    """A front that listens; `desk.http` answers what it does not."""
+    limits = limits or HttpLimits()
+    with contextlib.closing(reserve("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+        opening = http_opening("127.0.0.1", port, limits, gate or Gate(), desk.logs_requests)
+        front = Front(desk, http_trade(1, opening, limits, LoopLife))
+        front.start()
+        await front.listening()
+        try:
+            yield front
+        finally:
+            await front.close()

@@ -1,0 +1,393 @@
+"""An HTTP front and the core on one event loop: what it decodes, what it leaves to the core."""
+
+import asyncio
+import gzip
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from http_fronts import LoopLife, http_front_of
+
+from penstock.config import BatchPolicy, HttpLimits, ModelConfig
+from penstock.errors import ConfigError
+from penstock.protocols import access_log
+from penstock.protocols.fronts import Desk, Front, http_opening, http_trade
+from penstock.protocols.gate import Gate, read_keys
+from penstock.protocols.http import Exchange
+from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES
+from penstock.protocols.v2_http import Models, V2Http
+from penstock.protocols.v2_routes import V2Routes
+from penstock.repository import Found
+from penstock.serving.catalog import Catalog
+from penstock.serving.supervisor import ThreadLife
+from penstock.types import TensorSpec
+
+Until = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Client:
+    """A connection that stays open."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.writer = writer
+
+    async def ask(self, *args: Any, **options: Any) -> Answer:
+        self.writer.write(message(*args, **options))
+        return await self.answer()
+
+    async def answer(self) -> Answer:
+        line, *fields = (await self._reader.readuntil(b"\r\n\r\n"))[:-4].decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (f.split(": ", 1) for f in fields)}
+        size = int(headers["content-length"])
+        return Answer(int(line.split()[1]), headers, await self._reader.readexactly(size))
+
+    async def rest(self) -> bytes:
+        return await self._reader.read()
+
+
+def message(
+    path: str, body: bytes = b"", method: str = "", headers: dict[str, str] | None = None
+) -> bytes:
+    given = {"Host": "127.0.0.1", "Content-Length": str(len(body)), **(headers or {})}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    method = method or ("POST" if body else "GET")
+    return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
+
+
+@dataclass
+class Served:
+    catalog: Catalog
+    routes: V2Routes
+    desk: Desk
+    front: Front
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Client]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.front.port)
+        try:
+            yield Client(reader, writer)
+        finally:
+            writer.close()
+
+    async def ask(self, *args: Any, **options: Any) -> Answer:
+        async with self.connect() as client:
+            return await client.ask(*args, **options)
+
+    async def infer(self, values: bytes, model: str = "echo", **fields: Any) -> Answer:
+        """Bytes in, bytes out."""
+        head, body = binary(values, **fields)
+        return await self.ask(f"/v2/models/{model}/infer", body, headers=head)
+
+
+def binary(values: bytes, **fields: Any) -> tuple[dict[str, str], bytes]:
+    size = {"binary_data_size": len(values)}
+    tensor = {"name": "x", "datatype": "UINT8", "shape": [1, len(values)], "parameters": size}
+    asked = {"inputs": [tensor], "parameters": {"binary_data_output": True}, **fields}
+    head = json.dumps(asked).encode()
+    return {"Inference-Header-Content-Length": str(len(head))}, head + values
+
+
+def model(name: str, size: int = -1, **options: str) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        version="1",
+        backend="null",
+        artifact="",
+        inputs=(TensorSpec("x", "UINT8", (size,)),),
+        outputs=(TensorSpec("y", "UINT8", (size,)),),
+        max_batch_size=8,
+        batching=BatchPolicy(max_batch_size=8, is_dynamic=True),
+        options={f"null.{key}": value for key, value in options.items()},
+    )
+
+
+@asynccontextmanager
+async def serving(
+    *configs: ModelConfig,
+    handler: Callable[[Exchange], None] | None = None,
+    gate: Gate | None = None,
+    limits: HttpLimits | None = None,
+    logs_requests: bool = False,
+) -> AsyncIterator[Served]:
+    """With `handler` for what the front does not answer, instead of the core's own."""
+    catalog = Catalog(ThreadLife)
+    await catalog.load(Found(list(configs) or [model("echo")]))
+    routes = V2Routes(catalog, ".", is_explicit=True)
+    routes.is_loading = False
+    limits = limits or HttpLimits()
+    v2 = V2Http(
+        Models(catalog, routes, logs_requests), limits, gate or Gate(), logs_requests=logs_requests
+    )
+    desk = Desk(catalog, routes.control, lambda: True, logs_requests, handler or v2.handle)
+    async with http_front_of(desk, limits, gate) as front:
+        yield Served(catalog, routes, desk, front)
+    await v2.close()
+    await catalog.close()
+
+
+@pytest.mark.parametrize("size", [1, INLINE_BYTES, INLINE_BYTES + 1, 3_000_000])
+async def test_a_request_of_any_size_gets_its_own_bits_back(size: int, until: Until):
+    values = bytes(range(256)) * (size // 256 + 1)
+    async with serving() as served:
+        for _ in range(3):
+            answer = await served.infer(values[:size], id="seven")
+            assert answer.status == 200
+            split = int(answer.headers["inference-header-content-length"])
+            assert json.loads(answer.body[:split])["id"] == "seven"
+            assert answer.body[split:] == values[:size]
+        await until(lambda: served.front.num_running == 0)
+
+
+async def test_what_the_core_answers_itself_may_be_of_any_size(until: Until):
+    def echo(exchange: Exchange) -> None:
+        exchange.reply(200, b"", (bytes(exchange.body), exchange.head.query))
+
+    async with serving(handler=echo) as served, served.connect() as client:
+        for size in (0, 1, INLINE_BYTES + 1, 5_000_000):
+            body = bytes(range(256)) * (size // 256 + 1)
+            answer = await client.ask("/any?where=1", body[:size], "POST")
+            assert (answer.status, answer.body) == (200, body[:size] + b"where=1")
+        await until(lambda: served.front.num_running == 0)
+
+
+async def test_the_core_sees_the_message_as_it_came():
+    seen: list[Exchange] = []
+
+    def note(exchange: Exchange) -> None:
+        seen.append(exchange)
+        exchange.reply(201, b"", ())
+
+    async with serving(handler=note) as served:
+        answer = await served.ask("/a%20b?c", b"d", "PUT", {"X-Name": "ü"})
+        assert (answer.status, answer.body) == (201, b"")
+    (exchange,) = seen
+    head = exchange.head
+    assert (head.method, head.path, head.query) == (b"PUT", b"/a%20b", b"c")
+    assert head.headers[b"x-name"] == "ü".encode()
+    assert (head.keep_alive, head.is_http_1_0, exchange.received > 0) == (True, False, True)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_http_1_0_and_head_are_answered_as_they_should_be(method: str):
+    async with serving() as served, served.connect() as client:
+        client.writer.write(f"{method} /v2 HTTP/1.0\r\n\r\n".encode())
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+        assert b"Connection: close" in head
+        assert (b"penstock" in body) == (method == "GET")
+
+
+async def test_a_client_that_leaves_is_reported_to_the_core(until: Until):
+    left: list[str] = []
+
+    class Waiter:
+        def abandon(self) -> None:
+            left.append("left")
+
+    def hold(exchange: Exchange) -> None:
+        exchange.waiter = Waiter()
+
+    async with serving(handler=hold) as served:
+        async with served.connect() as client:
+            client.writer.write(message("/held", bytes(INLINE_BYTES + 1)))
+            await until(lambda: served.front.num_running == 1)
+        await until(lambda: left)
+        await until(lambda: served.front.num_running == 0)
+        assert (await served.infer(b"abcd")).status == 200
+
+
+async def test_an_inference_whose_client_leaves_is_cancelled(until: Until):
+    async with serving(model("slow", a_ms="200")) as served:
+        head, body = binary(b"abcd")
+        (slow,) = served.catalog
+        async with served.connect() as first, served.connect() as second:
+            for client in (first, second):
+                client.writer.write(message("/v2/models/slow/infer", body, headers=head))
+                await until(lambda: slow.num_running == 1)
+            await until(lambda: slow.num_waiting == 1)
+        await until(lambda: slow.num_waiting == 0)
+        await until(lambda: served.front.num_running == 0)
+        assert slow.metrics.num_failures["CANCELED"] == 2
+
+
+async def test_an_answer_that_breaks_off_cuts_the_connection():
+    def cut(exchange: Exchange) -> None:
+        exchange.abort()
+
+    async with serving(handler=cut) as served, served.connect() as client:
+        client.writer.write(message("/broken"))
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await client.answer()
+
+
+async def test_an_answer_in_parts_arrives_whole():
+    def stream(exchange: Exchange) -> None:
+        exchange.start_stream(200, b"")
+        exchange.stream(b"one ")
+        exchange.stream(b"two")
+        exchange.end_stream()
+
+    async with serving(handler=stream) as served, served.connect() as client:
+        client.writer.write(b"GET /parts HTTP/1.0\r\n\r\n")
+        assert (await client.rest()).endswith(b"\r\n\r\none two")
+
+
+async def test_a_handler_that_raises_is_an_internal_error():
+    def broken(exchange: Exchange) -> None:
+        raise RuntimeError("a bug")
+
+    logging.getLogger("penstock.fronts").disabled = True
+    try:
+        async with serving(handler=broken) as served:
+            answer = await served.ask("/v2")
+    finally:
+        logging.getLogger("penstock.fronts").disabled = False
+    assert (answer.status, json.loads(answer.body)) == (500, {"error": "internal error"})
+
+
+async def test_draining_ends_kept_connections_with_their_next_answer():
+    async with serving() as served, served.connect() as first, served.connect() as second:
+        assert "connection" not in (await first.ask("/v2/health/ready")).headers
+        served.routes.is_draining = True
+        served.front.drain()
+        answer = await first.ask("/v2/health/ready")
+        assert (answer.status, answer.headers["connection"]) == (503, "close")
+        assert await first.rest() == b""
+        head, body = binary(b"abcd")
+        answer = await second.ask("/v2/models/echo/infer", body, headers=head)
+        assert (answer.status, answer.headers["connection"]) == (503, "close")
+        assert json.loads(answer.body) == {"error": "the server is shutting down"}
+
+
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+async def test_what_cannot_be_decoded_is_refused_and_counted_by_the_core(encoding: str):
+    body = b'{"inputs": 7}'
+    headers = {"Content-Encoding": encoding} if encoding else {}
+    body = gzip.compress(body) if encoding else body
+    async with serving() as served:
+        (echo,) = served.catalog
+        answer = await served.ask("/v2/models/echo/infer", body, headers=headers)
+        assert answer.status == 400
+        assert b"failed to parse the request JSON: Expected `array`" in answer.body
+        assert echo.metrics.num_refused["invalid"] == 1
+        answer = await served.ask("/v2/models/none/infer", body, headers=headers)
+        assert answer.status == 404
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"id": "i" * 2 * MAX_SENT_BYTES},
+        {"parameters": {"binary_data_output": True, "p": "v" * 2 * MAX_SENT_BYTES}},
+        {"parameters": {"binary_data_output": True, **{f"p{n}": 1 for n in range(20_000)}}},
+    ],
+    ids=["id", "parameter", "parameters"],
+)
+async def test_names_that_fit_no_frame_are_no_limit(fields: dict[str, Any], until: Until):
+    async with serving(model("echo", 4)) as served:
+        answer = await served.infer(b"abcd", **fields)
+        assert (answer.status, answer.body[-4:]) == (200, b"abcd")
+        split = int(answer.headers["inference-header-content-length"])
+        assert json.loads(answer.body[:split]).get("id", "") == fields.get("id", "")
+        await until(lambda: served.front.num_running == 0)
+
+
+@pytest.mark.parametrize("name", ["n" * 50_000, "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 15_000])
+async def test_an_error_that_quotes_a_long_name_is_told(name: str):
+    async with serving() as served:
+        head, body = binary(b"abcd", outputs=[{"name": name}])
+        answer = await served.ask("/v2/models/echo/infer", body, headers=head)
+        assert answer.status == 400
+        assert name[:10_000] in json.loads(answer.body)["error"]
+
+
+async def test_a_raw_request_is_answered():
+    async with serving() as served:
+        headers = {"Inference-Header-Content-Length": "0"}
+        answer = await served.ask("/v2/models/echo/infer", b"raw bytes", headers=headers)
+        assert (answer.status, answer.body[-9:]) == (200, b"raw bytes")
+
+
+async def test_the_timing_header_tells_of_the_core():
+    async with serving(model("slow", a_ms="20")) as served:
+        head, body = binary(b"abcd")
+        path, wanted = "/v2/models/slow/infer", {**head, "Penstock-Timing": "1"}
+        assert "server-timing" not in (await served.ask(path, body, headers=head)).headers
+        text = (await served.ask(path, body, headers=wanted)).headers["server-timing"]
+        spans = {
+            name: float(value) for name, value in (part.split(";dur=") for part in text.split(", "))
+        }
+    assert spans["compute_infer"] >= 20
+    assert spans["total"] >= spans["compute_infer"] + spans["decode"] > spans["decode"] > 0
+
+
+async def test_keys_and_hosts_are_those_of_the_core(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text('[[key]]\nsecret = "sixteen characters"\nscopes = ["infer"]\n')
+    gate = Gate(read_keys(path), frozenset(("127.0.0.1",)))
+    known = {"X-API-Key": "sixteen characters"}
+    async with serving(gate=gate) as served:
+        assert (await served.ask("/v2/health/ready")).status == 200
+        assert (await served.ask("/v2/models/echo")).status == 401
+        assert (await served.ask("/v2/models/echo", headers=known)).status == 200
+        assert (await served.ask("/metrics", headers=known)).status == 403
+        answer = await served.ask("/v2/health/ready", headers={"Host": "elsewhere"})
+        assert answer.status == 403
+        head, body = binary(b"abcd")
+        infer = "/v2/models/echo/infer"
+        assert (await served.ask(infer, body, headers=head)).status == 401
+        assert (await served.ask(infer, body, headers={**head, **known})).status == 200
+
+
+async def test_the_limits_are_those_of_the_core():
+    limits = HttpLimits(max_body_bytes=2000, max_json_bytes=1000)
+    async with serving(limits=limits) as served:
+        assert (await served.ask("/v2/models/echo/infer", bytes(2001))).status == 413
+        answer = await served.ask("/v2/models/echo/infer", bytes(1001))
+        assert answer.status == 413 and b"--max-json-bytes" in answer.body
+
+
+async def test_every_inference_is_in_the_access_log_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", logger=access_log.log.name)
+    gate = Gate(None, frozenset(("127.0.0.1",)))
+    async with serving(gate=gate, logs_requests=True) as served:
+        head, body = binary(b"abcd", id="seven")
+        infer = "/v2/models/echo/infer"
+        await served.ask(infer, body, headers=head)
+        await served.ask("/v2/models/none/infer", body, headers=head)
+        await served.ask(infer, b"{")
+        await served.ask(infer, body, headers={**head, "Host": "elsewhere"})
+        await served.ask(infer, method="GET")
+    told = [r for r in caplog.records if r.name == access_log.log.name]
+    assert [(r.protocol, r.status) for r in told] == [
+        ("http", status) for status in (200, 404, 400, 403, 405)
+    ]
+    first = told[0]
+    assert (first.model, first.version, first.request_id, first.rows) == ("echo", "1", "seven", 1)
+    assert first.total_ms >= first.decode_ms > 0
+
+
+async def test_a_front_that_cannot_listen_says_why():
+    taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = taken.sockets[0].getsockname()[1]
+    catalog = Catalog(ThreadLife)
+    routes = V2Routes(catalog, ".", is_explicit=True)
+    opening = http_opening("127.0.0.1", port, HttpLimits(), Gate(), False)
+    desk = Desk(catalog, routes.control, lambda: True)
+    front = Front(desk, http_trade(1, opening, HttpLimits(), LoopLife))
+    front.start()
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} for HTTP: Address"):
+        await front.listening()
+    await front.close()
+    taken.close()
