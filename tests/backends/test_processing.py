@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 import penstock
 from penstock import pbtxt, repository, versions
 from penstock.backends import Batch, PerRequest, Runner, backend
-from penstock.backends.preprocessing import apply
+from penstock.backends.processing import apply
 from penstock.config import ModelConfig, Padding, Preprocess
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving.model import Model
@@ -244,7 +244,7 @@ def test_a_batch_without_requests_has_one_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        ("wrong_type", "code.py:wrong_type: 'ids' is float32, the model takes int64"),
+        ("wrong_type", "code.py:wrong_type: 'ids' is float32, expected int64"),
         ("nothing", "code.py:nothing: expected arrays by name, got NoneType"),
     ],
 )
@@ -256,7 +256,7 @@ def test_what_the_model_does_not_take_is_told(tmp_path: Path, function: str, tex
 
 def test_a_function_that_is_not_there_is_refused_at_load(tmp_path: Path) -> None:
     config = config_of(folder(tmp_path, "absent"))
-    with pytest.raises(ConfigError, match=r"1/code.py: no function absent\(inputs\)"):
+    with pytest.raises(ConfigError, match=r"1/code.py: no function absent"):
         backend(config.backend)(config)
 
 
