@@ -111,6 +111,7 @@ def test_a_journal_is_of_one_model_data_machine_and_wish(
     code = tmp_path / "scoring.py"
     code.write_text("def score(outputs, labels): ...")
     scored = replace(plan, evaluator="scoring:score")
+    processed = replace(plan, postprocess="scoring:score")
     keys = [
         key_of(plan),
         key_of(plan, model="other"),
@@ -120,10 +121,11 @@ def test_a_journal_is_of_one_model_data_machine_and_wish(
         key_of(replace(plan, seed=1)),
         key_of(replace(plan, is_exhaustive=True)),
         key_of(scored),
+        key_of(processed),
     ]
     code.write_text("def score(outputs, labels): return 1")
     importlib.invalidate_caches()
-    keys.append(key_of(scored))
+    keys += [key_of(scored), key_of(processed)]
     assert len(set(keys)) == len(keys)
 
 
