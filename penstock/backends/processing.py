@@ -291,7 +291,8 @@ def shapes_of(row: Row) -> tuple[object, ...]:
 def _rows(stacked: Row, num_rows: int, has_batch: bool) -> list[dict[str, Array]]:
     if not has_batch:
         return [dict(stacked)]
-    return [{name: values[n] for name, values in stacked.items()} for n in range(num_rows)]
+    # With the dots also a text of no dimension stays an array.
+    return [{name: values[n, ...] for name, values in stacked.items()} for n in range(num_rows)]
 
 
 def _stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | Exception:

@@ -186,7 +186,7 @@ class Trial:
         if self._config.max_batch_size == 0:
             return [_values(specs, found)]
         return [
-            _values(specs, {name: array[row] for name, array in found.items()})
+            _values(specs, {name: array[row, ...] for name, array in found.items()})
             for row in range(batch.num_rows)
         ]
 
@@ -213,7 +213,7 @@ class Trial:
             raise answer
         found = {spec.name: checked(self._config, spec, answer, 1) for spec in specs}
         if self._config.max_batch_size > 0:
-            found = {name: array[0] for name, array in found.items()}
+            found = {name: array[0, ...] for name, array in found.items()}
         return _values(specs, found)
 
     def _run(self, batch: Batch) -> Outputs | PerRequest:

@@ -102,7 +102,9 @@ def answers(
             for index, outputs in zip(indices, answered, strict=True):
                 answer = _cut_back(outputs, crops, lengths[index])
                 has_one = fitting is not rows
-                found[index] = answer if has_one else {n: each[0] for n, each in answer.items()}
+                found[index] = (
+                    answer if has_one else {n: each[0, ...] for n, each in answer.items()}
+                )
             num_done += len(indices)
             if told is not None:
                 told(num_done)
