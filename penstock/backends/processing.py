@@ -64,14 +64,14 @@ class Processed:
     def start(self, batch: Batch) -> Execution:
         """Without `batch.requests` the batch is one request, and its answer that of the batch."""
         before, after = self._functions.before, self._functions.after
-        began = computed = time.perf_counter()
+        began = prepared = time.perf_counter()
         if before is None:
             answers = self._answers_as_sent(batch)
         else:
             rows = [
                 before.tried(row) for row in _rows(batch.inputs, batch.num_rows, self._has_batch)
             ]
-            computed = time.perf_counter()
+            prepared = time.perf_counter()
             answers = self._answers(rows)
         ended = time.perf_counter()
         if after is not None:
@@ -79,7 +79,7 @@ class Processed:
                 each if isinstance(each, Exception) else after.tried(each) for each in answers
             ]
         outputs = self._by_request(batch, answers)
-        times = computed - began, 0.0 if after is None else time.perf_counter() - ended
+        times = prepared - began, 0.0 if after is None else time.perf_counter() - ended
         if batch.requests:
             return Finished(PerRequest(outputs), *times)
         (answer,) = outputs
