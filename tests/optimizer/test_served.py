@@ -144,6 +144,12 @@ class TestPhases:
             }
         )
 
+    def test_are_called_after_the_functions_around_the_model(self):
+        counters = Counters(10, 0, 10, 5, 200_000_000, 0, 20_000_000, 100_000_000, 80_000_000)
+        found = served.phases([counters], 0.03, has_preprocess=True, has_postprocess=True)
+        assert list(found) == ["queue", "preprocess", "compute", "postprocess", "network and codec"]
+        assert (found["preprocess"], found["postprocess"]) == pytest.approx((0.002, 0.008))
+
     def test_without_an_account_there_are_none(self):
         assert served.phases([], 0.01) == {}
 
