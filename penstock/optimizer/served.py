@@ -573,12 +573,18 @@ def _max_rates(
     return [(each.rate, curve_of(each.levels)) for each in searches]
 
 
+def num_clients(config: ModelConfig) -> int:
+    """So many that every instance always has a full batch and the next one waits. By an SLO those
+    are refused who would wait too long, and come again at once: many of them would leave the
+    server no time to answer any. Then a request waits, not a batch."""
+    is_refusing = config.batching.slo_latency_s is not None
+    num_rows = 1 if is_refusing or not config.batching.is_dynamic else config.max_batch_size
+    return min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
+
+
 def _saturated(endpoint: Endpoint, plan: Plan, watch: Watch) -> Interval:
-    """What it answers when every instance always has a full batch and the next one waits."""
-    config = endpoint.build.config
-    num_rows = config.max_batch_size if config.batching.is_dynamic else 1
-    clients = min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
-    wanted = _bench_plan(endpoint, plan, [Closed(clients)])
+    """What it answers when it never has to wait for requests."""
+    wanted = _bench_plan(endpoint, plan, [Closed(num_clients(endpoint.build.config))])
     short = replace(wanted, duration_s=PROBE_S, max_warm_up_s=SEARCH_WARM_UP_S)
     return stats.throughput_interval(endpoint.measured(short, watch).levels[0].windows)
 
