@@ -2,7 +2,7 @@
 
     python benchmarks/optimize_brute_force.py                     three models, hours
     python benchmarks/optimize_brute_force.py --models mnist_8    one of them
-    taskset -c 2,3 python benchmarks/optimize_brute_force.py --cores 2,3 4,5 6,7 --search-seconds 15
+    taskset -c 2,3 python benchmarks/optimize_brute_force.py --cores 2,3 4,5 6,7 --search-seconds 30
 
 Models, data, latencies and accuracy budgets are those of optimize_minilm and optimize_vision. The
 rate that the optimiser is asked for is 1.5 times what the original answers when it never has to
@@ -13,7 +13,8 @@ Triton's rules and by the SLO; each is served and measured by the highest rate t
 latency. Its three best and the version that the optimiser committed are then measured in turns; the
 best of the three there is the best by brute force. With `--cores` the combinations are spread over
 these groups of cores, each as many as this process has; all that is compared in turns runs on the
-cores of this process.
+cores of this process. A search needs six or seven levels of about `--duration` and two seconds;
+one that is cut short says less than is true, most of all of what is batched by the SLO.
 
 Counted as measurements: one served run of one candidate, at one load or searching a rate. A search
 is some five to ten runs, so this counts in favour of brute force. The optimiser's counts are from
@@ -219,7 +220,11 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--final-seconds", type=float, default=served.SEARCH_S)
     parser.add_argument("--cores", nargs="+", type=cores_of, default=[])
     parser.add_argument("--result", default="optimize_brute_force")
-    return parser.parse_args()
+    options = parser.parse_args()
+    num_cores = len(os.sched_getaffinity(0))
+    if any(len(set(each)) != num_cores for each in options.cores):
+        parser.error(f"--cores: expected groups of {num_cores}, as many as this process may use")
+    return options
 
 
 def main() -> None:

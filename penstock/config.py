@@ -119,6 +119,16 @@ class Preprocess:
 
 
 @dataclass(frozen=True, slots=True)
+class Postprocess:
+    """A function between what the model gives and what users get."""
+
+    # FILE:NAME, a function of a file of the version folder.
+    function: str
+    # What the model gives; `ModelConfig.outputs` is then what users get.
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One version of one model, everything resolved: what `penstock inspect` prints."""
 
@@ -142,6 +152,7 @@ class ModelConfig:
     hang_s: float = DEFAULT_HANG_S
     padding: Padding | None = None
     preprocess: Preprocess | None = None
+    postprocess: Postprocess | None = None
     # How far answers may move when rows share a batch or are padded, as a share of the output's
     # largest value; None goes by the datatype. Raise it for models that compute in less precision.
     tolerance: float | None = None
@@ -161,11 +172,24 @@ class ModelConfig:
 
     @property
     def model(self) -> ModelConfig:
-        """As the model itself sees it, behind whatever preprocessing there is."""
-        if self.preprocess is None:
+        """As the model itself sees it, without the functions around it."""
+        config = self.without_postprocess
+        before = self.preprocess
+        if before is None:
+            return config
+        return replace(config, inputs=before.inputs, padding=before.padding, preprocess=None)
+
+    @property
+    def without_postprocess(self) -> ModelConfig:
+        """Answers are then what the model itself gives."""
+        if self.postprocess is None:
             return self
-        inner = self.preprocess
-        return replace(self, inputs=inner.inputs, padding=inner.padding, preprocess=None)
+        return replace(self, outputs=self.postprocess.outputs, postprocess=None)
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether a function stands before or behind the model."""
+        return self.preprocess is not None or self.postprocess is not None
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -176,7 +200,7 @@ class ModelConfig:
     def workers(self) -> tuple[tuple[str, int], ...]:
         """The device of each, and of how many instances it is the worker. Those on one GPU share a
         worker, and with it the weights, where batches are begun ahead of their answers."""
-        is_shared = self.backend in AHEAD and self.preprocess is None
+        is_shared = self.backend in AHEAD and not self.is_processed
         found: list[tuple[str, int]] = []
         for device in self.devices:
             if device == CPU or not is_shared:

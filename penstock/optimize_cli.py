@@ -80,7 +80,14 @@ class _Command(click.Command):
     "--preprocess",
     metavar="PACKAGE.MODULE:FUNCTION",
     help="From what users send to what the model takes: tokenise, decode, resize. Give it to have "
-    "it served, and covered by the SLO.",
+    "it served, and covered by the SLO. Needs --data.",
+)
+@click.option(
+    "--postprocess",
+    metavar="PACKAGE.MODULE:FUNCTION",
+    help="From what the model gives to what users get: softmax, names of classes, boxes that are "
+    "left. Give it to have it served, covered by the SLO and judged by labels or --eval. Needs "
+    "--data.",
 )
 @click.option(
     "--out",

@@ -29,6 +29,7 @@ from penstock.config import (
     ModelConfig,
     PadAxis,
     Padding,
+    Postprocess,
     Preprocess,
     QueuePolicy,
 )
@@ -64,8 +65,11 @@ PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
 PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
 MAX_BUCKETS = 64
 PREPROCESS, MODEL_INPUTS = "penstock.preprocess", "penstock.model_inputs"
+POSTPROCESS, MODEL_OUTPUTS = "penstock.postprocess", "penstock.model_outputs"
 FUNCTION = re.compile(r"(?P<file>[^/\\:]+\.py):(?P<name>[A-Za-z_]\w*)")
-MODEL_INPUT = re.compile(r"\s*(?P<name>.+?)\s*:\s*(?P<type>[A-Z0-9]+)\s*\[(?P<dims>[-\d\s,]*)\]\s*")
+MODEL_TENSOR = re.compile(
+    r"\s*(?P<name>.+?)\s*:\s*(?P<type>[A-Z0-9]+)\s*\[(?P<dims>[-\d\s,]*)\]\s*"
+)
 WHOLE = (
     "penstock.slab_bytes",
     "penstock.max_slabs",
@@ -95,9 +99,11 @@ FIELDS = (
     PAD_BUCKETS,
     PREPROCESS,
     MODEL_INPUTS,
+    POSTPROCESS,
+    MODEL_OUTPUTS,
 )
 # Of those, the ones that are texts.
-TEXTS = (SLO, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS)
+TEXTS = (SLO, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS, POSTPROCESS, MODEL_OUTPUTS)
 # Backends that look at `ModelConfig.device`, and the one that computes nothing anywhere.
 GPU_BACKENDS = frozenset({"pytorch", "null"})
 # Fields that change what a model does and that this version does not carry out.
@@ -255,32 +261,36 @@ def _own_parameters(config: ModelConfig) -> dict[str, str]:
     """The keys of FIELDS, where they say something else than their defaults."""
     memory, base = config.memory, MemoryPolicy()
     values: dict[str, str] = {}
-    if config.hang_s != DEFAULT_HANG_S:
-        values["penstock.hang_s"] = repr(config.hang_s)
-    if memory.slab_bytes is not None:
-        values["penstock.slab_bytes"] = str(memory.slab_bytes)
-    if memory.max_slabs != base.max_slabs:
-        values["penstock.max_slabs"] = str(memory.max_slabs)
-    if memory.spill_bytes != base.spill_bytes:
-        values["penstock.spill_bytes"] = str(memory.spill_bytes)
+    for key, value, default in (
+        ("penstock.hang_s", config.hang_s, DEFAULT_HANG_S),
+        ("penstock.slab_bytes", memory.slab_bytes, None),
+        ("penstock.max_slabs", memory.max_slabs, base.max_slabs),
+        ("penstock.spill_bytes", memory.spill_bytes, base.spill_bytes),
+        ("penstock.gpu_memory_bytes", config.gpu_memory_bytes, None),
+        ("penstock.tolerance", config.tolerance, None),
+    ):
+        if value != default:
+            values[key] = repr(value)
     if config.slo:
         values[SLO] = config.slo
-    if config.gpu_memory_bytes is not None:
-        values["penstock.gpu_memory_bytes"] = str(config.gpu_memory_bytes)
-    if config.tolerance is not None:
-        values["penstock.tolerance"] = repr(config.tolerance)
     if config.preprocess is not None:
         values[PREPROCESS] = config.preprocess.function
-        values[MODEL_INPUTS] = ", ".join(
-            f"{spec.name}:{spec.datatype}[{','.join(map(str, spec.shape))}]"
-            for spec in config.preprocess.inputs
-        )
+        values[MODEL_INPUTS] = _listed(config.preprocess.inputs)
+    if config.postprocess is not None:
+        values[POSTPROCESS] = config.postprocess.function
+        values[MODEL_OUTPUTS] = _listed(config.postprocess.outputs)
     padding = config.model.padding
     if padding is not None:
         axes = (f"{each.input}[{each.axis}]={each.value!r}" for each in padding.axes)
         values[PAD] = ", ".join(axes)
         values[PAD_BUCKETS] = ",".join(map(str, padding.buckets))
     return values
+
+
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(
+        f"{spec.name}:{spec.datatype}[{','.join(map(str, spec.shape))}]" for spec in specs
+    )
 
 
 def _describe_batching(message: Any, policy: BatchPolicy) -> None:
@@ -347,6 +357,7 @@ class _Resolver:
             hang_s=numbers.get("penstock.hang_s", DEFAULT_HANG_S),
             padding=None if preprocess else padding,
             preprocess=replace(preprocess, padding=padding) if preprocess else None,
+            postprocess=self._postprocess(options),
             tolerance=numbers.get("penstock.tolerance"),
             gpu_memory_bytes=_whole(numbers.get("penstock.gpu_memory_bytes")),
             file=message.default_model_filename,
@@ -595,26 +606,40 @@ class _Resolver:
         """`penstock.preprocess` and `penstock.model_inputs`: both or neither."""
         if PREPROCESS not in options and MODEL_INPUTS not in options:
             return None
-        function, text = options.get(PREPROCESS, ""), options.get(MODEL_INPUTS, "")
+        expected = "expected what the model takes, such as input_ids:INT64[-1]"
+        inputs = self._model_tensors(MODEL_INPUTS, options.get(MODEL_INPUTS, ""), expected)
+        return Preprocess(self._function(PREPROCESS, options.get(PREPROCESS, "")), inputs)
+
+    def _postprocess(self, options: Mapping[str, str]) -> Postprocess | None:
+        """`penstock.postprocess` and `penstock.model_outputs`: both or neither."""
+        if POSTPROCESS not in options and MODEL_OUTPUTS not in options:
+            return None
+        expected = "expected what the model gives, such as logits:FP32[10]"
+        outputs = self._model_tensors(MODEL_OUTPUTS, options.get(MODEL_OUTPUTS, ""), expected)
+        return Postprocess(self._function(POSTPROCESS, options.get(POSTPROCESS, "")), outputs)
+
+    def _function(self, key: str, function: str) -> str:
         match = FUNCTION.fullmatch(function)
         if match is None:
             expected = "expected FILE.py:FUNCTION, a file of the version folder"
-            self._problem(f"parameters.{PREPROCESS}", f"'{function}': {expected}")
+            self._problem(f"parameters.{key}", f"'{function}': {expected}")
         elif not (self._folder / match["file"]).is_file():
             self._problem(f"{self._folder.name}/{match['file']}", "no such file")
-        inputs: list[TensorSpec] = []
+        return function
+
+    def _model_tensors(self, key: str, text: str, expected: str) -> tuple[TensorSpec, ...]:
+        specs: list[TensorSpec] = []
         for item in re.split(r",(?![^\[]*\])", text):
-            found = MODEL_INPUT.fullmatch(item)
+            found = MODEL_TENSOR.fullmatch(item)
             sizes = [size.strip() for size in found["dims"].split(",")] if found else []
             sizes = [size for size in sizes if size]
             is_shape = all(re.fullmatch(r"-1|[1-9]\d{0,17}", size) for size in sizes)
             if found is None or found["type"] not in DATATYPES or not is_shape:
-                expected = "expected what the model takes, such as input_ids:INT64[-1]"
-                self._problem(f"parameters.{MODEL_INPUTS}", f"'{item.strip()}': {expected}")
+                self._problem(f"parameters.{key}", f"'{item.strip()}': {expected}")
             else:
-                inputs.append(TensorSpec(found["name"], found["type"], tuple(map(int, sizes))))
-        self._check_names(f"parameters.{MODEL_INPUTS}", inputs)
-        return Preprocess(function, tuple(inputs))
+                specs.append(TensorSpec(found["name"], found["type"], tuple(map(int, sizes))))
+        self._check_names(f"parameters.{key}", specs)
+        return tuple(specs)
 
     def _buckets(self, options: Mapping[str, str]) -> tuple[int, ...]:
         text = options.get(PAD_BUCKETS)

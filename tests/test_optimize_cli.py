@@ -36,6 +36,14 @@ def test_flags(model: str) -> None:
     assert found.budget_s is None
 
 
+def test_functions_around_the_model(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(f'model = "{model}"\nslo = "p99 < 1s"\nout = "o"\npostprocess = "code:name"\n')
+    found = plan("--plan", str(file), "--preprocess", "code:encode")
+    assert (found.preprocess, found.postprocess) == ("code:encode", "code:name")
+    assert plan("--plan", str(file), "--postprocess", "code:other").postprocess == "code:other"
+
+
 def test_flags_go_before_the_plan_file(model: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text(

@@ -17,6 +17,8 @@ from penstock.config import (
     ModelConfig,
     PadAxis,
     Padding,
+    Postprocess,
+    Preprocess,
     QueuePolicy,
 )
 from penstock.types import DATATYPES, TensorSpec
@@ -70,6 +72,21 @@ def tensors(draw: st.DrawFn, is_output: bool) -> tuple[TensorSpec, ...]:
     )
 
 
+functions = st.sampled_from(["code.py:first", "code.py:_other"])
+# Without what separates them where they are listed in one parameter.
+model_tensors = st.lists(
+    st.builds(
+        TensorSpec,
+        st.text("abAB_.0/", min_size=1, max_size=8),
+        st.sampled_from(sorted(DATATYPES)),
+        shapes,
+    ),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda spec: spec.name,
+).map(tuple)
+
+
 @st.composite
 def policies(draw: st.DrawFn, max_batch: int, latency_s: float | None) -> BatchPolicy:
     plain = BatchPolicy(max(1, max_batch), slo_latency_s=latency_s)
@@ -111,10 +128,14 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     promised = draw(promises)
     latency_s = slo.parse(promised).latency_s if promised not in ("", "off") else None
     inputs = draw(tensors(is_output=False))
+    preprocess = draw(st.none() | st.builds(Preprocess, functions, model_tensors))
+    padding = draw(paddings(preprocess.inputs if preprocess else inputs))
     config = replace(
         MODEL,
         inputs=inputs,
-        padding=draw(paddings(inputs)),
+        padding=None if preprocess else padding,
+        preprocess=replace(preprocess, padding=padding) if preprocess else None,
+        postprocess=draw(st.none() | st.builds(Postprocess, functions, model_tensors)),
         tolerance=draw(st.none() | st.floats(1e-9, 1.0)),
         outputs=draw(tensors(is_output=True)),
         max_batch_size=max_batch,
@@ -133,7 +154,7 @@ def read_back(text: str, root: str) -> ModelConfig:
     """Through files, as a version of the model `model`."""
     folder = Path(root).resolve() / "3"
     (folder / "parts").mkdir(parents=True)
-    for name in ("labels.txt", "net.bin", "parts/net.bin"):
+    for name in ("labels.txt", "net.bin", "parts/net.bin", "code.py"):
         (folder / name).write_text("cat\ndog\n")
     return replace(pbtxt.resolve(pbtxt.parse(text), "model", folder), artifact="")
 

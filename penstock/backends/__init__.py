@@ -25,7 +25,7 @@ MODULES: Mapping[str, str] = {
 }
 # What `pip install "penstock[...]"` adds for them.
 EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
-PREPROCESSING = "penstock.backends.preprocessing"
+PROCESSING = "penstock.backends.processing"
 # In a version's folder: what was compiled of it before.
 COMPILED = "compiled.bin"
 # Under this name `Runner.built` says, in bytes, what it has taken of its GPU's memory at most; what
@@ -47,6 +47,10 @@ class BatchRequest(Protocol):
     @property
     def outputs(self) -> Sequence[str]:
         """The outputs asked for by name; empty means all."""
+
+    @property
+    def length(self) -> int:
+        """How long its padded axes are without padding; 0: nothing is padded."""
 
 
 class Batch:
@@ -75,6 +79,10 @@ class Execution(Protocol):
     def prepare_s(self) -> float:
         """The part of `start` that made the model's inputs out of what was sent."""
 
+    @property
+    def finish_s(self) -> float:
+        """The part of `start` that made the answer out of the model's outputs."""
+
     def wait(self) -> Iterable[Outputs | PerRequest]:
         """The answers to the batch: one for most models, none or several for decoupled ones.
         Shapes may be unknown until now. Raises what the model raised."""
@@ -83,11 +91,14 @@ class Execution(Protocol):
 class Finished:
     """The execution of a backend that computes in `start`."""
 
-    __slots__ = ("_outputs", "prepare_s")
+    __slots__ = ("_outputs", "finish_s", "prepare_s")
 
-    def __init__(self, outputs: Outputs | PerRequest, prepare_s: float = 0.0) -> None:
+    def __init__(
+        self, outputs: Outputs | PerRequest, prepare_s: float = 0.0, finish_s: float = 0.0
+    ) -> None:
         self._outputs = outputs
         self.prepare_s = prepare_s
+        self.finish_s = finish_s
 
     def wait(self) -> Iterable[Outputs | PerRequest]:
         return (self._outputs,)
@@ -147,13 +158,14 @@ class LoadRunner(Protocol):
 
 
 def backend(name: str) -> LoadRunner:
-    """Loads models of a backend, with what goes before them. ConfigError names what is missing."""
+    """Loads models of a backend, with the functions around them. ConfigError names what is
+    missing."""
     load = _load_function(name)
 
     def load_whole(config: ModelConfig, /) -> Runner:
-        if config.preprocess is None:
+        if not config.is_processed:
             return load(config)
-        runner: Runner = importlib.import_module(PREPROCESSING).load(config, load)
+        runner: Runner = importlib.import_module(PROCESSING).load(config, load)
         return runner
 
     return load_whole

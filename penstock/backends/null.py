@@ -29,6 +29,8 @@ OPTIONS = (*TIMES, "crash_on", "hang_on", "fail_on", "stall_on", GPU_MEMORY)
 class Ahead:
     """A batch that ends by itself."""
 
+    finish_s = 0.0
+
     def __init__(self, outputs: Outputs, ends_at: float, prepare_s: float) -> None:
         self._outputs = outputs
         self._ends_at = ends_at

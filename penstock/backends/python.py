@@ -240,6 +240,7 @@ class _Anonymous:
     id: str = ""
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     outputs: Sequence[str] = ()
+    length: int = 0
 
 
 def load(config: ModelConfig) -> TritonRunner | StackedRunner:

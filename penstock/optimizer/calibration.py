@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from penstock.backends.preprocessing import apply
+from penstock.backends.processing import apply
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import onnx_model

@@ -60,8 +60,8 @@ class Candidate(msgspec.Struct, frozen=True):
         assert self.steps, "the original has no parent"
         return Candidate(self.steps[:-1])
 
-    def then(self, step: Step) -> Candidate:
-        return Candidate((*self.steps, step))
+    def then(self, *steps: Step) -> Candidate:
+        return Candidate((*self.steps, *steps))
 
     def __str__(self) -> str:
         return " → ".join(map(str, self.steps)) or "original"

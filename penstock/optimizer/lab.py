@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -187,12 +188,13 @@ class Lab:
     # Answers.
 
     def numerics(self, build: Build, *, is_exact: bool) -> Numerics:
-        """Against the original, on the first rows of what candidates are chosen by."""
+        """Against the original, on the first rows of what candidates are chosen by; what the model
+        itself gives, before any postprocessing."""
 
         def compare() -> Numerics:
-            found = self.answers(build, self.compared)
+            found = self.answers(_of_the_model(build), self.compared)
             tolerance = TOLERANCE if is_exact else None
-            return numerics.compare(self.original_answers(COMPARED), found, tolerance=tolerance)
+            return numerics.compare(self._model_answers, found, tolerance=tolerance)
 
         self.watch("numerics")
         return self.journal.remember("numerics", build.candidate.key, Numerics, compare)
@@ -213,6 +215,13 @@ class Lab:
             self.watch(f"the original's answers, {part}")
             known = self._original[part] = self.answers(self.original, self._indices(part))
         return known
+
+    @cached_property
+    def _model_answers(self) -> Answers:
+        """What the original's model gives for the rows that are compared."""
+        if self.original.config.postprocess is None:
+            return self.original_answers(COMPARED)
+        return self.answers(_of_the_model(self.original), self.compared)
 
     def _indices(self, part: str) -> tuple[int, ...]:
         split = self._examples.split
@@ -382,6 +391,10 @@ def _opened(candidate: Candidate, folder: Path) -> Build:
     if found.problems:
         raise BackendFailed("; ".join(text for each in found.problems.values() for text in each))
     return Build(candidate, folder, found.configs[-1])
+
+
+def _of_the_model(build: Build) -> Build:
+    return replace(build, config=build.config.without_postprocess)
 
 
 def _keys(builds: Sequence[Build]) -> str:

@@ -88,7 +88,7 @@ def agreements(original: Answers, candidate: Answers, names: Sequence[str]) -> A
 
 def cosines(original: Answers, candidate: Answers) -> Array:
     """For each example, over all floats that are finite in the original; NaN where the candidate's
-    are not."""
+    are not, 0 where there are more or fewer of them."""
     return np.array(
         [_cosine(one, other) for one, other in zip(original, candidate, strict=True)], np.float64
     )
@@ -188,6 +188,8 @@ def _are_unit_vectors(rows: Array) -> bool:
 
 def _cosine(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
     before, after = _floats(one), _floats(other)
+    if before.shape != after.shape:
+        return 0.0
     is_known = np.isfinite(before)
     before, after = before[is_known], after[is_known]
     if not np.isfinite(after).all():

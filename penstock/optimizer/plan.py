@@ -33,6 +33,8 @@ class Plan:
     accuracy: Budget | None = None
     # package.module:function from what users send to what the model takes.
     preprocess: str = ""
+    # package.module:function from what the model gives to what users get.
+    postprocess: str = ""
     price_per_hour: float | None = None
     # Wall-clock time for everything; None: as long as it takes.
     budget_s: float | None = None

@@ -26,7 +26,7 @@ from penstock.optimizer.plan import Plan
 PATHS = ("model", "data", "calibration", "out")
 REQUIRED = ("model", "slo", "out")
 TEXTS = ("model", "name", "out", "data", "data_name", "labels", "calibration")
-FUNCTIONS = {"eval": "evaluator", "preprocess": "preprocess"}
+FUNCTIONS = {"eval": "evaluator", "preprocess": "preprocess", "postprocess": "postprocess"}
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # Minutes and hours, which no SLO needs.
 LONG_DURATIONS = {"m": 60.0, "min": 60.0, "h": 3600.0}

@@ -67,8 +67,8 @@ class Served(msgspec.Struct):
     verdicts: list[Verdict]
     num_requests: int
     num_failed: int
-    # Mean seconds of a request by phase: preprocess, queue, compute input, compute, compute output,
-    # network and codec.
+    # Mean seconds of a request by phase: queue, compute input, compute, compute output, network and
+    # codec; preprocess and postprocess instead, where a function is most of the one or the other.
     phases: dict[str, float]
     rows_per_batch: float
     memory_bytes: int

@@ -149,7 +149,7 @@ def run_key(plan: Plan, machine: Machine, subject: Subject, examples: Examples) 
         str(machine),
         subject.digest,
         examples.digest,
-        *(_code_digest(each) for each in (plan.evaluator, plan.preprocess)),
+        *(_code_digest(each) for each in (plan.evaluator, plan.preprocess, plan.postprocess)),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

@@ -100,12 +100,18 @@ def _by_agreement(original: Answers) -> Scorer:
         return scores
 
     def same_direction(answers: Answers, indices: tuple[int, ...], truth: Answers) -> Array:
-        return cosines(truth, answers)
+        """What is no float has no direction: texts and whole numbers must be the same."""
+        scores = cosines(truth, answers)
+        pairs = zip(truth, answers, strict=True)
+        scores[[not _has_same_others(one, other) for one, other in pairs]] = 0.0
+        return scores
 
     if names:
         text = f"top-1 agreement with the original in {_listed(names)}"
         return Scorer("agreement", True, text, same_class)
-    return Scorer("agreement", True, "cosine with the original's answers", same_direction)
+    has_floats = any(array.dtype.kind == "f" for each in original[:1] for array in each.values())
+    text = "cosine with the original's answers" if has_floats else "the original's answers again"
+    return Scorer("agreement", True, text, same_direction)
 
 
 def _by_classes(count: int, examples: Examples, original: Answers) -> Scorer:
@@ -240,6 +246,13 @@ def _values(name: str, answers: Answers) -> Array:
 def _is_scorable(answer: Mapping[str, Array], names: Sequence[str]) -> bool:
     """No NaN and no infinity, but for a class that is masked with minus infinity."""
     return all(bool((answer[name] < np.inf).all()) for name in names)
+
+
+def _has_same_others(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+    """In everything that is not a float."""
+    return all(
+        np.array_equal(array, other[name]) for name, array in one.items() if array.dtype.kind != "f"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -205,8 +205,12 @@ class Search:
 
     def _finish_early(self) -> None:
         """What was found before the time was up, or somebody interrupted, is served and measured
-        once more quickly, so that it is known for what it is."""
-        self._measure_finalists(1 if self.findings.is_interrupted else NUM_SEMIFINALISTS)
+        once more quickly, so that it is known for what it is. Time is kept for it: where the best
+        have been served already, what comes after them is."""
+        if self.findings.is_interrupted:
+            self._measure_finalists(1)
+        else:
+            self._measure(self._nearest(NUM_SEMIFINALISTS, is_fresh=True))
 
     def _is_enough(self) -> bool:
         return self.findings.is_met() and not self._plan.is_exhaustive
@@ -316,14 +320,21 @@ class Search:
         """Steps that build the same operators with other numbers: all are judged, and the best is
         timed for all of them. If none passes, some layers may have to be left out."""
         judged: list[Try] = []
-        for step in steps:
-            with self._record(parent, step) as record:
-                build = self._checked(each, parent, record)
-                if build is not None:
-                    self._is_accurate(build, record)
-                    judged.append(record)
-        if not judged:
-            return
+        try:
+            for step in steps:
+                with self._record(parent, step) as record:
+                    build = self._checked(each, parent, record)
+                    if build is not None:
+                        self._is_accurate(build, record)
+                        judged.append(record)
+        except OutOfTime:
+            # What has passed by then is worth its timing.
+            if any(record.outcome != "rejected" for record in judged):
+                self._compare_variants(each, parent, judged)
+            raise
+        self._compare_variants(each, parent, judged)
+
+    def _compare_variants(self, each: Pass, parent: Contender, judged: Sequence[Try]) -> None:
         best, contender = self._timed_best(judged)
         if best is None or contender is None:
             return
@@ -565,9 +576,12 @@ class Search:
                 self._add_served(contender, other, served)
                 self._note_served(other, served)
 
-    def _nearest(self, limit: int) -> list[tuple[Contender, tuple[Step, ...]]]:
+    def _nearest(
+        self, limit: int, *, is_fresh: bool = False
+    ) -> list[tuple[Contender, tuple[Step, ...]]]:
         """What is predicted to come near the best: of what is as good as the best the simpler
-        first, each in its best shape before any in its second."""
+        first, each in its best shape before any in its second. `is_fresh` passes over what has
+        been served."""
         best = self.findings.best.rate
         found = [
             (
@@ -583,6 +597,7 @@ class Search:
             for contender in self.findings.contenders
             for place, (steps, rate) in enumerate(_different(contender.shapes))
             if rate >= NEAR * best
+            and not (is_fresh and contender.candidate.then(*steps).key in self._served)
         ]
         found.sort(key=lambda each: each[:5])
         return [(contender, steps) for *_, contender, steps in found[:limit]]
@@ -591,7 +606,7 @@ class Search:
         self, chosen: Sequence[tuple[Contender, tuple[Step, ...]]]
     ) -> Iterator[tuple[Contender, Build]]:
         for contender, steps in chosen:
-            candidate = Candidate((*contender.candidate.steps, *steps))
+            candidate = contender.candidate.then(*steps)
             try:
                 yield contender, self._build_shape(contender, candidate, steps)
             except PenstockError as error:

@@ -50,22 +50,23 @@ def without_labels(rows: Sequence[Row], taken: Collection[str] = ()) -> list[Row
     return [{name: array for name, array in row.items() if name != label} for row in rows]
 
 
-def specs_of(rows: Sequence[Mapping[str, Array]]) -> tuple[TensorSpec, ...]:
-    """What all these rows fit: sizes that differ are free. ConfigError where they do not agree."""
+def specs_of(rows: Sequence[Mapping[str, Array]], kind: str = "input") -> tuple[TensorSpec, ...]:
+    """What all these rows fit: sizes that differ are free, and so are those that are 0. ConfigError
+    where they do not agree."""
     problems: list[str] = []
     specs: list[TensorSpec] = []
     for name, first in rows[0].items():
         if any(name not in row for row in rows):
-            problems.append(f"input '{name}': not every example has it")
+            problems.append(f"{kind} '{name}': not every example has it")
             continue
         shapes = {row[name].shape for row in rows}
         kinds = {row[name].dtype for row in rows}
         if len({len(shape) for shape in shapes}) > 1 or len(kinds) > 1:
-            problems.append(f"input '{name}': examples differ in datatype or number of axes")
+            problems.append(f"{kind} '{name}': examples differ in datatype or number of axes")
             continue
         sizes = [set(each) for each in zip(*shapes, strict=True)]
-        shape = tuple(each.pop() if len(each) == 1 else -1 for each in sizes)
-        specs.append(TensorSpec(name, _datatype(name, first, problems), shape))
+        shape = tuple(each.pop() if len(each) == 1 and 0 not in each else -1 for each in sizes)
+        specs.append(TensorSpec(name, _datatype(f"{kind} '{name}'", first, problems), shape))
     if problems:
         raise ConfigError(problems)
     return tuple(specs)
@@ -84,11 +85,11 @@ def _element(value: Any) -> Array:
     return array.reshape(1) if array.ndim == 0 else array
 
 
-def _datatype(name: str, array: Array, problems: list[str]) -> str:
+def _datatype(what: str, array: Array, problems: list[str]) -> str:
     if array.dtype.kind == "O":
         return "BYTES"
     for datatype in DATATYPES.values():
         if datatype.numpy == array.dtype and datatype.name != "BF16":
             return datatype.name
-    problems.append(f"input '{name}': {array.dtype} is no datatype of the protocol")
+    problems.append(f"{what}: {array.dtype} is no datatype of the protocol")
     return "INVALID"

@@ -408,11 +408,11 @@ def _open(rate: float, slo: Slo | None) -> Open:
 class _Account:
     """All that was measured of one build, over its rounds."""
 
+    config: ModelConfig
     windows: list[Window] = field(default_factory=list)
     counters: list[Counters] = field(default_factory=list)
     memory_bytes: int = 0
     num_runs: int = 0
-    has_preprocess: bool = False
 
     def add(self, level: Level, memory_bytes: int) -> None:
         """Rounds follow each other as if nothing had been between them."""
@@ -442,7 +442,7 @@ def _in_turns(
     endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, num_rounds: int
 ) -> list[Served]:
     load = load_of(plan.slo)
-    accounts = [_Account(has_preprocess=bool(each.build.config.preprocess)) for each in endpoints]
+    accounts = [_Account(each.build.config) for each in endpoints]
     for _ in range(num_rounds):
         for endpoint, account in zip(endpoints, accounts, strict=True):
             run = endpoint.measured(_bench_plan(endpoint, plan, [load]), watch)
@@ -464,7 +464,12 @@ def _served(account: _Account, load: Load, plan: Plan) -> Served:
         verdicts=_verdicts(windows, account.memory_bytes, plan),
         num_requests=num_due,
         num_failed=sum(window.num_failed for window in windows),
-        phases=phases(account.counters, stats.histogram(windows).mean(), account.has_preprocess),
+        phases=phases(
+            account.counters,
+            stats.histogram(windows).mean(),
+            has_preprocess=account.config.preprocess is not None,
+            has_postprocess=account.config.postprocess is not None,
+        ),
         rows_per_batch=num_inferences / num_executions if num_executions else math.nan,
         memory_bytes=account.memory_bytes,
         num_runs=account.num_runs,
@@ -478,10 +483,15 @@ def _commonest_failure(windows: Sequence[Window]) -> str:
 
 
 def phases(
-    counters: Sequence[Counters], latency_s: float, has_preprocess: bool = False
+    counters: Sequence[Counters],
+    latency_s: float,
+    *,
+    has_preprocess: bool = False,
+    has_postprocess: bool = False,
 ) -> dict[str, float]:
     """Mean seconds of a request by phase, from the server's own account; what the client saw beyond
-    that is the network's and the codecs'. Preparing inputs is by far most of getting at them."""
+    that is the network's and the codecs'. Where a function prepares inputs or finishes answers,
+    that is by far most of getting at them."""
     num = sum(each.num_success for each in counters)
     if not num:
         return {}
@@ -491,7 +501,9 @@ def phases(
             each.compute_input_ns for each in counters
         ),
         "compute": sum(each.compute_infer_ns for each in counters),
-        "compute output": sum(each.compute_output_ns for each in counters),
+        "postprocess" if has_postprocess else "compute output": sum(
+            each.compute_output_ns for each in counters
+        ),
     }
     found = {name: each / num / 1e9 for name, each in sums.items()}
     found["network and codec"] = max(0.0, latency_s - sum(found.values()))
@@ -561,12 +573,18 @@ def _max_rates(
     return [(each.rate, curve_of(each.levels)) for each in searches]
 
 
+def num_clients(config: ModelConfig) -> int:
+    """So many that every instance always has a full batch and the next one waits. By an SLO those
+    are refused who would wait too long, and come again at once: many of them would leave the
+    server no time to answer any. Then a request waits, not a batch."""
+    is_refusing = config.batching.slo_latency_s is not None
+    num_rows = 1 if is_refusing or not config.batching.is_dynamic else config.max_batch_size
+    return min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
+
+
 def _saturated(endpoint: Endpoint, plan: Plan, watch: Watch) -> Interval:
-    """What it answers when every instance always has a full batch and the next one waits."""
-    config = endpoint.build.config
-    num_rows = config.max_batch_size if config.batching.is_dynamic else 1
-    clients = min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
-    wanted = _bench_plan(endpoint, plan, [Closed(clients)])
+    """What it answers when it never has to wait for requests."""
+    wanted = _bench_plan(endpoint, plan, [Closed(num_clients(endpoint.build.config))])
     short = replace(wanted, duration_s=PROBE_S, max_warm_up_s=SEARCH_WARM_UP_S)
     return stats.throughput_interval(endpoint.measured(short, watch).levels[0].windows)
 

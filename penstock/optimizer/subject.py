@@ -2,32 +2,33 @@
 
 An ONNX file, a PyTorch factory (`package.module:factory`), a `.pt2` file, a Hugging Face folder, or
 a model's folder of a repository. With preprocessing, the folder has it too, and takes what users
-send.
+send; with postprocessing, it gives what users get.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from penstock import onnx_file, repository
-from penstock.backends.preprocessing import apply, checked
-from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding, Preprocess
+from penstock.backends.processing import apply, apply_after, checked
+from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding, Postprocess, Preprocess
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import folders, onnx_model, sent, torch_source, user_code, weights
+from penstock.optimizer import folders, onnx_model, sent, torch_source, trials, user_code, weights
 from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.examples import open_examples
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.sent import Row
 from penstock.types import Array
 
 # Larger ones are rarely faster on CPUs, and are warmed up too.
 MAX_BATCH = torch_source.MAX_BATCH
-PREPROCESS_FILE = "preprocess.py"
+PREPROCESS_FILE, POSTPROCESS_FILE = "preprocess.py", "postprocess.py"
 FORMS = (
     "an .onnx or .pt2 file, a Hugging Face folder (config.json and model.safetensors), a model's "
     "folder of a repository, or package.module:factory"
@@ -64,23 +65,41 @@ def open_subject(plan: Plan, target: Path) -> Subject:
     version = target / folders.VERSION
     version.mkdir(parents=True)
     rows = sent.read_sent(plan)
-    function = user_code.find(plan.preprocess, "preprocess") if plan.preprocess else None
-    if function and not plan.labels:
+    before, after = _functions(plan)
+    if before and not plan.labels:
         rows = sent.without_labels(rows)
-    seen = _preprocessed(function, rows) if function else rows
+    seen = _called("preprocess", before, rows) if before else rows
     taken = _take(plan, seen, version)
     is_served = taken.kind.startswith("served")
     config = taken.config if is_served else _proposed(taken.config, seen)
     notes = [taken.note]
-    if function:
-        notes.append(user_code.take_along(function, version, PREPROCESS_FILE))
-        config = _with_preprocessing(config, function, rows, seen)
+    if before:
+        notes.append(user_code.take_along(before, version, PREPROCESS_FILE))
+        config = _with_preprocessing(config, before, rows, seen)
     config = folders.write_config(target, config)
-    if function:
-        _check_copy(config, rows[0], seen[0])
+    if before:
+        _check_copy(PREPROCESS_FILE, lambda: apply(config, rows[:1]), seen[0])
+    if after:
+        notes.append(user_code.take_along(after, version, POSTPROCESS_FILE))
+        config = _postprocessed(plan, Build(Candidate(), target, config), after)
     text = ", ".join(filter(None, (taken.kind, _weights_text(config), *notes)))
     build = Build(Candidate(), target, config)
     return Subject(build, taken.kind, _digest(target), text)
+
+
+def _functions(plan: Plan) -> tuple[user_code.UserFunction | None, user_code.UserFunction | None]:
+    """Before and behind the model."""
+    problems = [
+        f"{what}: needs data: what users {do} is not known from the model alone"
+        for what, do in (("preprocess", "send"), ("postprocess", "get"))
+        if getattr(plan, what) and not plan.data
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return (
+        user_code.find(plan.preprocess, "preprocess") if plan.preprocess else None,
+        user_code.find(plan.postprocess, "postprocess") if plan.postprocess else None,
+    )
 
 
 def _take(plan: Plan, rows: Sequence[Row], version: Path) -> Taken:
@@ -218,20 +237,18 @@ def _max_positions(config: ModelConfig) -> int:
     return most if isinstance(most, int) and most > 0 else 1 << 30
 
 
-def _preprocessed(function: user_code.UserFunction, rows: Sequence[Row]) -> list[Row]:
+def _called(what: str, function: user_code.UserFunction, rows: Sequence[Row]) -> list[Row]:
     if not rows:
-        raise ConfigError(
-            ["preprocess: needs data: what users send is not known from the model alone"]
-        )
+        raise ConfigError([f"{what}: needs data, and there is not one example"])
     try:
         made = [function.call(dict(row)) for row in rows]
     except Exception as error:  # Users' code may raise anything.
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError([f"preprocess: {function.name} fails on the data: {reason}"]) from error
+        raise ConfigError([f"{what}: {function.name} fails on the data: {reason}"]) from error
     for each in made:
         if not isinstance(each, Mapping):
             got = type(each).__name__
-            raise ConfigError([f"preprocess: {function.name}: expected arrays by name, got {got}"])
+            raise ConfigError([f"{what}: {function.name}: expected arrays by name, got {got}"])
     return [{name: np.asarray(value) for name, value in each.items()} for each in made]
 
 
@@ -253,17 +270,55 @@ def _with_preprocessing(
     return replace(config, inputs=sent.specs_of(rows), padding=None, preprocess=preprocess)
 
 
-def _check_copy(config: ModelConfig, row: Row, expected: Row) -> None:
-    """What was taken along must do without what was left behind."""
-    where = f"preprocess: {folders.VERSION}/{PREPROCESS_FILE}, the copy that is served,"
+def _postprocessed(plan: Plan, build: Build, function: user_code.UserFunction) -> ModelConfig:
+    """With the function behind the model; what users get is what it makes of the model's answers
+    to the examples."""
+    config = build.config
+    if config.postprocess is not None:
+        problem = f"the model has one already, {config.postprocess.function}"
+        raise ConfigError([f"postprocess: {problem}"])
+    rows = open_examples(plan, config.inputs, config.max_batch_size > 0).rows[: sent.MAX_ROWS]
     try:
-        (made,) = apply(config, [row])
+        answers = trials.answers(build, rows)
+    except BackendFailed as error:
+        raise ConfigError([f"postprocess: the model fails on the data: {error}"]) from error
+    given = [
+        {name: _as_texts(value) for name, value in each.items()}
+        for each in _called("postprocess", function, answers)
+    ]
+    try:
+        outputs = sent.specs_of(given, "output")
+    except ConfigError as error:
+        raise ConfigError([f"postprocess: {problem}" for problem in error.problems]) from None
+    name = f"{POSTPROCESS_FILE}:{function.name}"
+    postprocess = Postprocess(name, config.outputs)
+    config = replace(config, outputs=outputs, postprocess=postprocess)
+    config = folders.write_config(build.folder, config)
+    _check_copy(POSTPROCESS_FILE, lambda: apply_after(config, answers[:1]), given[0])
+    return config
+
+
+def _as_texts(values: Array) -> Array:
+    """However long they are."""
+    return values.astype(object) if values.dtype.kind in "SU" else values
+
+
+def _check_copy(file: str, call: Callable[[], list[Row]], expected: Row) -> None:
+    """What was taken along must do without what was left behind."""
+    what = file.removesuffix(".py")
+    where = f"{what}: {folders.VERSION}/{file}, the copy that is served,"
+    try:
+        (made,) = call()
     except Exception as error:  # Users' code may raise anything.
         reason = f"{type(error).__name__}: {error}"
         advice = f"name files beside it that it reads in {user_code.FILES}"
         raise ConfigError([f"{where} fails: {reason}; {advice}"]) from error
-    if any(not np.array_equal(made[name], expected[name]) for name in made):
+    if any(not _is_same(made[name], expected[name]) for name in made):
         raise ConfigError([f"{where} gives something else than the original"])
+
+
+def _is_same(one: Array, other: Array) -> bool:
+    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 
 def _weights_text(config: ModelConfig) -> str:

@@ -85,6 +85,8 @@ class Compute(msgspec.Struct, tag="compute"):
 
     inputs: list[Values]
     num_rows: int
+    # Of each row before it was padded; 0, or none at all: it was not.
+    lengths: list[int] = []
 
 
 class Hold(msgspec.Struct, tag="hold"):
@@ -92,6 +94,7 @@ class Hold(msgspec.Struct, tag="hold"):
 
     inputs: list[Values]
     num_rows: int
+    lengths: list[int] = []
 
 
 class Measure(msgspec.Struct, tag="measure"):
@@ -193,7 +196,7 @@ class Trial:
         return found
 
     def compute(self, question: Compute) -> list[list[Values]]:
-        batch = self._make_batch(question.inputs, question.num_rows)
+        batch = _batch_of(question)
         answer = self._run(batch)
         specs = self._config.outputs
         if isinstance(answer, PerRequest):
@@ -202,12 +205,12 @@ class Trial:
         if self._config.max_batch_size == 0:
             return [_values(specs, found)]
         return [
-            _values(specs, {name: array[row] for name, array in found.items()})
+            _values(specs, {name: array[row, ...] for name, array in found.items()})
             for row in range(batch.num_rows)
         ]
 
     def hold(self, question: Hold) -> None:
-        self._batch = self._make_batch(question.inputs, question.num_rows)
+        self._batch = _batch_of(question)
         began = time.perf_counter()
         self._run(self._batch)
         if time.perf_counter() - began < LONG_RUN_S:
@@ -247,14 +250,8 @@ class Trial:
             raise answer
         found = {spec.name: checked(self._config, spec, answer, 1) for spec in specs}
         if self._config.max_batch_size > 0:
-            found = {name: array[0] for name, array in found.items()}
+            found = {name: array[0, ...] for name, array in found.items()}
         return _values(specs, found)
-
-    def _make_batch(self, values: Sequence[Values], num_rows: int) -> Batch:
-        inputs = {each.name: each.array() for each in values}
-        for array in inputs.values():
-            array.flags.writeable = False  # As those of requests.
-        return Batch(inputs, num_rows, [RequestPart("", 1) for _ in range(num_rows)])
 
     def _run(self, batch: Batch) -> Outputs | PerRequest:
         return _only(self._runner.start(batch))
@@ -265,6 +262,15 @@ def _only(execution: Execution) -> Outputs | PerRequest:
     if len(answers) != 1:
         raise BackendFailed(f"expected one answer to the batch, the model gave {len(answers)}")
     return answers[0]
+
+
+def _batch_of(question: Compute | Hold) -> Batch:
+    """Each row a request."""
+    inputs = {each.name: each.array() for each in question.inputs}
+    for array in inputs.values():
+        array.flags.writeable = False  # As those of requests.
+    lengths = question.lengths or [0] * question.num_rows
+    return Batch(inputs, question.num_rows, [RequestPart("", 1, length=each) for each in lengths])
 
 
 def _batched(config: ModelConfig) -> ModelConfig:

@@ -103,19 +103,23 @@ def answers(
     with Child(config) as child:
         child.load()
         fitting = fitted(rows, config)
-        sent, lengths = _as_served(config, child.proof, fitting)
+        sent, lengths = _as_served(config, child.is_padded, fitting)
+        # A function behind the model sees its answers as long as they are without padding.
+        crops = () if config.postprocess else child.proof.crops
         most = MAX_ROWS if child.may_batch else 1
         for indices in _groups(config, sent, min(most, config.max_batch_size or 1)):
             values = stacked(config, [sent[index] for index in indices])
-            child.send(Compute(values, len(indices)))
+            child.send(Compute(values, len(indices), [lengths[index] for index in indices]))
             answered = child.expect(Computed).rows
             if len(answered) != len(indices):
                 text = f"{len(answered)} answers to {len(indices)} rows"
                 raise BackendFailed(f"{build.candidate}: {text}")
             for index, outputs in zip(indices, answered, strict=True):
-                answer = _cut_back(outputs, child.proof.crops, lengths[index])
+                answer = _cut_back(outputs, crops, lengths[index])
                 has_one = fitting is not rows
-                found[index] = answer if has_one else {n: each[0] for n, each in answer.items()}
+                found[index] = (
+                    answer if has_one else {n: each[0, ...] for n, each in answer.items()}
+                )
             num_done += len(indices)
             if told is not None:
                 told(num_done)
@@ -143,8 +147,8 @@ def times(
         loaded = [child.expect_loaded() for child in children]
         crew = Crew(config, children, longest_s)
         seconds: dict[int, dict[int, float]] = {}
-        for length, chosen in _by_length(config, loaded[0].proof, rows).items():
-            seconds[length] = crew.times(chosen)
+        for length, chosen in _by_length(config, children[0].is_padded, rows).items():
+            seconds[length] = crew.times(chosen, length)
         return TimeTable(
             num_instances,
             num_threads,
@@ -195,6 +199,10 @@ class Child:
     @property
     def may_batch(self) -> bool:
         return self._config.max_batch_size > 1 and not self.proof.unbatched
+
+    @property
+    def is_padded(self) -> bool:
+        return self._config.padding is not None and not self.proof.unpadded
 
     def load(self) -> Loaded:
         self.send(Load(self._config))
@@ -251,14 +259,18 @@ class Crew:
     longest_s: float
     memory_bytes: int = 0
 
-    def times(self, rows: Sequence[Row]) -> dict[int, float]:
-        """By number of rows: the median, mean over the children."""
+    def times(self, rows: Sequence[Row], length: int) -> dict[int, float]:
+        """By number of rows: the median, mean over the children. Rows are filled up to this length
+        where the model is padded."""
+        lengths = [0] * len(rows)
+        if self.children[0].is_padded:
+            rows, lengths = _filled(self.config, rows, [length] * len(rows))
         found: dict[int, float] = {}
         for rung in self._rungs():
             if found and found[max(found)] * rung / max(found) > self.longest_s:
                 break
             try:
-                found[rung] = self._time(rows, rung)
+                found[rung] = self._time(rows, lengths, rung)
             except (BackendFailed, ConfigError):
                 if rung <= max(1, self.config.max_batch_size):
                     raise
@@ -273,10 +285,11 @@ class Crew:
         more = () if is_on_cpu else MORE_ON_GPU
         return sorted({1, min(RUNG, most), self.config.max_batch_size, most, *more})
 
-    def _time(self, rows: Sequence[Row], rung: int) -> float:
+    def _time(self, rows: Sequence[Row], lengths: Sequence[int], rung: int) -> float:
         for index, child in enumerate(self.children):
-            taken = [rows[(index * rung + offset) % len(rows)] for offset in range(rung)]
-            child.send(Hold(stacked(self.config, taken), rung))
+            taken = [(index * rung + offset) % len(rows) for offset in range(rung)]
+            values = stacked(self.config, [rows[each] for each in taken])
+            child.send(Hold(values, rung, [lengths[each] for each in taken]))
         self._heard(Held)
         for child in self.children:
             child.send(Measure(POINT_S))
@@ -333,47 +346,54 @@ def _shape(spec: TensorSpec, row: Row) -> tuple[int, ...] | None:
     return np.shape(row[spec.name]) if spec.name in row else None
 
 
-def _by_length(config: ModelConfig, proof: Proof, rows: Sequence[Row]) -> dict[int, Sequence[Row]]:
-    """What batches are made of: rows of one length each, padded where the model is; a few lengths
-    that are spread over what the rows have. 0 where rows have no length."""
+def _by_length(
+    config: ModelConfig, is_padded: bool, rows: Sequence[Row]
+) -> dict[int, Sequence[Row]]:
+    """What batches are made of: rows of one length each, or of one bucket where the model is
+    padded; a few lengths that are spread over what the rows have. 0 where rows have no length."""
     lengths = row_lengths(rows, config)
     if not lengths:
         # Of several shapes that have no length in common, the commonest.
         (most, *_) = sorted(_groups(config, rows, len(rows)), key=len, reverse=True)
         return {0: [rows[index] for index in most]}
-    is_padded = config.padding is not None and not proof.unpadded
     pads = Pads(config) if is_padded else None
     keys = [(pads.bucket(each) if pads else None) or each for each in lengths]
     found: dict[int, list[Row]] = {key: [] for key in _spread(keys)}
     for row, key in zip(rows, keys, strict=True):
         if key in found:
-            found[key].append(padded(config, row, key) if pads else row)
+            found[key].append(row)
     return dict(found)
 
 
 def _as_served(
-    config: ModelConfig, proof: Proof, rows: Sequence[Row]
-) -> tuple[Sequence[Row], Sequence[int | None]]:
-    """Rows filled up to their buckets, and how long each was; None: it stays as it is."""
-    if config.padding is None or proof.unpadded:
-        return rows, [None] * len(rows)
+    config: ModelConfig, is_padded: bool, rows: Sequence[Row]
+) -> tuple[Sequence[Row], list[int]]:
+    """Rows filled up to their buckets, and how long each was; 0: it stays as it is."""
+    if not is_padded:
+        return rows, [0] * len(rows)
+    assert config.padding is not None
     pads = Pads(config)
+    lengths = [length_of(row, config.padding.axes) for row in rows]
+    return _filled(config, rows, [pads.bucket(each) if each else None for each in lengths])
+
+
+def _filled(
+    config: ModelConfig, rows: Sequence[Row], buckets: Sequence[int | None]
+) -> tuple[list[Row], list[int]]:
+    """Rows filled up to these lengths, and how long each was; 0: it stays as it is."""
+    assert config.padding is not None
     sent: list[Row] = []
-    lengths: list[int | None] = []
-    for row in rows:
-        length = length_of(row, config.padding.axes)
-        bucket = pads.bucket(length) if length else None
-        sent.append(row if bucket is None else padded(config, row, bucket))
-        lengths.append(None if bucket is None else length)
+    lengths: list[int] = []
+    for row, bucket in zip(rows, buckets, strict=True):
+        sent.append(padded(config, row, bucket) if bucket else row)
+        lengths.append((length_of(row, config.padding.axes) or 0) if bucket else 0)
     return sent, lengths
 
 
-def _cut_back(
-    outputs: Sequence[Values], crops: Collection[Crop], length: int | None
-) -> dict[str, Array]:
+def _cut_back(outputs: Sequence[Values], crops: Collection[Crop], length: int) -> dict[str, Array]:
     """One row's answer, with a 1 for the batch; as long as it would be without padding."""
     arrays = {each.name: each.array()[None] for each in outputs}
-    if length is None:
+    if not length:
         return arrays
     return {name: cropped(name, array, crops, length) for name, array in arrays.items()}
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.backends import Batch, Outputs, PerRequest, Runner
 from penstock.backends.checks import first_line
-from penstock.backends.preprocessing import Preprocessed
+from penstock.backends.processing import Processed
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed
 from penstock.serving.padding import Crop, Pads, Shapes, bf16_bits, cropped
@@ -45,9 +45,9 @@ class Unproven(Exception):
 
 
 def prove(config: ModelConfig, runner: Runner) -> Proof:
-    """Never raises for what the model does with made-up inputs. Of a preprocessed model, the part
-    behind the function is tried out, and the runner then told whether to pad."""
-    if isinstance(runner, Preprocessed):
+    """Never raises for what the model does with made-up inputs. Of a model with
+    functions around it, the model is tried out, and the runner then told whether to pad."""
+    if isinstance(runner, Processed):
         proof = prove(config.model, runner.inner)
         apply_proof(runner, proof)
         return proof
@@ -77,9 +77,9 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
 
 
 def apply_proof(runner: Runner, proof: Proof) -> None:
-    """Tell a runner that pads by itself that it may, also where the proof is an earlier one; the
-    server's core pads for all others."""
-    if isinstance(runner, Preprocessed) and not proof.unpadded:
+    """Tell a runner that pads or cuts by itself that it may, also where the proof is an earlier
+    one; for all others the server's core pads, and the worker cuts."""
+    if isinstance(runner, Processed) and not proof.unpadded:
         runner.allow_padding(proof.crops)
 
 

@@ -35,7 +35,7 @@ from penstock.backends import (
     Runner,
     backend,
 )
-from penstock.backends.preprocessing import Preprocessed
+from penstock.backends.processing import Processed
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving.padding import Pads, cropped
@@ -335,6 +335,7 @@ class Worker:
             raise BackendFailed(f"expected one answer to the batch, the model gave {len(answers)}")
         ran = time.perf_counter()
         gathered = begun.gathered + execution.prepare_s
+        ran -= execution.finish_s
         (answer,) = answers
         errors: dict[int, str] = {}
         if isinstance(answer, PerRequest):
@@ -520,9 +521,9 @@ def _places(frame: frames.Dispatch) -> Iterator[frames.Run | None]:
 def warm_up_all(
     config: ModelConfig, runner: Runner, proof: frames.Proof
 ) -> tuple[dict[int, float], dict[int, dict[int, float]]]:
-    """By rung, and by bucket and rung. Of a preprocessed model the part behind the function, which
-    zeros would mean nothing to."""
-    if isinstance(runner, Preprocessed):
+    """By rung, and by bucket and rung. Of a model with functions around it the model alone: zeros
+    would mean nothing to them."""
+    if isinstance(runner, Processed):
         config, runner = config.model, runner.inner
     timings = warm_up(config, runner)
     is_padded = config.padding is not None and not proof.unpadded

@@ -528,6 +528,7 @@ def kill_at(command: Command, seconds: float) -> bool:
     processes = command.children()
     command.process.send_signal(signal.SIGKILL)
     command.process.wait()
+    command.close()
     _, left = psutil.wait_procs(processes, MAX_LEFT_S)
     assert not left, f"left behind: {left}"
     return True

@@ -231,9 +231,14 @@ class Command:
         for file in self._files:
             file.seek(0)
             texts.append(file.read())
-            file.close()
+        self.close()
         found = read_optimization(self._json) if self._json.exists() else None
         return Ran(code, *texts, found)
+
+    def close(self) -> None:
+        """Of one that was killed; what it said is not read."""
+        for file in self._files:
+            file.close()
 
 
 def _path() -> str:

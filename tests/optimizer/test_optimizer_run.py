@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +19,15 @@ from penstock import manifest, repository, slo
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import run
-from penstock.optimizer.candidates import Build, Candidate
-from penstock.optimizer.examples import Examples, Split
+from penstock.optimizer.candidates import Build, Candidate, Step
+from penstock.optimizer.examples import Examples, Split, open_examples
+from penstock.optimizer.journal import Journal
+from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Optimization
-from penstock.optimizer.subject import Subject
+from penstock.optimizer.subject import Subject, open_subject
 
 WISH = slo.parse("p99 < 2s at 20/s")
 SIZE = 32
@@ -111,6 +115,7 @@ def test_a_journal_is_of_one_model_data_machine_and_wish(
     code = tmp_path / "scoring.py"
     code.write_text("def score(outputs, labels): ...")
     scored = replace(plan, evaluator="scoring:score")
+    processed = replace(plan, postprocess="scoring:score")
     keys = [
         key_of(plan),
         key_of(plan, model="other"),
@@ -120,10 +125,11 @@ def test_a_journal_is_of_one_model_data_machine_and_wish(
         key_of(replace(plan, seed=1)),
         key_of(replace(plan, is_exhaustive=True)),
         key_of(scored),
+        key_of(processed),
     ]
     code.write_text("def score(outputs, labels): return 1")
     importlib.invalidate_caches()
-    keys.append(key_of(scored))
+    keys += [key_of(scored), key_of(processed)]
     assert len(set(keys)) == len(keys)
 
 
@@ -143,6 +149,33 @@ def test_labels_that_the_original_knows_nothing_of_are_refused(plan: Plan) -> No
     with pytest.raises(ConfigError, match="guessing gives"):
         run.optimize(plan, lambda progress: None, "")
     assert not (Path(plan.out) / "small").exists()
+
+
+def test_what_users_get_is_judged_and_the_model_before_it_compared(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    code = "def name(outputs):\n    return {'name': f\"class {outputs['y'].argmax()}\"}\n"
+    (tmp_path / "naming.py").write_text(code)
+    np.savez(tmp_path / "rows.npz", x=np.load(tmp_path / "data.npz")["x"])
+    wishes = replace(plan, data=str(tmp_path / "rows.npz"), postprocess="naming:name")
+    subject = open_subject(wishes, tmp_path / "work" / "small")
+    examples = open_examples(wishes, subject.build.config.inputs, True)
+    # The same model with another function behind it.
+    changed = tmp_path / "changed" / "small"
+    shutil.copytree(subject.build.folder, changed)
+    (changed / "1" / "postprocess.py").write_text(code.replace("argmax", "argmin"))
+    step = Step("batching", {"mode": "off"})
+    other = Build(Candidate((step,)), changed, repository.read(changed).configs[0])
+    with Journal(tmp_path / "journal") as journal:
+        lab = Lab(wishes, MACHINE, subject, examples, journal)
+        found = lab.numerics(other, is_exact=True)
+        assert (found.problems, found.max_absolute, found.num_examples) == ([], 0.0, 64)
+        assert lab.scorer.text == "the original's answers again"
+        judged = lab.judge(other, "choice")
+        assert judged.original == 1.0
+        assert judged.candidate < 0.2 and not judged.is_passed
 
 
 def test_a_repository_that_cannot_be_written(plan: Plan) -> None:

@@ -355,6 +355,37 @@ def test_out_of_time_the_best_so_far_is_measured() -> None:
     assert len(search.findings.finalists) > 1
 
 
+def test_out_of_time_a_variant_that_has_passed_is_timed_and_served() -> None:
+    variants = MadePass("int8", "quantise", ("a", "b", "c"), changes_answers=True, has_layers=True)
+    names = [f"int8(s={each})" for each in "abc"]
+    lab, run = searched({"original": 20.0, **dict.fromkeys(names, 2.0)}, variants, budget_s=100.0)
+    lab.losses = {names[0]: 0.3}
+    lab.try_s = 30.0
+    search = run()
+    assert search.findings.is_out_of_time
+    assert names[2] not in [last(each.candidate) for each in search.findings.tries]
+    assert model_step(search.findings.finalists[0].build.candidate) == names[1]
+
+
+def test_out_of_time_after_the_best_were_served_others_are() -> None:
+    """Of what is as good by prediction, not only what was served before the time was up."""
+    names = ["one", "two", "three"]
+    passes = [MadePass(each, "compile") for each in names]
+    late = MadePass("late", "precision", ("a", "b"))
+    row_ms = {"original": 20.0, "one": 4.0, "two": 4.0, "three": 4.05, "late(s=a)": 40.0}
+    lab, run = searched(row_ms, *passes, late, budget_s=1000.0)
+    lab.served_rates = {"one": 150.0, "two": 150.0, "three": 250.0}
+
+    def slow_late(build: Build) -> Facts:
+        lab.clock.now += 800.0 * (last(build.candidate) == "late(s=a)")
+        return Facts("null")
+
+    lab.facts = slow_late  # type: ignore[method-assign]
+    search = run()
+    assert search.findings.is_out_of_time
+    assert model_step(search.findings.finalists[0].build.candidate) == "three"
+
+
 def test_cut_short_after_some_were_served_the_best_is_served_too() -> None:
     later, never = MadePass("later", "precision"), MadePass("never", "precision")
     row_ms = {"original": 20.0, "faster": 4.0, "later": 2.0, "never": 3.0}

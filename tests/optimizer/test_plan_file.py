@@ -72,6 +72,7 @@ def test_every_problem_is_told(model: Path) -> None:
                 "seed": 1.5,
                 "exhaustive": "yes",
                 "eval": "no function",
+                "postprocess": "code.py",
                 "colour": "blue",
             }
         )
@@ -85,6 +86,7 @@ def test_every_problem_is_told(model: Path) -> None:
         "seed",
         "exhaustive",
         "eval",
+        "postprocess",
         "out",
     }
 

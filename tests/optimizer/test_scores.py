@@ -132,6 +132,21 @@ def test_answers_that_are_no_scores_agree_by_direction() -> None:
     assert scored(scorer, turned, original) == pytest.approx([-1.0] * 20)
 
 
+def test_answers_in_words_agree_when_they_are_the_same() -> None:
+    original = [{"name": np.array([b"cat"], object), "sure": np.float32([0.5])} for _ in ALL]
+    scorer = make_scorer(made_plan(), made_examples(None), original)
+    other = [{**each, "sure": np.float32([0.4])} for each in original]
+    other[2] = {**other[2], "name": np.array([b"dog"], object)}
+    assert scored(scorer, other, original) == pytest.approx(EXPECTED)
+
+
+def test_answers_that_became_more_or_fewer_do_not_agree() -> None:
+    original = [{"box": np.ones((3, 4), np.float32), "kind": np.array([1, 2, 3])} for _ in ALL]
+    scorer = make_scorer(made_plan(), made_examples(None), original)
+    fewer = {name: array[:2] for name, array in original[2].items()}
+    assert scored(scorer, [*original[:2], fewer, *original[3:]], original) == EXPECTED
+
+
 def test_metrics_that_do_not_fit() -> None:
     assert "needs labels or an evaluator" in problem(
         made_plan("top1 drop <= 1 %"), made_examples(None), LOGITS

@@ -1,6 +1,7 @@
 """Builds measured through a real server: what is sent, what is judged, and that nothing is left."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from penstock.benchmark.inputs import InputSpec, RequestForm, open_source
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.stats import Interval
 from penstock.benchmark.targets import Counters
+from penstock.config import BatchPolicy
 from penstock.errors import BackendFailed
 from penstock.optimizer import served
 from penstock.optimizer.plan import Plan
@@ -51,6 +53,24 @@ class TestLoad:
 
     def test_without_one_there_is_one_client(self):
         assert served.load_of(None) == Closed(1)
+
+
+class TestClients:
+    @pytest.mark.parametrize(
+        ("policy", "num_instances", "clients"),
+        [
+            (BatchPolicy(32, is_dynamic=True), 2, 128),
+            (BatchPolicy(32, is_dynamic=True), 8, 256),
+            (BatchPolicy(32, is_dynamic=False), 4, 8),
+            (BatchPolicy(1, is_dynamic=True), 1, 4),
+            (BatchPolicy(32, is_dynamic=True, slo_latency_s=0.1), 2, 4),
+            (BatchPolicy(32, is_dynamic=True, slo_latency_s=0.1), 8, 16),
+        ],
+    )
+    def test_are_as_many_as_the_server_does_not_refuse(self, policy, num_instances, clients):
+        config = a_config(max_batch=policy.max_batch_size, num_instances=num_instances)
+        config = replace(config, batching=policy)
+        assert served.num_clients(config) == clients
 
 
 class TestPatience:
@@ -143,6 +163,12 @@ class TestPhases:
                 "network and codec": 0.010,
             }
         )
+
+    def test_are_called_after_the_functions_around_the_model(self):
+        counters = Counters(10, 0, 10, 5, 200_000_000, 0, 20_000_000, 100_000_000, 80_000_000)
+        found = served.phases([counters], 0.03, has_preprocess=True, has_postprocess=True)
+        assert list(found) == ["queue", "preprocess", "compute", "postprocess", "network and codec"]
+        assert (found["preprocess"], found["postprocess"]) == pytest.approx((0.002, 0.008))
 
     def test_without_an_account_there_are_none(self):
         assert served.phases([], 0.01) == {}

@@ -15,6 +15,7 @@ from penstock import versions
 from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.subject import MAX_BATCH, Subject, open_subject
+from penstock.types import TensorSpec
 
 MODULE = """
 import numpy as np
@@ -48,6 +49,28 @@ def halve(inputs):
 
 def wrong(inputs):
     return {"z": inputs["raw"]}
+
+
+# Behind y = x W: which is larger, and those that are not zero.
+def name(outputs):
+    y = outputs["y"]
+    return {"name": ["first", "second"][int(y.argmax())], "kept": y[y != 0], "y": y / y.sum()}
+
+
+def broken(outputs):
+    return {"one": outputs["y"][2]}
+
+
+def unsteady(outputs):
+    return {"y": outputs["y"]} if outputs["y"][0] > 4 else {"y": outputs["y"].astype(int)}
+
+
+def none(outputs):
+    return {"boxes": outputs["y"][:0]}
+
+
+def place(outputs):
+    return {"y": outputs["y"] + len(__file__)}
 """
 
 
@@ -327,3 +350,78 @@ def test_preprocessing_needs_data(here: Path) -> None:
     write_linear(here / "linear.onnx")
     (problem,) = problems_of("linear.onnx", here / "original", preprocess="subject_code:halve")
     assert problem.startswith("preprocess: needs data")
+
+
+def test_postprocessing_becomes_part_of_what_is_served(here: Path) -> None:
+    write_linear(here / "linear.onnx")
+    # W is 0 to 5, so y is [2 b + 4 c, a + 3 b + 5 c].
+    np.savez(here / "data.npz", x=np.float32([[1, 1, 1], [1, 0, 0], [2, 2, 2]]), label=[0, 1, 0])
+    wishes = {"postprocess": "subject_code:name", "data": "data.npz"}
+    subject = open_subject(plan("linear.onnx", **wishes), here / "original")
+    config = subject.build.config
+    assert (subject.build.version_folder / "postprocess.py").is_file()
+    assert "subject_code.py is taken along" in subject.text
+    # What is of another size in another example is free; names may be of any length.
+    assert config.outputs == (
+        TensorSpec("name", "BYTES", ()),
+        TensorSpec("kept", "FP32", (-1,)),
+        TensorSpec("y", "FP32", (2,)),
+    )
+    assert config.model.outputs == (TensorSpec("y", "FP32", (2,)),)
+    found = answer(subject, x=np.float32([[1, 1, 1]]))
+    assert found["name"].tolist() == [b"second"]
+    assert found["kept"].tolist() == [[6.0, 9.0]]
+
+
+def test_between_both_functions_the_model_is_what_it_was(here: Path) -> None:
+    write_linear(here / "linear.onnx")
+    np.savez(here / "data.npz", raw=np.full((5, 3), 4, np.uint8), label=np.zeros(5))
+    functions = {"preprocess": "subject_code:halve", "postprocess": "subject_code:name"}
+    subject = open_subject(plan("linear.onnx", data="data.npz", **functions), here / "m")
+    config = subject.build.config
+    assert [spec.name for spec in config.inputs] == ["raw"]
+    assert [spec.name for spec in config.outputs] == ["name", "kept", "y"]
+    assert [spec.name for spec in (*config.model.inputs, *config.model.outputs)] == ["x", "y"]
+    assert answer(subject, raw=np.full((1, 3), 2, np.uint8))["kept"].tolist() == [[6.0, 9.0]]
+
+    # A version that is served is optimised again with what it has, and can have no second one.
+    (here / "models").mkdir()
+    versions.commit(here / "models", "m", subject.build.version_folder, config)
+    again = open_subject(plan(here / "models" / "m", data="data.npz"), here / "again" / "m")
+    assert again.build.config.postprocess == config.postprocess
+    assert again.build.config.preprocess == config.preprocess
+    wishes = {"data": "data.npz", "postprocess": "subject_code:name"}
+    (problem,) = problems_of(here / "models" / "m", here / "third", **wishes)
+    assert problem == "postprocess: the model has one already, postprocess.py:name"
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        ("broken", "postprocess: broken fails on the data: IndexError: index 2 is out of bounds"),
+        ("unsteady", "postprocess: output 'y': examples differ in datatype or number of axes"),
+        ("place", "postprocess: 1/postprocess.py, the copy that is served, gives something else"),
+        ("absent", "postprocess: 'subject_code' has no function 'absent'"),
+    ],
+)
+def test_postprocessing_that_does_not_do_is_told(here: Path, function: str, problem: str) -> None:
+    write_linear(here / "linear.onnx")
+    np.savez(here / "data.npz", x=np.float32([[1, 1, 1], [1, 0, 0]]))
+    wishes = {"postprocess": f"subject_code:{function}", "data": "data.npz"}
+    (found,) = problems_of("linear.onnx", here / "original", **wishes)
+    assert problem in found
+
+
+def test_nothing_found_in_any_example_is_of_any_size(here: Path) -> None:
+    write_linear(here / "linear.onnx")
+    np.savez(here / "data.npz", x=np.float32([[1, 1, 1], [1, 0, 0]]))
+    wishes = {"postprocess": "subject_code:none", "data": "data.npz"}
+    config = open_subject(plan("linear.onnx", **wishes), here / "original").build.config
+    assert config.outputs == (TensorSpec("boxes", "FP32", (-1,)),)
+
+
+def test_postprocessing_needs_data(here: Path) -> None:
+    write_linear(here / "linear.onnx")
+    functions = {"preprocess": "subject_code:halve", "postprocess": "subject_code:name"}
+    problems = problems_of("linear.onnx", here / "original", **functions)
+    assert [each.partition(": needs data")[0] for each in problems] == list(functions)

@@ -2,6 +2,7 @@
 which a model can end its process."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,26 @@ from penstock.optimizer.trial_child import Compute, Computed, Load, Loaded, Valu
 PADDED = """
 parameters { key: "penstock.pad" value { string_value: "x[0]=0" } }
 parameters { key: "penstock.pad_buckets" value { string_value: "4,8" } }
+"""
+
+
+COUNTING = """
+from pathlib import Path
+
+import numpy as np
+
+
+def count(outputs):
+    with Path(__file__).with_name("seen").open("a") as file:
+        print(len(outputs["y"]), file=file)
+    return {"y": np.array([len(outputs["y"])])}
+"""
+COUNTED = """
+backend: "onnxruntime" max_batch_size: 8 dynamic_batching { }
+input { name: "x" data_type: TYPE_FP32 dims: [ -1, 2 ] }
+output { name: "y" data_type: TYPE_INT64 dims: 1 }
+parameters { key: "penstock.postprocess" value { string_value: "code.py:count" } }
+parameters { key: "penstock.model_outputs" value { string_value: "y:FP32[-1,2]" } }
 """
 
 
@@ -71,6 +92,23 @@ class TestAnswers:
             assert answer["y"].tolist() == (2 * row["x"]).tolist()
         # Four share the first bucket; the last is longer than any.
         assert heard == [4, 5]
+
+    def test_a_function_behind_the_model_sees_no_padding(self, tmp_path: Path, write_onnx):
+        """Neither where answers are wanted nor where times are."""
+        nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
+        shape = ("FP32", ["batch", "n", 2])
+        version = tmp_path / "model" / "1"
+        write_onnx(version / "model.onnx", nodes, {"x": shape}, {"y": shape})
+        (version / "code.py").write_text(COUNTING)
+        (tmp_path / "model" / "config.pbtxt").write_text(COUNTED + PADDED)
+        build = read(tmp_path / "model")
+        found = trials.answers(build, sequences(1, 2, 3, 4, 9))
+        assert [answer["y"].tolist() for answer in found] == [[1], [2], [3], [4], [9]]
+        plain = replace(build, config=build.config.without_postprocess)
+        assert [len(each["y"]) for each in trials.answers(plain, sequences(2, 9))] == [2, 9]
+        (version / "seen").unlink()
+        trials.times(build, sequences(3, 3, 7), 1, 1)
+        assert set((version / "seen").read_text().split()) == {"3", "7"}
 
     def test_what_neighbours_of_other_lengths_do_to_a_row_is_seen(self, tmp_path: Path, write_onnx):
         """As in INT8 with ranges by batch, which a tolerance lets share one."""

@@ -42,6 +42,9 @@ class Int8Dynamic:
             return [Skip(self.name, reason)]
         if situation.build.config.backend != "onnxruntime":
             return [Skip(self.name, "only ONNX Runtime has operators with ranges by batch")]
+        if facts.weight_bytes.get("FP16", 0) > facts.weight_bytes.get("FP32", 0):
+            # The quantiser would leave all of them as they are.
+            return [Skip(self.name, "only weights in FP32 are quantised, and these are FP16")]
         if facts.is_convolutional and not facts.is_transformer:
             # Measured by others as eight times slower: onnxruntime#6732.
             return [Skip(self.name, "ranges by batch make convolutions slower than floats", step)]

@@ -90,8 +90,9 @@ class OnnxGraph:
 
 
 def _can_be_opened(config: ModelConfig) -> bool:
-    """A function in front of the model makes one row with the 1 in it, and would have to change."""
-    return config.max_batch_size == 0 and config.preprocess is None
+    """Functions around the model make and get one row with the 1 in it, and would have to
+    change."""
+    return config.max_batch_size == 0 and not config.is_processed
 
 
 def _has_weights_as_inputs(model: Any) -> bool:

@@ -29,7 +29,7 @@ class ToOpenVino:
             return [Skip(self.name, "not an ONNX model")]
         if config.device != "cpu":
             return [Skip(self.name, f"computes on CPUs, and the model is on {config.device}")]
-        tensors = (*config.model.inputs, *config.outputs)
+        tensors = (*config.model.inputs, *config.model.outputs)
         texts = [spec.name for spec in tensors if spec.datatype == "BYTES"]
         if texts:
             return [Skip(self.name, f"'{texts[0]}' is BYTES, which it does not take")]

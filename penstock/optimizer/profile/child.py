@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,18 +15,27 @@ import msgspec
 from penstock import backends
 from penstock.backends import Batch, Runner
 from penstock.backends.checks import share_of_cores
+from penstock.backends.processing import apply, pad
 from penstock.benchmark import system
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer.profile import onnx_times, openvino_times, roofline, torch_times, trace
 from penstock.optimizer.profile.path import buckets_of
 from penstock.optimizer.profile.peaks import peaks_of
-from penstock.optimizer.profile.profiler import Failed, Job, read_config, unpacked
+from penstock.optimizer.profile.profiler import (
+    Failed,
+    Job,
+    Packed,
+    make_batch,
+    packed,
+    read_config,
+    unpacked,
+)
 from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.profile.roofline import Measured
 from penstock.optimizer.profile.times import Timed
 from penstock.optimizer.shapes import THREADS
-from penstock.types import Array
+from penstock.types import Array, from_array
 
 NUM_WARM_UP = 3
 # A run that takes long is not repeated for longer than this.
@@ -50,7 +59,8 @@ def main() -> None:
 
 
 def profiled(job: Job) -> Profile:
-    config = read_config(Path(job.folder))
+    served = read_config(Path(job.folder))
+    config, job, sent = served.model, of_the_model(served, job), sent_of(served, job)
     inputs = {each.name: unpacked(each) for each in job.tensors}
     batch = Batch(inputs, job.num_rows)
     runner = backends.backend(config.backend)(config)
@@ -62,7 +72,7 @@ def profiled(job: Job) -> Profile:
     timed = _operators(config, runner, inputs, batch, num_runs, built)
     runner.close()
     alone_s = _single_thread(config, batch, num_runs, num_threads)
-    buckets = buckets_of(config, Path(job.folder), job.tensors, num_runs)
+    buckets = buckets_of(served, Path(job.folder), sent, num_runs)
     cache = Path(job.cache) if job.cache else None
     is_torch = config.backend == "pytorch"
     peaks = peaks_of(config.device, num_threads, cache, is_torch=is_torch)
@@ -78,9 +88,10 @@ def profiled(job: Job) -> Profile:
         max_batch_size=config.max_batch_size,
         single_thread_s=alone_s,
     )
-    # Padding makes the request's run a longer one.
+    # Padding makes the request's run a longer one, and functions are tried with one row.
     computed = {each.name: each.seconds for each in buckets}
-    again_s = computed[roofline.COMPUTE] if config.padding is None else None
+    is_same = config.padding is None and not served.is_processed
+    again_s = computed[roofline.COMPUTE] if is_same else None
     steps = roofline.next_steps(measured)
     return Profile(
         model=config.name,
@@ -101,6 +112,31 @@ def profiled(job: Job) -> Profile:
         headroom=roofline.headroom(measured),
         single_thread_s=alone_s,
     )
+
+
+def of_the_model(config: ModelConfig, job: Job) -> Job:
+    """With what the model itself takes, where a function makes that of what is sent: the rows that
+    come out in the commonest shapes."""
+    if config.preprocess is None:
+        return job
+    inputs = {each.name: unpacked(each) for each in job.tensors}
+    rows = [inputs]
+    if config.max_batch_size:
+        rows = [{name: each[n] for name, each in inputs.items()} for n in range(job.num_rows)]
+    model = config.model
+    made = [pad(model.padding, row)[0] for row in apply(config, rows)]
+    tensors, num_rows, text = make_batch(model, made)
+    return msgspec.structs.replace(job, tensors=tensors, num_rows=num_rows, batch=text)
+
+
+def sent_of(config: ModelConfig, job: Job) -> Sequence[Packed]:
+    """A request. With functions around the model it is of one row: answers to several may come out
+    in different shapes."""
+    if not config.is_processed or not config.max_batch_size:
+        return job.tensors
+    return [
+        packed(from_array(each.name, each.datatype, unpacked(each)[:1])) for each in job.tensors
+    ]
 
 
 def threads_of(config: ModelConfig, built: Mapping[str, str]) -> int:

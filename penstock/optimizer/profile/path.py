@@ -31,6 +31,11 @@ class Sender:
     def __init__(self, config: ModelConfig, tensors: Sequence[Packed]) -> None:
         self._codec = Codec()
         self._specs: Sequence[TensorSpec] = config.outputs
+        # A function is by far most of the one or the other.
+        self._names = (
+            "preprocess" if config.preprocess else "copy in",
+            "postprocess" if config.postprocess else "copy out",
+        )
         self._head, self._body = _message(tensors)
         self._is_answered = Event()
         self._error: PenstockError | None = None
@@ -59,9 +64,15 @@ class Sender:
             raise self._error
         timings = request.timings
         self._note("queue", max(0.0, timings.dispatched - timings.queued))
-        self._note("copy in", timings.compute_input_s)
+        before, after = self._names
+        self._note(before, timings.compute_input_s)
         self._note("compute", timings.compute_infer_s)
-        self._note("copy out", timings.compute_output_s)
+        self._note(after, timings.compute_output_s)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        before, after = self._names
+        return ("decode", "queue", before, "compute", after, "encode")
 
     def _note(self, name: str, seconds: float) -> None:
         self.parts.setdefault(name, []).append(seconds)
@@ -75,8 +86,9 @@ def buckets_of(
     with LocalModel(str(folder), config.version) as model:
         for _ in range(NUM_WARM_UP + num_runs):
             sender.send(model)
-    order = ("decode", "queue", "copy in", "compute", "copy out", "encode")
-    return [Bucket(name, statistics.median(sender.parts[name][NUM_WARM_UP:])) for name in order]
+    return [
+        Bucket(name, statistics.median(sender.parts[name][NUM_WARM_UP:])) for name in sender.order
+    ]
 
 
 def _message(tensors: Sequence[Packed]) -> tuple[int, bytes]:

@@ -119,16 +119,16 @@ def make_batch(
             raise ConfigError([f"input '{spec.name}': the examples do not have it"])
         arrays = [row[spec.name] for row in chosen]
         array = np.stack(arrays) if config.max_batch_size else np.asarray(arrays[0])
-        tensors.append(_packed(from_array(spec.name, spec.datatype, array)))
+        tensors.append(packed(from_array(spec.name, spec.datatype, array)))
     return tensors, len(chosen), _described(tensors, len(chosen), config)
 
 
-def _packed(tensor: Tensor) -> Packed:
+def packed(tensor: Tensor) -> Packed:
     return Packed(tensor.name, tensor.datatype, tensor.shape, bytes(tensor.data))
 
 
-def unpacked(packed: Packed) -> Array:
-    return to_array(Tensor(packed.name, packed.datatype, packed.shape, packed.data))
+def unpacked(each: Packed) -> Array:
+    return to_array(Tensor(each.name, each.datatype, each.shape, each.data))
 
 
 def _described(tensors: Sequence[Packed], num_rows: int, config: ModelConfig) -> str:

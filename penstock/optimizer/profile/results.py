@@ -47,7 +47,8 @@ class Operator(msgspec.Struct):
 
 
 class Bucket(msgspec.Struct):
-    """A part of a request's way: decode, queue, copy in, preprocess, compute, copy out, encode."""
+    """A part of a request's way: decode, queue, copy in or preprocess, compute, copy out or
+    postprocess, encode."""
 
     name: str
     seconds: float

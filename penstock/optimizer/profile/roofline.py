@@ -288,6 +288,7 @@ def _path(measured: Measured) -> NextStep | None:
         "decode": "binary tensors, gRPC or shared memory",
         "encode": "fewer or smaller outputs, binary tensors",
         "preprocess": "preprocessing in batches, or in instances of its own",
+        "postprocess": "whole arrays in numpy instead of loops, or less of it in the server",
     }.get(largest.name, "larger batches, so that the way is paid less often")
     text = f"{largest.name} is {units.share(largest.seconds, whole)} of a request: {advice}"
     return NextStep("path", f"{text}: at most {ceiling:.2g}x", ceiling)

@@ -31,6 +31,7 @@ PHASE_COLOURS = {
     "compute input": "#8fd0c2",
     "compute": "#2a9d8f",
     "compute output": "#1f6f78",
+    "postprocess": "#8c6a9e",
 }
 OTHER_PHASES = ("#8a56c4", "#b8479c", "#5a6fd0")
 # A bar that is so many times the limit, or the middle one of them, is cut off.

@@ -48,6 +48,7 @@ PLAN_FLAGS = {
     "labels": "--labels",
     "calibration": "--calibration",
     "preprocess": "--preprocess",
+    "postprocess": "--postprocess",
 }
 
 

@@ -21,6 +21,7 @@ from suites.onnx_models import (
 
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import file_facts, optimised_operators
+from penstock.optimizer.passes.half import Half
 from penstock.optimizer.passes.int8_dynamic import TOLERANCE, Int8Dynamic
 from penstock.optimizer.passes.transformer_fusion import TransformerFusion
 
@@ -63,6 +64,13 @@ def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
     facts = msgspec.structs.replace(parent.facts, operators=operators, quantised={"MatMul": 4})
     (skip,) = PASS.propose(replace(parent, facts=facts))
     assert isinstance(skip, Skip) and "quantised already" in skip.reason
+
+
+def test_weights_in_fp16_are_left_to_a_parent_in_fp32(tmp_path: Path) -> None:
+    parent = build_of(transformer(), tmp_path / "m")
+    half, _ = built(Half(), parent, Step("half", {"datatype": "fp16"}), tmp_path)
+    (skip,) = PASS.propose(situation(half))
+    assert isinstance(skip, Skip) and "FP16" in skip.reason
 
 
 def test_a_model_that_stayed_float_is_caught(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 from suites.onnx_models import Graph, answers, build_of, built, cnn, situation, workshop
 
-from penstock.config import Preprocess
+from penstock.config import Postprocess, Preprocess
 from penstock.errors import BackendFailed
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.passes.onnx_graph import OnnxGraph
@@ -54,6 +54,14 @@ def test_behind_preprocessing_the_one_row_stays(tmp_path: Path) -> None:
     inner = Preprocess("code.py:decode", parent.config.inputs)
     image = TensorSpec("file", "BYTES", (1,))
     config = replace(parent.config, inputs=(image,), preprocess=inner)
+    (step,) = PASS.propose(situation(replace(parent, config=config)))
+    assert isinstance(step, Step) and "batch" not in step.settings
+
+
+def test_before_postprocessing_it_stays_too(tmp_path: Path) -> None:
+    parent = build_of(old_digits(), tmp_path / "digits")
+    inner = Postprocess("code.py:name", parent.config.outputs)
+    config = replace(parent.config, outputs=(TensorSpec("name", "BYTES", ()),), postprocess=inner)
     (step,) = PASS.propose(situation(replace(parent, config=config)))
     assert isinstance(step, Step) and "batch" not in step.settings
 

@@ -9,13 +9,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from penstock.backends import Batch, backend
-from penstock.config import PadAxis, Padding
+from penstock.config import PadAxis, Padding, Postprocess
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.passes import Situation, Workshop, find
 from penstock.optimizer.plan import Plan
+from penstock.types import TensorSpec
 
 PLAN = Plan("model", "model", "out")
 PASS = find("openvino")
@@ -86,3 +87,12 @@ def test_what_it_is_not_for_is_skipped_with_the_reason(tmp_path: Path) -> None:
     assert PASS.propose(situation(text)) == [
         Skip("openvino", "'x' is BYTES, which it does not take")
     ]
+
+
+def test_texts_that_a_function_makes_are_not_its_business(tmp_path: Path) -> None:
+    build = build_of(tmp_path)
+    text = TensorSpec("name", "BYTES", (1,))
+    postprocess = Postprocess("code.py:name", build.config.outputs)
+    config = replace(build.config, outputs=(text,), postprocess=postprocess)
+    (step,) = PASS.propose(situation(replace(build, config=config)))
+    assert isinstance(step, Step)

@@ -41,6 +41,49 @@ def test_a_profile_is_whole(encoder, peaks_cache, tmp_path) -> None:
     assert any(span.get("cat") == "MatMul" for span in spans)
 
 
+FUNCTIONS = """
+import numpy as np
+
+
+def embed(inputs):
+    return {"x": np.ones((len(inputs["text"][0].split()), 64), np.float32)}
+
+
+def count(outputs):
+    return {"count": np.array([len(outputs["y"])]), "each": outputs["y"][:, 0]}
+"""
+PROCESSED = """
+backend: "onnxruntime" max_batch_size: 8
+input { name: "text" data_type: TYPE_STRING dims: 1 }
+output { name: "count" data_type: TYPE_INT64 dims: 1 }
+output { name: "each" data_type: TYPE_FP32 dims: -1 }
+"""
+PARAMETERS = {
+    "preprocess": "code.py:embed",
+    "model_inputs": "x:FP32[-1,64]",
+    "postprocess": "code.py:count",
+    "model_outputs": "y:FP32[-1,64]",
+}
+
+
+def test_operators_are_those_of_the_model_and_the_way_shows_the_functions(
+    encoder, peaks_cache
+) -> None:
+    (encoder / "1" / "code.py").write_text(FUNCTIONS)
+    parameters = [
+        f'parameters {{ key: "penstock.{key}" value {{ string_value: "{value}" }} }}'
+        for key, value in PARAMETERS.items()
+    ]
+    (encoder / "config.pbtxt").write_text("\n".join([PROCESSED, *parameters]))
+    rows = [{"text": np.array([text], object)} for text in (b"a b c", b"a", b"b b b")]
+    found = profile_build(encoder, rows, Settings(num_runs=3, cache=peaks_cache))
+    # Of three texts the two that have as many words.
+    assert found.batch == "2 rows of x 3x64"
+    assert {each.type for each in found.operators} == {"MatMul", "Add", "Erf", "Softmax"}
+    names = ["decode", "queue", "preprocess", "compute", "postprocess", "encode"]
+    assert [each.name for each in found.buckets] == names
+
+
 def python_model(tmp_path, source: str):
     folder = tmp_path / "models" / "code"
     (folder / "1").mkdir(parents=True)

@@ -42,6 +42,7 @@ def test_the_script_imports_only_what_exists() -> None:
 def test_the_script_has_the_wishes_that_a_build_depends_on() -> None:
     found = made.met()
     found.command = "penstock optimize m.onnx --data d.npz --labels=y --seed 3 --slo 'p99 < 1ms'"
+    found.command += " --preprocess code:encode --postprocess=code:name"
     found.source = "it's.onnx"
     tree = ast.parse(reproduce.build_code(found, made.CHOSEN))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -52,6 +53,8 @@ def test_the_script_has_the_wishes_that_a_build_depends_on() -> None:
         "out": "rebuilt",
         "data": "d.npz",
         "labels": "y",
+        "preprocess": "code:encode",
+        "postprocess": "code:name",
         "seed": 3,
     }
 

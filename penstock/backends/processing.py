@@ -1,10 +1,14 @@
-"""What happens to a request before the model sees it: a Python function in front of any Runner.
+"""What happens to a request before the model sees it, and to its answer: Python functions around
+any Runner.
 
 config.pbtxt says `penstock.preprocess = "FILE.py:FUNCTION"`, a file of the version folder, and
 `penstock.model_inputs`, what the model takes; its `input` is what users send. The function gets one
 row, arrays by name without the batch dimension, and returns the model's inputs the same way. Rows
 that come out in different lengths are padded (`penstock.pad`) and computed by bucket, and their
 answers cut back; that is allowed once `serving.proof` has found it harmless.
+
+`penstock.postprocess` and `penstock.model_outputs` are the same behind the model: its function gets
+what the model gives for one row, without padding, and returns what users get.
 """
 
 from __future__ import annotations
@@ -29,19 +33,19 @@ Row = Mapping[str, Array]
 Crop = tuple[str, int]
 
 
-class Preprocessed:
-    """A Runner behind a function. It is code that sees real requests only; the model behind it is
-    what is warmed up and tried out."""
+class Processed:
+    """A Runner between functions, or with one. They are code that sees real requests only; the
+    model between them is what is warmed up and tried out."""
 
     needs_requests = True
     runs_ahead = False
     inputs: Sequence[TensorSpec] = ()
+    outputs: Sequence[TensorSpec] = ()
 
-    def __init__(self, config: ModelConfig, function: Function, inner: Runner) -> None:
+    def __init__(self, config: ModelConfig, inner: Runner, functions: Functions) -> None:
         self.inner = inner
-        self.outputs: Sequence[TensorSpec] = inner.outputs
         self._config = config
-        self._function = function
+        self._functions = functions
         self._has_batch = config.max_batch_size > 0
         # None: rows of different lengths are kept apart.
         self._crops: frozenset[Crop] | None = None
@@ -51,46 +55,61 @@ class Preprocessed:
         return self.inner.keeps_rows_apart
 
     def allow_padding(self, crops: Collection[Crop]) -> None:
-        """From now on rows are filled up to their buckets; these axes of outputs are cut back."""
+        """From now on rows are filled up to their buckets, here if there is a function before the
+        model, else by the server; these axes of outputs are cut back."""
         self._crops = frozenset(crops)
 
     def built(self) -> Mapping[str, str]:
-        return {**self.inner.built(), "preprocess": self._function.name}
+        return {**self.inner.built(), **self._functions.names()}
 
     def start(self, batch: Batch) -> Execution:
         """Without `batch.requests` the batch is one request, and its answer that of the batch."""
-        began = time.perf_counter()
+        before, after = self._functions.before, self._functions.after
+        began = prepared = time.perf_counter()
+        if before is None:
+            answers = self._answers_as_sent(batch)
+        else:
+            rows = [
+                before.tried(row) for row in _rows(batch.inputs, batch.num_rows, self._has_batch)
+            ]
+            prepared = time.perf_counter()
+            answers = self._answers(rows)
+        ended = time.perf_counter()
+        if after is not None:
+            answers = [
+                each if isinstance(each, Exception) else after.tried(each) for each in answers
+            ]
+        outputs = self._by_request(batch, answers)
+        times = prepared - began, 0.0 if after is None else time.perf_counter() - ended
+        if batch.requests:
+            return Finished(PerRequest(outputs), *times)
+        (answer,) = outputs
+        if isinstance(answer, Exception):
+            raise answer
+        return Finished(answer, *times)
+
+    def close(self) -> None:
+        self.inner.close()
+        self._functions.close()
+
+    def _by_request(
+        self, batch: Batch, answers: Sequence[Outputs | Exception]
+    ) -> list[Outputs | Exception]:
         counts = [part.num_rows for part in batch.requests] or [batch.num_rows]
-        rows = [self._prepared(row) for row in self._rows(batch)]
-        prepare_s = time.perf_counter() - began
-        answers = self._answers(rows)
         outputs: list[Outputs | Exception] = []
         first = 0
         for count in counts if self._has_batch else [1]:
             outputs.append(_stacked(answers[first : first + count], self._has_batch))
             first += count
-        if batch.requests:
-            return Finished(PerRequest(outputs), prepare_s)
-        (answer,) = outputs
-        if isinstance(answer, Exception):
-            raise answer
-        return Finished(answer, prepare_s)
+        return outputs
 
-    def close(self) -> None:
-        self.inner.close()
-        self._function.close()
-
-    def _rows(self, batch: Batch) -> list[dict[str, Array]]:
-        if not self._has_batch:
-            return [dict(batch.inputs)]
-        numbers = range(batch.num_rows)
-        return [{name: rows[number] for name, rows in batch.inputs.items()} for number in numbers]
-
-    def _prepared(self, row: Row) -> Row | Exception:
-        try:
-            return self._function(row)
-        except Exception as error:  # Users' code, on users' texts: only this request fails.
-            return error
+    def _answers_as_sent(self, batch: Batch) -> list[Outputs | Exception]:
+        """One per row, where the model takes what users send; the server may have padded it."""
+        answers = self._run(batch.inputs, batch.num_rows)
+        lengths = [part.length for part in batch.requests for _ in range(part.num_rows)]
+        if not self._has_batch or not lengths:
+            return list(answers)
+        return [self._cut(each, length) for each, length in zip(answers, lengths, strict=True)]
 
     def _answers(self, rows: Sequence[Row | Exception]) -> list[Outputs | Exception]:
         """One per row, computed in batches of equal shapes."""
@@ -113,25 +132,22 @@ class Preprocessed:
         """Rows of equal shapes together; each alone where the model does not take them, so that a
         text that is too long, or has a token it does not know, fails nobody else's request."""
         try:
-            return list(self._run(rows))
+            stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+            return list(self._run(stacked if self._has_batch else rows[0], len(rows)))
         except Exception as error:  # Of the model's library, on what users sent.
             if len(rows) == 1:
                 return [error]
         return [answer for row in rows for answer in self._run_apart([row])]
 
-    def _run(self, rows: Sequence[Row]) -> list[Outputs]:
-        """Rows of equal shapes in one batch."""
-        stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-        batch = Batch(stacked if self._has_batch else rows[0], len(rows))
-        (answer,) = self.inner.start(batch).wait()
+    def _run(self, inputs: Row, num_rows: int) -> list[dict[str, Array]]:
+        """By row."""
+        (answer,) = self.inner.start(Batch(inputs, num_rows)).wait()
         # `load` has seen to it that the model does not see requests.
         assert not isinstance(answer, PerRequest)
-        if not self._has_batch:
-            return [answer]
-        return [{name: values[n] for name, values in answer.items()} for n in range(len(rows))]
+        return _rows(answer, num_rows, self._has_batch)
 
     def _cut(self, answer: Outputs, length: int | None) -> Outputs:
-        if length is None or not self._crops:
+        if not length or not self._crops:
             return answer
         cut = dict(answer)
         for name, axis in self._crops:
@@ -140,19 +156,18 @@ class Preprocessed:
 
 
 class Function:
-    """The function of a version's file, its answers checked against what the model takes."""
+    """The function of a version's file, what it gives checked against these specs."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        assert config.preprocess is not None
-        self.name = config.preprocess.function
-        self._specs = config.preprocess.inputs
+    def __init__(self, config: ModelConfig, function: str, specs: Sequence[TensorSpec]) -> None:
+        self.name = function
+        self._specs = specs
         file, _, name = self.name.rpartition(":")
         version_folder = Path(config.artifact).parents[max(1, len(Path(config.file).parts)) - 1]
         self._code = Code(replace(config, artifact=str(version_folder / file), file=file))
         try:
             found: Any = getattr(self._code.load(), name, None)
             if not callable(found):
-                raise self._code.problem(f"no function {name}(inputs)")
+                raise self._code.problem(f"no function {name}")
         except BaseException:
             self._code.close()
             raise
@@ -161,21 +176,50 @@ class Function:
     def __call__(self, row: Row) -> dict[str, Array]:
         return checked(self.name, self._call(dict(row)), self._specs)
 
+    def tried(self, row: Row) -> Row | Exception:
+        try:
+            return self(row)
+        except Exception as error:  # Users' code, on users' texts: only this request fails.
+            return error
+
     def close(self) -> None:
         self._code.close()
 
 
-def load(config: ModelConfig, load_model: LoadRunner) -> Preprocessed:
+class Functions:
+    """Those that a configuration names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.before: Function | None = None
+        self.after: Function | None = None
+        try:
+            if config.preprocess is not None:
+                made = config.preprocess
+                self.before = Function(config, made.function, made.inputs)
+            if config.postprocess is not None:
+                self.after = Function(config, config.postprocess.function, config.outputs)
+        except BaseException:
+            self.close()
+            raise
+
+    def names(self) -> dict[str, str]:
+        both = {"preprocess": self.before, "postprocess": self.after}
+        return {key: each.name for key, each in both.items() if each is not None}
+
+    def close(self) -> None:
+        for each in (self.before, self.after):
+            if each is not None:
+                each.close()
+
+
+def load(config: ModelConfig, load_model: LoadRunner) -> Processed:
     inner = load_model(config.model)
     try:
         if inner.needs_requests:
-            raise ConfigError(
-                [
-                    "parameters.penstock.preprocess: not for code that sees requests; "
-                    "it can do the same itself"
-                ]
-            )
-        return Preprocessed(config, Function(config), inner)
+            key = "postprocess" if config.preprocess is None else "preprocess"
+            problem = "not for code that sees requests; it can do the same itself"
+            raise ConfigError([f"parameters.penstock.{key}: {problem}"])
+        return Processed(config, inner, Functions(config))
     except BaseException:
         inner.close()
         raise
@@ -183,17 +227,25 @@ def load(config: ModelConfig, load_model: LoadRunner) -> Preprocessed:
 
 def apply(config: ModelConfig, rows: Sequence[Row]) -> list[dict[str, Array]]:
     """What the model sees of each row; as it is, where nothing is preprocessed."""
-    if config.preprocess is None:
-        return [dict(row) for row in rows]
-    function = Function(config)
+    return _applied(Functions(replace(config, postprocess=None)), rows)
+
+
+def apply_after(config: ModelConfig, answers: Sequence[Row]) -> list[dict[str, Array]]:
+    """What users get of each of the model's answers; as it is, where nothing is postprocessed."""
+    return _applied(Functions(replace(config, preprocess=None)), answers)
+
+
+def _applied(functions: Functions, rows: Sequence[Row]) -> list[dict[str, Array]]:
+    """With the one function there is."""
+    function = functions.before or functions.after
     try:
-        return [function(row) for row in rows]
+        return [dict(row) if function is None else function(row) for row in rows]
     finally:
-        function.close()
+        functions.close()
 
 
 def checked(name: str, made: Any, specs: Sequence[TensorSpec]) -> dict[str, Array]:
-    """One row as the model takes it; BackendFailed with what is wrong with it."""
+    """One row as it was asked for; BackendFailed with what is wrong with it."""
     if not isinstance(made, Mapping):
         raise BackendFailed(f"{name}: expected arrays by name, got {type(made).__name__}")
     row: dict[str, Array] = {}
@@ -203,13 +255,12 @@ def checked(name: str, made: Any, specs: Sequence[TensorSpec]) -> dict[str, Arra
         values = np.asarray(made[spec.name])
         dtype = DATATYPES[spec.datatype].numpy
         if values.dtype != dtype and not (spec.datatype == "BYTES" and values.dtype.kind in "SU"):
-            raise BackendFailed(f"{name}: '{spec.name}' is {values.dtype}, the model takes {dtype}")
+            raise BackendFailed(f"{name}: '{spec.name}' is {values.dtype}, expected {dtype}")
         if len(values.shape) != len(spec.shape) or any(
             limit not in (-1, size) for size, limit in zip(values.shape, spec.shape, strict=True)
         ):
             raise BackendFailed(
-                f"{name}: '{spec.name}' has shape {list(values.shape)}, the model takes "
-                f"{list(spec.shape)}"
+                f"{name}: '{spec.name}' has shape {list(values.shape)}, expected {list(spec.shape)}"
             )
         row[spec.name] = values
     return row
@@ -236,6 +287,13 @@ def pad(padding: Padding | None, row: Row) -> tuple[Row, int | None]:
 
 def shapes_of(row: Row) -> tuple[object, ...]:
     return tuple((name, values.shape) for name, values in row.items())
+
+
+def _rows(stacked: Row, num_rows: int, has_batch: bool) -> list[dict[str, Array]]:
+    if not has_batch:
+        return [dict(stacked)]
+    # With the dots also a text of no dimension stays an array.
+    return [{name: values[n, ...] for name, values in stacked.items()} for n in range(num_rows)]
 
 
 def _stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | Exception:

@@ -1,4 +1,5 @@
-"""A function in front of a model: rows in, the model's inputs out, answers in the order of rows."""
+"""Functions around a model: rows in, the model's inputs out, its outputs in, answers out, in the
+order of rows."""
 
 import asyncio
 from dataclasses import replace
@@ -12,8 +13,8 @@ from onnx import TensorProto, helper
 import penstock
 from penstock import pbtxt, repository, versions
 from penstock.backends import Batch, PerRequest, Runner, backend
-from penstock.backends.preprocessing import apply
-from penstock.config import ModelConfig, Padding, Preprocess
+from penstock.backends.processing import apply, apply_after
+from penstock.config import ModelConfig, Padding, Postprocess, Preprocess
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving.model import Model
 from penstock.serving.proof import apply_proof, prove
@@ -51,6 +52,29 @@ def wrong_type(inputs):
 
 def nothing(inputs):
     return None
+
+
+# Behind the model. A word of nine letters is one that nobody may hear of.
+def describe(outputs):
+    each = outputs["each"]
+    if 10 in each:
+        raise ValueError("an unspeakable word")
+    return {"text": np.array([f"{len(each)} words, {outputs['total'][0]}"]), "each": each[:1]}
+
+
+def slow_describe(outputs):
+    end = time.perf_counter() + 0.02
+    while time.perf_counter() < end:
+        pass
+    return describe(outputs)
+
+
+def long_each(outputs):
+    return {"text": np.array([b"x"]), "each": outputs["each"]}
+
+
+def no_text(outputs):
+    return {"text": outputs["each"][:1], "each": outputs["each"][:1]}
 """
 CONFIG = """
 backend: "onnxruntime"
@@ -61,6 +85,20 @@ output { name: "each" data_type: TYPE_INT64 dims: -1 }
 dynamic_batching { }
 """
 INPUTS = "ids:INT64[-1], mask:INT64[-1]"
+OUTPUTS = "total:INT64[1], each:INT64[-1]"
+# Between both functions, and with the one behind it alone.
+SENT = 'input { name: "text" data_type: TYPE_STRING dims: 1 }'
+TOKENS = """
+input { name: "ids" data_type: TYPE_INT64 dims: -1 }
+input { name: "mask" data_type: TYPE_INT64 dims: -1 }
+"""
+AFTER = """
+backend: "onnxruntime"
+max_batch_size: 8
+output { name: "text" data_type: TYPE_STRING dims: 1 }
+output { name: "each" data_type: TYPE_INT64 dims: 1 }
+dynamic_batching { }
+"""
 
 
 def parameter(key: str, value: str) -> str:
@@ -106,6 +144,19 @@ def folder(root: Path, function: str = "encode", mask_power: int = 1, more: str 
     text += parameter("model_inputs", INPUTS) + more
     (root / "model" / "config.pbtxt").write_text(text)
     return root / "model"
+
+
+def folder_after(
+    root: Path, after: str = "describe", before: str = "encode", more: str = ""
+) -> Path:
+    """With a function behind the model, and one before it unless that is empty."""
+    path = folder(root)
+    text = AFTER + (SENT if before else TOKENS) + more
+    if before:
+        text += parameter("preprocess", f"code.py:{before}") + parameter("model_inputs", INPUTS)
+    text += parameter("postprocess", f"code.py:{after}") + parameter("model_outputs", OUTPUTS)
+    (path / "config.pbtxt").write_text(text)
+    return path
 
 
 PAD = parameter("pad", "ids[0]=0, mask[0]=0") + parameter("pad_buckets", "4,8")
@@ -245,7 +296,7 @@ def test_a_batch_without_requests_has_one_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        ("wrong_type", "code.py:wrong_type: 'ids' is float32, the model takes int64"),
+        ("wrong_type", "code.py:wrong_type: 'ids' is float32, expected int64"),
         ("nothing", "code.py:nothing: expected arrays by name, got NoneType"),
     ],
 )
@@ -257,7 +308,7 @@ def test_what_the_model_does_not_take_is_told(tmp_path: Path, function: str, tex
 
 def test_a_function_that_is_not_there_is_refused_at_load(tmp_path: Path) -> None:
     config = config_of(folder(tmp_path, "absent"))
-    with pytest.raises(ConfigError, match=r"1/code.py: no function absent\(inputs\)"):
+    with pytest.raises(ConfigError, match=r"1/code.py: no function absent"):
         backend(config.backend)(config)
 
 
@@ -266,6 +317,113 @@ def test_apply_gives_what_the_model_sees(tmp_path: Path) -> None:
     (row,) = apply(config, [{"text": texts("aaa a")[0]}])
     assert row["ids"].tolist() == [3, 1]
     assert apply(config.model, [row])[0]["ids"] is row["ids"]
+
+
+def test_what_users_get_is_made_of_what_the_model_gives(tmp_path: Path) -> None:
+    """Row by row and without the padding that rows were computed with."""
+    runner = loaded(folder_after(tmp_path, more=PAD))
+    runner.inner = spy = Spy(runner.inner)
+    answer = run(runner, "a", "aaa aa a")
+    assert spy.shapes == [(2, 4)]
+    assert [each["text"].tolist() for each in answer.answers] == [
+        [["1 words, 2"]],
+        [["3 words, 9"]],
+    ]
+    assert [each["each"].tolist() for each in answer.answers] == [[[2]], [[4]]]
+    assert runner.built()["preprocess"] == "code.py:encode"
+    assert runner.built()["postprocess"] == "code.py:describe"
+    runner.close()
+
+
+def tokens(*lengths: int, bucket: int) -> dict[str, np.ndarray]:
+    """Rows of so many tokens 1, filled up."""
+    mask = np.array([[n < length for n in range(bucket)] for length in lengths], np.int64)
+    return {"ids": mask, "mask": mask}
+
+
+def test_padding_of_the_server_is_cut_before_the_function_sees_it(tmp_path: Path) -> None:
+    runner = loaded(folder_after(tmp_path, before="", more=PAD))
+    runner.inner = spy = Spy(runner.inner)
+    parts = [RequestPart("", 1, length=3), RequestPart("", 2, length=1), RequestPart("", 1)]
+    batch = Batch(tokens(3, 1, 1, 4, bucket=4), 4, parts)
+    execution = runner.start(batch)
+    (answer,) = execution.wait()
+    assert isinstance(answer, PerRequest)
+    texts_of = [each["text"].ravel().tolist() for each in answer.answers]
+    assert texts_of == [["3 words, 6"], ["1 words, 2"] * 2, ["4 words, 8"]]
+    # In one batch, as it came.
+    assert spy.shapes == [(4, 4)]
+    assert execution.prepare_s == 0
+    runner.close()
+
+
+def test_a_function_behind_the_model_fails_its_own_request_only(tmp_path: Path) -> None:
+    runner = loaded(folder_after(tmp_path, more=PAD))
+    answer = run(runner, "good", "ninechars", "bad")
+    assert answer.answers[0]["each"].tolist() == [[5]]
+    assert str(answer.answers[1]) == "an unspeakable word"
+    assert str(answer.answers[2]) == "a bad word"
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("long_each", "code.py:long_each: 'each' has shape [2], expected [1]"),
+        ("no_text", "code.py:no_text: 'text' is int64, expected object"),
+        ("encode", "'text'"),
+        ("nothing", "code.py:nothing: expected arrays by name, got NoneType"),
+    ],
+)
+def test_answers_that_were_not_promised_are_told(tmp_path: Path, function: str, text: str) -> None:
+    runner = loaded(folder_after(tmp_path, function))
+    assert text in str(run(runner, "a aa").answers[0])
+    runner.close()
+
+
+def test_a_model_without_a_batch_dimension_has_functions_too(tmp_path: Path) -> None:
+    """They get what the model takes and gives, with the 1 that stands for its batch."""
+    path = folder(tmp_path)
+    code = (
+        CODE
+        + """
+
+def whole(outputs):
+    return {"sum": outputs["total"].sum(axis=1)}
+"""
+    )
+    (path / "1" / "code.py").write_text(code)
+    config = """
+backend: "onnxruntime"
+input { name: "ids" data_type: TYPE_INT64 dims: [ 1, -1 ] }
+input { name: "mask" data_type: TYPE_INT64 dims: [ 1, -1 ] }
+output { name: "sum" data_type: TYPE_INT64 dims: 1 }
+"""
+    config += parameter("postprocess", "code.py:whole")
+    config += parameter("model_outputs", "total:INT64[1,1], each:INT64[1,-1]")
+    (path / "config.pbtxt").write_text(config)
+    with penstock.load(str(path)) as model:
+        assert model.infer(tokens(3, bucket=3))["sum"].tolist() == [6]
+
+
+def test_apply_after_gives_what_users_get(tmp_path: Path) -> None:
+    config = config_of(folder_after(tmp_path))
+    outputs = {"total": np.array([7]), "each": np.array([3, 4])}
+    (row,) = apply_after(config, [outputs])
+    assert row["text"].tolist() == ["2 words, 7"]
+    assert apply_after(config.model, [outputs])[0]["each"] is outputs["each"]
+
+
+def test_both_are_served_like_any_model(tmp_path: Path) -> None:
+    with penstock.load(str(folder_after(tmp_path / "both", more=PAD))) as model:
+        answer = model.infer({"text": texts("aaa aa", "a")})
+        assert answer["text"].tolist() == [[b"2 words, 7"], [b"1 words, 2"]]
+        with pytest.raises(PenstockError, match="an unspeakable word"):
+            model.infer({"text": texts("ninechars")})
+    # Filled up by the server: there are buckets of 4 and 8.
+    with penstock.load(str(folder_after(tmp_path / "one", before="", more=PAD))) as model:
+        assert model.infer(tokens(3, bucket=3))["text"].tolist() == [[b"3 words, 6"]]
+        assert model.infer(tokens(5, 5, bucket=5))["text"].tolist() == [[b"5 words, 10"]] * 2
 
 
 def test_it_is_served_like_any_model(tmp_path: Path) -> None:
@@ -277,9 +435,9 @@ def test_it_is_served_like_any_model(tmp_path: Path) -> None:
             model.infer({"text": texts("bad")})
 
 
-def test_its_time_counts_as_input_and_not_as_the_model(tmp_path: Path) -> None:
-    config = config_of(folder(tmp_path, "slow"))
-    request = Request(RecordingSink(), [from_array("text", "BYTES", texts("a", "aa"))], 0.0)
+def answered(config: ModelConfig, *values: str) -> Request:
+    """By the server's own model and worker loop."""
+    request = Request(RecordingSink(), [from_array("text", "BYTES", texts(*values))], 0.0)
 
     async def main() -> None:
         puppets = Puppets()
@@ -295,10 +453,32 @@ def test_its_time_counts_as_input_and_not_as_the_model(tmp_path: Path) -> None:
         await closing
 
     asyncio.run(main())
+    return request
+
+
+def test_its_time_counts_as_input_and_not_as_the_model(tmp_path: Path) -> None:
+    request = answered(config_of(folder(tmp_path, "slow")), "a", "aa")
     assert request.sink.outputs[0]["total"].tolist() == [[2], [3]]
     # Two rows, one after the other.
     assert request.timings.compute_input_s >= 0.04
     assert request.timings.compute_infer_s > 0
+
+
+def test_time_behind_the_model_counts_as_output(tmp_path: Path) -> None:
+    request = answered(config_of(folder_after(tmp_path, "slow_describe")), "a", "aa")
+    assert request.sink.outputs[0]["each"].tolist() == [[2], [3]]
+    assert request.timings.compute_output_s >= 0.04
+    assert request.timings.compute_infer_s > 0
+
+
+def test_a_version_with_both_is_committed_with_both(tmp_path: Path) -> None:
+    config = config_of(folder_after(tmp_path / "work", more=PAD))
+    (tmp_path / "models").mkdir()
+    source = Path(config.artifact).parent
+    versions.commit(tmp_path / "models", "texts", source, replace(config, name="texts"))
+    with penstock.load(str(tmp_path / "models" / "texts")) as model:
+        assert model.config.postprocess == config.postprocess
+        assert model.infer({"text": texts("aaa")})["text"].tolist() == [[b"1 words, 4"]]
 
 
 def test_it_is_part_of_a_committed_version(tmp_path: Path) -> None:
@@ -324,6 +504,22 @@ def test_configuration_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert config_of(path) == replace(config)
 
 
+def test_what_the_model_gives_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    for before in ("encode", ""):
+        path = folder_after(tmp_path / f"with {before}", before=before, more=PAD)
+        config = config_of(path)
+        specs = (TensorSpec("total", "INT64", (1,)), TensorSpec("each", "INT64", (-1,)))
+        assert config.postprocess == Postprocess("code.py:describe", specs)
+        assert (config.padding is None) == bool(before)
+        # Both see the same model.
+        assert [spec.name for spec in config.model.inputs] == ["ids", "mask"]
+        assert (config.model.outputs, config.model.padding is None) == (specs, False)
+        assert not config.model.is_processed and config.is_processed
+        assert config.without_postprocess.preprocess == config.preprocess
+        (path / "config.pbtxt").write_text(pbtxt.write(config))
+        assert config_of(path) == config
+
+
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
@@ -333,6 +529,11 @@ def test_configuration_reads_back_as_it_was_written(tmp_path: Path) -> None:
         (parameter("model_inputs", "ids:INT65[2]"), "'ids:INT65[2]': expected what the model"),
         (parameter("model_inputs", "ids:INT64[0]"), "'ids:INT64[0]': expected what the model"),
         (parameter("pad", "text[0]"), "no input 'text'; there are ids, mask"),
+        (parameter("postprocess", "code.py"), "parameters.penstock.postprocess: 'code.py'"),
+        (parameter("postprocess", "no.py:f"), "1/no.py: no such file"),
+        (parameter("postprocess", "code.py:describe"), "penstock.model_outputs: '': expected what"),
+        (parameter("model_outputs", "total:INT64[1]"), "penstock.postprocess: '': expected FILE"),
+        (parameter("model_outputs", "t:INT64[1], t:FP32[]"), "'t' is given 2 times"),
     ],
 )
 def test_parameters_that_make_no_sense_are_refused(tmp_path: Path, more: str, problem: str) -> None:
