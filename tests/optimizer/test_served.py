@@ -226,6 +226,8 @@ def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypat
     monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
     monkeypatch.setattr(served, "WARM_UP_S", 0.3)
     build = null_build(tmp_path, gpu_memory_bytes=3 << 30)
+    with open(build.folder / "config.pbtxt", "a") as file:
+        file.write("\ninstance_group { kind: KIND_GPU }\n")
     found = served.measure(build, a_plan("p99 < 1s", duration_s=0.5), numbers(3), silent)
     assert found.gpu_memory_bytes == 3 << 30
 
