@@ -224,6 +224,7 @@ def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypat
     (tmp_path / "driver").mkdir()
     driver = fake_nvml.build(tmp_path / "driver").parent
     monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(served, "WARM_UP_S", 0.3)
     build = null_build(tmp_path, gpu_memory_bytes=3 << 30)
     with open(build.folder / "config.pbtxt", "a") as file:
