@@ -106,6 +106,8 @@ FIELDS = (
 TEXTS = (SLO, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS, POSTPROCESS, MODEL_OUTPUTS)
 # Backends that look at `ModelConfig.device`, and the one that computes nothing anywhere.
 GPU_BACKENDS = frozenset({"pytorch", "null"})
+# Those that use a GPU without being asked to.
+AUTO_BACKENDS = frozenset({"pytorch"})
 # Fields that change what a model does and that this version does not carry out.
 UNSUPPORTED = (
     "sequence_batching",
@@ -694,12 +696,12 @@ def _inside(base: Path, file: str, limit: Path) -> Path | None:
 
 
 def _devices(group: Any, backend: str) -> list[str]:
-    """Of each instance of a group. Without a kind they run on GPUs, if the backend can use them and
-    there are any."""
+    """Of each instance of a group. Without a kind they run on GPUs, if the backend is made for them
+    and there are any."""
     count = max(1, int(group.count))
     if group.gpus:
         return [f"{EACH_GPU}:{gpu}" for gpu in group.gpus] * count
-    is_auto = group.kind == group.KIND_AUTO and backend in GPU_BACKENDS
+    is_auto = group.kind == group.KIND_AUTO and backend in AUTO_BACKENDS
     is_gpu = group.kind == group.KIND_GPU or (is_auto and bool(devices.read_gpus()))
     return [EACH_GPU if is_gpu else CPU] * count
 

@@ -28,6 +28,7 @@ from penstock.serving.explain import (
     mode_of,
 )
 from penstock.serving.memory_plan import gib, told
+from penstock.serving.placement import briefly
 
 if TYPE_CHECKING:
     from penstock.server import Progress, Server
@@ -186,7 +187,7 @@ def _model_cells(model: Model | None) -> list[str]:
     if ready != config.num_instances:
         count = f"{ready} of {count}"
     if config.uses_gpu:
-        count += f" on {', '.join(dict.fromkeys(config.devices))}"
+        count += f" on {briefly(config)}"
     return [config.backend, _batching(model), count, f"{model.metrics.load_s:.2f} s"]
 
 

@@ -741,7 +741,10 @@ def test_each_instance_has_the_device_of_its_group(
 def test_without_a_kind_gpus_are_used_where_they_are_and_can_be(
     tmp_path: Path, groups: str
 ) -> None:
-    config, again = round_trip(add_model(tmp_path / "can", "model", NULL + groups))
+    text = f'backend: "pytorch" max_batch_size: 8 {TENSORS} {groups}'
+    folder = add_model(tmp_path / "can", "model", text)
+    (folder / "1" / "module.py").touch()
+    config, again = round_trip(folder)
     assert config.devices == ("cuda",)
     assert again == config
     [config] = read(add_python(tmp_path / "cannot", groups)).configs

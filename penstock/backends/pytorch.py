@@ -373,7 +373,10 @@ def _check_device(config: ModelConfig) -> None:
             # What a model's own code calls "cuda" is then its own GPU too.
             torch.cuda.set_device(config.device)
     except Exception as error:  # torch raises RuntimeError, AssertionError and others.
-        problem = f"device: '{config.device}' cannot be used: {first_line(error)}"
+        problem = (
+            f"device: '{config.device}' cannot be used: {first_line(error)}; "
+            "KIND_CPU in instance_group runs the model on the CPU"
+        )
         raise ConfigError([problem]) from None
 
 

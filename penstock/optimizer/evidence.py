@@ -12,6 +12,7 @@ import msgspec
 
 from penstock import manifest as manifests
 from penstock import repository, versions
+from penstock.backends import GPU_MEMORY
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.results import Optimization, Served
 
@@ -39,6 +40,7 @@ def evidence(build: Build, found: Optimization, run: str) -> dict[str, Any]:
         "outcome": found.outcome,
         "headline": found.headline,
         "measured": None if after is None else _measured(after),
+        GPU_MEMORY: after.gpu_memory_bytes or None if after is not None else None,
         "original": None if before is None else _measured(before),
         "accuracy": msgspec.to_builtins(found.held_out),
         "accuracy_budget": found.accuracy_budget,

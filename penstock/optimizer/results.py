@@ -80,6 +80,8 @@ class Served(msgspec.Struct):
     num_runs: int = 1
     # The commonest reason of those that failed.
     failure: str = ""
+    # What one instance took of its GPU; 0 on CPUs.
+    gpu_memory_bytes: int = 0
 
     @property
     def is_met(self) -> bool:

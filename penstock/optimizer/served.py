@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ from penstock.optimizer.child_output import Output
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Curve, Served, Verdict
 from penstock.optimizer.simulate import fitted
+from penstock.serving.explain import Explanation
 from penstock.serving.worker import PR_SET_PDEATHSIG
 from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
 from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
@@ -54,6 +56,7 @@ Row = Mapping[str, Array]
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.05
+ASK_TIMEOUT_S = 10.0
 ADDRESS = re.compile(r"(http://[^\s\"/]+/v2)\b")
 # Rows that are sent in turn; more would only be written and read.
 MAX_ROWS = 4096
@@ -220,6 +223,17 @@ class Endpoint:
                     use = worker.memory_full_info()
                     total += getattr(use, "pss", use.rss)
         return total
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        """What one instance took of its GPU, as the server explains it; 0 on CPUs."""
+        # Not through a proxy: the server is on this machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with contextlib.suppress(OSError):
+            with opener.open(f"{self.address}/explain", timeout=ASK_TIMEOUT_S) as answer:
+                explained = msgspec.json.decode(answer.read(), type=Explanation)
+            return max(each.gpu_memory_bytes for each in explained.instances)
+        return 0
 
     def measured(self, plan: bench.Plan, watch: Watch) -> Run:
         """One run of the bench; BackendFailed with the server's log when it did not get through."""
@@ -412,6 +426,7 @@ class _Account:
     windows: list[Window] = field(default_factory=list)
     counters: list[Counters] = field(default_factory=list)
     memory_bytes: int = 0
+    gpu_memory_bytes: int = 0
     num_runs: int = 0
 
     def add(self, level: Level, memory_bytes: int) -> None:
@@ -447,6 +462,7 @@ def _in_turns(
         for endpoint, account in zip(endpoints, accounts, strict=True):
             run = endpoint.measured(_bench_plan(endpoint, plan, [load]), watch)
             account.add(run.levels[0], endpoint.memory_bytes)
+            account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     return [_served(account, load, plan) for account in accounts]
 
 
@@ -474,6 +490,7 @@ def _served(account: _Account, load: Load, plan: Plan) -> Served:
         memory_bytes=account.memory_bytes,
         num_runs=account.num_runs,
         failure=_commonest_failure(windows),
+        gpu_memory_bytes=account.gpu_memory_bytes,
     )
 
 

@@ -17,11 +17,9 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError
 from penstock.serving.memory_plan import CONTEXT_BYTES, WORKSPACE_BYTES, Need
 
-SAFETENSORS = ".safetensors"
-WEIGHTS = (SAFETENSORS, ".pt2", ".onnx", ".data", ".bin")
-HALVES = ("fp16", "bf16")
-# Datatypes of safetensors that `penstock.dtype` changes, with the bytes they have in the file.
-FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# What a float takes as `penstock.dtype` loads it, and which datatypes of safetensors it changes.
+FLOAT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100 << 20
 
 
@@ -41,22 +39,31 @@ def need_of(config: ModelConfig) -> Need:
 
 
 def weight_bytes(config: ModelConfig) -> int:
-    """The files of weights beside the artifact; float ones as `penstock.dtype` loads them."""
+    """The artifact, or the files of weights beside it where that is code; float ones as
+    `penstock.dtype` loads them."""
     path = Path(config.artifact)
-    if not config.artifact or not path.is_file():
-        return 0
-    is_half = config.options.get("penstock.dtype", "") in HALVES
-    total = 0
-    for file in sorted(path.parent.rglob("*")):
-        if file.suffix not in WEIGHTS or not file.is_file():
-            continue
-        halved = _halved_bytes(file) if is_half and file.suffix == SAFETENSORS else None
-        total += file.stat().st_size if halved is None else halved
-    return total
+    if not config.artifact or path.suffix != ".py":
+        return _size(path) if path.is_file() else 0
+    float_bytes = FLOAT_BYTES.get(config.options.get("penstock.dtype", ""))
+    return sum(_loaded_bytes(file, float_bytes) for file in path.parent.glob("*.safetensors"))
 
 
-def _halved_bytes(file: Path) -> int | None:
-    """Every float in two bytes. None: the file is not one to ask, which whoever loads it tells."""
+def _loaded_bytes(file: Path, float_bytes: int | None) -> int:
+    """With every float in so many bytes; None leaves them as they are. A file that is none counts
+    by its size: what is wrong with it is told by whoever loads it."""
+    tensors = _tensors(file) if float_bytes is not None else None
+    if tensors is None or float_bytes is None:
+        return _size(file)
+    return sum(
+        float_bytes * math.prod(each.shape)
+        if each.dtype in FLOATS
+        else each.data_offsets[1] - each.data_offsets[0]
+        for each in tensors
+    )
+
+
+def _tensors(file: Path) -> list[_Tensor] | None:
+    """What the header says; None: it is no header."""
     try:
         with open(file, "rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -64,15 +71,16 @@ def _halved_bytes(file: Path) -> int | None:
                 return None
             header = msgspec.json.decode(stream.read(size), type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
-        tensors = [msgspec.json.decode(raw, type=_Tensor) for raw in header.values()]
+        return [msgspec.json.decode(raw, type=_Tensor) for raw in header.values()]
     except (OSError, msgspec.MsgspecError):
         return None
-    return sum(
-        2 * math.prod(each.shape)
-        if each.dtype in FLOATS
-        else each.data_offsets[1] - each.data_offsets[0]
-        for each in tensors
-    )
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _measured(config: ModelConfig) -> int | None:

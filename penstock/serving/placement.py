@@ -64,6 +64,14 @@ def told(config: ModelConfig, gpus: Sequence[Gpu]) -> str:
     )
 
 
+def briefly(config: ModelConfig) -> str:
+    """Where the instances are, for a narrow column."""
+    devices = dict.fromkeys(config.devices)
+    gpus = [device for device in devices if device != CPU]
+    parts = gpus if len(gpus) < 2 else [f"{len(gpus)} GPUs"]
+    return ", ".join([*parts, CPU] if CPU in devices else parts)
+
+
 def _places(device: str, gpus: Sequence[Gpu]) -> list[str]:
     return [gpu.device for gpu in gpus] if device == EACH_GPU else [device]
 

@@ -3,7 +3,10 @@
 import psutil
 import pytest
 
+from penstock import devices
 from penstock.benchmark import system
+from penstock.devices import GpuUse
+from penstock.testing import FakeGpus
 
 
 def test_the_environment_names_processor_and_versions() -> None:
@@ -36,3 +39,19 @@ def test_a_sample_says_how_busy_the_machine_is() -> None:
     assert 0 <= sample.cpu_percent <= 100
     assert 0 < sample.memory_bytes < psutil.virtual_memory().total
     assert len(sample.gpu_percent) == len(sample.gpu_watts)
+
+
+def test_gpus_are_named_and_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    uses = [
+        GpuUse("GPU-0", 0.5, 100, 40, 300.0, 700.0, 1.0, 1980),
+        GpuUse("GPU-1", memory_used_bytes=60),
+    ]
+    monkeypatch.setattr(devices, "read_uses", lambda: uses)
+    monkeypatch.setattr(devices, "read_gpus", FakeGpus(100, 100))
+    monkeypatch.setattr(devices, "driver", lambda: "580.1")
+    sample = system.Sampler().sample(0.5)
+    assert (sample.gpu_percent, sample.gpu_memory_bytes) == ([50.0], [40, 60])
+    assert (sample.gpu_watts, sample.gpu_mhz) == ([300.0], [1980])
+    found = system.environment("models/digits")
+    assert found.gpus == ["Made Up", "Made Up"]
+    assert found.versions["NVIDIA driver"] == "580.1"

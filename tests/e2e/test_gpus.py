@@ -19,7 +19,7 @@ from served import Served, null_model
 def driver(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a machine with two GPUs of 16 GiB, 15 and 14 of them free."""
     folder = fake_nvml.build(tmp_path_factory.mktemp("driver")).parent
-    return {"LD_LIBRARY_PATH": str(folder)}
+    return {"LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 def group(text: str, num_bytes: int | None = None) -> str:

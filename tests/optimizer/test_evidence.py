@@ -12,6 +12,8 @@ from penstock import manifest, repository
 from penstock.optimizer import evidence
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.results import Optimization
+from penstock.serving.gpu_needs import need_of
+from penstock.serving.memory_plan import CONTEXT_BYTES, Need
 
 
 @pytest.fixture
@@ -40,6 +42,7 @@ def test_all_of_it_is_there(build: Build, found: Optimization) -> None:
     assert proof["measured"]["p99"]["value"] == found.after.p99.value
     assert proof["measured"]["cost_per_million"] == found.after.cost_per_million
     assert proof["accuracy"]["loss_bound"] == found.held_out.loss_bound
+    assert proof["gpu_memory_bytes"] is None, "it was measured on a CPU"
     assert proof["calibration"] == {"format": 1, "inputs": {}}
     assert proof["lineage"]["steps"] == [
         {"pass": "int8-static", "settings": {"calibrator": "minmax"}}
@@ -55,6 +58,16 @@ def test_what_is_not_known_is_null(build: Build, tmp_path: Path) -> None:
     )
     made = evidence.evidence(build, unknown, "run")
     json.dumps(made, allow_nan=False)
+
+
+def test_what_an_instance_takes_of_a_gpu_is_where_the_server_looks_for_it(
+    build: Build, found: Optimization
+) -> None:
+    assert found.after is not None
+    found.after.gpu_memory_bytes = 7 << 30
+    evidence.commit(build, found, "run")
+    [config] = repository.read(found.out).configs
+    assert need_of(config) == Need((7 << 30) + CONTEXT_BYTES, "evidence")
 
 
 def test_the_same_run_does_not_commit_twice(build: Build, found: Optimization) -> None:

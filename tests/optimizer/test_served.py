@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import fake_nvml
 import numpy as np
 import psutil
 import pytest
@@ -241,7 +242,21 @@ def test_two_builds_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert (each.num_runs, each.num_failed, each.load) == (2, 0, "40/s poisson")
         assert each.num_requests > 40
         assert each.memory_bytes > 1 << 20
+        assert each.gpu_memory_bytes == 0
     assert any(text.startswith("40/s poisson, measuring") for text in heard)
+
+
+def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypatch):
+    (tmp_path / "driver").mkdir()
+    driver = fake_nvml.build(tmp_path / "driver").parent
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(served, "WARM_UP_S", 0.3)
+    build = null_build(tmp_path, gpu_memory_bytes=3 << 30)
+    with open(build.folder / "config.pbtxt", "a") as file:
+        file.write("\ninstance_group { kind: KIND_GPU }\n")
+    found = served.measure(build, a_plan("p99 < 1s", duration_s=0.5), numbers(3), silent)
+    assert found.gpu_memory_bytes == 3 << 30
 
 
 def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):

@@ -44,10 +44,15 @@ def config(tmp_path: Path) -> ModelConfig:
 
 
 def test_an_estimate_is_the_weights_and_a_fixed_sum(config: ModelConfig, tmp_path: Path):
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "more.safetensors").write_bytes(bytes(500))
+    for part, size in (("model-1.safetensors", 1000), ("model-2.safetensors", 500)):
+        (tmp_path / part).write_bytes(bytes(size))
     assert need_of(config) == Need(1500 + FIXED_BYTES, "estimated")
+
+
+def test_a_file_that_holds_its_weights_is_all_that_counts(config: ModelConfig, tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "model.pt2").write_bytes(bytes(3000))
+    assert weight_bytes(replace(config, artifact=str(tmp_path / "model.pt2"))) == 3000
 
 
 def test_weights_that_are_halved_count_half(config: ModelConfig, tmp_path: Path):
@@ -56,7 +61,8 @@ def test_weights_that_are_halved_count_half(config: ModelConfig, tmp_path: Path)
     half = replace(config, options={"penstock.dtype": "bf16"})
     assert weight_bytes(half) == 400 + 40 + 24
     assert weight_bytes(config) == file.stat().st_size
-    assert weight_bytes(replace(config, options={"penstock.dtype": "fp32"})) == file.stat().st_size
+    full = replace(config, options={"penstock.dtype": "fp32"})
+    assert weight_bytes(full) == 800 + 80 + 24
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,12 @@ def test_a_file_that_is_none_counts_by_its_size(config: ModelConfig, tmp_path: P
     (tmp_path / "model.safetensors").write_bytes(data)
     half = replace(config, options={"penstock.dtype": "fp16"})
     assert weight_bytes(half) == len(data)
+
+
+def test_a_link_to_nowhere_counts_nothing(config: ModelConfig, tmp_path: Path):
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    for dtype in ("", "fp16"):
+        assert weight_bytes(replace(config, options={"penstock.dtype": dtype})) == 0
 
 
 def test_a_model_without_files_needs_the_fixed_sum(config: ModelConfig):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.devices import Gpu
 from penstock.errors import ConfigError
-from penstock.serving.placement import instances_by_device, place, told
+from penstock.serving.placement import briefly, instances_by_device, place, told
 from penstock.testing import FakeGpus
 from penstock.types import TensorSpec
 
@@ -94,6 +94,13 @@ def test_instances_are_listed_by_device():
     assert instances_by_device(config) == {"cuda:0": [0, 2], "cuda:1": [1, 3]}
     assert told(config, gpus(2)) == "0, 2 on cuda:0 (Made Up); 1, 3 on cuda:1 (Made Up)"
     assert told(CONFIG.on(["cuda:5"]), gpus(2)).startswith("cannot be placed here: ")
+
+
+def test_where_they_are_fits_a_column():
+    assert briefly(CONFIG.on(["cuda:1"] * 3)) == "cuda:1"
+    assert briefly(CONFIG.on([f"cuda:{i}" for i in range(8)])) == "8 GPUs"
+    assert briefly(CONFIG.on(["cuda:0", "cpu", "cuda:1"])) == "2 GPUs, cpu"
+    assert briefly(CONFIG) == "cpu"
 
 
 DEVICES = st.lists(st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:2"]), min_size=1, max_size=10)
