@@ -27,9 +27,10 @@ from penstock.types import Array, Request, Response
 OVERHEAD_S = 0.00015
 # Of a batch, beyond what the model takes: the way to the worker and back, waking it up.
 DISPATCH_S = 0.00015
-# Of the cores that a model computes with, for each request: the server's work and that of whoever
-# asks from the same machine.
-REQUEST_CPU_S = 0.00005
+# Of the cores that a model computes with, for each request and each byte of it and of its answer:
+# the server's work and that of whoever asks from the same machine. Measured as processor time.
+REQUEST_CPU_S = 0.00015
+BYTE_CPU_S = 3e-9
 # The core takes requests one after the other; no model is served faster than this allows.
 CORE_S = 0.00002
 # Of its cores, that a model keeps whatever comes.
@@ -84,10 +85,14 @@ def as_served(table: TimeTable, config: ModelConfig, rate: float) -> TimeTable:
 
 
 def _cpu_share(table: TimeTable, config: ModelConfig) -> float:
-    """Of the model's computing power, that one request a second takes away from it."""
+    """Of the model's computing power, that one request a second takes away from it. Whoever takes
+    the core of one thread has all threads of that instance wait."""
     if config.device != "cpu":
         return 0.0
-    return REQUEST_CPU_S / (table.num_instances * table.num_threads)
+    num_bytes = sum(
+        spec.row_bytes(spec.shape) for spec in (*config.inputs, *config.outputs) if spec.is_fixed
+    )
+    return (REQUEST_CPU_S + BYTE_CPU_S * num_bytes) / table.num_instances
 
 
 class Prediction(msgspec.Struct):
