@@ -182,8 +182,17 @@ def test_unbatched_poisson_is_m_d_1(load):
 
 def test_constant_arrivals_do_not_wait():
     table, config = unbatched(0.010)
-    found = predict(table, config, parse("p99 < 1s at 90/s constant"), 90, ALIKE)
-    assert found.p99_s == pytest.approx(batch_s(table, config, 90) + OVERHEAD_S)
+    due = [index / 90 for index in range(100)]
+    latencies = run(table, config, due, [0] * 100).latencies_s
+    assert latencies == pytest.approx(0.010 + OVERHEAD_S)
+
+
+def test_batches_that_differ_are_as_long_on_average():
+    table, config = unbatched(0.010)
+    due = np.arange(0, 40, 0.1).tolist()
+    latencies = run(table, config, due, [0] * len(due), jitter=0.2).latencies_s - OVERHEAD_S
+    assert latencies.mean() == pytest.approx(0.010, rel=0.03)
+    assert np.log(latencies).std() == pytest.approx(0.2, rel=0.15)
 
 
 def test_bursts_wait_longer_than_poisson():
