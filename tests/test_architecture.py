@@ -130,7 +130,6 @@ WITHOUT_OWN_TEST = {
     "optimizer/candidates.py": "values only; tests/optimizer/test_optimizer_search.py makes them",
     "optimizer/machine.py": "values only; tests/optimizer/test_this_machine.py reads them",
     "optimizer/lab.py": "tests/optimizer/test_optimizer_run.py asks it",
-    "optimizer/conclusion.py": "tests/optimizer/test_optimizer_run.py concludes",
     "optimizer/search.py": "tests/optimizer/test_optimizer_search.py, whose name was taken",
     "optimizer/run.py": "tests/optimizer/test_optimizer_run.py, whose name was taken",
     "optimizer/plan.py": "values only; tests/optimizer/test_plan_file.py makes them",

@@ -91,11 +91,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
     _prove(lab, search, choice, found)
     other = _better_proven(lab, findings, choice, found)
     if other is not None:
-        found.notes.append(
-            f"proven once more with {other.finalist.build.candidate}: the first miss"
-        )
-        choice = other
-        _prove(lab, search, choice, found)
+        choice = _proven_again(lab, search, choice, other, found)
     if _original_does(choice, found):
         found.notes.append("measured in turns, the original does as well as what was chosen")
         choice.finalist = next(one for one in findings.finalists if not one.build.candidate.steps)
@@ -175,15 +171,34 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> Non
 def _better_proven(
     lab: Lab, findings: Findings, choice: Choice, found: Optimization
 ) -> Choice | None:
-    """The next finalist that kept the SLO, when the proof of the first did not confirm it."""
+    """The next finalist that did better than the first does in its proof, when that misses the
+    SLO."""
     if found.after is None or found.after.is_met or findings.is_interrupted:
         return None
     for finalist in findings.finalists:
-        if finalist.build is not choice.finalist.build and finalist.served.is_met:
+        if finalist.build is choice.finalist.build:
+            continue
+        pair = [choice.finalist.simplicity, finalist.simplicity]
+        if goals.order([found.after, finalist.served], pair)[0] == 1:
             other = _admitted(lab, finalist, choice.refused)
             if other is not None:
                 return other
     return None
+
+
+def _proven_again(
+    lab: Lab, search: Search, first: Choice, other: Choice, found: Optimization
+) -> Choice:
+    """Whichever of the two has the better proof."""
+    found.notes.append(f"proven once more with {other.finalist.build.candidate}: the first missed")
+    before, after = found.before, found.after
+    _prove(lab, search, other, found)
+    assert after is not None and found.after is not None
+    pair = [first.finalist.simplicity, other.finalist.simplicity]
+    if goals.order([after, found.after], pair)[0] == 1:
+        return other
+    found.before, found.after = before, after
+    return first
 
 
 def _original_does(choice: Choice, found: Optimization) -> bool:

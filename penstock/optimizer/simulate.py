@@ -27,13 +27,17 @@ from penstock.types import Array, Request, Response
 OVERHEAD_S = 0.00015
 # Of a batch, beyond what the model takes: the way to the worker and back, waking it up.
 DISPATCH_S = 0.00015
-# Of the cores that a model computes with, for each request: the server's work and that of whoever
-# asks from the same machine.
-REQUEST_CPU_S = 0.00005
+# Of the cores that a model computes with, for each request and each byte of it and of its answer:
+# the server's work and that of whoever asks from the same machine. Measured as processor time.
+REQUEST_CPU_S = 0.00015
+BYTE_CPU_S = 3e-9
 # The core takes requests one after the other; no model is served faster than this allows.
 CORE_S = 0.00002
 # Of its cores, that a model keeps whatever comes.
 MIN_FREE = 0.05
+# How much batches of one size differ, as the standard deviation of the logarithm of their times, on
+# a machine that has other things to do. Whoever plans tightly then refuses what could be in time.
+JITTER = 0.2
 # So many that a burst or two does not decide: the slowest hundredth comes in clusters.
 NUM_REQUESTS = 4000
 # Of the requests, left out at the start: the queue is empty then, which it will not be again.
@@ -84,10 +88,14 @@ def as_served(table: TimeTable, config: ModelConfig, rate: float) -> TimeTable:
 
 
 def _cpu_share(table: TimeTable, config: ModelConfig) -> float:
-    """Of the model's computing power, that one request a second takes away from it."""
+    """Of the model's computing power, that one request a second takes away from it. Whoever takes
+    the core of one thread has all threads of that instance wait."""
     if config.device != "cpu":
         return 0.0
-    return REQUEST_CPU_S / (table.num_instances * table.num_threads)
+    num_bytes = sum(
+        spec.row_bytes(spec.shape) for spec in (*config.inputs, *config.outputs) if spec.is_fixed
+    )
+    return (REQUEST_CPU_S + BYTE_CPU_S * num_bytes) / table.num_instances
 
 
 class Prediction(msgspec.Struct):
@@ -233,6 +241,8 @@ class _Executors:
     num_idle: int
     outcome: Outcome
     patience: Patience
+    # By turns, what batches take times their mean.
+    jitter: Array
     running: list[tuple[float, int, float, list[Request]]] = field(default_factory=list)
 
     @property
@@ -272,8 +282,9 @@ class _Executors:
 
     def _start(self, batch: list[Request], now: float) -> None:
         self.num_idle -= 1
-        took_s = self.batch_s(batch[0].fit, len(batch))
         outcome = self.outcome
+        factor = float(self.jitter[outcome.num_batches % len(self.jitter)])
+        took_s = factor * self.batch_s(batch[0].fit, len(batch))
         outcome.num_batches += 1
         outcome.num_rows += len(batch)
         outcome.busy_s += took_s
@@ -287,6 +298,7 @@ def run(
     arrivals: Sequence[float],
     buckets: Sequence[int],
     patience: Patience | None = None,
+    jitter: float = 0.0,
 ) -> Outcome:
     """Requests due at `arrivals` (ascending), each of its bucket, until all have ended or patience
     is over."""
@@ -301,7 +313,8 @@ def run(
     outcome = Outcome(np.full(len(arrivals), math.inf))
     batcher = _make_batcher(config, table, batch_s, set(buckets))
     patience = patience or Patience(Slo(()), len(arrivals))
-    executors = _Executors(batcher, batch_s, table.num_instances, outcome, patience)
+    factors = np.random.default_rng(SEED).lognormal(-(jitter**2) / 2, jitter, NUM_REQUESTS)
+    executors = _Executors(batcher, batch_s, table.num_instances, outcome, patience, factors)
     sink = _Nobody()
     # It takes the time between an arrival and its turn for a loop that is busy.
     is_slo = isinstance(batcher, SloBatcher)
@@ -343,7 +356,8 @@ def predict(
     """`lengths` is the share of requests by bucket (see `lengths_of`); {0: 1.0} without any."""
     due, buckets = _requests(slo, rate, lengths)
     loaded = as_served(table, config, rate)
-    return _prediction(table, slo, rate, run(loaded, config, due, buckets))
+    outcome = run(loaded, config, due, buckets, jitter=JITTER)
+    return _prediction(table, slo, rate, outcome)
 
 
 def _requests(slo: Slo, rate: float, lengths: Mapping[int, float]) -> tuple[list[float], list[int]]:
@@ -439,7 +453,7 @@ def max_rate(
     def holds(rate: float) -> bool:
         due, buckets = _requests(slo, rate, lengths)
         patience = Patience(slo, len(due))
-        outcome = run(as_served(table, config, rate), config, due, buckets, patience)
+        outcome = run(as_served(table, config, rate), config, due, buckets, patience, JITTER)
         return not patience.is_over and _is_kept(slo, _counted(outcome))
 
     high = capacity(table, config, lengths)

@@ -9,6 +9,7 @@ from served_builds import IMAGE, TEXT, a_config, a_table, texts
 
 from penstock.config import PadAxis, Padding
 from penstock.optimizer.simulate import (
+    BYTE_CPU_S,
     CORE_S,
     DISPATCH_S,
     OVERHEAD_S,
@@ -181,8 +182,17 @@ def test_unbatched_poisson_is_m_d_1(load):
 
 def test_constant_arrivals_do_not_wait():
     table, config = unbatched(0.010)
-    found = predict(table, config, parse("p99 < 1s at 90/s constant"), 90, ALIKE)
-    assert found.p99_s == pytest.approx(batch_s(table, config, 90) + OVERHEAD_S)
+    due = [index / 90 for index in range(100)]
+    latencies = run(table, config, due, [0] * 100).latencies_s
+    assert latencies == pytest.approx(0.010 + OVERHEAD_S)
+
+
+def test_batches_that_differ_are_as_long_on_average():
+    table, config = unbatched(0.010)
+    due = np.arange(0, 40, 0.1).tolist()
+    latencies = run(table, config, due, [0] * len(due), jitter=0.2).latencies_s - OVERHEAD_S
+    assert latencies.mean() == pytest.approx(0.010, rel=0.03)
+    assert np.log(latencies).std() == pytest.approx(0.2, rel=0.15)
 
 
 def test_bursts_wait_longer_than_poisson():
@@ -205,14 +215,15 @@ class TestMaxRate:
         assert 0.003 < waiting_beyond(rate, service_s, 0.050 - service_s - OVERHEAD_S) < 0.03
 
     def test_batched_follows_the_law_of_p99(self):
-        """On one executor about (1 - 2.4 a / S) / c."""
+        """On one executor that nobody shares, about (1 - 2.4 a / S) / c."""
         a_s, c_s, slo_s = 0.004, 0.001, 0.100
-        rate = max_rate(a_table(a_s, c_s), a_config(max_batch=64), parse("p99 < 100ms"), ALIKE)
+        config = a_config(max_batch=64, device="cuda")
+        rate = max_rate(a_table(a_s, c_s), config, parse("p99 < 100ms"), ALIKE)
         assert rate == pytest.approx((1 - 2.4 * a_s / slo_s) / c_s, rel=0.08)
 
     def test_is_never_beyond_saturation(self):
         table, config = a_table(0.004, 0.001), a_config()
-        saturated = 32 / (0.004 + 0.032 + DISPATCH_S)
+        saturated = 1 / ((0.004 + 0.032 + DISPATCH_S) / 32 + REQUEST_CPU_S)
         assert capacity(table, config, ALIKE) == pytest.approx(saturated, rel=0.03)
         assert 0.8 * saturated < max_rate(table, config, parse("p99 < 1s"), ALIKE) <= saturated
 
@@ -270,10 +281,23 @@ class TestAsServed:
         table, config = unbatched(0.010)
         assert batch_s(table, config, 0.0) == pytest.approx(0.010 + DISPATCH_S)
 
-    def test_the_server_takes_its_share_of_the_cores(self):
+    @pytest.mark.parametrize("num_elements", [1, 150_000])
+    def test_the_server_takes_its_share_of_each_instance(self, num_elements):
         table = TimeTable(2, 2, {0: {1: 0.010}})
-        slowed = batch_s(table, a_config(), 4_000) / batch_s(table, a_config(), 0.0)
-        assert slowed == pytest.approx(1 / (1 - 4_000 * REQUEST_CPU_S / 4))
+        config = a_config(TensorSpec("image", "FP32", (num_elements,)))
+        slowed = batch_s(table, config, 400) / batch_s(table, config, 0.0)
+        request_s = REQUEST_CPU_S + BYTE_CPU_S * 4 * (num_elements + 2)
+        assert slowed == pytest.approx(1 / (1 - 400 * request_s / 2))
+
+    def test_large_requests_are_for_instances_that_do_not_wait_for_each_other(self):
+        """Two threads are no slower than two instances until somebody else needs their cores."""
+        slo = parse("p99 < 100ms")
+        together, apart = TimeTable(1, 2, {0: {1: 0.006}}), TimeTable(2, 1, {0: {1: 0.012}})
+        for num_elements, is_apart in ((1, False), (150_000, True)):
+            spec = TensorSpec("image", "FP32", (num_elements,))
+            one, two = (a_config(spec, max_batch=1, num_instances=n) for n in (1, 2))
+            rates = max_rate(together, one, slo, ALIKE), max_rate(apart, two, slo, ALIKE)
+            assert (rates[1] > 1.1 * rates[0]) == is_apart
 
     def test_a_gpu_shares_its_cores_with_nobody(self):
         table, config = unbatched(0.010)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,18 @@ def write_onnx(parent: Build, model: Any, target: Path, config: ModelConfig | No
     version = folders.carry_over(parent, target, {parent.artifact.name, ONNX_FILE, *old})
     onnx_model.write(model, version / ONNX_FILE)
     folders.write_config(target, replace(config or parent.config, file=""))
+
+
+@contextlib.contextmanager
+def quiet_quantizer() -> Iterator[None]:
+    """ONNX Runtime's tells everybody its opinion of single nodes; what counts is read back."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
 
 
 def without_slow_fusion(config: ModelConfig) -> ModelConfig:

@@ -12,7 +12,7 @@ from penstock.optimizer import onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
-from penstock.optimizer.passes.building import without_slow_fusion, write_onnx
+from penstock.optimizer.passes.building import quiet_quantizer, without_slow_fusion, write_onnx
 from penstock.optimizer.passes.int8_static import check_quantised, reason_against
 
 # Gemm becomes MatMul and Add on the way; Attention holds the products of its projections.
@@ -91,5 +91,6 @@ def _quantised(ready: Any, step: Step) -> Any:
         # Behind a fused operator ONNX knows no types.
         extra_options={"MatMulConstBOnly": True, "DefaultTensorType": TensorProto.FLOAT},
     )
-    quantizer.quantize_model()
+    with quiet_quantizer():
+        quantizer.quantize_model()
     return quantizer.model.model

@@ -23,6 +23,7 @@ from penstock.optimizer.passes.building import (
     FLOATS_TO_BYTES,
     LEFT_OUT,
     is_onnx,
+    quiet_quantizer,
     with_floats_kept,
     without_slow_fusion,
     write_onnx,
@@ -218,7 +219,8 @@ def quantised(ready: Any, ranges: Mapping[str, Range], scheme: Scheme) -> Any:
         op_types_to_quantize=list(scheme.operators),
         extra_options=_library_options(scheme),
     )
-    quantizer.quantize_model()
+    with quiet_quantizer():
+        quantizer.quantize_model()
     return quantizer.model.model
 
 
