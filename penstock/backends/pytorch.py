@@ -401,7 +401,8 @@ def _has_cuda_graphs(config: ModelConfig, problems: list[str]) -> bool:
 
 
 def _is_packed(config: ModelConfig, problems: list[str]) -> bool:
-    text, fp8 = (config.options.get(key, "") for key in OF_PACKING)
+    text = config.options.get("penstock.pack", "")
+    fp8 = config.options.get("penstock.fp8", "")
     if text not in ("", torch_packing.TOKENS):
         problems.append(f"parameters.penstock.pack: '{text}' is not {torch_packing.TOKENS}")
     if text and not config.artifact.endswith(".py"):

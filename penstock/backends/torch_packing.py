@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -404,7 +404,7 @@ def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def calibrated(
-    packing: Packing, call: Call, batches: Sequence[Mapping[str, torch.Tensor]]
+    packing: Packing, call: Call, batches: Iterable[Mapping[str, torch.Tensor]]
 ) -> dict[str, float]:
     """The largest input of each product over these batches."""
     packing.stack.watch()
