@@ -231,6 +231,43 @@ class PackedLayer(nn.Module):
         return x if inverse is None else to_fp8(x, inverse)
 
 
+class PackedEmbeddings(nn.Module):
+    """Stands for a model's embeddings (words, positions, kinds of sequence if there are any, norm)
+    before a stack that asks for those of the tokens only: what it gives is a shape."""
+
+    def __init__(self, words: nn.Embedding, positions: nn.Embedding, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.words, self.positions, self.norm = words, positions, norm
+        self.kinds: nn.Embedding | None = None
+        self._given: tuple[Tensor, Tensor | None] | None = None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **others: object,
+    ) -> Tensor:
+        """As Hugging Face calls its own; with positions or embeddings of others, not this one."""
+        assert position_ids is None and inputs_embeds is None
+        self._given = input_ids, token_type_ids
+        return self.words.weight.new_zeros(1).expand(*input_ids.shape, self.words.embedding_dim)
+
+    def of_tokens(self, layout: Layout) -> Tensor:
+        assert self._given is not None
+        ids, kinds = self._given
+        positions = self.positions.weight
+        if self.kinds is not None and kinds is None:
+            positions = positions + self.kinds.weight[0]
+        places = layout.places.clamp(max=ids.numel() - 1)
+        added = F.embedding(places % ids.shape[1], positions)
+        if self.kinds is not None and kinds is not None:
+            added = added + F.embedding(kinds.flatten()[places], self.kinds.weight)
+        words = F.embedding(ids.flatten()[places], self.words.weight)
+        return add_norm(words, added, self.norm, None)[0]
+
+
 class PackedStack(nn.Module):
     """Stands for all layers of a model: called like one of them, with the padded batch. Whoever
     runs the model says first which of it are tokens."""
@@ -240,11 +277,14 @@ class PackedStack(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.gives_tuple = gives_tuple
         self.layout: Layout | None = None
+        # Of the model, where they are packed too. In a tuple: they are the model's to move.
+        self.embeddings: tuple[PackedEmbeddings, ...] = ()
 
     def forward(self, x: Tensor, *others: object, **options: object) -> Any:
         layout = self.layout
         assert layout is not None, "which of it are tokens has not been said"
-        found = padded(self.run(packed(x, layout), layout), layout)
+        tokens = self.embeddings[0].of_tokens(layout) if self.embeddings else packed(x, layout)
+        found = padded(self.run(tokens, layout), layout)
         return (found,) if self.gives_tuple else found
 
     def run(self, x: Tensor, layout: Layout) -> Tensor:

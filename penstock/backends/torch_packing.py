@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from penstock.backends.packed_encoder import (
     ADA,
     PRODUCTS,
     Fp8Product,
+    PackedEmbeddings,
     PackedLayer,
     PackedStack,
     Product,
@@ -73,10 +75,14 @@ LAYER_TOLERANCE, MODEL_TOLERANCE = 1e-4, 1e-3
 KERNEL_TOLERANCE = 5e-2
 # Made-up integers are below this, so that every vocabulary has them; kinds of sequence are fewer.
 INTEGERS, KINDS = 100, 2
-# Token counts that graphs are captured for: multiples of the first, each so much larger.
-STEP, GROWTH = 64, 1.25
+# Token counts that batches run as: multiples of this, and so many between a power of two and the
+# next. More of them compute less that nobody asked for, and take more graphs.
+STEP, PER_OCTAVE = 64, 8
 # Fuller than one in so many: what batches are made ready for when a model is loaded.
-SPARSEST = 16
+SPARSEST = 4
+# Of a model's embeddings, by name; the last is not always there.
+EMBEDDINGS = ("word_embeddings", "position_embeddings", "LayerNorm", "token_type_embeddings")
+log = logging.getLogger("penstock.packing")
 Call = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
@@ -103,7 +109,8 @@ class Packing:
         products = self.stack.products()
         num_small = sum(isinstance(each, Fp8Product) for each in products.values())
         facts = {
-            "pack": f"{TOKENS}: {len(self.stack.layers)} layers",
+            "pack": f"{TOKENS}: {'embeddings, ' * bool(self.stack.embeddings)}"
+            f"{len(self.stack.layers)} layers",
             "packed_against_padded": f"{self.largest_difference:.1e} of the largest value",
         }
         if num_small:
@@ -118,11 +125,12 @@ def budget(num_tokens: int, num_places: int) -> int:
 
 
 def token_ladder(num_places: int) -> list[int]:
-    """64, 128, ..., each about a quarter more than the one before, up to all places."""
+    """64, 128, ... by 64 up to 1024, from there on by an eighth of the power of two below; up to
+    all places."""
     rungs, rung = list[int](), STEP
     while rung < num_places:
         rungs.append(rung)
-        rung = max(rung + STEP, int(rung * GROWTH / STEP) * STEP)
+        rung += max(STEP, (1 << rung.bit_length() - 1) // PER_OCTAVE)
     return [*rungs, max(1, num_places)]
 
 
@@ -171,8 +179,13 @@ def pack(module: Any, call: Call, config: ModelConfig) -> Packing:
             wanted = call(inputs)
             stack = _replaced(module)
             stack.layout = lay_out(inputs[mask], int(inputs[mask].count_nonzero()))
-            found = call(inputs)
-        largest = _difference(wanted, found, inputs[mask] != 0)
+
+            def difference() -> float:
+                return _difference(wanted, call(inputs), inputs[mask] != 0)
+
+            if not _has_packed_embeddings(module, stack, difference):
+                stack.embeddings = ()
+            largest = difference()
         if not largest <= MODEL_TOLERANCE:
             raise NotPackable(
                 f"packed answers differ from padded ones by {largest:.1e} of the largest value; "
@@ -287,6 +300,44 @@ def _replaced(module: Any) -> PackedStack:
     stack.eval()
     setattr(owner, name, nn.ModuleList([stack]))
     return stack
+
+
+def _has_packed_embeddings(
+    module: Any, stack: PackedStack, difference: Callable[[], float]
+) -> bool:
+    """Tries to pack the embeddings too, where they are recognised; they stay the model's own if
+    that changes anything, such as positions that do not begin at 0."""
+    found = [
+        (owner, name, child)
+        for owner in module.modules()
+        for name, child in owner.named_children()
+        if _is_embeddings(child)
+    ]
+    if len(found) != 1:
+        return False
+    ((owner, name, original),) = found
+    words, positions, norm = (getattr(original, each) for each in EMBEDDINGS[:3])
+    packed = PackedEmbeddings(words, positions, norm)
+    packed.kinds = getattr(original, EMBEDDINGS[3], None)
+    packed.eval()
+    setattr(owner, name, packed)
+    stack.embeddings = (packed,)
+    try:
+        if difference() <= MODEL_TOLERANCE:
+            return True
+    except Exception:  # The model's code, with other embeddings than it was written for.
+        log.debug("the embeddings cannot be packed", exc_info=True)
+    setattr(owner, name, original)
+    return False
+
+
+def _is_embeddings(module: Any) -> bool:
+    words, positions, norm, kinds = (getattr(module, name, None) for name in EMBEDDINGS)
+    tables: list[Any] = [words, positions, *([] if kinds is None else [kinds])]
+    if not all(isinstance(each, nn.Embedding) for each in tables):
+        return False
+    is_normed = isinstance(norm, nn.LayerNorm) and norm.weight is not None
+    return is_normed and len({each.embedding_dim for each in tables}) == 1
 
 
 def _parts(layer: Any) -> list[Any]:
