@@ -17,17 +17,23 @@ from torch.nn import functional as F
 
 WIDTH, INNER, LAYERS, HEADS = {width}, {inner}, {layers}, {heads}
 IS_PRE_NORM, ACTIVATION, OUTPUT = {is_pre_norm}, "{activation}", "{output}"
+# Embeddings by these names are recognised, and packed too.
+NAMES = "{names}"
 
 
 class Embeddings(nn.Module):
     def __init__(self):
         super().__init__()
-        self.word = nn.Embedding(120, WIDTH)
-        self.position = nn.Embedding(512, WIDTH)
+        words, positions = nn.Embedding(120, WIDTH), nn.Embedding(512, WIDTH)
+        if NAMES == "hugging":
+            self.word_embeddings, self.position_embeddings = words, positions
+        else:
+            self.word, self.position = words, positions
         self.LayerNorm = nn.LayerNorm(WIDTH)
 
     def forward(self, ids):
-        return self.LayerNorm(self.word(ids) + self.position.weight[: ids.shape[1]])
+        words, positions, _ = self.children()
+        return self.LayerNorm(words(ids) + positions.weight[: ids.shape[1]])
 
 
 class SelfAttention(nn.Module):
@@ -130,6 +136,7 @@ USUAL = {
     "is_pre_norm": False,
     "activation": "gelu",
     "output": "mean",
+    "names": "own",
 }
 BUCKETS = (32,)
 

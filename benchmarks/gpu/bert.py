@@ -13,6 +13,7 @@ the relative distance from the padded model in FP32 on other sequences.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -244,6 +245,8 @@ class Bench:
             found = measure()
         except Exception as error:
             found = {"failed": f"{type(error).__name__}: {error}"[:300]}
+        # A runner and what it computes with know each other.
+        gc.collect()
         if self.device != "cpu":
             torch.cuda.empty_cache()
         return found | {"took_s": round(time.perf_counter() - began, 1)}

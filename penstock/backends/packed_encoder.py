@@ -55,6 +55,17 @@ class Layout:
 
 def lay_out(mask: Tensor, num_tokens: int) -> Layout:
     """Of a mask [rows, length] that leaves at most `num_tokens` of them. Nothing is waited for."""
+    if mask.is_cuda and has_triton():
+        from penstock.kernels import layout
+
+        places, blocks = layout.lay_out(mask, num_tokens, BLOCK)
+    else:
+        places, blocks = plain_layout(mask, num_tokens)
+    return Layout(places, mask != 0, blocks, torch.ones(num_tokens, 1, device=mask.device))
+
+
+def plain_layout(mask: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Places and blocks, as `kernels.layout` finds them."""
     is_token = mask != 0
     num_rows, device = mask.shape[0], mask.device
     flat = is_token.flatten()
@@ -72,8 +83,7 @@ def lay_out(mask: Tensor, num_tokens: int) -> Layout:
     first = begins + (numbers - (last - counts)[row]) * BLOCK
     end = torch.where(numbers < last[-1], ends[row], 0)
     blocks = torch.stack((first, begins, end), 1).int()
-    ones = torch.ones(num_tokens, 1, device=device)
-    return Layout(places[:num_tokens], is_token, blocks, ones)
+    return places[:num_tokens], blocks * (blocks[:, 2:] > 0)
 
 
 def packed(padded: Tensor, layout: Layout) -> Tensor:
@@ -251,10 +261,15 @@ class PackedEmbeddings(nn.Module):
     ) -> Tensor:
         """As Hugging Face calls its own; with positions or embeddings of others, not this one."""
         assert position_ids is None and inputs_embeds is None
+        length, most = input_ids.shape[1], self.positions.num_embeddings
+        if length > most:
+            # A GPU that looks behind the end of a table is lost to its process.
+            raise ValueError(f"{length} positions; the model has {most}")
         self._given = input_ids, token_type_ids
         return self.words.weight.new_zeros(1).expand(*input_ids.shape, self.words.embedding_dim)
 
-    def of_tokens(self, layout: Layout) -> Tensor:
+    def of_tokens(self, layout: Layout, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Themselves, and as the first product takes them."""
         assert self._given is not None
         ids, kinds = self._given
         positions = self.positions.weight
@@ -265,7 +280,7 @@ class PackedEmbeddings(nn.Module):
         if self.kinds is not None and kinds is not None:
             added = added + F.embedding(kinds.flatten()[places], self.kinds.weight)
         words = F.embedding(ids.flatten()[places], self.words.weight)
-        return add_norm(words, added, self.norm, None)[0]
+        return add_norm(words, added, self.norm, inverse)
 
 
 class PackedStack(nn.Module):
@@ -283,17 +298,18 @@ class PackedStack(nn.Module):
     def forward(self, x: Tensor, *others: object, **options: object) -> Any:
         layout = self.layout
         assert layout is not None, "which of it are tokens has not been said"
-        tokens = self.embeddings[0].of_tokens(layout) if self.embeddings else packed(x, layout)
-        found = padded(self.run(tokens, layout), layout)
+        inverses = [layer.qkv.inverse for layer in self.layers] + [None]
+        tokens, taken = self._tokens(x, layout, inverses[0])
+        for layer, next_inverse in zip(self.layers, inverses[1:], strict=True):
+            tokens, taken = layer(tokens, taken, layout, next_inverse)
+        found = padded(tokens, layout)
         return (found,) if self.gives_tuple else found
 
-    def run(self, x: Tensor, layout: Layout) -> Tensor:
-        """Over packed tokens."""
-        inverses = [layer.qkv.inverse for layer in self.layers] + [None]
-        taken = x if inverses[0] is None else to_fp8(x, inverses[0])
-        for layer, next_inverse in zip(self.layers, inverses[1:], strict=True):
-            x, taken = layer(x, taken, layout, next_inverse)
-        return x
+    def _tokens(self, x: Tensor, layout: Layout, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.embeddings:
+            return self.embeddings[0].of_tokens(layout, inverse)
+        tokens = packed(x, layout)
+        return tokens, tokens if inverse is None else to_fp8(tokens, inverse)
 
     def products(self) -> dict[str, Any]:
         """By name, in order: `3.inner` is the fourth layer's."""

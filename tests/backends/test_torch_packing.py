@@ -1,5 +1,6 @@
 """Packed gives what padded gives; what is no encoder, or none such, is refused with the reason."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 from penstock.backends import Batch, Rehearses, backend
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError
+from penstock.serving.model import Model
 from penstock.serving.proof import prove
 from penstock.serving.worker import warm_up_all
-from penstock.types import TensorSpec
+from penstock.testing import RecordingSink
+from penstock.types import Request, TensorSpec, from_array
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
@@ -216,6 +219,37 @@ def test_what_is_made_of_it_is_made_of_the_original(tmp_path: Path) -> None:
     loaded = load_module(replace(write(tmp_path), options=PACKED))
     assert loaded.packing is None
     loaded.close()
+
+
+def test_served_by_a_worker_every_answer_is_that_of_its_request(tmp_path: Path) -> None:
+    """Requests of all lengths in one bucket, in a process of its own."""
+    config = write(tmp_path)
+    plain = backend("pytorch")(config)
+    rows = [texts((length,), length, seed) for seed, length in enumerate((32, 1, 7, 20, 31, 2) * 8)]
+
+    async def main() -> None:
+        model = Model(replace(config, options=PACKED))
+        await model.start()
+        requests = []
+        for row in rows:
+            tensors = [from_array(name, "INT64", array) for name, array in row.items()]
+            requests.append(Request(RecordingSink(), tensors, 0.0))
+            model.submit(requests[-1])
+        await model.drain()
+        for request, row in zip(requests, rows, strict=True):
+            (outputs,) = request.sink.outputs
+            np.testing.assert_allclose(outputs["y"], answer(plain, row), atol=2e-5)
+        await model.close()
+
+    asyncio.run(main())
+
+
+def test_more_positions_than_there_are_is_an_error_and_no_look_behind_the_end(tmp_path) -> None:
+    config = write(tmp_path, names="hugging")
+    runner = packed(config)
+    assert "embeddings" in runner.built()["pack"]
+    with pytest.raises(ValueError, match="513 positions; the model has 512"):
+        answer(runner, texts((513,), 513))
 
 
 class TestTokens:

@@ -23,10 +23,17 @@ from packable import answer, texts, write  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from penstock.backends import torch_packing  # noqa: E402
-from penstock.backends.packed_encoder import Fp8Product, Product, lay_out, to_fp8  # noqa: E402
+from penstock.backends.packed_encoder import (  # noqa: E402
+    BLOCK,
+    Fp8Product,
+    Product,
+    lay_out,
+    plain_layout,
+    to_fp8,
+)
 from penstock.backends.packed_encoder import padded_attention as plain_attention  # noqa: E402
 from penstock.backends.pytorch import load_module  # noqa: E402
-from penstock.kernels import encoder, varlen  # noqa: E402
+from penstock.kernels import encoder, layout, varlen  # noqa: E402
 
 has_fp8 = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (8, 9), reason="the GPU has no FP8"
@@ -46,27 +53,38 @@ def a_layout(lengths, length: int, spare: int = 0):
     return lay_out(mask.cuda(), sum(lengths) + spare)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+@pytest.mark.parametrize("spare", [0, 1000])
+def test_layout(dtype, spare):
+    torch.manual_seed(0)
+    mask = (torch.rand(200, 384) < torch.rand(200, 1)).to(dtype)
+    num_tokens = int((mask != 0).sum()) + spare
+    wanted = plain_layout(mask, num_tokens)
+    for one, other in zip(layout.lay_out(mask.cuda(), num_tokens, BLOCK), wanted, strict=True):
+        assert one.is_cuda and torch.equal(one.cpu(), other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 @pytest.mark.parametrize("lengths", [(384, 1, 177, 64, 0, 65), (1,), (129,) * 40])
 def test_attention(dtype, size, lengths):
     torch.manual_seed(0)
-    layout = a_layout(lengths, 384, spare=100)
+    lines = a_layout(lengths, 384, spare=100)
     total = sum(lengths)
     qkv = torch.randn(total + 100, 3 * 4 * size, device="cuda", dtype=dtype)
-    found = varlen.attend(qkv, layout.blocks, 4)[:total]
-    wanted = plain_attention(qkv.float(), layout, 4)[:total]
+    found = varlen.attend(qkv, lines.blocks, 4)[:total]
+    wanted = plain_attention(qkv.float(), lines, 4)[:total]
     assert relative(found, wanted) < 5e-3
 
 
 @has_fp8
 def test_attention_in_e4m3():
-    layout = a_layout((384, 1, 177, 64), 384)
+    blocks = a_layout((384, 1, 177, 64), 384).blocks
     qkv = torch.randn(626, 3 * 256, device="cuda", dtype=torch.bfloat16)
     inverse = torch.full((1,), 100.0, device="cuda")
-    found = varlen.attend(qkv, layout.blocks, 4, inverse)
+    found = varlen.attend(qkv, blocks, 4, inverse)
     assert found.dtype == torch.float8_e4m3fn
-    wanted = varlen.attend(qkv, layout.blocks, 4)
+    wanted = varlen.attend(qkv, blocks, 4)
     assert relative(found.float() / 100, wanted) < 4e-2
 
 
@@ -119,8 +137,7 @@ def test_a_product_in_fp8_with_outlier_channels():
     bias = torch.randn(512, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(333, 256, device="cuda")
     product = Fp8Product(Product(weight, bias), float(x.abs().max()))
-    layout = a_layout((333,), 333)
-    found = product(to_fp8(x, product.inverse), layout)
+    found = product(to_fp8(x, product.inverse), a_layout((333,), 333))
     wanted = x @ weight.t() + bias
     gaps = (found.float() - wanted).norm(dim=0) / wanted.norm(dim=0)
     assert float(gaps.max()) < 0.06

@@ -13,7 +13,7 @@ from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
-from penstock.optimizer.simulate import variable_axes
+from penstock.optimizer.simulate import row_lengths, variable_axes
 from penstock.types import DATATYPES
 
 OPTION, TOKENS = "penstock.pack", "tokens"
@@ -28,9 +28,15 @@ class Packing:
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         config = situation.build.config
-        step = Step(self.name, {"pack": TOKENS})
         if reason := _reason_against(config):
             return [Skip(self.name, reason)]
+        settings = {"pack": TOKENS}
+        if not all(spec.is_fixed for spec in config.model.inputs):
+            longest = _longest(situation)
+            if not longest:
+                return [Skip(self.name, "not known how long requests are; penstock.pad says so")]
+            settings["bucket"] = str(longest)
+        step = Step(self.name, settings)
         if config.device == "cpu" and not situation.plan.is_exhaustive:
             return [Skip(self.name, "on CPUs attention goes by way of the padded batch", step)]
         return [step]
@@ -38,7 +44,10 @@ class Packing:
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
         config = parent.config
         options = {**config.options, OPTION: step.settings["pack"]}
-        folders.write(parent, _with_one_bucket(replace(config, options=options)), target)
+        config = replace(config, options=options)
+        if "bucket" in step.settings:
+            config = _with_one_bucket(config, int(step.settings["bucket"]))
+        folders.write(parent, config, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         found = after.built.get("pack", "nothing")
@@ -66,13 +75,20 @@ def _reason_against(config: ModelConfig) -> str:
     return ""
 
 
-def _with_one_bucket(config: ModelConfig) -> ModelConfig:
+def _longest(situation: Situation) -> int:
+    """What batches are filled up to: as configured, else the longest request there is. A longer
+    one might be more than the model has positions for."""
+    config = situation.build.config
+    if config.model.padding is not None:
+        return config.model.padding.buckets[-1]
+    return 0 if config.is_processed else max(row_lengths(situation.rows, config), default=0)
+
+
+def _with_one_bucket(config: ModelConfig, bucket: int) -> ModelConfig:
     """All lengths share batches: what is filled up costs nothing now."""
     model = config.model
-    if all(spec.is_fixed for spec in model.inputs):
-        return config
     known = model.padding or Padding(variable_axes(model))
-    padding = replace(known, buckets=known.buckets[-1:])
+    padding = replace(known, buckets=(bucket,))
     if config.preprocess is not None:
         return replace(config, preprocess=replace(config.preprocess, padding=padding))
     return replace(config, padding=padding)
