@@ -84,6 +84,8 @@ BACKEND_OPTIONS = {
         "penstock.dtype",
         "penstock.memory_format",
         "penstock.cuda_graphs",
+        "penstock.pack",
+        "penstock.fp8",
     )
 }
 # Ours that are fields of a ModelConfig of their own; all others stay among its options.

@@ -20,7 +20,7 @@ ORDER = [
     {"errors", "types", "slo", "config", "logs", "devices"},
     {"wire"},
     {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
-    | {"pt2_file", "metrics", "usage", "backends"},
+    | {"pt2_file", "metrics", "usage", "kernels", "backends"},
     {"serving"},
     {"llm"},
     {"local"},
@@ -125,6 +125,7 @@ WITHOUT_OWN_TEST = {
     "benchmark/report/__init__.py": "empty",
     "config.py": "values only; tests/test_repository.py resolves them",
     "errors.py": "names only",
+    "kernels/__init__.py": "empty",
     "onnx_file.py": "tests/test_repository.py reads files through it",
     "optimizer/__init__.py": "empty",
     "optimizer/candidates.py": "values only; tests/optimizer/test_optimizer_search.py makes them",

@@ -146,6 +146,14 @@ class PinsMemory(Protocol):
 
 
 @runtime_checkable
+class Rehearses(Protocol):
+    """A runner for which zeros of a shape are not all there is to be warmed up."""
+
+    def rehearsals(self, batch: Batch) -> Iterable[Batch]:
+        """What to run instead of this batch of zeros; the one that takes longest comes last."""
+
+
+@runtime_checkable
 class KeepsCompiled(Protocol):
     """A runner that compiles when it is loaded, and need not the next time."""
 

@@ -10,8 +10,10 @@ models of a process), `penstock.compile` (default, reduce-overhead, max-autotune
 needs fixed shapes), and for `module.py` also `penstock.factory` (its name, or `module.py:name`),
 `penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to it, float outputs back to
 the configured datatype) and `penstock.memory_format` (channels_last, for convolutions). On a GPU
-`penstock.cuda_graphs` (on, off) captures every shape that is warmed up (`torch_cuda`). What was
-built is read back.
+`penstock.cuda_graphs` (on, off) captures every shape that is warmed up (`torch_cuda`).
+`penstock.pack` (tokens) lets the layers of a BERT-like `module.py` run without padding
+(`torch_packing`), and `penstock.fp8` names the file of ranges by which they multiply in FP8. What
+was built is read back.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import inspect
 import io
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ import numpy as np
 import torch
 
 from penstock import pt2_file
-from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Finished
+from penstock.backends import COMPILED, GPU_MEMORY, Batch, Execution, Finished, torch_packing
 from penstock.backends.checks import (
     check_signature,
     first_line,
@@ -38,6 +40,7 @@ from penstock.backends.checks import (
 )
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device
+from penstock.backends.torch_packing import Packing
 from penstock.backends.torch_weights import load_weights
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
@@ -47,6 +50,7 @@ MEMORY_FORMATS = ("", "channels_last")
 # Of images: a batch of them, by channel.
 IMAGE_RANK = 4
 COMPILE_MODES = ("", "default", "reduce-overhead", "max-autotune")
+OF_PACKING = (torch_packing.OPTION, torch_packing.FP8_OPTION)
 # Of these, those that stand for CUDA graphs too.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 DTYPES = {"": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -77,6 +81,7 @@ class Options:
     factory: str
     is_channels_last: bool
     has_cuda_graphs: bool
+    is_packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,8 @@ class Loaded:
     code: Code | None = None
     # Already compiled when it was written; it has no weights to look at.
     is_compiled: bool = False
+    # Of a module whose layers run without padding.
+    packing: Packing | None = None
 
     def call(self, tensors: Mapping[str, Any]) -> Any:
         return self.module(
@@ -115,12 +122,18 @@ class TorchRunner:
         self._device = torch.device(config.device)
         self._datatypes = {spec.name: spec.datatype for spec in config.inputs}
         self._rungs = ladder(config.max_batch_size) if config.max_batch_size else []
+        self._packing = loaded.packing
+        self._num_tokens = 0
+        if self._packing is not None:
+            # Rows cost next to nothing there, and each rung has graphs of many token counts.
+            self._rungs = sorted({*self._rungs[::2], *self._rungs[-1:]})
         self._pipeline: Pipeline | None = None
         device = open_device(config.device)
         if device is not None:
             is_captured = options.has_cuda_graphs and _comes_again(config)
             slots = config.num_instances
-            self._pipeline = Pipeline(device, self._computed, slots, is_captured)
+            is_packed = self._packing is not None
+            self._pipeline = Pipeline(device, self._computed, slots, is_captured, is_packed)
         if options.compile_mode:
             self._compile()
 
@@ -145,6 +158,8 @@ class TorchRunner:
             built["memory_format"] = "channels_last" if images and is_done else "contiguous"
         if self._loaded.is_compiled:
             built |= _package_facts(self._loaded.module)
+        if self._packing is not None:
+            built |= self._packing.facts()
         if self._pipeline is not None:
             built |= self._pipeline.facts()
         if self._device.type == "cuda":
@@ -170,13 +185,16 @@ class TorchRunner:
             if self._pipeline is not None:
                 inputs = {name: self._seen(name, alias(a)) for name, a in batch.inputs.items()}
                 num_rows = batch.num_rows if self._config.max_batch_size else None
-                return self._pipeline.start(inputs, num_rows, self._num_rows(batch))
+                num_run = self._num_rows(batch)
+                self._num_tokens = self._token_budget(batch, num_run)
+                return self._pipeline.start(inputs, num_rows, num_run, self._num_tokens)
             # A copy: a module may write to its inputs, and a batch may have to run again. It costs
             # one pass over the memory, which a model makes many times.
             inputs = {
                 name: self._seen(name, torch.from_numpy(array.copy()))
                 for name, array in batch.inputs.items()
             }
+            self._num_tokens = self._token_budget(batch, batch.num_rows)
             values = self._computed(inputs)
             return Finished({name: _array(value) for name, value in values.items()})
 
@@ -194,6 +212,26 @@ class TorchRunner:
         found = torch.compiler.save_cache_artifacts() if self._options.compile_mode else None
         return found[0] if found is not None else b""
 
+    def rehearsals(self, batch: Batch) -> Iterator[Batch]:
+        """A packed model takes as long as there are tokens, whose numbers have graphs each."""
+        if self._packing is None:
+            yield batch
+            return
+        name = self._packing.mask
+        is_captured = self._pipeline is not None and self._pipeline.is_captured
+        for mask in torch_packing.rehearsals(batch.inputs[name], is_captured=is_captured):
+            yield Batch({**batch.inputs, name: mask}, batch.num_rows, batch.requests)
+
+    def _token_budget(self, batch: Batch, num_run: int) -> int:
+        """How many tokens to run a packed model's batch as; 0 for others."""
+        if self._packing is None:
+            return 0
+        num_tokens = self._packing.num_tokens(batch.inputs)
+        if self._pipeline is None:
+            return num_tokens
+        length = batch.inputs[self._packing.mask].shape[1]
+        return torch_packing.budget(num_tokens, num_run * length)
+
     def _num_rows(self, batch: Batch) -> int:
         """How many to run: up to the next rung of the ladder. Libraries choose and build kernels
         for each new shape, which takes many times as long as a batch; these are warm."""
@@ -207,6 +245,8 @@ class TorchRunner:
     def _computed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """From what users sent to what they get, on the device."""
         given = {name: self._given(tensor) for name, tensor in tensors.items()}
+        if self._packing is not None:
+            self._packing.lay_out(given, self._num_tokens)
         values = by_name(self._run.call(given), [spec.name for spec in self._config.outputs])
         return {spec.name: self._checked(spec, values[spec.name]) for spec in self._config.outputs}
 
@@ -282,7 +322,10 @@ def load(config: ModelConfig) -> TorchRunner:
 
 
 def load_module(config: ModelConfig) -> Loaded:
-    """The module alone, for whoever makes something else of it; to be closed."""
+    """The module alone, for whoever makes something else of it; to be closed. It is as it came:
+    what is packed gives the same answers and holds on to how it is run."""
+    options = {key: text for key, text in config.options.items() if key not in OF_PACKING}
+    config = replace(config, options=options)
     return _load_any(config, _options(config))
 
 
@@ -337,6 +380,7 @@ def _options(config: ModelConfig) -> Options:
         _factory_name(factory, Path(config.artifact).name, problems),
         memory_format == "channels_last",
         _has_cuda_graphs(config, problems),
+        _is_packed(config, problems),
     )
     if problems:
         raise ConfigError(problems)
@@ -354,6 +398,22 @@ def _has_cuda_graphs(config: ModelConfig, problems: list[str]) -> bool:
             "(instance_group kind)"
         )
     return text == "on"
+
+
+def _is_packed(config: ModelConfig, problems: list[str]) -> bool:
+    text = config.options.get("penstock.pack", "")
+    fp8 = config.options.get("penstock.fp8", "")
+    if text not in ("", torch_packing.TOKENS):
+        problems.append(f"parameters.penstock.pack: '{text}' is not {torch_packing.TOKENS}")
+    if text and not config.artifact.endswith(".py"):
+        problems.append("parameters.penstock.pack: only for module.py")
+    if text and config.options.get("penstock.compile"):
+        problems.append("parameters.penstock.pack: not together with penstock.compile")
+    if fp8 and not text:
+        problems.append("parameters.penstock.fp8: only with penstock.pack")
+    if fp8 and Path(fp8).name != fp8:
+        problems.append(f"parameters.penstock.fp8: '{fp8}' is not a file of the version's folder")
+    return bool(text)
 
 
 def _factory_name(text: str, file: str, problems: list[str]) -> str:
@@ -400,15 +460,30 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
     try:
         module = _make(code, config, options)
         load_weights(module, Path(config.artifact).parent, config.version)
+        module = module.eval()
+        loaded = Loaded(module, *_call_order(code, module, config), code=code)
+        if options.is_packed:
+            loaded = replace(loaded, packing=_packed(loaded, config))
         module = module.to(config.device, options.dtype).eval()
         _check_dtype(module, options)
         if options.is_channels_last:
             module = module.to(memory_format=torch.channels_last)
-        positional, keywords = _call_order(code, module, config)
-        return Loaded(module, positional, keywords, code=code)
+        if loaded.packing is not None:
+            torch_packing.on_device(loaded.packing, config)
+        return replace(loaded, module=module)
     except BaseException:
         code.close()
         raise
+
+
+def _packed(loaded: Loaded, config: ModelConfig) -> Packing:
+    """In FP32 on the CPU, as the module came: a difference is then no rounding."""
+    names = [spec.name for spec in config.outputs]
+
+    def call(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+        return by_name(loaded.call(tensors), names)
+
+    return torch_packing.pack(loaded.module, call, config)
 
 
 def _make(code: Code, config: ModelConfig, options: Options) -> Any:

@@ -189,6 +189,8 @@ class Pipeline:
     compute: Compute
     num_slots: int
     is_captured: bool
+    # What rows that nobody sent are filled with: the last one again, or zeros.
+    has_empty_rows: bool = False
     # Why shapes run without a graph, by shape.
     problems: dict[object, str] = field(default_factory=dict)
     _graphs: dict[object, Graph] = field(default_factory=dict)
@@ -196,9 +198,12 @@ class Pipeline:
     _turn: int = 0
     _is_pinned: bool | None = None
 
-    def start(self, inputs: Tensors, num_rows: int | None, num_run: int) -> Running:
+    def start(
+        self, inputs: Tensors, num_rows: int | None, num_run: int, variant: int = 0
+    ) -> Running:
         """Inputs in the host's memory, of so many rows, run as `num_run` of them (None: they have
-        no rows, and run as they are)."""
+        no rows, and run as they are). What computes otherwise on the same shapes is another
+        variant, with graphs of its own."""
         slot = self._next_slot()
         device = self.device
         began = device.mark("in")
@@ -208,7 +213,7 @@ class Pipeline:
         device.follow("compute", copied)
         begun = device.mark("compute")
         with device.lane("compute"):
-            values = self._run(there)
+            values = self._run(there, variant)
             if num_rows is not None:
                 values = {name: each[:num_rows] for name, each in values.items()}
             # The next batch writes over what this one computed before it is copied out.
@@ -258,7 +263,7 @@ class Pipeline:
         for name, each in self._pinned(slot, inputs).items():
             there[name][:num_rows].copy_(each, non_blocking=True)
             if num_rows is not None:
-                there[name][num_rows:] = there[name][num_rows - 1]
+                there[name][num_rows:] = 0 if self.has_empty_rows else there[name][num_rows - 1]
         return there
 
     def _pinned(self, slot: Slot, inputs: Tensors) -> Tensors:
@@ -270,10 +275,10 @@ class Pipeline:
             staged[name].copy_(each)
         return staged
 
-    def _run(self, inputs: Tensors) -> Tensors:
+    def _run(self, inputs: Tensors, variant: int) -> Tensors:
         if not self.is_captured:
             return self.compute(inputs)
-        shapes = tuple((name, tuple(each.shape)) for name, each in inputs.items())
+        shapes = variant, *((name, tuple(each.shape)) for name, each in inputs.items())
         graph = self._graphs.get(shapes)
         if graph is None:
             return self._capture(shapes, inputs)

@@ -35,6 +35,18 @@ class TestPipeline:
         np.testing.assert_array_equal(found["y"], rows(3)["x"].numpy() * 2)
         assert found["rows"].tolist() == [[4]] * 3
 
+    @pytest.mark.parametrize("has_empty_rows", [False, True])
+    def test_rows_that_nobody_sent_are_the_last_again_or_empty(self, has_empty_rows):
+        seen = []
+
+        def kept(inputs):
+            seen.append(inputs["x"].clone())
+            return inputs
+
+        Pipeline(FakeGpu(), kept, 1, False, has_empty_rows).start(rows(3, 1), 3, 4).wait()
+        last = torch.zeros(3) if has_empty_rows else rows(3, 1)["x"][2]
+        assert torch.equal(seen[0][3], last)
+
     def test_without_rows_it_runs_as_it_is(self):
         found = answers(pipeline(FakeGpu()).start(rows(2), None, 1))
         assert found["y"].shape == (2, 3)
@@ -97,6 +109,13 @@ class TestGraphs:
         running = pipeline(gpu, is_captured=True)
         for count in (1, 2, 1, 2):
             assert answers(running.start(rows(count), count, count))["y"].shape == (count, 3)
+        assert (gpu.num_captures, gpu.num_replays) == (2, 2)
+
+    def test_each_variant_has_its_own(self):
+        gpu = FakeGpu()
+        running = pipeline(gpu, is_captured=True)
+        for variant in (64, 128, 64, 128):
+            running.start(rows(2), 2, 2, variant)
         assert (gpu.num_captures, gpu.num_replays) == (2, 2)
 
     def test_an_answer_outlives_the_next_replay(self):

@@ -20,7 +20,14 @@ AHEAD = "ahead"
 # Of an image without the batch.
 IMAGE_RANK = 3
 # Of the module's form: they are no options of a package.
-OF_MODULES = ("penstock.factory", "penstock.compile", "penstock.dtype", "penstock.memory_format")
+OF_MODULES = (
+    "penstock.factory",
+    "penstock.compile",
+    "penstock.dtype",
+    "penstock.memory_format",
+    "penstock.pack",
+    "penstock.fp8",
+)
 
 
 class TorchCompile:
@@ -36,6 +43,8 @@ class TorchCompile:
             return [Skip(self.name, "not a PyTorch model")]
         if pt2_file.is_compiled(build.artifact) or "penstock.compile" in build.config.options:
             return [Skip(self.name, "compiled already")]
+        if "penstock.pack" in build.config.options:
+            return [Skip(self.name, "packed: the layers are kernels already")]
         return [*self._memory_formats(build.config), *self._compilations(situation)]
 
     def _memory_formats(self, config: ModelConfig) -> list[Step | Skip]:

@@ -1,0 +1,340 @@
+"""A transformer's layers over tokens laid end to end: what a mask leaves out is not computed.
+
+`Layout` says which token lies where; it is made on the device from the mask alone, in shapes that
+depend on the batch's shape and on a number of tokens that the host knows, so that a CUDA graph can
+hold all of it. The layers are those of BERT: attention, residual, LayerNorm, two products with an
+activation between them, residual, LayerNorm. On GPUs the kernels of `penstock.kernels` run, and
+plain torch does elsewhere; a product may multiply in FP8 where its inputs' largest value is known.
+`torch_packing` makes all this of a model.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+# The least that a value's range is taken for: of all zeros there is none.
+SMALLEST = 1e-6
+# Rows of queries in a block (`kernels.varlen` has the same), and which types and heads it knows.
+BLOCK = 64
+KERNEL_TYPES = (torch.float16, torch.bfloat16)
+KERNEL_HEADS = (16, 32, 64, 128)
+# Compute capabilities of BF16, and of FP8.
+AMPERE, ADA = (8, 0), (8, 9)
+PRODUCTS = ("qkv", "out", "inner", "outer")
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the tokens of a padded batch [rows, length] lie when they are packed."""
+
+    # [tokens]: each one's place in the flattened batch; one behind its end where there is none.
+    places: Tensor
+    # Of each row and position.
+    is_token: Tensor
+    # [blocks, 3], in 32 bits: first query, begin and end of its sequence; all that ends at 0 is
+    # none.
+    blocks: Tensor
+    # [tokens, 1]: the scale of rows that have none of their own.
+    ones: Tensor
+
+
+def lay_out(mask: Tensor, num_tokens: int) -> Layout:
+    """Of a mask [rows, length] that leaves at most `num_tokens` of them. Nothing is waited for."""
+    if mask.is_cuda and has_triton():
+        from penstock.kernels import layout
+
+        places, blocks = layout.lay_out(mask, num_tokens, BLOCK)
+    else:
+        places, blocks = plain_layout(mask, num_tokens)
+    return Layout(places, mask != 0, blocks, torch.ones(num_tokens, 1, device=mask.device))
+
+
+def plain_layout(mask: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Places and blocks, as `kernels.layout` finds them."""
+    is_token = mask != 0
+    num_rows, device = mask.shape[0], mask.device
+    flat = is_token.flatten()
+    # What is no token goes to a place that is cut off.
+    index = torch.where(flat, flat.cumsum(0) - 1, num_tokens).clamp(max=num_tokens)
+    places = torch.full((num_tokens + 1,), flat.numel(), dtype=torch.int64, device=device)
+    places.scatter_(0, index, torch.arange(flat.numel(), device=device))
+    lengths = is_token.sum(1)
+    ends = lengths.cumsum(0)
+    counts = (lengths + BLOCK - 1) // BLOCK
+    last = counts.cumsum(0)
+    numbers = torch.arange(-(-num_tokens // BLOCK) + num_rows, device=device)
+    row = torch.searchsorted(last, numbers, right=True).clamp(max=num_rows - 1)
+    begins = (ends - lengths)[row]
+    first = begins + (numbers - (last - counts)[row]) * BLOCK
+    end = torch.where(numbers < last[-1], ends[row], 0)
+    blocks = torch.stack((first, begins, end), 1).int()
+    return places[:num_tokens], blocks * (blocks[:, 2:] > 0)
+
+
+def packed(padded: Tensor, layout: Layout) -> Tensor:
+    """[rows, length, width] to [tokens, width]; where there is no token, any."""
+    flat = padded.flatten(0, 1)
+    return flat.index_select(0, layout.places.clamp(max=len(flat) - 1))
+
+
+def padded(tokens: Tensor, layout: Layout) -> Tensor:
+    """[tokens, width] to [rows, length, width], zeros where the mask leaves out."""
+    num_places = layout.is_token.numel()
+    flat = tokens.new_zeros(num_places + 1, tokens.shape[1])
+    flat.index_copy_(0, layout.places, tokens)
+    return flat[:num_places].unflatten(0, layout.is_token.shape)
+
+
+def padded_attention(qkv: Tensor, layout: Layout, num_heads: int) -> Tensor:
+    """What `kernels.varlen` computes, by way of the padded batch."""
+    heads = padded(qkv, layout).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(
+        heads[0], heads[1], heads[2], attn_mask=layout.is_token[:, None, None, :]
+    )
+    return packed(mixed.transpose(1, 2).flatten(2), layout)
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def uses_kernels(x: Tensor) -> bool:
+    if not x.is_cuda or x.dtype not in KERNEL_TYPES or not has_triton():
+        return False
+    return bool(torch.cuda.get_device_capability(x.device) >= AMPERE)
+
+
+def to_fp8(x: Tensor, inverse: Tensor) -> Tensor:
+    return (x.float() * inverse).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def attend(qkv: Tensor, layout: Layout, num_heads: int, inverse: Tensor | None) -> Tensor:
+    if uses_kernels(qkv) and qkv.shape[1] // 3 // num_heads in KERNEL_HEADS:
+        from penstock.kernels import varlen
+
+        mixed: Tensor = varlen.attend(qkv, layout.blocks, num_heads, inverse)
+        return mixed
+    mixed = padded_attention(qkv, layout, num_heads)
+    return mixed if inverse is None else to_fp8(mixed, inverse)
+
+
+def add_norm(
+    added: Tensor, residual: Tensor, norm: nn.LayerNorm, inverse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The normalised sum, and what the next product takes of it: itself, or in FP8."""
+    if uses_kernels(added):
+        from penstock.kernels import encoder
+
+        x, small = encoder.add_norm(added, residual, norm, inverse)
+    else:
+        x = norm(added + residual)
+        small = None if inverse is None else to_fp8(x, inverse)
+    return x, x if small is None else small
+
+
+class Product(nn.Module):
+    """x W^T + b."""
+
+    inverse: Tensor | None = None
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = nn.Parameter(bias, requires_grad=False)
+        # The largest input so far, where somebody wants to know.
+        self.largest: float | None = None
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        if self.largest is not None:
+            is_real = layout.places < layout.is_token.numel()
+            self.largest = max(self.largest, float(x[is_real].abs().amax()))
+        return torch.addmm(self.bias, x, self.weight.t())
+
+
+class Fp8Product(nn.Module):
+    """The same in e4m3: inputs by one scale that is known beforehand, weights by one for each
+    channel of the output."""
+
+    def __init__(self, product: Product, largest: float) -> None:
+        super().__init__()
+        weight = product.weight.float()
+        scale = max(largest, SMALLEST) / FP8_MAX
+        channels = weight.abs().amax(1).clamp(min=SMALLEST) / FP8_MAX
+        self.weight = nn.Parameter(to_fp8(weight, 1 / channels[:, None]), requires_grad=False)
+        self.bias = product.bias
+        self.register_buffer("inverse", weight.new_full((1,), 1 / scale))
+        # By both, so that rows need none.
+        self.register_buffer("scales", (channels * scale)[None, :].contiguous())
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        if x.is_cuda:
+            return torch._scaled_mm(
+                x,
+                self.weight.t(),
+                scale_a=layout.ones,
+                scale_b=self.scales,
+                bias=self.bias,
+                out_dtype=self.bias.dtype,
+                use_fast_accum=True,
+            )
+        product = x.float() @ self.weight.t().float() * self.scales
+        return (product + self.bias.float()).to(self.bias.dtype)
+
+
+class PackedLayer(nn.Module):
+    def __init__(
+        self,
+        products: Sequence[Product],
+        norms: tuple[nn.LayerNorm, nn.LayerNorm],
+        num_heads: int,
+        activation: str,
+    ) -> None:
+        super().__init__()
+        self.qkv, self.out, self.inner, self.outer = products
+        self.first_norm, self.last_norm = norms
+        self.num_heads = num_heads
+        self.activation = activation
+
+    def forward(
+        self, x: Tensor, taken: Tensor, layout: Layout, next_inverse: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`taken` is x as the first product takes it; so is what comes out."""
+        qkv = self.qkv(taken, layout)
+        mixed = attend(qkv, layout, self.num_heads, self.out.inverse)
+        x, taken = add_norm(self.out(mixed, layout), x, self.first_norm, self.inner.inverse)
+        bent = self._bent(taken, layout)
+        return add_norm(self.outer(bent, layout), x, self.last_norm, next_inverse)
+
+    def _bent(self, taken: Tensor, layout: Layout) -> Tensor:
+        """The activation of the first of the two products, as the second takes it."""
+        inverse, product = self.outer.inverse, self.inner
+        is_gelu = self.activation != "relu"
+        is_half = taken.dtype == torch.bfloat16 and taken.is_cuda
+        if is_half and is_gelu and inverse is None and product.largest is None:
+            # The library's form with tanh, in the product's own registers: nearer to the exact
+            # GELU than that of a product rounded to BF16 is (0.0017 against 0.0024, H200).
+            return torch._addmm_activation(product.bias, taken, product.weight.t(), use_gelu=True)
+        x = product(taken, layout)
+        if is_gelu and uses_kernels(x):
+            from penstock.kernels import encoder
+
+            is_fast = inverse is not None or self.activation == "gelu_tanh"
+            found: Tensor = encoder.gelu(x, inverse, is_fast=is_fast)
+            return found
+        x = ACTIVATIONS[self.activation](x)
+        return x if inverse is None else to_fp8(x, inverse)
+
+
+class PackedEmbeddings(nn.Module):
+    """Stands for a model's embeddings (words, positions, kinds of sequence if there are any, norm)
+    before a stack that asks for those of the tokens only: what it gives is a shape."""
+
+    def __init__(self, words: nn.Embedding, positions: nn.Embedding, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.words, self.positions, self.norm = words, positions, norm
+        self.kinds: nn.Embedding | None = None
+        self._given: tuple[Tensor, Tensor | None] | None = None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **others: object,
+    ) -> Tensor:
+        """As Hugging Face calls its own; with positions or embeddings of others, not this one."""
+        assert position_ids is None and inputs_embeds is None
+        length, most = input_ids.shape[1], self.positions.num_embeddings
+        if length > most:
+            # A GPU that looks behind the end of a table is lost to its process.
+            raise ValueError(f"{length} positions; the model has {most}")
+        self._given = input_ids, token_type_ids
+        return self.words.weight.new_zeros(1).expand(*input_ids.shape, self.words.embedding_dim)
+
+    def of_tokens(self, layout: Layout, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Themselves, and as the first product takes them."""
+        assert self._given is not None
+        ids, kinds = self._given
+        positions = self.positions.weight
+        if self.kinds is not None and kinds is None:
+            positions = positions + self.kinds.weight[0]
+        places = layout.places.clamp(max=ids.numel() - 1)
+        added = F.embedding(places % ids.shape[1], positions)
+        if self.kinds is not None and kinds is not None:
+            added = added + F.embedding(kinds.flatten()[places], self.kinds.weight)
+        words = F.embedding(ids.flatten()[places], self.words.weight)
+        return add_norm(words, added, self.norm, inverse)
+
+
+class PackedStack(nn.Module):
+    """Stands for all layers of a model: called like one of them, with the padded batch. Whoever
+    runs the model says first which of it are tokens."""
+
+    def __init__(self, layers: Sequence[PackedLayer], *, gives_tuple: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.gives_tuple = gives_tuple
+        self.layout: Layout | None = None
+        # Of the model, where they are packed too. In a tuple: they are the model's to move.
+        self.embeddings: tuple[PackedEmbeddings, ...] = ()
+
+    def forward(self, x: Tensor, *others: object, **options: object) -> Any:
+        layout = self.layout
+        assert layout is not None, "which of it are tokens has not been said"
+        inverses = [layer.qkv.inverse for layer in self.layers] + [None]
+        tokens, taken = self._tokens(x, layout, inverses[0])
+        for layer, next_inverse in zip(self.layers, inverses[1:], strict=True):
+            tokens, taken = layer(tokens, taken, layout, next_inverse)
+        found = padded(tokens, layout)
+        return (found,) if self.gives_tuple else found
+
+    def _tokens(self, x: Tensor, layout: Layout, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.embeddings:
+            return self.embeddings[0].of_tokens(layout, inverse)
+        tokens = packed(x, layout)
+        return tokens, tokens if inverse is None else to_fp8(tokens, inverse)
+
+    def products(self) -> dict[str, Any]:
+        """By name, in order: `3.inner` is the fourth layer's."""
+        return {
+            f"{number}.{name}": getattr(layer, name)
+            for number, layer in enumerate(self.layers)
+            for name in PRODUCTS
+        }
+
+    def watch(self) -> None:
+        """From now on each product keeps its largest input."""
+        for product in self.products().values():
+            product.largest = 0.0
+
+    def watched(self) -> dict[str, float]:
+        """The largest inputs since then, which are kept no longer."""
+        found = {name: product.largest for name, product in self.products().items()}
+        for product in self.products().values():
+            product.largest = None
+        return found
+
+    def quantise(self, ranges: Mapping[str, float]) -> None:
+        """Products whose largest input is known multiply in FP8 from now on."""
+        for number, layer in enumerate(self.layers):
+            for name in PRODUCTS:
+                if f"{number}.{name}" in ranges:
+                    product = getattr(layer, name)
+                    setattr(layer, name, Fp8Product(product, ranges[f"{number}.{name}"]))

@@ -1,0 +1,472 @@
+"""Makes a packed encoder of a padded one: finds the model's layers, puts `packed_encoder` in their
+place, and proves that the answers stay the same.
+
+Layers are recognised by the names of their parts, and what names cannot say (heads, activation,
+where the norms are) by computing: a layer that does not give what the packed one gives is not such
+a layer. Embeddings, pooling and heads stay the model's own, and see batches as before. Positions
+that the mask leaves out are zeros behind the layers, where they were whatever came out before.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from penstock.backends.checks import first_line
+from penstock.backends.packed_encoder import (
+    ACTIVATIONS,
+    ADA,
+    PRODUCTS,
+    Fp8Product,
+    PackedEmbeddings,
+    PackedLayer,
+    PackedStack,
+    Product,
+    lay_out,
+)
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
+from penstock.types import DATATYPES, Array
+
+OPTION, TOKENS = "penstock.pack", "tokens"
+FP8_OPTION = "penstock.fp8"
+# Query, key, value, output, inner and outer product, norm behind attention, norm behind it all; of
+# BERT and its family, and of DistilBERT.
+NAMES = (
+    (
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+        "attention.output.dense",
+        "intermediate.dense",
+        "output.dense",
+        "attention.output.LayerNorm",
+        "output.LayerNorm",
+    ),
+    (
+        "attention.q_lin",
+        "attention.k_lin",
+        "attention.v_lin",
+        "attention.out_lin",
+        "ffn.lin1",
+        "ffn.lin2",
+        "sa_layer_norm",
+        "output_layer_norm",
+    ),
+)
+NUM_LINEARS = 6
+SEED = 20
+# Of made-up tokens for a layer, and of made-up sequences for the model.
+NUM_TOKENS, MAX_LENGTH = 5, 24
+# The usual ones first: the first that fits ends the search.
+HEAD_SIZES = (64, 32, 128, *(size for size in range(8, 257, 4) if size not in (32, 64, 128)))
+# Of the largest value. Both compute in FP32, in another order.
+LAYER_TOLERANCE, MODEL_TOLERANCE = 1e-4, 1e-3
+# Of the device's own kernels in 16 bits, against plain torch.
+KERNEL_TOLERANCE = 5e-2
+# Made-up integers are below this, so that every vocabulary has them; kinds of sequence are fewer.
+INTEGERS, KINDS = 100, 2
+# Token counts that batches run as: multiples of this, and so many between a power of two and the
+# next. More of them compute less that nobody asked for, and take more graphs.
+STEP, PER_OCTAVE = 64, 8
+# Fuller than one in so many: what batches are made ready for when a model is loaded.
+SPARSEST = 4
+# Of a model's embeddings, by name; the last is not always there.
+EMBEDDINGS = ("word_embeddings", "position_embeddings", "LayerNorm", "token_type_embeddings")
+log = logging.getLogger("penstock.packing")
+Call = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+class NotPackable(Exception):
+    """Why a module cannot be packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A model that was packed, and the input that says which positions are tokens."""
+
+    stack: PackedStack
+    mask: str
+    largest_difference: float
+
+    def lay_out(self, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> None:
+        """The next run of the model is of these inputs."""
+        self.stack.layout = lay_out(tensors[self.mask], num_tokens)
+
+    def num_tokens(self, inputs: Mapping[str, Array]) -> int:
+        return max(1, int(np.count_nonzero(inputs[self.mask])))
+
+    def facts(self) -> dict[str, str]:
+        products = self.stack.products()
+        num_small = sum(isinstance(each, Fp8Product) for each in products.values())
+        facts = {
+            "pack": f"{TOKENS}: {'embeddings, ' * bool(self.stack.embeddings)}"
+            f"{len(self.stack.layers)} layers",
+            "packed_against_padded": f"{self.largest_difference:.1e} of the largest value",
+        }
+        if num_small:
+            facts["fp8"] = f"{num_small} of {len(products)} products"
+        return facts
+
+
+def budget(num_tokens: int, num_places: int) -> int:
+    """How many tokens to run for so many: the next of a ladder, so that graphs are few."""
+    rungs = token_ladder(num_places)
+    return rungs[min(bisect_left(rungs, num_tokens), len(rungs) - 1)]
+
+
+def token_ladder(num_places: int) -> list[int]:
+    """64, 128, ... by 64 up to 1024, from there on by an eighth of the power of two below; up to
+    all places."""
+    rungs, rung = list[int](), STEP
+    while rung < num_places:
+        rungs.append(rung)
+        rung += max(STEP, (1 << rung.bit_length() - 1) // PER_OCTAVE)
+    return [*rungs, max(1, num_places)]
+
+
+def rehearsals(mask: Array, *, is_captured: bool) -> Iterator[Array]:
+    """Masks like this one, of the token counts that are to be ready; the fullest comes last."""
+    num_places = mask.size
+    wanted = [
+        rung for rung in token_ladder(num_places) if is_captured and rung * SPARSEST > num_places
+    ]
+    for count in [*wanted[:-1], num_places]:
+        filled = np.zeros(mask.shape, mask.dtype)
+        share, rest = divmod(count, len(mask))
+        filled[:, :share] = 1
+        filled[:rest, share : share + 1] = 1
+        filled.flags.writeable = False
+        yield filled
+
+
+def mask_of(config: ModelConfig) -> str:
+    """The input that says which positions are tokens; ConfigError where there is not just one."""
+    found = [
+        spec
+        for spec in config.inputs
+        if "mask" in spec.name.lower() and DATATYPES[spec.datatype].numpy.kind in "iub"
+    ]
+    problem = ""
+    if config.max_batch_size == 0:
+        problem = "the model has no batch dimension (max_batch_size)"
+    elif len(found) != 1:
+        problem = f"expected one integer input with 'mask' in its name, found {len(found)}"
+    elif len(found[0].shape) != 1 or found[0].is_optional:
+        problem = f"input '{found[0].name}': expected one number for each token, in every request"
+    if problem:
+        raise ConfigError([f"parameters.{OPTION}: {problem}"])
+    return found[0].name
+
+
+def pack(module: Any, call: Call, config: ModelConfig) -> Packing:
+    """Changes the module. ConfigError with the reason where it cannot be packed, or where answers
+    are not those of the padded model."""
+    mask = mask_of(config)
+    device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
+    inputs = {name: each.to(device) for name, each in _made_up(config, mask).items()}
+    try:
+        with torch.no_grad():
+            wanted = call(inputs)
+            stack = _replaced(module)
+            stack.layout = lay_out(inputs[mask], int(inputs[mask].count_nonzero()))
+
+            def difference() -> float:
+                return _difference(wanted, call(inputs), inputs[mask] != 0)
+
+            if not _has_packed_embeddings(module, stack, difference):
+                stack.embeddings = ()
+            largest = difference()
+        if not largest <= MODEL_TOLERANCE:
+            raise NotPackable(
+                f"packed answers differ from padded ones by {largest:.1e} of the largest value; "
+                f"expected at most {MODEL_TOLERANCE:.0e}"
+            )
+    except NotPackable as reason:
+        raise ConfigError([f"parameters.{OPTION}: {reason}"]) from None
+    except BackendFailed:
+        raise
+    except Exception as error:  # The model's code, called with made-up inputs.
+        text = f"parameters.{OPTION}: the model cannot be tried out: {first_line(error)}"
+        raise ConfigError([text]) from error
+    return Packing(stack, mask, largest)
+
+
+def on_device(packing: Packing, config: ModelConfig) -> None:
+    """Once the model is where it will run, in the datatype it computes in."""
+    if config.device != "cpu":
+        check_kernels(packing)
+    if FP8_OPTION not in config.options:
+        return
+    if not has_fp8(config.device):
+        problem = f"'{config.device}' does not multiply in FP8; expected a GPU of capability 8.9"
+        raise ConfigError([f"parameters.{FP8_OPTION}: {problem}"])
+    quantise(packing, config)
+
+
+def check_kernels(packing: Packing) -> None:
+    """Whether this device's kernels give what plain torch gives, on the first layer."""
+    layer = packing.stack.layers[0]
+    weight = layer.qkv.weight
+    mask = torch.zeros(3, 130, dtype=torch.int64)
+    for row, length in enumerate((130, 1, 65)):
+        mask[row, :length] = 1
+    layout = lay_out(mask.to(weight.device), int(mask.sum()))
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(len(layout.places), weight.shape[1], generator=generator)
+    with torch.inference_mode():
+        given = x.to(weight.device, weight.dtype)
+        found = layer(given, given, layout, None)[0].float().cpu()
+        wanted = copy.deepcopy(layer).float().cpu()
+        plain = lay_out(mask, int(mask.sum()))
+        expected = wanted(given.float().cpu(), given.float().cpu(), plain, None)[0]
+    gap = _gap(expected, found)
+    if not gap <= KERNEL_TOLERANCE:
+        raise BackendFailed(
+            f"parameters.{OPTION}: kernels on {weight.device} are {gap:.1e} of the largest value "
+            f"away from what they should give; expected at most {KERNEL_TOLERANCE}"
+        )
+
+
+def quantise(packing: Packing, config: ModelConfig) -> None:
+    """To FP8, by the ranges in the file that the configuration names."""
+    path = Path(config.artifact).with_name(config.options[FP8_OPTION])
+    ranges = read_ranges(path)
+    products = packing.stack.products()
+    problems = [f"there is no product '{name}'" for name in ranges if name not in products]
+    for name in ranges.keys() & products.keys():
+        shape = tuple(products[name].weight.shape)
+        if any(size % 16 for size in shape):
+            problems.append(f"product '{name}': {shape[0]} x {shape[1]} are not multiples of 16")
+    weights = packing.stack.layers[0].qkv.weight
+    if weights.dtype != torch.bfloat16:
+        problems.append(f"computes with {weights.dtype} beside; expected penstock.dtype bf16")
+    if problems:
+        raise ConfigError([f"parameters.{FP8_OPTION}: {problem}" for problem in problems])
+    packing.stack.quantise(ranges)
+
+
+def has_fp8(device: str) -> bool:
+    return device.startswith("cuda") and bool(torch.cuda.get_device_capability(device) >= ADA)
+
+
+def read_ranges(path: Path) -> dict[str, float]:
+    """The largest input of products, by name: a JSON object of numbers."""
+    where = f"parameters.{FP8_OPTION}: {path.name}"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{where}: cannot be read: {first_line(error)}"]) from None
+    is_known = isinstance(found, dict) and all(
+        isinstance(each, int | float) and not isinstance(each, bool) and each >= 0
+        for each in found.values()
+    )
+    if not is_known:
+        raise ConfigError([f"{where}: expected an object of numbers, the largest inputs by name"])
+    return {name: float(each) for name, each in found.items()}
+
+
+def _replaced(module: Any) -> PackedStack:
+    """The stack that now stands in the place of the module's layers."""
+    lists = [
+        (owner, name, child)
+        for owner in module.modules()
+        for name, child in owner.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) and all(map(_parts, child))
+    ]
+    if len(lists) != 1:
+        expected = "; expected one list of layers with the parts of BERT's or DistilBERT's"
+        raise NotPackable(f"found {len(lists)} encoders{expected}")
+    ((owner, name, layers),) = lists
+    packed: list[PackedLayer] = []
+    num_heads, activation, gives_tuple = 0, "", False
+    for number, layer in enumerate(layers):
+        trial = _Trial(layer)
+        if not packed:
+            num_heads, activation = trial.kind()
+            gives_tuple = trial.gives_tuple
+        trial.check(num_heads, activation, number)
+        packed.append(_packed_layer(layer, num_heads, activation))
+    stack = PackedStack(packed, gives_tuple=gives_tuple)
+    stack.eval()
+    setattr(owner, name, nn.ModuleList([stack]))
+    return stack
+
+
+def _has_packed_embeddings(
+    module: Any, stack: PackedStack, difference: Callable[[], float]
+) -> bool:
+    """Tries to pack the embeddings too, where they are recognised; they stay the model's own if
+    that changes anything, such as positions that do not begin at 0."""
+    found = [
+        (owner, name, child)
+        for owner in module.modules()
+        for name, child in owner.named_children()
+        if _is_embeddings(child)
+    ]
+    if len(found) != 1:
+        return False
+    ((owner, name, original),) = found
+    words, positions, norm = (getattr(original, each) for each in EMBEDDINGS[:3])
+    packed = PackedEmbeddings(words, positions, norm)
+    packed.kinds = getattr(original, EMBEDDINGS[3], None)
+    packed.eval()
+    setattr(owner, name, packed)
+    stack.embeddings = (packed,)
+    try:
+        if difference() <= MODEL_TOLERANCE:
+            return True
+    except Exception:  # The model's code, with other embeddings than it was written for.
+        log.debug("the embeddings cannot be packed", exc_info=True)
+    setattr(owner, name, original)
+    return False
+
+
+def _is_embeddings(module: Any) -> bool:
+    words, positions, norm, kinds = (getattr(module, name, None) for name in EMBEDDINGS)
+    tables: list[Any] = [words, positions, *([] if kinds is None else [kinds])]
+    if not all(isinstance(each, nn.Embedding) for each in tables):
+        return False
+    is_normed = isinstance(norm, nn.LayerNorm) and norm.weight is not None
+    return is_normed and len({each.embedding_dim for each in tables}) == 1
+
+
+def _parts(layer: Any) -> list[Any]:
+    """Six products and two norms; empty where it has not all of them."""
+    for names in NAMES:
+        try:
+            found = [layer.get_submodule(name) for name in names]
+        except AttributeError:
+            continue
+        linears, norms = found[:NUM_LINEARS], found[NUM_LINEARS:]
+        if all(isinstance(each, nn.Linear) and each.bias is not None for each in linears) and all(
+            isinstance(each, nn.LayerNorm) and each.weight is not None for each in norms
+        ):
+            return found
+    return []
+
+
+def _packed_layer(layer: Any, num_heads: int, activation: str) -> PackedLayer:
+    query, key, value, out, inner, outer, first, last = _parts(layer)
+    together = (query, key, value)
+    qkv = Product(
+        torch.cat([each.weight.detach() for each in together]),
+        torch.cat([each.bias.detach() for each in together]),
+    )
+    others = [Product(each.weight.detach(), each.bias.detach()) for each in (out, inner, outer)]
+    return PackedLayer([qkv, *others], (first, last), num_heads, activation)
+
+
+class _Trial:
+    """One layer, computed on made-up tokens in FP32: as it is, and packed."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = copy.deepcopy(layer).float().eval()
+        self._width = _parts(layer)[0].weight.shape[1]
+        generator = torch.Generator().manual_seed(SEED)
+        self._x = torch.randn(1, NUM_TOKENS, self._width, generator=generator)
+        device = next(layer.parameters()).device
+        self._x = self._x.to(device)
+        mask = torch.ones(1, 1, NUM_TOKENS, NUM_TOKENS, dtype=torch.bool, device=device)
+        answer = self._layer(self._x, mask)
+        self.gives_tuple = isinstance(answer, tuple | list)
+        self._wanted = answer[0] if self.gives_tuple else answer
+        self._layout = lay_out(mask[0, 0, :1], NUM_TOKENS)
+
+    def kind(self) -> tuple[int, str]:
+        """Heads and activation with which the packed one comes nearest."""
+        found: dict[tuple[int, str], float] = {}
+        for size in HEAD_SIZES:
+            if self._width % size == 0:
+                for activation in ACTIVATIONS:
+                    kind = self._width // size, activation
+                    found[kind] = self._difference(*kind)
+            if found and min(found.values()) <= LAYER_TOLERANCE:
+                break
+        return min(found, key=lambda kind: found[kind]) if found else (1, "gelu")
+
+    def check(self, num_heads: int, activation: str, number: int) -> None:
+        gap = self._difference(num_heads, activation)
+        if not gap <= LAYER_TOLERANCE:
+            raise NotPackable(
+                f"layer {number} has the parts of BERT's and computes something else: {gap:.1e} "
+                "of the largest value away (norms before the products, or other positions?)"
+            )
+
+    def _difference(self, num_heads: int, activation: str) -> float:
+        layer = _packed_layer(self._layer, num_heads, activation)
+        x = self._x[0]
+        return _gap(self._wanted[0], layer(x, x, self._layout, None)[0])
+
+
+def _made_up(config: ModelConfig, mask: str) -> dict[str, torch.Tensor]:
+    """Three sequences, one as long as the batch, one of a single token."""
+    random = np.random.default_rng(SEED)
+    (spec,) = [spec for spec in config.inputs if spec.name == mask]
+    longest = min(config.padding.buckets[-1], MAX_LENGTH) if config.padding else MAX_LENGTH
+    length = spec.shape[0] if spec.shape[0] > 0 else longest
+    lengths = np.array([length, 1, length // 2 + 1])[:, None]
+    made: dict[str, torch.Tensor] = {}
+    for spec in config.inputs:
+        dtype = DATATYPES[spec.datatype].numpy
+        shape = (3, *(length if size < 0 else size for size in spec.shape))
+        if spec.name == mask:
+            values: Array = np.arange(length)[None, :] < lengths
+        elif dtype.kind in "iu":
+            is_kind = any(word in spec.name.lower() for word in ("type", "segment"))
+            values = random.integers(0 if is_kind else 1, KINDS if is_kind else INTEGERS, shape)
+        else:
+            raise ConfigError(
+                [f"parameters.{OPTION}: input '{spec.name}' is {spec.datatype}; expected integers"]
+            )
+        made[spec.name] = torch.from_numpy(values.astype(dtype))
+    return made
+
+
+def _difference(
+    wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], is_token: torch.Tensor
+) -> float:
+    """The largest of all float outputs; of those with a place for each token, at the tokens."""
+    gaps = []
+    for name, one in wanted.items():
+        other = found[name]
+        if not one.is_floating_point():
+            continue
+        if one.shape != other.shape:
+            return float("inf")
+        if one.shape[: is_token.ndim] == is_token.shape:
+            one, other = one[is_token], other[is_token]
+        gaps.append(_gap(one, other))
+    if not gaps:
+        raise NotPackable("the model has no float output that packed and padded could differ in")
+    return max(gaps)
+
+
+def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    one, other = one.double(), other.double()
+    return float((one - other).abs().amax() / one.abs().amax().clamp(min=1e-30))
+
+
+def calibrated(
+    packing: Packing, call: Call, batches: Iterable[Mapping[str, torch.Tensor]]
+) -> dict[str, float]:
+    """The largest input of each product over these batches."""
+    packing.stack.watch()
+    with torch.inference_mode():
+        for batch in batches:
+            packing.lay_out(batch, max(1, int(batch[packing.mask].count_nonzero())))
+            call(batch)
+    return packing.stack.watched()
+
+
+assert len(PRODUCTS) == NUM_LINEARS - 2

@@ -1,0 +1,133 @@
+"""FP8 for packed encoders: the four products of each layer in e4m3, inputs by ranges from
+calibration, weights by channel. Half as many bytes and twice the rate of sixteen bits, on GPUs that
+have it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError
+from penstock.optimizer import calibration, folders
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.types import DATATYPES, Array
+
+OPTION, FILE = "penstock.fp8", "fp8.json"
+PACK = "penstock.pack"
+# Of each layer. The input of the last comes from the activation, whose few large values cost most.
+PRODUCTS = ("qkv", "out", "inner", "outer")
+SEPARATOR = ","
+# How far rows may move each other, for the proof at load: a value on the edge of a step of e4m3
+# falls to either side with the order in which sums are made.
+TOLERANCE = 0.1
+# Rows that one batch of the calibration is made of.
+NUM_ROWS = 16
+
+
+class Fp8:
+    name = "fp8"
+    stage: Stage = "quantise"
+    changes_answers = True
+    is_config_only = False
+    has_layers = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        config = situation.build.config
+        steps = [
+            Step(self.name, {"products": SEPARATOR.join(PRODUCTS)}),
+            Step(self.name, {"products": SEPARATOR.join(PRODUCTS[:3])}),
+        ]
+        if config.backend != "pytorch" or PACK not in config.options:
+            return [Skip(self.name, "only the products of packed encoders (pass packing)")]
+        if OPTION in config.options:
+            return [Skip(self.name, "decided already")]
+        if config.device == "cpu" or not _has_fp8():
+            reason = "needs a GPU that multiplies in FP8 (compute capability 8.9)"
+            return [Skip(self.name, reason, steps[0])]
+        if situation.examples is None or not situation.examples.split.calibration:
+            return [Skip(self.name, "there are no examples to calibrate with", steps[0])]
+        return steps
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        if workshop.examples is None:
+            raise ConfigError(["fp8: there are no examples to calibrate with"])
+        indices = workshop.examples.split.calibration
+        rows = calibration.model_rows(parent.config, workshop.examples, indices)
+        asked = step.settings["products"].split(SEPARATOR)
+        ranges = {
+            name: largest
+            for name, largest in _ranges(parent.config, rows).items()
+            if name.partition(".")[2] in asked
+        }
+        version = folders.carry_over(parent, target, {FILE})
+        (version / FILE).write_text(json.dumps(ranges, indent=1))
+        # What it computes with beside has the range of FP32.
+        options = {**parent.config.options, OPTION: FILE, "penstock.dtype": "bf16"}
+        tolerance = max(parent.config.tolerance or 0.0, TOLERANCE)
+        config = replace(parent.config, options=options, tolerance=tolerance)
+        folders.write_config(target, config)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        found = after.built.get("fp8", "none")
+        num_asked = len(step.settings["products"].split(SEPARATOR))
+        counts = [int(word) for word in found.split() if word.isdigit()]
+        is_so = len(counts) == 2 and counts[0] * len(PRODUCTS) == counts[1] * num_asked
+        return [] if is_so else [f"asked for {num_asked} products of each layer, got {found}"]
+
+
+def _has_fp8() -> bool:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return False
+    return bool(torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
+
+
+def _ranges(config: ModelConfig, rows: Sequence[Mapping[str, Array]]) -> dict[str, float]:
+    """Where the model runs, in FP32: calibrated once, ranges serve every precision."""
+    import torch
+
+    from penstock.backends import torch_packing
+    from penstock.backends.pytorch import by_name, load_module
+
+    model = config.model
+    options = {key: text for key, text in model.options.items() if key != "penstock.dtype"}
+    loaded = load_module(replace(model, options=options))
+    names = [spec.name for spec in model.outputs]
+
+    def call(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        return by_name(loaded.call(tensors), names)
+
+    try:
+        packing = torch_packing.pack(loaded.module, call, model)
+        batches = (
+            {name: torch.from_numpy(array).to(model.device) for name, array in batch.items()}
+            for batch in _batches(model, packing.mask, rows)
+        )
+        return torch_packing.calibrated(packing, call, batches)
+    finally:
+        loaded.close()
+
+
+def _batches(
+    config: ModelConfig, mask: str, rows: Sequence[Mapping[str, Array]]
+) -> Iterator[dict[str, Array]]:
+    """Rows of all lengths together, filled up with zeros: the mask leaves that out."""
+    import numpy as np
+
+    for start in range(0, len(rows), NUM_ROWS):
+        some = rows[start : start + NUM_ROWS]
+        length = max(len(row[mask]) for row in some)
+        batch: dict[str, Array] = {}
+        for spec in config.inputs:
+            values = np.zeros((len(some), length), DATATYPES[spec.datatype].numpy)
+            for number, row in enumerate(some):
+                values[number, : len(row[spec.name])] = row[spec.name]
+            batch[spec.name] = values
+        yield batch

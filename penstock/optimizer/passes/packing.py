@@ -1,0 +1,94 @@
+"""Encoders without padding: the tokens of a batch laid end to end, so that what the mask leaves out
+is not computed. The backend does it when it loads the model, and proves there that answers stay
+the same; one that cannot be packed fails with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.config import ModelConfig, Padding
+from penstock.optimizer import folders
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.simulate import row_lengths, variable_axes
+from penstock.types import DATATYPES
+
+OPTION, TOKENS = "penstock.pack", "tokens"
+
+
+class Packing:
+    name = "packing"
+    stage: Stage = "compile"
+    changes_answers = False
+    is_config_only = True
+    has_layers = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        config = situation.build.config
+        if reason := _reason_against(config):
+            return [Skip(self.name, reason)]
+        settings = {"pack": TOKENS}
+        if not all(spec.is_fixed for spec in config.model.inputs):
+            longest = _longest(situation)
+            if not longest:
+                return [Skip(self.name, "not known how long requests are; penstock.pad says so")]
+            settings["bucket"] = str(longest)
+        step = Step(self.name, settings)
+        if config.device == "cpu" and not situation.plan.is_exhaustive:
+            return [Skip(self.name, "on CPUs attention goes by way of the padded batch", step)]
+        return [step]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        config = parent.config
+        options = {**config.options, OPTION: step.settings["pack"]}
+        config = replace(config, options=options)
+        if "bucket" in step.settings:
+            config = _with_one_bucket(config, int(step.settings["bucket"]))
+        folders.write(parent, config, target)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        found = after.built.get("pack", "nothing")
+        is_so = found.startswith(step.settings["pack"])
+        problems = [] if is_so else [f"asked for {step.settings['pack']}, packed is {found}"]
+        return problems + ([after.padding_problem] if after.padding_problem else [])
+
+
+def _reason_against(config: ModelConfig) -> str:
+    if config.backend != "pytorch" or not config.artifact.endswith(".py"):
+        return "not a PyTorch module"
+    if OPTION in config.options:
+        return "packed already"
+    if "penstock.compile" in config.options:
+        return "the model is compiled for its shapes"
+    masks = [
+        spec
+        for spec in config.model.inputs
+        if "mask" in spec.name.lower() and DATATYPES[spec.datatype].numpy.kind in "iub"
+    ]
+    if len(masks) != 1 or config.max_batch_size == 0:
+        return "no batches with one mask that says which positions are tokens"
+    if not masks[0].is_fixed and not variable_axes(config.model):
+        return "inputs have more than one length: nothing to fill up"
+    return ""
+
+
+def _longest(situation: Situation) -> int:
+    """What batches are filled up to: as configured, else the longest request there is. A longer
+    one might be more than the model has positions for."""
+    config = situation.build.config
+    if config.model.padding is not None:
+        return config.model.padding.buckets[-1]
+    return 0 if config.is_processed else max(row_lengths(situation.rows, config), default=0)
+
+
+def _with_one_bucket(config: ModelConfig, bucket: int) -> ModelConfig:
+    """All lengths share batches: what is filled up costs nothing now."""
+    model = config.model
+    known = model.padding or Padding(variable_axes(model))
+    padding = replace(known, buckets=(bucket,))
+    if config.preprocess is not None:
+        return replace(config, preprocess=replace(config.preprocess, padding=padding))
+    return replace(config, padding=padding)
