@@ -118,6 +118,13 @@ class _Command(click.Command):
     "report calls differences equal that you care about.",
 )
 @click.option(
+    "--device",
+    metavar="DEVICE",
+    help="Where the original and all candidates run: auto (PyTorch on the GPUs if there are any, "
+    "all else on the CPU), cpu, cuda (on each GPU) or cuda:N. Choose cpu to optimise for servers "
+    "without a GPU, cuda:N to keep off the other GPUs.",
+)
+@click.option(
     "--exhaustive",
     is_flag=True,
     default=None,

@@ -114,7 +114,7 @@ def profile(model: str, **flags: Any) -> None:
     try:
         _check_outputs(flags)
         found = _profiled(model, flags)
-        _show(found, flags)
+        _show(found, model, flags)
     except ConfigError as error:
         _fail(error.problems)
     except PenstockError as error:
@@ -171,7 +171,7 @@ def _source(config: ModelConfig, flags: dict[str, Any]) -> Source:
     return open_source(spec, form, 0, 1)
 
 
-def _show(found: Profile, flags: dict[str, Any]) -> None:
+def _show(found: Profile, model: str, flags: dict[str, Any]) -> None:
     import msgspec
 
     from penstock import terminal
@@ -179,6 +179,10 @@ def _show(found: Profile, flags: dict[str, Any]) -> None:
     from penstock.optimizer.profile import profile_page, profile_table
 
     terminal.console().print(profile_table.shown(found))
+    if found.gpu is not None:
+        click.echo("\nWith NVIDIA's tools, where they are installed:")
+        for line in profile_table.tool_commands(model, flags["name"], flags["batch_size"]):
+            click.echo(f"  {line}")
     if flags["html_path"]:
         command = shlex.join(["penstock", *sys.argv[1:]])
         run_files.write_text(profile_page.page_of(found, command), Path(flags["html_path"]))

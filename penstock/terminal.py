@@ -152,7 +152,9 @@ def memory_table(plan: Sequence[GpuPlan]) -> Table:
         for share in each.shares:
             cells = (gib(share.need.num_bytes), gib(share.num_bytes), share.need.source)
             model = escape(f"{share.model}/{share.version}")
-            table.add_row(escape(name), model, str(share.num_workers), *cells)
+            slots = share.num_instances // share.num_workers
+            workers = f"{share.num_workers} of {slots}" if slots > 1 else str(share.num_workers)
+            table.add_row(escape(name), model, workers, *cells)
             name = ""
         style = "green" if each.fits else "red"
         room = f"of {gib(each.room_bytes)}" if gpu.total_bytes else "of unknown"
@@ -278,10 +280,11 @@ def _table(*columns: str, num_words: int = 1) -> Table:
 
 
 def _instances(instances: Sequence[InstanceState]) -> Table:
-    table = _table("instance", "device", "state", "pid", "GPU memory", num_words=3)
+    table = _table("instance", "device", "state", "slots", "pid", "GPU memory", num_words=3)
     for each in instances:
         memory = gib(each.gpu_memory_bytes) if each.gpu_memory_bytes else ""
-        table.add_row(str(each.index), each.device, each.state, str(each.pid), memory)
+        figures = (str(each.num_slots), str(each.pid), memory)
+        table.add_row(str(each.index), each.device, each.state, *figures)
     return table
 
 

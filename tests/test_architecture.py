@@ -73,6 +73,7 @@ PURE = [
     "optimizer/fallback.py",
     "optimizer/shapes.py",
     "optimizer/simulate.py",
+    "optimizer/profile/gpu_timeline.py",
     "optimizer/profile/profile_plots.py",
     "optimizer/profile/roofline.py",
     "optimizer/profile/times.py",

@@ -135,7 +135,7 @@ PLAN = make_plan(
     [
         Share("bert[large]", "3", "cuda:0", 2, Need(40 * GIB, "estimated")),
         Share("resnet", "1", "cuda:0", 1, Need(2 * GIB, "evidence")),
-        Share("resnet", "1", "cuda:1", 1, Need(2 * GIB, "evidence")),
+        Share("resnet", "1", "cuda:1", 1, Need(2 * GIB, "evidence"), num_instances=3),
     ],
     [Gpu(i, f"GPU-{i}", "Made Up", 80 * GIB, 78 * GIB) for i in range(2)],
     reserve=0.05,
@@ -155,7 +155,7 @@ def test_the_memory_plan_shows_every_gpu_with_its_models_and_what_there_is():
         ["0", "Made", "Up", "bert[large]/3", "2", "40.0", "GiB", "80.0", "GiB", "estimated"],
         ["resnet/1", "1", "2.0", "GiB", "2.0", "GiB", "evidence"],
         ["in", "all", "82.0", "GiB", "of", "74.0", "GiB"],
-        ["1", "Made", "Up", "resnet/1", "1", "2.0", "GiB", "2.0", "GiB", "evidence"],
+        ["1", "Made", "Up", "resnet/1", "1", "of", "3", "2.0", "GiB", "2.0", "GiB", "evidence"],
         ["in", "all", "2.0", "GiB", "of", "74.0", "GiB"],
     ]
 
@@ -167,7 +167,7 @@ def test_the_memory_plan_is_lines_of_the_log_where_nobody_looks(caplog):
         "GPU 0 (Made Up): models need 82.0 GiB of the 74.0 GiB that can be had: "
         "bert[large]/3 2 x 40.0 GiB (estimated); resnet/1 2.0 GiB (evidence)",
         "GPU 1 (Made Up): models need 2.0 GiB of the 74.0 GiB that can be had: "
-        "resnet/1 2.0 GiB (evidence)",
+        "resnet/1 2.0 GiB for 3 instances (evidence)",
     ]
     assert caplog.records[0].gpu_uuid == "GPU-0"
     assert caplog.records[0].needed_bytes == 82 * GIB
@@ -176,9 +176,9 @@ def test_the_memory_plan_is_lines_of_the_log_where_nobody_looks(caplog):
 def test_instances_on_gpus_are_shown_with_their_devices():
     assert "Instances" not in shown(ANSWER)
     instances = [
-        InstanceState(0, "idle", 10, "cuda:0", 3 * GIB),
+        InstanceState(0, "idle", 10, "cuda:0", 3 * GIB, num_slots=2),
         InstanceState(1, "not ready", 0, "cuda:1"),
     ]
     text = shown(replace(ANSWER, instances=instances))
-    assert "0         cuda:0  idle        10     3.0 GiB" in text
-    assert "1         cuda:1  not ready    0" in text
+    assert "0         cuda:0  idle           2   10     3.0 GiB" in text
+    assert "1         cuda:1  not ready      1    0" in text

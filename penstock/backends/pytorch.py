@@ -7,13 +7,13 @@ they are called.
 
 Options (config.pbtxt `parameters`): `intra_op_thread_count`, `inter_op_thread_count` (one for all
 models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off unless given;
-needs fixed shapes), and for `module.py` also `penstock.factory` (its name, or `module.py:name`),
-`penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to it, float outputs back to
-the configured datatype) and `penstock.memory_format` (channels_last, for convolutions). On a GPU
-`penstock.cuda_graphs` (on, off) captures every shape that is warmed up (`torch_cuda`).
-`penstock.pack` (tokens) lets the layers of a BERT-like `module.py` run without padding
-(`torch_packing`), and `penstock.fp8` names the file of ranges by which they multiply in FP8. What
-was built is read back.
+needs shapes that are fixed or padded to buckets), and for `module.py` also `penstock.factory` (its
+name, or `module.py:name`), `penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to
+it, float outputs back to the configured datatype; tf32: see `torch_precision`) and
+`penstock.memory_format` (channels_last, for convolutions). On a GPU `penstock.cuda_graphs` (on,
+off) captures every shape that is warmed up (`torch_cuda`). `penstock.pack` (tokens) lets the layers
+of a BERT-like `module.py` run without padding (`torch_packing`), and `penstock.fp8` names the file
+of ranges by which they multiply in FP8. What was built is read back.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from penstock.backends.checks import (
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device
 from penstock.backends.torch_packing import Packing
+from penstock.backends.torch_precision import rounded, set_precision
 from penstock.backends.torch_weights import load_weights
-from penstock.config import ModelConfig, ladder
+from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, Signature, TensorSpec
 
@@ -53,7 +54,14 @@ COMPILE_MODES = ("", "default", "reduce-overhead", "max-autotune")
 OF_PACKING = (torch_packing.OPTION, torch_packing.FP8_OPTION)
 # Of these, those that stand for CUDA graphs too.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
-DTYPES = {"": None, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TF32 = "tf32"
+DTYPES = {
+    "": None,
+    "fp32": torch.float32,
+    TF32: torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 TORCH_TYPES = {
     "BOOL": torch.bool,
     "UINT8": torch.uint8,
@@ -163,6 +171,7 @@ class TorchRunner:
         if self._pipeline is not None:
             built |= self._pipeline.facts()
         if self._device.type == "cuda":
+            built["tf32"] = rounded()
             built[GPU_MEMORY] = str(torch.cuda.max_memory_reserved(self._device))
         if self._options.compile_mode:
             built["compiled_graphs"] = str(_num_graphs() - self._num_graphs_before)
@@ -278,14 +287,15 @@ class TorchRunner:
             compiled = torch.compile(
                 self._loaded.module,
                 options=_compiler_options(self._options.compile_mode),
-                dynamic=config.max_batch_size > 0,
+                dynamic=config.max_batch_size > 0 or config.padding is not None,
             )
             self._run = replace(self._loaded, module=compiled)
             rows = min(2, config.max_batch_size)
-            shapes = {s.name: (rows, *s.shape) if rows else s.shape for s in config.inputs}
             zeros = {
-                spec.name: np.zeros(shapes[spec.name], DATATYPES[spec.datatype].numpy)
-                for spec in config.inputs
+                spec.name: np.zeros(
+                    (rows, *shape) if rows else shape, DATATYPES[spec.datatype].numpy
+                )
+                for spec, shape in zip(config.inputs, _some_shapes(config), strict=True)
             }
             self._num_graphs_before = _num_graphs()
             self.start(Batch(zeros, max(1, rows)))
@@ -305,7 +315,16 @@ def _array(value: torch.Tensor) -> Array:
 
 def _comes_again(config: ModelConfig) -> bool:
     """Whether shapes are few: fixed, or padded to buckets."""
-    return all(spec.is_fixed for spec in config.inputs) or config.padding is not None
+    return all(size >= 0 for shape in _some_shapes(config) for size in shape)
+
+
+def _some_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
+    """Of one row of each input: of the first bucket, where they are padded."""
+    shapes = {spec.name: list(spec.shape) for spec in config.inputs}
+    if config.padding is not None:
+        for each in config.padding.axes:
+            shapes[each.input][each.axis] = config.padding.buckets[0]
+    return [tuple(shape) for shape in shapes.values()]
 
 
 def load(config: ModelConfig) -> TorchRunner:
@@ -313,6 +332,8 @@ def load(config: ModelConfig) -> TorchRunner:
     options = _options(config)
     _check_device(config)
     _set_threads(options)
+    if config.device != CPU:
+        set_precision(config.options.get("penstock.dtype", ""))
     loaded = _load_any(config, options)
     try:
         return TorchRunner(config, options, loaded)
@@ -356,11 +377,13 @@ def _options(config: ModelConfig) -> Options:
         if text not in known:
             expected = ", ".join(known[1:])
             problems.append(f"parameters.penstock.{key}: '{text}' is not one of {expected}")
-    if mode and not all(spec.is_fixed for spec in config.inputs):
+    if mode and not _comes_again(config):
         problems.append(
-            "parameters.penstock.compile: needs inputs of fixed shapes, "
+            "parameters.penstock.compile: needs inputs of fixed shapes or buckets (penstock.pad), "
             "or requests would wait for the compiler"
         )
+    if dtype == TF32 and config.device == CPU:
+        problems.append("parameters.penstock.dtype: tf32 is of GPUs; the model runs on the CPU")
     factory = settings.get("penstock.factory", "")
     if not config.artifact.endswith(".py"):
         problems += [
@@ -565,10 +588,14 @@ def _load_package(config: ModelConfig, options: Options) -> Loaded:
     label = f"{config.version}/{config.file or path.name}"
     if options.compile_mode:
         raise ConfigError([f"parameters.penstock.compile: {label} is compiled already"])
+    index = torch.device(config.device).index
     try:
-        package = torch._inductor.aoti_load_package(str(path))
+        package = torch._inductor.aoti_load_package(
+            str(path), device_index=-1 if index is None else index
+        )
     except Exception as error:  # torch raises many types for a broken file.
         raise BackendFailed(f"{label}: torch cannot load it: {first_line(error)}") from error
+    _check_compiled_for(package, config, label)
     in_spec = torch.utils._pytree.treespec_loads(package.loader.get_call_spec()[0])
     args, kwargs = in_spec.children()
     names = [spec.name for spec in config.inputs]
@@ -583,6 +610,16 @@ def _load_package(config: ModelConfig, options: Options) -> Loaded:
             ]
         )
     return Loaded(package, positional, keywords, is_compiled=True)
+
+
+def _check_compiled_for(package: Any, config: ModelConfig, label: str) -> None:
+    """It would read a GPU's memory as the host's, or the other way round."""
+    made_for = _package_facts(package).get("device", "")
+    wanted = torch.device(config.device).type
+    if made_for and made_for != wanted:
+        raise ConfigError(
+            [f"{label}: was compiled for {made_for}, and instance_group has it on {config.device}"]
+        )
 
 
 def _package_facts(package: Any) -> dict[str, str]:

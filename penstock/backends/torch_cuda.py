@@ -105,7 +105,16 @@ class Cuda:
     def pin(self, memory: memoryview) -> bool:
         address = np.frombuffer(memory, np.uint8).ctypes.data
         status = torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, PORTABLE)
-        return int(status) == CUDA_SUCCESS
+        if int(status) == CUDA_SUCCESS:
+            return True
+        self._forget_refusal()
+        return False
+
+    def _forget_refusal(self) -> None:
+        """The runtime keeps it as its last error, which the next launch of a kernel would take for
+        its own. Looking at it clears it; torch does that after every launch."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self._device)
 
     def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]:
         graph = torch.cuda.CUDAGraph()

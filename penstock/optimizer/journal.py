@@ -73,16 +73,19 @@ class Journal:
         compute: Callable[[], T],
         *,
         keeps_failure: bool = True,
+        passing: tuple[type[PenstockError], ...] = (),
     ) -> T:
         """What is known by this kind and key; computed, and kept, if nothing is. What fails with a
         PenstockError is a finding too: it fails with the same text the next time. Unless another
-        time it may not: then it is no finding."""
+        time it may not, as those that are `passing`: then it is no finding."""
         record = self._known.get((kind, key))
         if (kind, key) in self._earlier:
             self._earlier.remove((kind, key))
             self.num_remembered += 1
         if record is None:
-            record = self._compute(kind, key, compute, keeps_failure)
+            record = self._compute(
+                kind, key, compute, passing if keeps_failure else (PenstockError,)
+            )
         if "failed" in record:
             raise BackendFailed(record["failed"])
         return msgspec.convert(record["value"], type, strict=False)
@@ -96,7 +99,11 @@ class Journal:
         return num
 
     def _compute(
-        self, kind: str, key: str, compute: Callable[[], T], keeps_failure: bool
+        self,
+        kind: str,
+        key: str,
+        compute: Callable[[], T],
+        passing: tuple[type[PenstockError], ...],
     ) -> dict[str, Any]:
         began = time.monotonic()
         record: dict[str, Any] = {"kind": kind, "key": key}
@@ -106,7 +113,7 @@ class Journal:
             # The wish itself is wrong: there is nothing to be remembered.
             raise
         except PenstockError as error:
-            if not keeps_failure:
+            if isinstance(error, passing):
                 raise
             record["failed"] = str(error)
         else:

@@ -53,6 +53,9 @@ NUM_COMPARED = 64
 TOLERANCE = 1e-3
 # Patience with batches of slow models, whatever the SLO allows.
 MAX_BATCH_S = 10.0
+# Of the time that is left to the search, that one compilation may take; and what it has at least.
+COMPILE_SHARE = 0.5
+MIN_COMPILE_S = 20.0
 # A build that was begun so often and never ended takes the run down with it.
 MAX_BEGUN = 3
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
@@ -89,6 +92,8 @@ class Lab:
         self.journal = journal
         self.notes: list[str] = []
         self.watch: Callable[[str], None] = lambda doing: None
+        # Until the search must end; None: as long as it takes.
+        self.left_s: Callable[[], float | None] = lambda: None
         self._examples = examples
         self._folder = journal.path.parent
         self._builds: dict[str, Build] = {}
@@ -117,7 +122,11 @@ class Lab:
     def workshop(self) -> Workshop:
         cache = self._folder / "cache"
         cache.mkdir(exist_ok=True)
-        return Workshop(self.plan, self.machine, self.examples, cache)
+        return Workshop(self.plan, self.machine, self.examples, cache, self._compile_timeout_s)
+
+    def _compile_timeout_s(self) -> float | None:
+        left_s = self.left_s()
+        return None if left_s is None else max(MIN_COMPILE_S, COMPILE_SHARE * left_s)
 
     def build(self, candidate: Candidate) -> Build:
         """The candidate's files, made if they are not there; its parents' first. BackendFailed
@@ -129,7 +138,11 @@ class Lab:
             return known
         parent = self.build(candidate.parent)
         home = self._folder / "builds" / candidate.key
-        self.journal.remember("build", candidate.key, bool, lambda: self._make(candidate, parent))
+        # With more time the same build may come to its end.
+        passing = () if self.plan.budget_s is None else (trials.TookTooLong,)
+        self.journal.remember(
+            "build", candidate.key, bool, lambda: self._make(candidate, parent), passing=passing
+        )
         if not home.is_dir():
             # The journal outlived the files.
             self._make(candidate, parent)
@@ -141,7 +154,7 @@ class Lab:
         """Into a folder that nobody looks at, then renamed: half a build is none."""
         self.watch("build")
         if self.journal.count("build begun", candidate.key) > MAX_BEGUN:
-            raise BackendFailed(f"building it ended the run {MAX_BEGUN} times")
+            raise BackendFailed(f"it was begun {MAX_BEGUN} times and never came to an end")
         step = candidate.steps[-1]
         home = self._folder / "builds" / candidate.key
         draft = home.with_name(f".{home.name}")
@@ -153,8 +166,10 @@ class Lab:
             made = _opened(candidate, draft / self.plan.name)
             if made.config.options.get("penstock.compile"):
                 self.watch("compile")
-                trials.keep_compiled(made)
+                trials.keep_compiled(made, self._compile_timeout_s() or trials.LOAD_TIMEOUT_S)
             os.rename(draft, home)
+        except trials.TookTooLong as error:
+            raise trials.TookTooLong(f"compiling it takes too long: {error}") from error
         except PenstockError as error:
             raise BackendFailed(str(error)) from error
         except (OSError, MemoryError) as error:

@@ -38,6 +38,8 @@ class Plan:
     price_per_hour: float | None = None
     # Wall-clock time for everything; None: as long as it takes.
     budget_s: float | None = None
+    # auto, cpu, cuda (each GPU there is) or cuda:N: where the original and all candidates run.
+    device: str = "auto"
     # Go on after the SLO is met, and try what the hardware should not profit from.
     is_exhaustive: bool = False
     # Longest time to measure one load of one candidate.

@@ -27,6 +27,7 @@ PATHS = ("model", "data", "calibration", "out")
 REQUIRED = ("model", "slo", "out")
 TEXTS = ("model", "name", "out", "data", "data_name", "labels", "calibration")
 FUNCTIONS = {"eval": "evaluator", "preprocess": "preprocess", "postprocess": "postprocess"}
+DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # Minutes and hours, which no SLO needs.
 LONG_DURATIONS = {"m": 60.0, "min": 60.0, "h": 3600.0}
@@ -148,6 +149,13 @@ def _reference(value: object) -> str:
     return text
 
 
+def _device(value: object) -> str:
+    text = _text(value)
+    if DEVICE.fullmatch(text) is None:
+        raise ValueError(f"'{text}' is no device; expected auto, cpu, cuda or cuda:N")
+    return text
+
+
 def _slo(value: object) -> slo.Slo:
     return slo.parse(_text(value))
 
@@ -187,6 +195,7 @@ READERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
     "price": ("price_per_hour", _price),
     "budget": ("budget_s", _time),
     "duration": ("duration_s", _time),
+    "device": ("device", _device),
     "exhaustive": ("is_exhaustive", _switch),
     "seed": ("seed", _seed),
 }

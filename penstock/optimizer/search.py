@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
@@ -23,7 +24,7 @@ from penstock.optimizer.passes import Pass, Situation
 from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.results import Served, Try
-from penstock.optimizer.shapes import alone_s, pairs, shapes
+from penstock.optimizer.shapes import alone_s, arrangements, shapes, with_instances
 from penstock.optimizer.simulate import TimeTable
 from penstock.slo import Memory
 
@@ -160,6 +161,7 @@ class Search:
         self._trying = ""
         self.findings = Findings()
         lab.watch = self._tell
+        lab.left_s = self._search_left_s
 
     def run(self) -> Findings:
         """An interruption or the end of the time ends the search, not what was found; a second
@@ -263,15 +265,15 @@ class Search:
         self._asked.add(each.name)
 
     def _proposals(self, each: Pass) -> list[tuple[Contender, list[Step]]]:
-        """From the best of each backend that the pass has steps for."""
+        """From the best of each family that the pass has steps for."""
         if each.changes_answers and self._lab.examples is None:
             self.findings.skipped.append(Skip(each.name, NEEDS_DATA))
             return []
-        proposals: dict[str, tuple[Contender, list[Step]]] = {}
+        proposals: dict[tuple[str, bool], tuple[Contender, list[Step]]] = {}
         skips: dict[str, Skip] = {}
         for parent in sorted(self.findings.contenders, key=lambda contender: -contender.rate):
-            backend = parent.build.config.backend
-            if backend in proposals or each.name in _pass_names(parent.candidate):
+            family = _family(parent.build.config)
+            if family in proposals or each.name in _pass_names(parent.candidate):
                 continue
             if self._is_far_behind(parent):
                 skips[FAR_BEHIND] = Skip(each.name, FAR_BEHIND)
@@ -280,7 +282,7 @@ class Search:
             steps = [one for one in found if isinstance(one, Step)]
             skips.update({one.reason: one for one in found if isinstance(one, Skip)})
             if steps:
-                proposals[backend] = (parent, steps)
+                proposals[family] = (parent, steps)
         if not proposals:
             self.findings.skipped += skips.values()
         return list(proposals.values())
@@ -405,14 +407,10 @@ class Search:
     def _timed(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
         lab = self._lab
         times: dict[tuple[int, int], TimeTable] = {}
-        num_cores = lab.machine.num_cores
-        arrangements = pairs(num_cores)
-        if build.config.device != "cpu":
-            # Two take turns there, so that one is copied while the other is computed.
-            arrangements = [(1, num_cores), (2, num_cores)]
-        for pair in arrangements:
+        is_on_gpu = build.config.uses_gpu
+        for pair in arrangements(build.config, lab.machine.num_cores):
             memory_bytes = pair[0] * max((t.memory_bytes for t in times.values()), default=0)
-            if memory_bytes > MAX_MEMORY * lab.machine.memory_bytes:
+            if memory_bytes > MAX_MEMORY * lab.machine.memory_bytes and not is_on_gpu:
                 break
             times[pair] = lab.times(build, *pair)
         contender = Contender(build, facts, times, [], is_lossy)
@@ -425,7 +423,11 @@ class Search:
         limits = [term.max_bytes for term in self._slo.terms if isinstance(term, Memory)]
         if not limits:
             return found
-        sizes = {pair[0]: pair[0] * t.memory_bytes for pair, t in contender.times.items()}
+        config = contender.build.config
+        sizes = {
+            pair[0]: len(with_instances(config, *pair).workers) * t.memory_bytes
+            for pair, t in contender.times.items()
+        }
         fitting = [each for each in found if sizes[_num_instances(each[0])] <= min(limits)]
         return fitting or found
 
@@ -645,9 +647,15 @@ class Search:
         """What is done after the search is told as such."""
         self._stage, self._trying = "proof", str(self.findings.finalists[0].build.candidate)
 
+    def _search_left_s(self) -> float | None:
+        """Without what is kept for the proof."""
+        if self.left_s is None or self._plan.budget_s is None:
+            return None
+        return self.left_s - RESERVE * self._plan.budget_s
+
     def _check_time(self) -> None:
-        budget = self._plan.budget_s
-        if budget is not None and self._clock() - self._began > budget * (1 - RESERVE):
+        left_s = self._search_left_s()
+        if left_s is not None and left_s < 0:
             raise OutOfTime
 
     def _tell(self, doing: str) -> None:
@@ -697,6 +705,12 @@ def _facts(record: Try) -> Facts:
 
 def _simplicity(contender: Contender) -> tuple[bool, int]:
     return contender.is_lossy, len(contender.candidate.steps)
+
+
+def _family(config: ModelConfig) -> tuple[str, bool]:
+    """Builds of which the best stands for all: those of one backend. On a GPU what is compiled at
+    load is a family of its own: whether that pays may show only with the steps that follow."""
+    return config.backend, config.uses_gpu and "penstock.compile" in config.options
 
 
 def _pass_names(candidate: Candidate) -> set[str]:

@@ -225,15 +225,16 @@ class Endpoint:
         return total
 
     @property
-    def gpu_memory_bytes(self) -> int:
-        """What one instance took of its GPU, as the server explains it; 0 on CPUs."""
+    def gpu_memory_bytes(self) -> list[int]:
+        """What each worker took of its GPU, as the server explains it; nothing on CPUs."""
         # Not through a proxy: the server is on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with contextlib.suppress(OSError):
             with opener.open(f"{self.address}/explain", timeout=ASK_TIMEOUT_S) as answer:
                 explained = msgspec.json.decode(answer.read(), type=Explanation)
-            return max(each.gpu_memory_bytes for each in explained.instances)
-        return 0
+            found = [each.gpu_memory_bytes for each in explained.instances]
+            return [each for each in found if each]
+        return []
 
     def measured(self, plan: bench.Plan, watch: Watch) -> Run:
         """One run of the bench; BackendFailed with the server's log when it did not get through."""
@@ -419,14 +420,15 @@ def _open(rate: float, slo: Slo | None) -> Open:
 
 
 @dataclass(slots=True)
-class _Account:
+class Account:
     """All that was measured of one build, over its rounds."""
 
     config: ModelConfig
     windows: list[Window] = field(default_factory=list)
     counters: list[Counters] = field(default_factory=list)
     memory_bytes: int = 0
-    gpu_memory_bytes: int = 0
+    # Of each worker.
+    gpu_memory_bytes: Sequence[int] = ()
     num_runs: int = 0
 
     def add(self, level: Level, memory_bytes: int) -> None:
@@ -457,7 +459,7 @@ def _in_turns(
     endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, num_rounds: int
 ) -> list[Served]:
     load = load_of(plan.slo)
-    accounts = [_Account(each.build.config) for each in endpoints]
+    accounts = [Account(each.build.config) for each in endpoints]
     for _ in range(num_rounds):
         for endpoint, account in zip(endpoints, accounts, strict=True):
             run = endpoint.measured(_bench_plan(endpoint, plan, [load]), watch)
@@ -466,7 +468,7 @@ def _in_turns(
     return [_served(account, load, plan) for account in accounts]
 
 
-def _served(account: _Account, load: Load, plan: Plan) -> Served:
+def _served(account: Account, load: Load, plan: Plan) -> Served:
     windows = account.windows
     num_due = sum(window.num_due for window in windows)
     num_executions = sum(each.num_executions for each in account.counters)
@@ -477,7 +479,7 @@ def _served(account: _Account, load: Load, plan: Plan) -> Served:
         p99=stats.percentile_interval(windows, "latency", 99),
         throughput=stats.throughput_interval(windows),
         goodput=_goodput(windows, plan.slo),
-        verdicts=_verdicts(windows, account.memory_bytes, plan),
+        verdicts=_verdicts(windows, promised_bytes(account), plan),
         num_requests=num_due,
         num_failed=sum(window.num_failed for window in windows),
         phases=phases(
@@ -490,8 +492,15 @@ def _served(account: _Account, load: Load, plan: Plan) -> Served:
         memory_bytes=account.memory_bytes,
         num_runs=account.num_runs,
         failure=_commonest_failure(windows),
-        gpu_memory_bytes=account.gpu_memory_bytes,
+        gpu_memory_bytes=max(account.gpu_memory_bytes, default=0),
     )
+
+
+def promised_bytes(account: Account) -> int:
+    """What a term of the SLO on memory is about: the GPUs' where the model is on them."""
+    if account.config.uses_gpu:
+        return sum(account.gpu_memory_bytes)
+    return account.memory_bytes
 
 
 def _commonest_failure(windows: Sequence[Window]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.config import SLO_OFF, ModelConfig, Padding, ladder
+from penstock.config import CPU, SLO_OFF, ModelConfig, Padding, ladder
 from penstock.optimizer.candidates import Step
 from penstock.optimizer.simulate import (
     TimeTable,
@@ -36,7 +36,9 @@ THREADS = {
     "openvino": "inference_num_threads",
     "pytorch": "intra_op_thread_count",
 }
-MAX_BATCHES = (4, 8, 16, 32, 64, 128)
+MAX_BATCHES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+# On one GPU. Two take turns there, so that one is copied while the other is computed.
+ON_GPU = (1, 2)
 # Sizes, of the best in fixed mode, that slo mode is tried with.
 NUM_SLO_SIZES = 2
 # Every bucket is warmed up on every rung, so there are few.
@@ -72,6 +74,13 @@ def pairs(num_cores: int) -> list[tuple[int, int]]:
     """Instances and threads that use all cores and no more: one instance, two, four, ... and one
     for each core."""
     return [(count, num_cores // count) for count in ladder(num_cores)]
+
+
+def arrangements(config: ModelConfig, num_cores: int) -> list[tuple[int, int]]:
+    """Instances and threads that are worth knowing, where the model is."""
+    if config.device == CPU:
+        return pairs(num_cores)
+    return [(count, num_cores) for count in ON_GPU]
 
 
 def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | None) -> ModelConfig:

@@ -15,19 +15,30 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock import onnx_file, repository
+from penstock import devices, onnx_file, pbtxt, pt2_file, repository
 from penstock.backends.processing import apply, apply_after, checked
-from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding, Postprocess, Preprocess
+from penstock.config import (
+    CPU,
+    EACH_GPU,
+    BatchPolicy,
+    ModelConfig,
+    PadAxis,
+    Padding,
+    Postprocess,
+    Preprocess,
+)
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import folders, onnx_model, sent, torch_source, trials, user_code, weights
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import open_examples
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.sent import Row
+from penstock.serving.placement import place
 from penstock.types import Array
 
-# Larger ones are rarely faster on CPUs, and are warmed up too.
-MAX_BATCH = torch_source.MAX_BATCH
+# Larger ones are rarely faster on CPUs, and are warmed up too. A GPU is not filled by so few.
+MAX_BATCH = 32
+MAX_BATCH_ON_GPU = torch_source.MAX_BATCH
 PREPROCESS_FILE, POSTPROCESS_FILE = "preprocess.py", "postprocess.py"
 FORMS = (
     "an .onnx or .pt2 file, a Hugging Face folder (config.json and model.safetensors), a model's "
@@ -71,7 +82,8 @@ def open_subject(plan: Plan, target: Path) -> Subject:
     seen = _called("preprocess", before, rows) if before else rows
     taken = _take(plan, seen, version)
     is_served = taken.kind.startswith("served")
-    config = taken.config if is_served else _proposed(taken.config, seen)
+    config = _on_device(taken.config, plan.device, is_served=is_served)
+    config = config if is_served else _proposed(config, seen)
     notes = [taken.note]
     if before:
         notes.append(user_code.take_along(before, version, PREPROCESS_FILE))
@@ -109,7 +121,7 @@ def _take(plan: Plan, rows: Sequence[Row], version: Path) -> Taken:
     if path.suffix == ".pt2":
         _check_file(path)
         shutil.copyfile(path, version / "model.pt2")
-        return Taken("exported program", folders.read_config(version.parent))
+        return Taken("exported program", _as_exported(folders.read_config(version.parent)))
     if path.is_dir() and (path / "config.json").is_file():
         config, name = torch_source.take_hugging_face(path, rows, version)
         return Taken("Hugging Face", config, name)
@@ -121,6 +133,14 @@ def _take(plan: Plan, rows: Sequence[Row], version: Path) -> Taken:
     if path.exists():
         raise ConfigError([f"{path}: not a model that can be optimised; expected {FORMS}"])
     raise ConfigError([f"{path}: no such file or folder; expected {FORMS}"])
+
+
+def _as_exported(config: ModelConfig) -> ModelConfig:
+    """With as many rows as it was exported for."""
+    if not config.max_batch_size:
+        return config
+    limit = pt2_file.read_program(Path(config.artifact)).signature.max_batch
+    return replace(config, max_batch_size=min(MAX_BATCH_ON_GPU, limit or MAX_BATCH_ON_GPU))
 
 
 def _check_file(path: Path) -> None:
@@ -192,10 +212,35 @@ def _served_version(path: Path) -> tuple[Path, ModelConfig]:
     return folder, max(found.configs, key=lambda config: int(config.version))
 
 
+def _on_device(config: ModelConfig, device: str, *, is_served: bool) -> ModelConfig:
+    """Where the plan says; by itself a PyTorch model is on the GPUs, as `penstock serve` has it,
+    and a version of a repository where it was. ConfigError for a GPU that is not there."""
+    gpus = devices.read_gpus()
+    if device == "auto" and not is_served:
+        device = EACH_GPU if gpus and config.backend in pbtxt.AUTO_BACKENDS else CPU
+    if device not in ("auto", CPU) and config.backend not in pbtxt.GPU_BACKENDS:
+        raise ConfigError([f"device: {device}: {_no_gpu(config.backend)}; expected auto or cpu"])
+    if device != "auto":
+        # Of one that was on several devices, as many as it had on each.
+        config = config.on([device] * max(1, config.num_instances // len(set(config.devices))))
+    try:
+        place(config, gpus)
+    except ConfigError as error:
+        raise ConfigError([f"device: {device}: {problem}" for problem in error.problems]) from None
+    return config
+
+
+def _no_gpu(backend: str) -> str:
+    if backend == "onnxruntime":
+        return "ONNX Runtime's GPU providers are not used here; give the PyTorch model"
+    return f"backend '{backend}' computes on the CPU"
+
+
 def _proposed(config: ModelConfig, rows: Sequence[Row]) -> ModelConfig:
     """How the original is served where nobody has said it: batched, and padded where it has tokens
     and a mask. Whether that does harm is tried out when it is loaded."""
-    max_batch = min(MAX_BATCH, config.max_batch_size)
+    most = MAX_BATCH_ON_GPU if config.uses_gpu else MAX_BATCH
+    max_batch = min(most, config.max_batch_size)
     batching = BatchPolicy(max(1, max_batch), is_dynamic=max_batch > 0)
     padding = _padding(config, rows) if max_batch else None
     return replace(config, max_batch_size=max_batch, batching=batching, padding=padding)

@@ -153,9 +153,8 @@ def to_package(loaded: Loaded, config: ModelConfig, path: Path) -> None:
     axes: Sequence[Any] = [dict.fromkeys(free_axes(spec, config), free) for spec in config.inputs]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        exported = torch.export.export(
-            Plain(loaded, config), examples(config), dynamic_shapes=(tuple(axes),)
-        )
+        inputs = tuple(tensor.to(config.device) for tensor in examples(config))
+        exported = torch.export.export(Plain(loaded, config), inputs, dynamic_shapes=(tuple(axes),))
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
 
 

@@ -22,7 +22,8 @@ from penstock.optimizer.sent import Row
 from penstock.types import TensorSpec
 
 MODULE, WEIGHTS = "module.py", "model.safetensors"
-MAX_BATCH = 32
+# As many rows as anybody is offered; how many are served depends on the device.
+MAX_BATCH = 256
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 TOKENIZER = (
     "tokenizer.json",

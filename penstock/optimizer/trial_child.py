@@ -26,6 +26,7 @@ import psutil
 
 from penstock import logs
 from penstock.backends import (
+    GPU_MEMORY,
     Batch,
     Execution,
     KeepsCompiled,
@@ -34,7 +35,7 @@ from penstock.backends import (
     Runner,
     backend,
 )
-from penstock.config import ModelConfig
+from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import facts
 from penstock.optimizer.candidates import Build, Candidate
@@ -109,7 +110,14 @@ class Keep(msgspec.Struct, tag="keep"):
     path: str
 
 
-Question = Load | Inspect | Compute | Hold | Measure | Keep
+class Package(msgspec.Struct, tag="package"):
+    """Compile a PyTorch module ahead, into this file; nothing is loaded for anything else."""
+
+    config: ModelConfig
+    path: str
+
+
+Question = Load | Inspect | Compute | Hold | Measure | Keep | Package
 
 
 class Loaded(msgspec.Struct, tag="loaded"):
@@ -133,7 +141,8 @@ class Held(msgspec.Struct, tag="held"):
 
 class Measured(msgspec.Struct, tag="measured"):
     seconds: list[float]
-    # By how much the process has grown since before it loaded the model.
+    # By how much the process has grown since before it loaded the model; on a GPU, what it takes
+    # there.
     memory_bytes: int
 
 
@@ -141,12 +150,16 @@ class Kept(msgspec.Struct, tag="kept"):
     num_bytes: int
 
 
+class Packaged(msgspec.Struct, tag="packaged"):
+    pass
+
+
 class Failed(msgspec.Struct, tag="failed"):
     problems: list[str]
     is_config: bool = False
 
 
-Answer = Loaded | Inspected | Computed | Held | Measured | Kept | Failed
+Answer = Loaded | Inspected | Computed | Held | Measured | Kept | Packaged | Failed
 
 
 def send(sock: socket.socket, message: Question | Answer) -> None:
@@ -231,8 +244,15 @@ class Trial:
             seconds.append(num_slots * (now - before))
         while begun:
             _only(begun.popleft())
-        grown = psutil.Process().memory_info().rss - self._before_bytes
-        return Measured(seconds, max(0, grown))
+        return Measured(seconds, self._memory_bytes)
+
+    @property
+    def _memory_bytes(self) -> int:
+        on_gpu = self._runner.built().get(GPU_MEMORY, "") if self._config.device != CPU else ""
+        if on_gpu.isdigit():
+            return int(on_gpu)
+        grown: int = psutil.Process().memory_info().rss - self._before_bytes
+        return max(0, grown)
 
     def keep(self, path: str) -> int:
         """0 where there is nothing to keep."""
@@ -242,6 +262,8 @@ class Trial:
             return 0
         compiled = runner.compiled()
         if compiled:
+            # It may be a link to that of the parent.
+            Path(path).unlink(missing_ok=True)
             Path(path).write_bytes(compiled)
         return len(compiled)
 
@@ -255,6 +277,17 @@ class Trial:
 
     def _run(self, batch: Batch) -> Outputs | PerRequest:
         return _only(self._runner.start(batch))
+
+
+def package(question: Package) -> None:
+    from penstock.backends.pytorch import load_module
+    from penstock.optimizer.torch_export import to_package
+
+    loaded = load_module(question.config)
+    try:
+        to_package(loaded, question.config, Path(question.path))
+    finally:
+        loaded.close()
 
 
 def _only(execution: Execution) -> Outputs | PerRequest:
@@ -313,6 +346,9 @@ class Child:
         if isinstance(question, Load):
             self._trial = Trial(question.config)
             return Loaded(self._trial.proof, self._trial.load_s)
+        if isinstance(question, Package):
+            package(question)
+            return Packaged()
         assert self._trial is not None, "nothing is loaded"
         if isinstance(question, Inspect):
             return Inspected(self._trial.inspect(question))

@@ -13,14 +13,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
 import numpy as np
 
+from penstock import devices
 from penstock.backends import COMPILED
-from penstock.config import ModelConfig
+from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
@@ -42,6 +44,8 @@ from penstock.optimizer.trial_child import (
     Loaded,
     Measure,
     Measured,
+    Package,
+    Packaged,
     Question,
     Values,
     receive,
@@ -72,6 +76,10 @@ MAX_LENGTHS = 6
 A = TypeVar("A", bound=Answer)
 
 
+class TookTooLong(BackendFailed):
+    """It might have come to an end."""
+
+
 def inspect(build: Build) -> Facts:
     """Load it, and read back what was built; `file_facts` and what only the loaded form knows.
     BackendFailed says why it cannot be loaded."""
@@ -81,13 +89,21 @@ def inspect(build: Build) -> Facts:
         return child.expect(Inspected).facts
 
 
-def keep_compiled(build: Build) -> int:
+def keep_compiled(build: Build, timeout_s: float = LOAD_TIMEOUT_S) -> int:
     """What its library compiles of it goes into the version's folder, so that nobody who loads it
-    on such a machine compiles again; how many bytes that are."""
-    with Child(build.config) as child:
-        child.load()
+    on such a machine compiles again; how many bytes that are. TookTooLong after so long."""
+    with Child(build.config, timeout_s) as child:
+        child.load(timeout_s)
         child.send(Keep(str(build.version_folder / COMPILED)))
         return child.expect(Kept).num_bytes
+
+
+def compile_ahead(config: ModelConfig, path: Path, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+    """The module as an AOTInductor package, in a process of its own: what a compiler and a GPU take
+    of memory is given back with it. TookTooLong after so long."""
+    with Child(config, timeout_s) as child:
+        child.send(Package(config, str(path)))
+        child.expect(Packaged)
 
 
 def answers(
@@ -161,11 +177,11 @@ def times(
 class Child:
     """A process that tries out one model; killed when the block ends, however it ends."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, timeout_s: float = LOAD_TIMEOUT_S) -> None:
         self._config = config
         self._sock: socket.socket | None = None
         self._decoder = msgspec.msgpack.Decoder(Answer)
-        self._timeout_s = LOAD_TIMEOUT_S
+        self._timeout_s = timeout_s
         self.proof = Proof()
 
     def __enter__(self) -> Self:
@@ -180,6 +196,7 @@ class Child:
                 stderr=self._output.fileno(),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
+                env=os.environ | devices.CUDA_ORDER,
             )
         return self
 
@@ -204,14 +221,15 @@ class Child:
     def is_padded(self) -> bool:
         return self._config.padding is not None and not self.proof.unpadded
 
-    def load(self) -> Loaded:
+    def load(self, run_timeout_s: float | None = None) -> Loaded:
+        """What is asked afterwards has this long for its answer; None: as long as is usual."""
         self.send(Load(self._config))
-        return self.expect_loaded()
+        return self.expect_loaded(run_timeout_s)
 
-    def expect_loaded(self) -> Loaded:
+    def expect_loaded(self, run_timeout_s: float | None = None) -> Loaded:
         loaded = self.expect(Loaded)
         self.proof = loaded.proof
-        self._timeout_s = RUN_TIMEOUT_S
+        self._timeout_s = RUN_TIMEOUT_S if run_timeout_s is None else run_timeout_s
         return loaded
 
     def send(self, question: Question) -> None:
@@ -229,8 +247,8 @@ class Child:
         try:
             data = receive(self._sock)
         except TimeoutError:
-            raise BackendFailed(
-                f"no answer within {self._timeout_s:g} s{self._output.tail('it')}"
+            raise TookTooLong(
+                f"no answer within {self._timeout_s:.3g} s{self._output.tail('it')}"
             ) from None
         except OSError:
             data = None
@@ -267,7 +285,7 @@ class Crew:
             rows, lengths = _filled(self.config, rows, [length] * len(rows))
         found: dict[int, float] = {}
         for rung in self._rungs():
-            if found and found[max(found)] * rung / max(found) > self.longest_s:
+            if found and would_take_s(found, rung, is_on_gpu=self.is_on_gpu) > self.longest_s:
                 break
             try:
                 found[rung] = self._time(rows, lengths, rung)
@@ -277,12 +295,15 @@ class Crew:
                 # Larger than the model says it can do; it was worth a try.
         return found
 
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.config.device != CPU
+
     def _rungs(self) -> list[int]:
         if not self.children[0].may_batch:
             return [1]
-        is_on_cpu = self.config.device == "cpu"
-        most = max(self.config.max_batch_size, LARGEST_RUNG if is_on_cpu else LARGEST_ON_GPU)
-        more = () if is_on_cpu else MORE_ON_GPU
+        most = max(self.config.max_batch_size, LARGEST_ON_GPU if self.is_on_gpu else LARGEST_RUNG)
+        more = MORE_ON_GPU if self.is_on_gpu else ()
         return sorted({1, min(RUNG, most), self.config.max_batch_size, most, *more})
 
     def _time(self, rows: Sequence[Row], lengths: Sequence[int], rung: int) -> float:
@@ -309,6 +330,20 @@ class Crew:
         if problem is not None:
             raise problem
         return heard
+
+
+def would_take_s(found: Mapping[int, float], rung: int, *, is_on_gpu: bool) -> float:
+    """A batch of so many rows, by those that were measured. On a CPU each row costs its share. What
+    a few rows take on a GPU is mostly the launching of kernels, whatever the size: there the line
+    through the last two goes on, and of one alone nothing follows but that it is no less."""
+    *_, last = sorted(found)
+    if not is_on_gpu:
+        return found[last] * rung / last
+    if len(found) == 1:
+        return found[last]
+    before = sorted(found)[-2]
+    slope = max(0.0, (found[last] - found[before]) / (last - before))
+    return found[last] + slope * (rung - last)
 
 
 # Rows to batches.

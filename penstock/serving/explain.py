@@ -43,6 +43,8 @@ class InstanceState:
     device: str = CPU
     # Measured after its warm-up; 0: it has not said.
     gpu_memory_bytes: int = 0
+    # How many batches it has at once: one for each instance of the model that its worker is.
+    num_slots: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ def explain(model: Model, now: float) -> Explanation:
             each.pid,
             each.device,
             each.gpu_memory_bytes,
+            each.num_slots,
         )
         for each in model.instances
     ]

@@ -87,6 +87,8 @@ def shares_of(config: ModelConfig) -> list[Share]:
         return []
     need = need_of(config)
     counts = Counter(device for device, _ in config.workers if device != CPU)
+    instances = Counter(config.devices)
     return [
-        Share(config.name, config.version, device, count, need) for device, count in counts.items()
+        Share(config.name, config.version, device, count, need, instances[device])
+        for device, count in counts.items()
     ]

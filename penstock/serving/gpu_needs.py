@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.serving.memory_plan import CONTEXT_BYTES, WORKSPACE_BYTES, Need
 
 # What a float takes as `penstock.dtype` loads it, and which datatypes of safetensors it changes.
-FLOAT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}
+FLOAT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "tf32": 4}
 FLOATS = ("F64", "F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100 << 20
 

@@ -42,6 +42,8 @@ class Share:
     device: str
     num_workers: int
     need: Need
+    # Of the model there; more than workers where these have several slots. 0: as many as workers.
+    num_instances: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -110,6 +112,8 @@ def _shortage(plan: GpuPlan) -> str:
 def told(share: Share) -> str:
     count = f"{share.num_workers} x " if share.num_workers > 1 else ""
     each = gib(share.need.num_bytes)
+    if share.num_instances > share.num_workers:
+        each += f" for {share.num_instances} instances"
     return f"{share.model}/{share.version} {count}{each} ({share.need.source})"
 
 

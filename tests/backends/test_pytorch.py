@@ -27,7 +27,7 @@ from suites.backend import (
 )
 
 from penstock.backends import Batch, backend
-from penstock.config import ModelConfig, ladder
+from penstock.config import ModelConfig, PadAxis, Padding, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.types import TensorSpec
 
@@ -855,6 +855,36 @@ def test_compiling_needs_fixed_shapes(tmp_path: Path) -> None:
     inputs = [TensorSpec("x", "FP32", (-1,))]
     [problem] = problems_of(torch_config(artifact, inputs, options={"penstock.compile": "default"}))
     assert problem.startswith("parameters.penstock.compile: needs inputs of fixed shapes")
+
+
+@compiles
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_buckets_are_compiled_once_for_all_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    forward = """
+    def forward(self, x):
+        return x.sum(1, keepdim=True) * 2
+    """
+    inputs, outputs = [TensorSpec("x", "FP32", (-1,))], [TensorSpec("y", "FP32", (1,))]
+    options = {"penstock.compile": "default"}
+    config = torch_config(write_forward(tmp_path, forward), inputs, outputs, options=options)
+    config = replace(config, padding=Padding((PadAxis("x", 0),), (4, 8)))
+    runner = backend("pytorch")(config)
+    num_graphs = runner.built()["compiled_graphs"]
+    for length in (4, 8, 6):
+        array = np.random.default_rng(length).random((3, length), np.float32)
+        got = run(runner, {"x": array}, 3)["y"]
+        np.testing.assert_allclose(got, array.sum(1, keepdims=True) * 2, rtol=1e-5)
+    assert runner.built()["compiled_graphs"] == num_graphs
+
+
+def test_tf32_is_of_gpus(tmp_path: Path) -> None:
+    artifact = write_forward(tmp_path, "def forward(self, x): return x")
+    [problem] = problems_of(torch_config(artifact, options={"penstock.dtype": "tf32"}))
+    assert problem == "parameters.penstock.dtype: tf32 is of GPUs; the model runs on the CPU"
 
 
 # .pt2

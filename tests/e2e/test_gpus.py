@@ -51,10 +51,12 @@ def instances(server: Served, model: str) -> list[dict]:
 
 
 def test_instances_are_on_the_gpus_that_were_asked_for(server: Served):
-    assert [each["device"] for each in instances(server, "wide")] == ["cuda:0", "cuda:1"] * 2
+    # Those of one GPU are slots of one worker.
+    wide = [(each["device"], each["num_slots"]) for each in instances(server, "wide")]
+    assert wide == [("cuda:0", 2), ("cuda:1", 2)]
     assert [each["device"] for each in instances(server, "second")] == ["cuda:1"]
     assert [each["device"] for each in instances(server, "plain")] == ["cpu"]
-    assert len({each["pid"] for each in instances(server, "wide")}) == 4
+    assert len({each["pid"] for each in instances(server, "wide")}) == 2
 
 
 def test_workers_count_gpus_as_the_driver_does(server: Served):
@@ -76,7 +78,7 @@ def test_all_gpus_work_at_the_same_time(server: Served):
     data = {number: answer["outputs"][0]["data"] for number, answer in answers.items()}
     assert data == {number: [number] for number in range(8)}
     recent = json.loads(server.get("/v2/models/wide/explain")[1])["recent"]
-    assert {batch["instance"] for batch in recent} == {0, 1, 2, 3}
+    assert {batch["instance"] for batch in recent} == {0, 1}
 
 
 def test_the_configuration_says_where_instances_are(server: Served):
@@ -109,14 +111,14 @@ def penstock(*arguments: str | Path, environment: dict[str, str]) -> subprocess.
 
 
 def test_the_plan_is_in_the_log_before_anything_is_loaded(tmp_path: Path, driver: dict[str, str]):
-    null_model(tmp_path, "large", config=group("kind: KIND_GPU gpus: 0 count: 2", 7 * GIB))
+    null_model(tmp_path, "large", config=group("kind: KIND_GPU gpus: 0 count: 2", 14 * GIB))
     null_model(tmp_path, "small", config=group("kind: KIND_GPU gpus: 0", GIB))
     flags = ("--http-port", "0", "--no-grpc", "--no-metrics")
     ended = penstock("serve", tmp_path, *flags, environment=driver)
     assert ended.returncode == 1
     assert (
         "GPU 0 (Made Up 16): models need 15.0 GiB of the 14.2 GiB that can be had: "
-        "large/1 2 x 7.0 GiB (configured); small/1 1.0 GiB (configured)"
+        "large/1 14.0 GiB for 2 instances (configured); small/1 1.0 GiB (configured)"
     ) in ended.stderr
     assert "error: small: GPU 0 (Made Up 16): 15.0 GiB of memory would be needed" in ended.stderr
     assert "loads" not in ended.stderr, "nothing was started"

@@ -121,6 +121,7 @@ def test_memory_that_cannot_be_pinned_is_gone_around(config):
     runner = backend("pytorch")(config)
     with mmap.mmap(-1, 4096, prot=mmap.PROT_READ) as read_only:
         runner.pin(memoryview(read_only))
+    assert runner.built()["copies"] == "by way of pinned memory"
     values = rows(NUM)
     np.testing.assert_allclose(answer(runner, values), wanted(config, values), rtol=1e-2, atol=1e-3)
 

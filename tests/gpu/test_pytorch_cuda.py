@@ -58,6 +58,8 @@ def answer(config: ModelConfig, rows: np.ndarray = ROWS) -> np.ndarray:
     return outputs["y"]
 
 
+# torch's reader of .pt2 warns of its own memory.
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 @pytest.mark.parametrize("form", ["module.py", "model.pt2"])
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_the_answers_are_those_of_the_cpu(config, form, device):
@@ -76,6 +78,21 @@ def test_a_batch_between_two_rungs_gives_its_own_rows(config):
 def test_less_precision_is_close(config, dtype, tolerance):
     changed = replace(config, device="cuda", options={"penstock.dtype": dtype})
     np.testing.assert_allclose(answer(changed), answer(config), atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("options", "rounded"),
+    [
+        ({}, "convolutions"),
+        ({"penstock.dtype": "fp32"}, "off"),
+        ({"penstock.dtype": "tf32"}, "matrices,convolutions"),
+    ],
+)
+def test_it_says_what_is_rounded_to_tf32(config, options, rounded):
+    changed = replace(config, device="cuda", options=options)
+    runner = backend("pytorch")(changed)
+    assert (runner.built()["tf32"], runner.built()["dtype"]) == (rounded, "float32")
+    np.testing.assert_allclose(answer(changed), answer(config), rtol=1e-2, atol=5e-3)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # The compiler's own.

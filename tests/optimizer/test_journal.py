@@ -101,6 +101,24 @@ def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
         assert (tmp_path / FILE).read_bytes().count(b"\n") == 2
 
 
+def test_what_may_pass_is_no_finding(tmp_path: Path) -> None:
+    class Passing(BackendFailed):
+        pass
+
+    def fail(kind: type[BackendFailed]) -> int:
+        raise kind("it did not work")
+
+    with Journal(tmp_path) as journal:
+        for _ in range(2):
+            with pytest.raises(Passing):
+                journal.remember("a", "x", int, lambda: fail(Passing), passing=(Passing,))
+        assert journal.remember("a", "x", int, lambda: 3, passing=(Passing,)) == 3
+        with pytest.raises(BackendFailed):
+            journal.remember("a", "y", int, lambda: fail(BackendFailed), passing=(Passing,))
+        with pytest.raises(BackendFailed, match="it did not work"):
+            journal.remember("a", "y", int, lambda: 3, passing=(Passing,))
+
+
 def test_a_line_that_is_none_is_told(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("something else\n")
     with pytest.raises(ConfigError, match=f"{FILE}:1: not a line of a journal"):

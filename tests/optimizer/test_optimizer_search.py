@@ -1,7 +1,7 @@
 """The loop by itself: a laboratory that makes things up, so that every turn can be forced."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +81,12 @@ class MadeLab:
         self.try_s = 0.0
         self.interrupt_at = ""
         self.served: list[str] = []
+        self.device = "cpu"
+        self.options: dict[str, dict[str, str]] = {}
+        self.memory_bytes = 0
+        self.left_s: Callable[[], float | None] = lambda: None
         self.asked: list[str] = []
+        self.instances: list[int] = []
 
     @property
     def original(self) -> Build:
@@ -95,8 +100,10 @@ class MadeLab:
         self.clock.now += self.try_s
         tensors = (TensorSpec("x", "FP32", (4,)),)
         batching = BatchPolicy(8, is_dynamic=True)
-        config = ModelConfig("m", "1", "null", "", tensors, tensors, 8, batching)
-        return Build(candidate, Path("m"), config)
+        backend = "null" if self.device == "cpu" else "pytorch"
+        options = self.options.get(model_step(candidate), {})
+        config = ModelConfig("m", "1", backend, "", tensors, tensors, 8, batching, options=options)
+        return Build(candidate, Path("m"), replace(config, device=self.device))
 
     def facts(self, build: Build) -> Facts:
         return Facts("null")
@@ -116,8 +123,10 @@ class MadeLab:
 
     def times(self, build: Build, num_instances: int, num_threads: int) -> TimeTable:
         self.asked.append(f"times {last(build.candidate)}")
+        self.instances.append(num_instances)
         row_s = self.row_ms[model_step(build.candidate)] / 1e3
-        return TimeTable(num_instances, num_threads, {0: {1: row_s, 8: 8 * row_s}})
+        seconds = {0: {1: row_s, 8: 8 * row_s}}
+        return TimeTable(num_instances, num_threads, seconds, memory_bytes=self.memory_bytes)
 
     def profile(self, build: Build) -> None:
         raise BackendFailed("nothing to profile")
@@ -413,3 +422,51 @@ def test_the_same_answers_lead_to_the_same_choice() -> None:
         _, run = searched(row_ms, FASTER, LOSSY)
         chosen.add(str(run().findings.finalists[0].build.candidate))
     assert len(chosen) == 1
+
+
+COMPILED = MadePass("compiled", "compile")
+HALF = MadePass("half", "precision", changes_answers=True)
+
+
+def test_on_a_gpu_what_is_compiled_gets_the_next_step_too() -> None:
+    """Slower than the original by itself, faster with what follows."""
+    rows = {"original": 10.0, "compiled": 12.0, "half": 6.0}
+    lab, run = searched(rows, COMPILED, HALF)
+    lab.device, lab.options = "cuda", {"compiled": {"penstock.compile": "default"}}
+    tried = [str(each.candidate) for each in run().findings.tries]
+    assert {"half", "compiled", "compiled → half"} <= set(tried)
+
+
+def test_on_a_cpu_the_best_stands_for_its_backend() -> None:
+    lab, run = searched({"original": 10.0, "compiled": 12.0, "half": 6.0}, COMPILED, HALF)
+    lab.options = {"compiled": {"penstock.compile": "default"}}
+    assert "compiled → half" not in [str(each.candidate) for each in run().findings.tries]
+
+
+def test_on_a_gpu_one_instance_and_two_are_timed_however_many_cores_there_are() -> None:
+    lab, run = searched({"original": 2.0})
+    lab.device = "cuda"
+    # More than a quarter of the machine's memory, which is not where it lies.
+    lab.memory_bytes = 1 << 30
+    run()
+    assert lab.instances == [1, 2]
+
+
+def test_instances_of_one_gpu_share_its_memory() -> None:
+    lab, run = searched({"original": 2.0})
+    lab.device, lab.memory_bytes = "cuda", 100 << 20
+    lab.plan = replace(lab.plan, slo=slo.parse("p99 < 50ms, memory <= 150MiB at 200/s"))
+    contender = run().findings.contenders[0]
+    counts = {step.settings.get("instances") for steps, _ in contender.shapes for step in steps}
+    assert {"1", "2"} <= counts
+
+
+def test_the_lab_knows_how_long_the_search_may_still_take() -> None:
+    lab, run = searched({"original": 20.0}, budget_s=100.0)
+    run()
+    assert lab.left_s() == pytest.approx(70.0)
+    lab.clock.now += 50
+    assert lab.left_s() == pytest.approx(20.0)
+    lab, run = searched({"original": 20.0})
+    run()
+    assert lab.left_s() is None

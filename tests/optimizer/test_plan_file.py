@@ -44,6 +44,17 @@ def test_flags_become_a_plan(model: Path, tmp_path: Path) -> None:
     assert plan.name == "digits"
 
 
+def test_a_device_is_one_that_there_could_be(model: Path) -> None:
+    assert plan_file.make_plan(wishes(model)).device == "auto"
+    for device in ("auto", "cpu", "cuda", "cuda:3"):
+        assert plan_file.make_plan(wishes(model, device=device)).device == device
+    with pytest.raises(ConfigError) as error:
+        plan_file.make_plan(wishes(model, device="gpu"))
+    assert error.value.problems == (
+        "device: 'gpu' is no device; expected auto, cpu, cuda or cuda:N",
+    )
+
+
 def test_paths_of_a_file_are_beside_it(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text('model = "digits.onnx"\nslo = "p99 < 1s"\nout = "models"\n')

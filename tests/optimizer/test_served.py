@@ -56,6 +56,15 @@ class TestLoad:
         assert served.load_of(None) == Closed(1)
 
 
+class TestMemory:
+    def test_of_a_model_on_gpus_is_theirs(self):
+        on_gpus = replace(a_config(), backend="pytorch", device="cuda")
+        assert served.promised_bytes(served.Account(on_gpus, [], [], 500, [70, 30])) == 100
+
+    def test_of_others_is_the_host_s(self):
+        assert served.promised_bytes(served.Account(a_config(), [], [], 500)) == 500
+
+
 class TestClients:
     @pytest.mark.parametrize(
         ("policy", "num_instances", "clients"),

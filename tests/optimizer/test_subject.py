@@ -11,10 +11,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import penstock
-from penstock import versions
+from penstock import devices, versions
 from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.subject import MAX_BATCH, Subject, open_subject
+from penstock.optimizer.subject import MAX_BATCH, MAX_BATCH_ON_GPU, Subject, open_subject
+from penstock.testing import FakeGpus
 from penstock.types import TensorSpec
 
 MODULE = """
@@ -252,6 +253,76 @@ def test_exported_program_is_served_as_it_is(tmp_path: Path) -> None:
     # It was exported for fewer rows than we would take.
     assert (config.backend, config.max_batch_size) == ("pytorch", 16)
     assert answer(subject, input=np.ones((3, 3), np.float32))["OUTPUT__0"].shape == (3, 2)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "read_gpus", FakeGpus(1 << 34, 1 << 34))
+
+
+@pytest.mark.parametrize(
+    ("device", "expected", "max_batch"),
+    [
+        ("auto", "cuda", MAX_BATCH_ON_GPU),
+        ("cuda", "cuda", MAX_BATCH_ON_GPU),
+        ("cuda:1", "cuda:1", MAX_BATCH_ON_GPU),
+        ("cpu", "cpu", MAX_BATCH),
+    ],
+)
+def test_a_module_is_where_the_plan_says(
+    here: Path, two_gpus: None, device: str, expected: str, max_batch: int
+) -> None:
+    pytest.importorskip("torch")
+    subject = open_subject(plan("subject_code:make", device=device), here / "original")
+    config = subject.build.config
+    assert (config.devices, config.max_batch_size) == ((expected,), max_batch)
+
+
+def test_without_a_gpu_a_module_is_on_the_cpu(here: Path) -> None:
+    pytest.importorskip("torch")
+    config = open_subject(plan("subject_code:make"), here / "original").build.config
+    assert (config.devices, config.max_batch_size) == (("cpu",), MAX_BATCH)
+
+
+def test_a_program_has_as_many_rows_as_it_was_exported_for(tmp_path: Path, two_gpus: None) -> None:
+    torch = pytest.importorskip("torch")
+    for most in (100, 1000):
+        shapes = ({0: torch.export.Dim("batch", max=most)},)
+        program = torch.export.export(
+            torch.nn.Linear(3, 2).eval(), (torch.ones(2, 3),), dynamic_shapes=shapes
+        )
+        torch.export.save(program, tmp_path / f"{most}.pt2")
+        subject = open_subject(plan(tmp_path / f"{most}.pt2"), tmp_path / f"original{most}")
+        assert subject.build.config.max_batch_size == min(most, MAX_BATCH_ON_GPU)
+        assert subject.build.config.batching.max_batch_size == min(most, MAX_BATCH_ON_GPU)
+
+
+def test_onnx_stays_on_the_cpu(tmp_path: Path, two_gpus: None) -> None:
+    write_linear(tmp_path / "linear.onnx")
+    config = open_subject(plan(tmp_path / "linear.onnx"), tmp_path / "original").build.config
+    assert (config.devices, config.max_batch_size) == (("cpu",), MAX_BATCH)
+    (problem,) = problems_of(tmp_path / "linear.onnx", tmp_path / "other", device="cuda")
+    assert problem == (
+        "device: cuda: ONNX Runtime's GPU providers are not used here; give the PyTorch model; "
+        "expected auto or cpu"
+    )
+
+
+def test_a_gpu_that_is_not_there_is_told(here: Path, two_gpus: None) -> None:
+    pytest.importorskip("torch")
+    (problem,) = problems_of("subject_code:make", here / "original", device="cuda:7")
+    assert problem.startswith("device: cuda:7: ") and "only GPUs 0, 1" in problem
+
+
+def test_a_served_version_stays_where_it_is_unless_the_plan_says(
+    here: Path, two_gpus: None
+) -> None:
+    pytest.importorskip("torch")
+    first = open_subject(plan("subject_code:make", device="cuda:1"), here / "original").build
+    again = open_subject(plan(first.folder), here / "again").build.config
+    assert again.devices == ("cuda:1",)
+    moved = open_subject(plan(first.folder, device="cpu"), here / "moved").build.config
+    assert moved.devices == ("cpu",)
 
 
 def test_preprocessing_becomes_part_of_what_is_served(here: Path) -> None:

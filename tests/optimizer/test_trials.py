@@ -50,6 +50,29 @@ def numbers(*values: int) -> list[dict[str, np.ndarray]]:
     return [{"x": np.array([value], np.int32)} for value in values]
 
 
+class TestWouldTake:
+    """What a batch that was not run would take."""
+
+    def test_on_a_cpu_each_row_costs_its_share(self):
+        assert trials.would_take_s({1: 0.002, 8: 0.008}, 32, is_on_gpu=False) == 0.032
+
+    def test_on_a_gpu_one_row_says_nothing_of_eight(self):
+        assert trials.would_take_s({1: 0.006}, 8, is_on_gpu=True) == 0.006
+
+    def test_on_a_gpu_the_last_line_goes_on(self):
+        found = {1: 0.006, 8: 0.006, 32: 0.012}
+        assert trials.would_take_s(found, 128, is_on_gpu=True) == pytest.approx(0.036)
+
+    def test_more_rows_take_no_less(self):
+        assert trials.would_take_s({1: 0.006, 8: 0.005}, 32, is_on_gpu=True) == 0.005
+
+
+def test_a_compilation_has_as_long_as_it_is_given(tmp_path: Path):
+    build = null_build(tmp_path, load_ms=60_000)
+    with pytest.raises(trials.TookTooLong, match=r"no answer within 0.2 s"):
+        trials.keep_compiled(build, 0.2)
+
+
 class TestValues:
     def test_strings_travel(self):
         array = np.array([b"a", "\N{SNOWMAN}".encode(), b""], np.object_).reshape(3, 1)

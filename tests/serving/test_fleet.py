@@ -81,6 +81,12 @@ def test_what_is_still_loading_counts():
     assert arrange(model("a", 10, "cuda:1"), loading=loading).problems == {}
 
 
+def test_instances_that_share_a_worker_count_once_and_are_told():
+    config = replace(CONFIG, backend="pytorch", gpu_memory_bytes=GIB).on(["cuda:0"] * 3)
+    (share,) = shares_of(config)
+    assert (share.num_workers, share.num_instances, share.num_bytes) == (1, 3, GIB)
+
+
 def test_the_reserve_is_kept_back():
     fleet = Fleet(0.25, GPUS)
     assert fleet.arrange([model("a", 6)]).problems == {}

@@ -56,6 +56,8 @@ def test_sizes_are_told_in_the_unit_that_fits():
     assert gib(3 * GIB // 2) == "1.5 GiB"
     assert gib(300 << 20) == "300 MiB"
     assert told(share("a", 2)) == "a/1 2.0 GiB (estimated)"
+    slots = Share("a", "1", "cuda:0", 1, Need(2 * GIB, "evidence"), num_instances=3)
+    assert told(slots) == "a/1 2.0 GiB for 3 instances (evidence)"
 
 
 @given(st.lists(st.floats(0.1, 60), max_size=6), st.floats(0, 0.5))

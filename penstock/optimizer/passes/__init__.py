@@ -8,7 +8,7 @@ nothing about its worth: that is the search's business, and the same for all pas
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -67,6 +67,8 @@ class Workshop:
     examples: Examples | None
     # For what is worth keeping between builds and runs, such as calibration ranges.
     cache: Path
+    # How long a compiler may take that is asked now; None: as long as it takes.
+    compile_timeout_s: Callable[[], float | None] = lambda: None
 
 
 class Pass(Protocol):

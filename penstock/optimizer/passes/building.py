@@ -14,6 +14,8 @@ from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.candidates import Build
 
 ONNX_FILE = "model.onnx"
+# Of an image without the batch.
+IMAGE_RANK = 3
 # Around products in INT8, ONNX Runtime makes one operator of a layer normalisation and its
 # residual, whose kernel for CPUs takes longer than the two.
 LEFT_OUT = "optimization.disable_specified_optimizers"
@@ -21,6 +23,15 @@ SLOW_FUSION = "SkipLayerNormFusion"
 # Makes bytes of a layer's weights, with one scale for all of them, where its neighbours compute in
 # bytes: of just those layers that were kept in float.
 FLOATS_TO_BYTES = "WeightBiasQuantization"
+STAYS_ON_GPU = (
+    "ONNX Runtime's GPU providers are not used here; the model stays PyTorch on the GPU "
+    "(--device cpu tries it)"
+)
+
+
+def stays_on_gpu(config: ModelConfig) -> bool:
+    """A PyTorch model that has a GPU: what is made for ONNX and CPUs is nothing for it."""
+    return config.uses_gpu and config.backend == "pytorch"
 
 
 def is_onnx(build: Build) -> bool:

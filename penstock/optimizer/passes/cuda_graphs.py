@@ -13,6 +13,8 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
 
 OPTION = "penstock.cuda_graphs"
+# Modes of torch.compile that the backend takes for a wish for graphs.
+WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class CudaGraphs:
@@ -28,6 +30,9 @@ class CudaGraphs:
             return [Skip(self.name, "not a PyTorch model on a GPU")]
         if OPTION in config.options:
             return [Skip(self.name, "decided already")]
+        mode = config.options.get("penstock.compile", "")
+        if mode in WITH_GRAPHS:
+            return [Skip(self.name, f"penstock.compile {mode} has them already")]
         model = config.model
         if not all(spec.is_fixed for spec in model.inputs) and model.padding is None:
             reason = "inputs have any length: a graph is of one; buckets (penstock.pad) would do"

@@ -8,16 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.config import ModelConfig
 from penstock.optimizer import folders, onnx_model
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
-from penstock.optimizer.passes.building import is_onnx, write_onnx
+from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
 
 # The backend's option for the datatype it computes in; what it is called when read back.
 OPTIONS = {"openvino": "inference_precision", "pytorch": "penstock.dtype"}
 READ_BACK = {"openvino": "inference_precision_hint", "pytorch": "dtype"}
-NAMES = {"bf16": ("bf16",), "fp16": ("fp16", "float16")}
+NAMES = {"bf16": ("bf16",), "fp16": ("fp16", "float16"), "tf32": ("float32",)}
+# What it takes for tensor cores to convolve without turning every image around.
+CHANNELS_LAST = {"memory_format": "channels_last"}
+ROUNDED_TO_TF32 = "matrices,convolutions"
 # How far rows may move each other in less precision, for the proof at load.
 TOLERANCE = 0.05
 
@@ -54,13 +58,26 @@ class Half:
         config = situation.build.config
         if config.options.get(OPTIONS[config.backend], "f32") not in ("f32", "fp32", "float32"):
             return [Skip(self.name, "the model already computes in less than FP32")]
+        if config.backend == "pytorch" and not config.artifact.endswith(".py"):
+            return [Skip(self.name, "an exported program keeps the datatypes it was exported with")]
         bf16 = Step(self.name, {"datatype": "bf16"})
         if config.device != "cpu":
-            # As fast as each other; one has the finer steps, the other the range of FP32.
-            return [Step(self.name, {"datatype": "fp16"}), bf16]
+            return self._on_gpu(config)
         if situation.machine.has_bf16 or situation.plan.is_exhaustive:
             return [bf16]
         return [Skip(self.name, "the processor has no instructions for BF16", bf16)]
+
+    def _on_gpu(self, config: ModelConfig) -> list[Step | Skip]:
+        """FP16 and BF16 are as fast as each other; one has the finer steps, the other the range of
+        FP32. TF32 is FP32 in memory, and for those that bear neither."""
+        has_images = any(len(spec.shape) == IMAGE_RANK for spec in config.model.inputs)
+        is_turned = has_images and config.max_batch_size > 0
+        last = CHANNELS_LAST if is_turned and "penstock.memory_format" not in config.options else {}
+        return [
+            Step(self.name, {"datatype": "fp16", **last}),
+            Step(self.name, {"datatype": "bf16", **last}),
+            Step(self.name, {"datatype": "tf32"}),
+        ]
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
         config = parent.config
@@ -68,6 +85,8 @@ class Half:
             write_onnx(parent, _in_fp16(onnx_model.read(parent.artifact)), target)
             return
         options = {**config.options, OPTIONS[config.backend]: step.settings["datatype"]}
+        if "memory_format" in step.settings:
+            options["penstock.memory_format"] = step.settings["memory_format"]
         tolerance = max(config.tolerance or 0.0, TOLERANCE)
         folders.write(parent, replace(config, options=options, tolerance=tolerance), target)
 
@@ -77,6 +96,8 @@ class Half:
             got = after.built.get(READ_BACK[after.backend], "not told")
             # The name of one is part of the other's.
             is_so = any(name in got.replace("bfloat16", "bf16") for name in NAMES[asked])
+            if asked == "tf32" and after.built.get("tf32") != ROUNDED_TO_TF32:
+                is_so, got = False, f"TF32 for {after.built.get('tf32', 'nothing')}"
             return [] if is_so else [f"asked for {asked}, got {got}"]
         stayed, half = (after.weight_bytes.get(name, 0) for name in ("FP32", "FP16"))
         if half <= stayed:

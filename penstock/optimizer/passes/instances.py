@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.config import CPU
 from penstock.optimizer import folders, shapes
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
@@ -23,12 +24,10 @@ class Instances:
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         config, num_cores = situation.build.config, situation.machine.num_cores
-        if config.device != "cpu":
-            return [Skip(self.name, f"instances would take turns on {config.device}")]
-        if num_cores == 1:
+        if num_cores == 1 and config.device == CPU:
             return [Skip(self.name, "there is one core")]
         now = config.num_instances, shapes.threads_of(config, num_cores)
-        others = [pair for pair in shapes.pairs(num_cores) if pair != now]
+        others = [pair for pair in shapes.arrangements(config, num_cores) if pair != now]
         rates = self._rates(situation)
         best = max(rates.values(), default=0.0)
         found: list[Step | Skip] = []

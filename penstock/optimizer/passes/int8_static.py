@@ -22,8 +22,10 @@ from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.building import (
     FLOATS_TO_BYTES,
     LEFT_OUT,
+    STAYS_ON_GPU,
     is_onnx,
     quiet_quantizer,
+    stays_on_gpu,
     with_floats_kept,
     without_slow_fusion,
     write_onnx,
@@ -132,6 +134,8 @@ def _steps(machine: Machine, facts: Facts, is_exhaustive: bool) -> list[Step]:
 def reason_against(situation: Situation) -> str:
     """Why this model cannot be quantised by us; empty when it can."""
     facts = situation.facts
+    if stays_on_gpu(situation.build.config):
+        return STAYS_ON_GPU
     if not is_onnx(situation.build):
         return "the model is not an ONNX file"
     if facts.quantised:

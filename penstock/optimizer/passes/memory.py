@@ -33,6 +33,8 @@ class Memory:
         has_limit = any(isinstance(term, MemoryTerm) for term in terms)
         if not has_limit and not plan.is_exhaustive:
             return [Skip(self.name, "the SLO says nothing of memory")]
+        if config.uses_gpu:
+            return [Skip(self.name, "the GPU's memory counts, and these are buffers of the host")]
         found: list[Step | Skip] = []
         if config.backend == "onnxruntime" and config.options.get(ARENA) != "0":
             found.append(Step(self.name, {"arena": "off"}))

@@ -11,6 +11,7 @@ from penstock.optimizer import folders, torch_source
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.building import STAYS_ON_GPU, stays_on_gpu
 
 # Options that mean the same in both backends.
 KEPT = ("intra_op_thread_count", "inter_op_thread_count")
@@ -27,6 +28,8 @@ class OnnxExport:
         build = situation.build
         if build.config.backend != "pytorch":
             return [Skip(self.name, "not a PyTorch model")]
+        if stays_on_gpu(build.config):
+            return [Skip(self.name, STAYS_ON_GPU)]
         if pt2_file.is_compiled(build.artifact):
             return [Skip(self.name, "an AOTInductor package is machine code already")]
         if "onnxruntime" not in situation.machine.versions:

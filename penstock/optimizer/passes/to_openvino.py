@@ -10,6 +10,7 @@ from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.building import STAYS_ON_GPU, stays_on_gpu
 
 THREADS = {"intra_op_thread_count": "inference_num_threads"}
 
@@ -23,6 +24,8 @@ class ToOpenVino:
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         config = situation.build.config
+        if stays_on_gpu(config):
+            return [Skip(self.name, STAYS_ON_GPU)]
         if "openvino" not in situation.machine.versions:
             return [Skip(self.name, 'not installed; pip install "penstock[openvino]" brings it')]
         if config.backend != "onnxruntime":

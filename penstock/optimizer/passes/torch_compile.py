@@ -9,16 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock import pt2_file
+from penstock.benchmark.report import units
 from penstock.config import ModelConfig
-from penstock.optimizer import folders, torch_source
+from penstock.optimizer import folders, torch_source, trials
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.building import IMAGE_RANK
 
 COMPILERS = ("g++", "clang++", "c++")
-AHEAD = "ahead"
-# Of an image without the batch.
-IMAGE_RANK = 3
+# For GPUs it writes Triton, which has its few lines of C compiled.
+C_COMPILERS = ("gcc", "clang", "cc")
+AHEAD, AUTOTUNE = "ahead", "max-autotune"
+# It tries many kernels for each product; with less time than this nothing else would get its turn.
+MIN_AUTOTUNE_S = 900.0
 # Of the module's form: they are no options of a package.
 OF_MODULES = (
     "penstock.factory",
@@ -57,22 +61,24 @@ class TorchCompile:
 
     def _compilations(self, situation: Situation) -> list[Step | Skip]:
         config = situation.build.config
-        steps = [] if "penstock.dtype" in config.options else [Step(self.name, {"mode": AHEAD})]
-        if all(spec.is_fixed for spec in config.model.inputs):
-            steps += [Step(self.name, {"mode": mode}) for mode in ("default", "max-autotune")]
-        reason = ""
-        if not any(map(shutil.which, COMPILERS)):
-            reason = f"no C++ compiler; expected one of {', '.join(COMPILERS)}"
-        elif config.device == "cpu" and not situation.plan.is_exhaustive:
-            reason = (
-                "takes a minute or more to compile; ONNX Runtime is there and compiles in seconds"
-            )
-        return [Skip(self.name, reason, step) for step in steps] if reason else list(steps)
+        modes = [] if "penstock.dtype" in config.options else [AHEAD]
+        model = config.model
+        if all(spec.is_fixed for spec in model.inputs) or model.padding is not None:
+            # On a GPU the step that others build on comes first: a package stays as it is.
+            place = 0 if config.uses_gpu else len(modes)
+            modes[place:place] = ["default"]
+            modes.append(AUTOTUNE)
+        found: list[Step | Skip] = []
+        for mode in modes:
+            step = Step(self.name, {"mode": mode})
+            reason = _reason_against(situation, mode)
+            found.append(Skip(self.name, reason, step) if reason else step)
+        return found
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
         config = parent.config
         if step.settings.get("mode") == AHEAD:
-            _build_package(parent, target)
+            _build_package(parent, target, workshop)
             options = {k: v for k, v in config.options.items() if k not in OF_MODULES}
             folders.write_config(target, replace(config, options=options, file=""))
             return
@@ -92,14 +98,21 @@ class TorchCompile:
         return [] if found == wanted[1] else [f"{wanted[0]} is {found}, expected {wanted[1]}"]
 
 
-def _build_package(parent: Build, target: Path) -> None:
-    from penstock.backends.pytorch import load_module
-    from penstock.optimizer.torch_export import to_package
+def _reason_against(situation: Situation, mode: str) -> str:
+    """Empty: it may be tried."""
+    config, plan = situation.build.config, situation.plan
+    needs_cpp = mode == AHEAD or not config.uses_gpu
+    compilers, language = (COMPILERS, "C++") if needs_cpp else (C_COMPILERS, "C")
+    if not any(map(shutil.which, compilers)):
+        return f"no {language} compiler; expected one of {', '.join(compilers)}"
+    if not config.uses_gpu and not plan.is_exhaustive:
+        return "takes a minute or more to compile; ONNX Runtime is there and compiles in seconds"
+    if mode == AUTOTUNE and plan.budget_s is not None and plan.budget_s < MIN_AUTOTUNE_S:
+        return f"compiles for minutes, and the budget is {units.duration(plan.budget_s)}"
+    return ""
 
-    config = parent.config.model
+
+def _build_package(parent: Build, target: Path, workshop: Workshop) -> None:
     version = folders.carry_over(parent, target, torch_source.own_files(parent.artifact))
-    loaded = load_module(config)
-    try:
-        to_package(loaded, config, version / "model.pt2")
-    finally:
-        loaded.close()
+    timeout_s = workshop.compile_timeout_s() or trials.LOAD_TIMEOUT_S
+    trials.compile_ahead(parent.config.model, version / "model.pt2", timeout_s)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from penstock.backends import Batch, Runner
 from penstock.backends.checks import share_of_cores
 from penstock.backends.processing import apply, pad
 from penstock.benchmark import system
-from penstock.config import ModelConfig
+from penstock.config import CPU, ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer.profile import onnx_times, openvino_times, roofline, torch_times, trace
 from penstock.optimizer.profile.path import buckets_of
@@ -38,6 +39,8 @@ from penstock.optimizer.shapes import THREADS
 from penstock.types import Array, from_array
 
 NUM_WARM_UP = 3
+# For each slot, to be seen at the same time.
+NUM_FLIGHTS = 4
 # A run that takes long is not repeated for longer than this.
 MAX_MEASURE_S = 20.0
 MIN_RUNS = 3
@@ -78,7 +81,8 @@ def profiled(job: Job) -> Profile:
     peaks = peaks_of(config.device, num_threads, cache, is_torch=is_torch)
     peaks = roofline.raised(peaks, timed.operators)
     if job.trace_path:
-        trace.write(Path(job.trace_path), config.name, timed.events, buckets)
+        spans = () if timed.gpu is None else timed.gpu.timeline
+        trace.write(Path(job.trace_path), config.name, timed.events, buckets, spans)
     measured = Measured(
         operators=roofline.judged(timed.operators, peaks),
         peaks=peaks,
@@ -87,6 +91,7 @@ def profiled(job: Job) -> Profile:
         num_rows=job.num_rows,
         max_batch_size=config.max_batch_size,
         single_thread_s=alone_s,
+        gpu=timed.gpu,
     )
     # Padding makes the request's run a longer one, and functions are tried with one row.
     computed = {each.name: each.seconds for each in buckets}
@@ -111,6 +116,8 @@ def profiled(job: Job) -> Profile:
         steps=steps,
         headroom=roofline.headroom(measured),
         single_thread_s=alone_s,
+        limit_share=roofline.limit_share(measured),
+        gpu=timed.gpu,
     )
 
 
@@ -166,6 +173,20 @@ def _run_of(runner: Runner, batch: Batch) -> Callable[[], object]:
     return lambda: list(runner.start(batch).wait())
 
 
+def _flight_of(runner: Runner, batch: Batch, num_slots: int) -> Callable[[], object]:
+    """A few batches for each slot, as many on their way as there are slots."""
+
+    def fly() -> None:
+        begun = deque(runner.start(batch) for _ in range(num_slots))
+        for _ in range(NUM_FLIGHTS * num_slots):
+            list(begun.popleft().wait())
+            begun.append(runner.start(batch))
+        while begun:
+            list(begun.popleft().wait())
+
+    return fly
+
+
 def _operators(
     config: ModelConfig,
     runner: Runner,
@@ -180,8 +201,12 @@ def _operators(
         return openvino_times.timed(config, inputs, num_runs)
     if config.backend == "pytorch":
         datatype = TORCH_TYPES.get(built.get("dtype", "").partition(",")[0], "fp32")
-        is_cuda = config.device.startswith("cuda")
-        return torch_times.timed(_run_of(runner, batch), num_runs, datatype, is_cuda)
+        run = _run_of(runner, batch)
+        if config.device == CPU:
+            return torch_times.timed(run, num_runs, datatype)
+        num_slots = config.num_instances if runner.runs_ahead else 1
+        flight = torch_times.Flight(_flight_of(runner, batch, num_slots), num_slots)
+        return torch_times.timed(run, num_runs, datatype, flight, built.get("tf32", ""))
     note = f"backend '{config.backend}' does not tell of its operators: only the way is shown"
     return Timed((), 0.0, (), (note,))
 

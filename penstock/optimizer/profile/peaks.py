@@ -36,8 +36,9 @@ COPY_BYTES = 128 << 20
 CHAIN_LENGTH = 200
 DEFAULT_CACHE_BYTES = 512 << 10
 L2 = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
-DATATYPES = ("fp32", "fp16", "bf16", "int8")
-FORMAT = 1
+HOST_COPY_BYTES = 64 << 20
+DATATYPES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+FORMAT = 2
 
 
 def peaks_of(
@@ -125,7 +126,7 @@ def _measure_cpu(num_threads: int, is_torch: bool) -> tuple[Peaks, bool]:
             "cache": _copy(pool, num_threads, small * num_threads, num_repeats=64),
             "launch": Try(_torch_chain() if is_torch else _chain(), CHAIN_LENGTH),
         }
-        bf16 = _torch_product("cpu", "bf16", GEMM_SIZE, num_threads)
+        bf16 = _torch_product(GEMM_SIZE, num_threads)
         if bf16 is not None:
             tries["bf16"] = Try(bf16, operations)
         found = rates(tries)
@@ -231,34 +232,63 @@ def _load(graph: Any, num_threads: int) -> Any:
     return ort.InferenceSession(model.SerializeToString(), options, providers=[CPU])
 
 
-def _torch_product(
-    device: str, datatype: str, size: int, num_threads: int = 0
-) -> Callable[[], object] | None:
-    """The same in torch; None where it is not installed, or the device has nothing for the type."""
+def _torch_product(size: int, num_threads: int) -> Callable[[], object] | None:
+    """In BF16 in torch; None where it is not installed, or the processor has nothing for it."""
     try:
         import torch
     except ModuleNotFoundError:
         return None
-    if device == "cpu":
-        if not {"avx512_bf16", "amx_bf16"} & _cpu_flags():
-            return None
-        torch.set_num_threads(num_threads)
-    kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}.get(datatype)
-    shape = (size, size)
+    if not {"avx512_bf16", "amx_bf16"} & _cpu_flags():
+        return None
+    torch.set_num_threads(num_threads)
+    left, right = (torch.randn((size, size)).to(torch.bfloat16) for _ in range(2))
+    return lambda: torch.mm(left, right)
 
-    if datatype == "int8":
-        whole = torch.ones(shape, dtype=torch.int8, device=device)
-        left, right, product = whole, whole.t(), torch._int_mm
-    else:
-        left, right = (torch.randn(shape, device=device).to(kind) for _ in range(2))
-        product = torch.mm
+
+def cuda_product(device: str, datatype: str, size: int) -> Callable[[], object] | None:
+    """One product in this type, to its end; None where the device has nothing for the type."""
+    try:
+        product = _product(device, datatype, size)
+        product()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None
+    import torch
 
     def run() -> None:
-        product(left, right)
+        product()
         if device != "cpu":
             torch.cuda.synchronize(device)
 
     return run
+
+
+def _product(device: str, datatype: str, size: int) -> Callable[[], object]:
+    import torch
+
+    shape = (size, size)
+    if datatype == "int8":
+        whole = torch.ones(shape, dtype=torch.int8, device=device)
+        return lambda: torch._int_mm(whole, whole.t())
+    numbers = torch.randn(shape, device=device)
+    if datatype == "fp8":
+        small = numbers.to(torch.float8_e4m3fn)
+        one = torch.ones((), device=device)
+        # The second by columns, as its kernels want it.
+        settings = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return lambda: torch._scaled_mm(small, small.t(), one, one, **settings)
+    if datatype in ("fp32", "tf32"):
+        return lambda: _in_precision("high" if datatype == "tf32" else "highest", numbers)
+    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}[datatype]
+    half = numbers.to(kind)
+    return lambda: torch.mm(half, half)
+
+
+def _in_precision(precision: str, numbers: Any) -> None:
+    import torch
+
+    torch.set_float32_matmul_precision(precision)
+    torch.mm(numbers, numbers)
+    torch.set_float32_matmul_precision("highest")
 
 
 def _cpu_flags() -> set[str]:
@@ -289,10 +319,17 @@ def _measure_cuda(device: str) -> tuple[Peaks, bool]:
         "memory": Try(copy, 2.0 * source.numel()),
         "launch": Try(chain, CHAIN_LENGTH),
     }
+    host = torch.ones(HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def copy_in() -> None:
+        target[:HOST_COPY_BYTES].copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    tries["host"] = Try(copy_in, float(HOST_COPY_BYTES))
     for datatype in DATATYPES:
-        run = _torch_product(device, datatype, CUDA_GEMM_SIZE)
-        assert run is not None
-        tries[datatype] = Try(run, 2.0 * CUDA_GEMM_SIZE**3)
+        run = cuda_product(device, datatype, CUDA_GEMM_SIZE)
+        if run is not None:
+            tries[datatype] = Try(run, 2.0 * CUDA_GEMM_SIZE**3)
     found = rates(tries)
     peaks = Peaks(
         device=torch.cuda.get_device_name(device),
@@ -300,5 +337,6 @@ def _measure_cuda(device: str) -> tuple[Peaks, bool]:
         flops={name: found[name] for name in DATATYPES if name in found},
         bytes_per_s=found["memory"],
         launch_s=1 / found["launch"],
+        host_bytes_per_s=found["host"],
     )
     return peaks, all(each.is_steady for each in tries.values())

@@ -51,6 +51,7 @@ def _cards(profile: Profile) -> list[Card]:
         Card("one batch", units.duration(profile.total_s), profile.batch),
         Card("bound by", profile.bound),
         Card("left at the peaks", f"{profile.headroom:.2g}x", "same operators and datatypes"),
+        *_limit_cards(profile),
         Card("next step", f"{profile.ceiling:.2g}x", "at most"),
     ]
     if profile.single_thread_s:
@@ -58,6 +59,12 @@ def _cards(profile: Profile) -> list[Card]:
         threads = units.count(profile.peaks.num_threads, "thread")
         cards.append(Card(threads, f"{gained:.2g}x", "as fast as one"))
     return cards
+
+
+def _limit_cards(profile: Profile) -> list[Card]:
+    if profile.limit_share is None:
+        return []
+    return [Card("of its limit", f"{profile.limit_share:.0%}", "the whole model, at the peaks")]
 
 
 def _rows(profile: Profile) -> list[list[Cell]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.benchmark.report import plots, units
 from penstock.optimizer.profile import roofline
-from penstock.optimizer.profile.results import Bound, Bucket, Operator, Peaks, Profile
+from penstock.optimizer.profile.results import Bound, Bucket, GpuTime, Operator, Peaks, Profile
 
 Figure = dict[str, Any]
 
@@ -19,7 +19,20 @@ BOUND_COLOURS: dict[Bound, str] = {
     "overhead": "#c94a63",
     "unknown": "#9aa5b4",
 }
-ROOF_COLOURS = {"fp32": "#3d8bc4", "fp16": "#5a6fd0", "bf16": "#8a56c4", "int8": "#b8479c"}
+ROOF_COLOURS = {
+    "fp32": "#3d8bc4",
+    "tf32": "#3fa7a0",
+    "fp16": "#5a6fd0",
+    "bf16": "#8a56c4",
+    "fp8": "#c07a3a",
+    "int8": "#b8479c",
+}
+# From the bottom to the top.
+LANES = {
+    "out": ("copies out", "#e0a458"),
+    "compute": ("kernels", "#2a9d8f"),
+    "in": ("copies in", "#3d8bc4"),
+}
 MEMORY_COLOUR, CACHE_COLOUR = "#6d7a8c", "#b0b8c2"
 NUM_TYPES = 12
 # Operators that take less of the time are no dots: they would only stretch the axes.
@@ -32,6 +45,7 @@ def figures(profile: Profile) -> dict[str, list[Figure | None]]:
         "roofline": [roof(profile.operators, profile.peaks)],
         "types": [_types(profile.operators)],
         "buckets": [_buckets(profile.buckets)],
+        "timeline": [timeline(profile.gpu)],
         "steps": [_steps(profile)],
     }
 
@@ -124,6 +138,24 @@ def _types(operators: Sequence[Operator]) -> Figure | None:
         if any(by_name.values()):
             data.append(_bars(roofline.WORDS[bound], names, [by_name[n] for n in names], colour))
     return _stacked(data, "ms")
+
+
+def timeline(gpu: GpuTime | None) -> Figure | None:
+    """What a GPU copied and computed: lanes that have something at the same place overlap."""
+    if gpu is None or not gpu.timeline:
+        return None
+    data = []
+    for lane, (name, colour) in LANES.items():
+        spans = [span for span in gpu.timeline if span.lane == lane]
+        if spans:
+            bars = _bars(name, [name] * len(spans), [each.seconds * 1e3 for each in spans], colour)
+            texts = [f"{escape(each.name)}<br>{units.duration(each.seconds)}" for each in spans]
+            bars |= {"base": [each.start_s * 1e3 for each in spans], "text": texts}
+            bars |= {"textposition": "none", "hovertemplate": "%{text}<extra></extra>"}
+            data.append(bars)
+    figure = _stacked(data, "ms")
+    figure["layout"]["barmode"] = "overlay"
+    return figure
 
 
 def _buckets(buckets: Sequence[Bucket]) -> Figure | None:

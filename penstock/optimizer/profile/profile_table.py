@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -10,10 +11,11 @@ from rich.text import Text
 
 from penstock.benchmark.report import units
 from penstock.optimizer.profile import roofline
-from penstock.optimizer.profile.results import Bucket, Operator, Peaks, Profile
+from penstock.optimizer.profile.results import Bucket, GpuTime, Operator, Peaks, Profile
 
 NUM_OPERATORS = 12
 NUM_TYPES = 8
+KERNEL_WIDTH = 60
 BAR_WIDTH = 20
 BOUND_STYLES = {
     "compute": "green",
@@ -33,6 +35,8 @@ def shown(profile: Profile) -> Group:
     if profile.operators:
         parts += [_section("By type"), _types(profile)]
         parts += [_section("Longest operators"), _operators(profile)]
+    if profile.gpu is not None:
+        parts += [_section("Longest kernels"), _kernels(profile.gpu)]
     parts += [_section("Peaks of this device"), Text(peaks_text(profile.peaks))]
     parts += [_section("One request, alone"), _buckets(profile.buckets)]
     if profile.steps:
@@ -61,6 +65,8 @@ def peaks_text(peaks: Peaks) -> str:
     )
     if peaks.cache_bytes_per_s:
         text += f", caches {scaled(peaks.cache_bytes_per_s, 'B/s')}"
+    if peaks.host_bytes_per_s:
+        text += f", from the host {scaled(peaks.host_bytes_per_s, 'B/s')}"
     return f"{text}; launch {units.duration(peaks.launch_s)}"
 
 
@@ -154,6 +160,31 @@ def _operators(profile: Profile) -> Table:
             efficiency_text([each]),
         )
     return table
+
+
+def _kernels(gpu: GpuTime) -> Table:
+    whole = sum(each.seconds for each in gpu.kernels)
+    unit = units.unit_of(each.seconds for each in gpu.kernels[:NUM_OPERATORS])
+    table = _table("kernel", "share", unit, "calls")
+    for each in gpu.kernels[:NUM_OPERATORS]:
+        name = Text(each.name if len(each.name) <= KERNEL_WIDTH else f"{each.name[:KERNEL_WIDTH]}…")
+        share = units.share(each.seconds, whole)
+        table.add_row(name, share, units.in_unit(each.seconds, unit), f"{each.num_calls:.3g}")
+    return table
+
+
+def tool_commands(model: str, name: str, batch_size: int) -> list[str]:
+    """For those who have NVIDIA's tools: the same model in one process, watched by them. Not this
+    command: two that watch a GPU are one too many."""
+    bench = ["penstock", "bench", model, "--concurrency", "1", "-b", str(batch_size)]
+    bench += ["--model", name] if name else []
+    nsys = ["nsys", "profile", "--trace=cuda,nvtx,cublas,cudnn", "--output=penstock"]
+    # The first launches are those of the warm-up; counters make each of the others take long.
+    ncu = ["ncu", "--set=roofline", "--launch-skip=2000", "--launch-count=50", "--export=penstock"]
+    return [
+        shlex.join([*tool, *bench, "--duration", length])
+        for tool, length in ((nsys, "5s"), (ncu, "60s"))
+    ]
 
 
 def intensity_text(operator: Operator) -> str:

@@ -22,6 +22,8 @@ class Peaks(msgspec.Struct):
     # What lies in the caches of the cores moves faster; 0: not measured.
     cache_bytes_per_s: float = 0.0
     cache_bytes: int = 0
+    # From pinned memory of the host to a GPU; 0: there is none.
+    host_bytes_per_s: float = 0.0
 
 
 class Operator(msgspec.Struct):
@@ -44,6 +46,47 @@ class Operator(msgspec.Struct):
     weight_bytes: float = 0.0
     # The least time that the peaks allow; None: not known.
     needed_s: float | None = None
+
+
+class Kernel(msgspec.Struct):
+    """What a GPU ran under one name, mean of a run."""
+
+    name: str
+    seconds: float
+    num_calls: float
+
+
+class GpuSpan(msgspec.Struct):
+    """Something that a GPU did: in the lane of kernels (compute), or of copies (in, out)."""
+
+    name: str
+    lane: str
+    stream: int
+    start_s: float
+    seconds: float
+    num_bytes: int = 0
+
+
+class GpuTime(msgspec.Struct):
+    """A run as the GPU saw it; medians of runs one after the other."""
+
+    kernels: list[Kernel]
+    num_kernels: int
+    # With some kernel running, and from the first to the last with none.
+    busy_s: float
+    gap_s: float
+    copy_in_s: float
+    copy_out_s: float
+    # Instances of the model there, each with a batch on its way at once.
+    num_slots: int = 1
+    # Of the time of copies, that in which kernels ran; None: there are no copies.
+    hidden: float | None = None
+    # The first spans, of runs at once where there are several slots.
+    timeline: list[GpuSpan] = []
+
+    @property
+    def copies_s(self) -> float:
+        return self.copy_in_s + self.copy_out_s
 
 
 class Bucket(msgspec.Struct):
@@ -89,4 +132,8 @@ class Profile(msgspec.Struct):
     single_thread_s: float | None = None
     # Where the inputs came from.
     inputs: str = ""
+    # Of the time of a run, the part that the work needs at the peaks; None: not known.
+    limit_share: float | None = None
+    # None on CPUs.
+    gpu: GpuTime | None = None
     format: int = 1

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import msgspec
 
 from penstock.benchmark.report import units
-from penstock.optimizer.profile.results import Bound, Bucket, NextStep, Operator, Peaks
+from penstock.optimizer.profile.results import Bound, Bucket, GpuTime, NextStep, Operator, Peaks
 from penstock.optimizer.profile.times import OperatorTime
 from penstock.optimizer.profile.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, work_of
 
@@ -33,8 +34,23 @@ BLOCK = re.compile(
     r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.IGNORECASE
 )
 # By the datatype of the multiplications: what they can be replaced with.
-NARROWER = {"fp32": ("bf16", "fp16", "int8"), "bf16": ("int8",), "fp16": ("int8",)}
-NAMES = {"bf16": "BF16", "fp16": "FP16", "int8": "INT8", "fp32": "FP32", "fp64": "FP64"}
+NARROWER = {
+    "fp32": ("tf32", "bf16", "fp16", "fp8", "int8"),
+    "tf32": ("bf16", "fp16", "fp8", "int8"),
+    "bf16": ("fp8", "int8"),
+    "fp16": ("fp8", "int8"),
+}
+NAMES = {
+    "fp64": "FP64",
+    "fp32": "FP32",
+    "tf32": "TF32",
+    "fp16": "FP16",
+    "bf16": "BF16",
+    "fp8": "FP8",
+    "int8": "INT8",
+}
+# Less of a GPU's time without a kernel, or with copies that nothing hides, is not worth a word.
+MIN_IDLE = 0.1
 WORDS = {
     "compute": "compute-bound",
     "memory": "memory-bound",
@@ -58,6 +74,13 @@ class Measured:
     max_batch_size: int
     # None: not measured, or there is but one thread.
     single_thread_s: float | None = None
+    # None on CPUs.
+    gpu: GpuTime | None = None
+
+    @property
+    def launch_gap_s(self) -> float:
+        """Of the time between operators, that in which a GPU waited for the next kernel."""
+        return 0.0 if self.gpu is None else min(self.gap_s, self.gpu.gap_s)
 
     @property
     def listed_s(self) -> float:
@@ -163,11 +186,13 @@ def block_of(name: str) -> str:
 
 
 def shares(measured: Measured) -> dict[Bound, float]:
-    """Seconds of a run by what binds them; time between operators is overhead."""
+    """Seconds of a run by what binds them; time between operators is overhead, and where a GPU
+    waits for its kernels their launching."""
     found: dict[Bound, float] = dict.fromkeys(get_args(Bound), 0.0)
     for each in measured.operators:
         found[each.bound] += each.seconds
-    found["overhead"] += measured.gap_s
+    found["launch"] += measured.launch_gap_s
+    found["overhead"] += measured.gap_s - measured.launch_gap_s
     return {bound: seconds for bound, seconds in found.items() if seconds > 0}
 
 
@@ -187,6 +212,19 @@ def headroom(measured: Measured) -> float:
     return _speed_up(measured, measured.listed_s - least)
 
 
+def limit_share(measured: Measured) -> float | None:
+    """Of the time of a run, that which its work takes at the peaks: operations and bytes, without
+    launches. At least: operators that are not known need nothing here. None: most are not."""
+    operators, peaks = measured.operators, measured.peaks
+    known = [each for each in operators if each.num_bytes is not None]
+    if not known or sum(each.seconds for each in known) < 0.5 * measured.listed_s:
+        return None
+    fits = sum(each.weight_bytes for each in operators) <= peaks.cache_bytes
+    needs = [_needs(each, peaks, fits) for each in known]
+    needed_s = sum(max(each["compute"], each["memory"]) for each in needs)
+    return min(1.0, needed_s / max(measured.total_s, measured.listed_s))
+
+
 def _speed_up(measured: Measured, saved_s: float) -> float:
     """Amdahl: what is not saved stays."""
     whole = max(measured.total_s, measured.listed_s)
@@ -198,10 +236,10 @@ def next_steps(measured: Measured) -> list[NextStep]:
     ways: list[Callable[[Measured], NextStep | None]] = [
         _fusion,
         _better_kernels,
-        lambda each: _narrower(each, "bf16"),
-        lambda each: _narrower(each, "fp16"),
-        lambda each: _narrower(each, "int8"),
+        _graphs,
+        *(partial(_narrower, datatype=each) for each in ("tf32", "bf16", "fp16", "fp8", "int8")),
         _batching,
+        _hidden_copies,
         _instances,
         _path,
     ]
@@ -245,6 +283,23 @@ def _narrower(measured: Measured, datatype: str) -> NextStep | None:
     part = _percent(sum(each.seconds for each in chosen), measured)
     text = f"{NAMES[datatype]} for {_top_types(chosen)} ({part})"
     return _step(datatype, text, measured, saved_s)
+
+
+def _graphs(measured: Measured) -> NextStep | None:
+    saved_s = measured.launch_gap_s
+    part = _percent(saved_s, measured)
+    text = f"CUDA graphs, or fewer kernels: the GPU waits for launches ({part})"
+    return _step("cuda-graphs", text, measured, saved_s)
+
+
+def _hidden_copies(measured: Measured) -> NextStep | None:
+    """With two instances on a GPU one batch is copied while another is computed."""
+    gpu = measured.gpu
+    if gpu is None or gpu.num_slots > 1:
+        return None
+    saved_s = min(gpu.copies_s, gpu.busy_s)
+    text = f"2 instances on the GPU: copies behind kernels ({_percent(saved_s, measured)})"
+    return _step("instances", text, measured, saved_s, is_latency=False)
 
 
 def _batching(measured: Measured) -> NextStep | None:
@@ -311,7 +366,8 @@ def findings(measured: Measured) -> list[str]:
     """What a reader must know, the most important first."""
     lines = [_bound_line(measured), *_type_lines(measured)]
     if measured.operators:
-        lines.append(_headroom_line(measured))
+        lines += [_limit_line(measured), _headroom_line(measured)]
+    lines += _gpu_lines(measured)
     whole = sum(each.seconds for each in measured.buckets)
     queue_s = sum(each.seconds for each in measured.buckets if each.name == "queue")
     if whole and queue_s > 0.1 * whole:
@@ -360,6 +416,34 @@ def _type_lines(measured: Measured, count: int = 3) -> list[str]:
         needed = sum(min(each.seconds, each.needed_s or 0.0) for each in known)
         at = f" at {units.share(needed, seconds)} of its roof" if known else ""
         lines.append(f"{_percent(seconds, measured)} is {kind}, {WORDS[bound]}{at}")
+    return lines
+
+
+def _limit_line(measured: Measured) -> str:
+    share = limit_share(measured)
+    if share is None:
+        return ""
+    return f"the whole model runs at {share:.0%} of its limit: what its work takes at the peaks"
+
+
+def _gpu_lines(measured: Measured) -> list[str]:
+    gpu = measured.gpu
+    if gpu is None:
+        return []
+    lines = []
+    span_s = gpu.busy_s + gpu.gap_s
+    if gpu.gap_s > MIN_IDLE * span_s:
+        lines.append(
+            f"launch-bound: {units.share(gpu.gap_s, span_s)} of the time from the first kernel to"
+            f" the last the GPU waits for the next of {gpu.num_kernels} (while profiled, which"
+            " takes its own time)"
+        )
+    if gpu.hidden is not None and gpu.copies_s > MIN_IDLE * span_s:
+        slots = units.count(gpu.num_slots, "instance")
+        lines.append(
+            f"copies take {units.duration(gpu.copy_in_s)} in and {units.duration(gpu.copy_out_s)}"
+            f" out; with {slots} on the GPU {gpu.hidden:.0%} of that is hidden behind kernels"
+        )
     return lines
 
 

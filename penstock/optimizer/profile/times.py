@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock.optimizer.profile.results import GpuTime
 from penstock.optimizer.profile.work import Shaped
 
 
@@ -46,3 +47,5 @@ class Timed:
     profiled_s: float
     events: Sequence[Event]
     notes: Sequence[str] = ()
+    # None on CPUs.
+    gpu: GpuTime | None = None

@@ -6,11 +6,17 @@ a GPU the time is that of its kernels, by the operator that launched them.
 
 from __future__ import annotations
 
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from penstock.optimizer.profile import gpu_timeline
+from penstock.optimizer.profile.gpu_timeline import RUN, Trace
 from penstock.optimizer.profile.times import Event, OperatorTime, Timed
 from penstock.optimizer.profile.work import Shaped
 
@@ -59,28 +65,90 @@ WEIGHTED = frozenset({"mm", "addmm", "_addmm_activation", "_int_mm"})
 # Position of the matrices that meet.
 SKIPPED_INPUTS = {"addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
 NUM_WARM_UP = 2
+NO_KERNELS = "torch's profiler told of no kernel: another tool may be watching the GPU"
 PREFIX = "aten::"
 
 
-def timed(run: Callable[[], object], num_runs: int, datatype: str, is_cuda: bool) -> Timed:
-    """`run` is one batch through the Runner; `datatype` is that of its weights."""
-    from torch.profiler import ProfilerActivity, profile
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Batches as they are served on a GPU: as many on their way as the model has instances."""
 
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if is_cuda else [])
+    run: Callable[[], object]
+    num_slots: int
+
+
+def timed(
+    run: Callable[[], object],
+    num_runs: int,
+    datatype: str,
+    flight: Flight | None = None,
+    rounded: str = "",
+) -> Timed:
+    """`run` is one batch through the Runner; `datatype` is that of its weights. On a GPU there is a
+    flight, and what of FP32 is rounded to TF32 there."""
+    from torch.profiler import record_function
+
+    is_cuda = flight is not None
     for _ in range(NUM_WARM_UP):
         run()
-    with profile(activities=activities, record_shapes=True, acc_events=True) as watched:
+    with _watching(is_cuda) as watched:
         seconds = []
         for _ in range(num_runs):
             began = time.perf_counter()
-            run()
+            with record_function(RUN):
+                run()
             seconds.append(time.perf_counter() - began)
     found = [event for event in watched.events() if event.name.startswith(PREFIX)]
-    return read(found, num_runs, statistics.median(seconds), datatype, is_cuda=is_cuda)
+    profiled_s = statistics.median(seconds)
+    told = read(found, num_runs, profiled_s, datatype, is_cuda=is_cuda, rounded=rounded)
+    if flight is None:
+        return told
+    gpu = gpu_timeline.summary(trace_of(watched), _flown(flight), flight.num_slots)
+    if gpu is None:
+        return replace(told, notes=(*told.notes, NO_KERNELS))
+    left = gpu_timeline.left_over(gpu.kernels, launched_s(found, num_runs), datatype)
+    return replace(told, operators=(*told.operators, *left), gpu=gpu)
+
+
+def _watching(is_cuda: bool) -> Any:
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if is_cuda else [])
+    return profile(activities=activities, record_shapes=True, acc_events=True)
+
+
+def _flown(flight: Flight) -> Trace | None:
+    if flight.num_slots < 2:
+        return None
+    with _watching(is_cuda=True) as watched:
+        flight.run()
+    return trace_of(watched)
+
+
+def trace_of(watched: Any) -> Trace:
+    """What the profiler would show in Chrome."""
+    with tempfile.TemporaryDirectory(prefix="penstock-trace-") as made:
+        path = Path(made) / "trace.json"
+        watched.export_chrome_trace(str(path))
+        return gpu_timeline.read(json.loads(path.read_bytes()))
+
+
+def launched_s(found: Sequence[Any], num_runs: int) -> dict[str, float]:
+    """By kernel, what operators have launched of it in a run."""
+    seconds: dict[str, float] = {}
+    for kernel in (kernel for event in found for kernel in event.kernels):
+        seconds[kernel.name] = seconds.get(kernel.name, 0.0) + kernel.duration / 1e6 / num_runs
+    return seconds
 
 
 def read(
-    found: Sequence[Any], num_runs: int, profiled_s: float, datatype: str, *, is_cuda: bool
+    found: Sequence[Any],
+    num_runs: int,
+    profiled_s: float,
+    datatype: str,
+    *,
+    is_cuda: bool,
+    rounded: str = "",
 ) -> Timed:
     """From the profiler's events, which have `name`, `input_shapes`, `time_range` and times."""
     grouped: dict[tuple[str, str], list[Any]] = {}
@@ -91,8 +159,16 @@ def read(
         calls = max(1, round(len(events) / num_runs))
         seconds = calls * statistics.median(_self_us(event, is_cuda) for event in events) / 1e6
         if seconds > 0:
-            operators.append(_operator(events[0], seconds, calls, datatype))
+            operator = _operator(events[0], seconds, calls, datatype)
+            operators.append(replace(operator, datatype=_computed_in(operator, rounded)))
     return Timed(operators, profiled_s, _events(found))
+
+
+def _computed_in(operator: OperatorTime, rounded: str) -> str:
+    """What its products are made in; weights do not tell of TF32."""
+    of = {"MatMul": "matrices", "Conv": "convolutions"}.get(operator.kind)
+    is_rounded = of in rounded.split(",") and operator.datatype == "fp32"
+    return "tf32" if is_rounded else operator.datatype
 
 
 def _self_us(event: Any, is_cuda: bool) -> float:

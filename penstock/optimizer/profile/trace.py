@@ -9,14 +9,20 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.optimizer.profile.results import Bucket
+from penstock.optimizer.profile.results import Bucket, GpuSpan
 from penstock.optimizer.profile.times import Event
 
 OPERATORS, REQUEST = 1, 2
+# Of the first lane of a GPU; each has a line.
+GPU = 3
+LANES = {"in": "GPU: copies in", "compute": "GPU: kernels", "out": "GPU: copies out"}
 
 
-def to_trace(model: str, events: Sequence[Event], buckets: Sequence[Bucket]) -> dict[str, Any]:
-    """Operators as they ran on one line, the buckets of a request in a row on another."""
+def to_trace(
+    model: str, events: Sequence[Event], buckets: Sequence[Bucket], gpu: Sequence[GpuSpan] = ()
+) -> dict[str, Any]:
+    """Operators as they ran on one line, the buckets of a request in a row on another; what a GPU
+    did on lines of its own, from its first moment on."""
     spans: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"penstock: {model}"}},
         _named(OPERATORS, "operators"),
@@ -30,12 +36,30 @@ def to_trace(model: str, events: Sequence[Event], buckets: Sequence[Bucket]) -> 
     for bucket in buckets:
         spans.append(_span(REQUEST, bucket.name, "bucket", start_s, bucket.seconds))
         start_s += bucket.seconds
+    spans += _gpu_spans(gpu)
     return {"traceEvents": spans, "displayTimeUnit": "ms"}
 
 
-def write(path: Path, model: str, events: Sequence[Event], buckets: Sequence[Bucket]) -> None:
+def _gpu_spans(gpu: Sequence[GpuSpan]) -> list[dict[str, Any]]:
+    threads = {lane: GPU + index for index, lane in enumerate(LANES)}
+    used = {span.lane for span in gpu}
+    named = [_named(threads[lane], name) for lane, name in LANES.items() if lane in used]
+    return named + [
+        _span(threads[each.lane], each.name, each.lane, each.start_s, each.seconds)
+        | {"args": {"stream": each.stream, "bytes": each.num_bytes}}
+        for each in gpu
+    ]
+
+
+def write(
+    path: Path,
+    model: str,
+    events: Sequence[Event],
+    buckets: Sequence[Bucket],
+    gpu: Sequence[GpuSpan] = (),
+) -> None:
     try:
-        path.write_bytes(msgspec.json.encode(to_trace(model, events, buckets)))
+        path.write_bytes(msgspec.json.encode(to_trace(model, events, buckets, gpu)))
     except OSError as error:
         raise ConfigError([f"{path}: cannot be written: {error.strerror}"]) from None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 BITS: Mapping[str, int] = {
     "fp64": 64,
     "fp32": 32,
+    "tf32": 32,
     "fp16": 16,
     "bf16": 16,
     "fp8": 8,

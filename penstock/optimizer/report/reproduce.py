@@ -49,6 +49,7 @@ PLAN_FLAGS = {
     "calibration": "--calibration",
     "preprocess": "--preprocess",
     "postprocess": "--postprocess",
+    "device": "--device",
 }
 
 

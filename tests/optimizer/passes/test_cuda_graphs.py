@@ -35,6 +35,8 @@ def test_proposed_where_shapes_come_again() -> None:
 def test_skipped_with_the_reason() -> None:
     assert "on a GPU" in reason(a_config())
     assert "any length" in reason(on_gpu(a_config(TEXT)))
+    autotuned = replace(on_gpu(a_config()), options={"penstock.compile": "max-autotune"})
+    assert "has them already" in reason(autotuned)
     assert "decided" in reason(replace(on_gpu(a_config()), options={"penstock.cuda_graphs": "off"}))
 
 

@@ -18,13 +18,16 @@ from suites.onnx_models import (
     workshop,
 )
 
+from penstock import pbtxt
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts, file_facts
 from penstock.optimizer.passes.half import Half
+from penstock.types import TensorSpec
 
 PASS = Half()
 FP16 = Step("half", {"datatype": "fp16"})
 BF16 = Step("half", {"datatype": "bf16"})
+TF32 = Step("half", {"datatype": "tf32"})
 
 
 def test_weights_are_halved_and_tensors_keep_their_datatypes(tmp_path: Path) -> None:
@@ -78,11 +81,49 @@ def on_gpu(config):
     return replace(config, backend="pytorch", device="cuda", artifact="module.py")
 
 
-def test_torch_on_a_gpu_may_have_both(tmp_path: Path) -> None:
-    assert list(PASS.propose(a_situation(on_gpu(a_config())))) == [FP16, BF16]
+def test_torch_on_a_gpu_may_have_all() -> None:
+    assert list(PASS.propose(a_situation(on_gpu(a_config())))) == [FP16, BF16, TF32]
     cast = replace(on_gpu(a_config()), options={"penstock.dtype": "fp16"})
     (skip,) = PASS.propose(a_situation(cast))
     assert isinstance(skip, Skip) and "already computes in less" in skip.reason
+
+
+def test_images_on_a_gpu_are_turned_for_tensor_cores() -> None:
+    config = on_gpu(a_config(TensorSpec("image", "FP32", (3, 8, 8))))
+    turned = {"memory_format": "channels_last"}
+    fp16, bf16, tf32 = PASS.propose(a_situation(config))
+    assert fp16 == Step("half", {"datatype": "fp16", **turned})
+    assert bf16 == Step("half", {"datatype": "bf16", **turned})
+    assert tf32 == TF32
+    already = replace(config, options={"penstock.memory_format": "channels_last"})
+    assert PASS.propose(a_situation(already))[0] == FP16
+
+
+def test_the_step_turns_them(tmp_path: Path) -> None:
+    version = tmp_path / "m" / "1"
+    version.mkdir(parents=True)
+    (version / "module.py").write_text("import torch\nfactory = torch.nn.Identity\n")
+    config = replace(on_gpu(a_config()), name="m", file="module.py")
+    (tmp_path / "m" / "config.pbtxt").write_text(pbtxt.write(config))
+    step = Step("half", {"datatype": "fp16", "memory_format": "channels_last"})
+    PASS.build(opened(tmp_path / "m"), step, tmp_path / "t" / "m", workshop(tmp_path))
+    made = opened(tmp_path / "t" / "m").config
+    assert made.options["penstock.dtype"] == "fp16"
+    assert made.options["penstock.memory_format"] == "channels_last"
+
+
+def test_an_exported_program_keeps_its_datatypes() -> None:
+    (skip,) = PASS.propose(a_situation(replace(on_gpu(a_config()), artifact="model.pt2")))
+    assert isinstance(skip, Skip) and "exported program" in skip.reason
+
+
+def test_tf32_is_what_the_device_was_told() -> None:
+    def facts(rounded: str) -> Facts:
+        return Facts("pytorch", built={"dtype": "float32", "tf32": rounded})
+
+    assert PASS.check(TF32, facts("off"), facts("matrices,convolutions")) == []
+    (problem,) = PASS.check(TF32, facts("off"), facts("convolutions"))
+    assert problem == "asked for tf32, got TF32 for convolutions"
 
 
 def test_one_that_calls_itself_the_other_is_caught() -> None:

@@ -52,8 +52,9 @@ class TestPropose:
         assert skip == Skip("instances", "there is one core")
 
     def test_a_gpu(self):
-        (skip,) = Instances().propose(a_situation(replace(a_config(), device="cuda")))
-        assert skip.reason == "instances would take turns on cuda"
+        config = replace(a_config(), backend="pytorch", device="cuda", artifact="module.py")
+        (step,) = Instances().propose(a_situation(config, num_cores=16))
+        assert step == Step("instances", {"instances": "2", "threads": "16"})
 
 
 def test_what_is_built_reads_back(tmp_path: Path, write_onnx):

@@ -41,6 +41,11 @@ class TestPropose:
         situation = a_situation(a_config(), slo="p99 < 1s, memory <= 1GiB")
         assert Memory().propose(situation) == [NO_ARENA, SMALL]
 
+    def test_on_a_gpu_the_host_s_buffers_are_none_of_it(self):
+        config = replace(a_config(), backend="pytorch", device="cuda")
+        (skip,) = Memory().propose(a_situation(config, slo="memory <= 100 MiB"))
+        assert "the GPU's memory counts" in skip.reason
+
     def test_or_where_everything_is_tried(self):
         assert Memory().propose(a_situation(a_config(), is_exhaustive=True)) == [NO_ARENA, SMALL]
 

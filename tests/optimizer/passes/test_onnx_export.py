@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from served_builds import a_config, a_situation
 
 from penstock.backends import Batch, backend
 from penstock.config import PadAxis, Padding
@@ -178,6 +179,14 @@ def test_others_are_skipped_with_the_reason(tmp_path, monkeypatch) -> None:
     bare = Machine("cpu", 2, 1 << 30, ())
     (skip,) = EXPORT.propose(situation(build, bare))
     assert skip == Skip("onnx-export", "onnxruntime is not installed")
+
+
+@pytest.mark.parametrize("name", ["onnx-export", "openvino", "int8-dynamic", "int8-static"])
+def test_on_a_gpu_a_model_stays_what_it_is(name: str) -> None:
+    config = replace(a_config(), backend="pytorch", device="cuda", artifact="module.py")
+    (skip,) = find(name).propose(a_situation(config, is_exhaustive=True))
+    assert isinstance(skip, Skip)
+    assert skip.reason.startswith("ONNX Runtime's GPU providers are not used here; the model stays")
 
 
 def test_what_was_built_is_compared_with_what_was_asked() -> None:

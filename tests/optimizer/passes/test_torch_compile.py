@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.backends import Batch, Runner, backend
+from penstock.config import PadAxis, Padding
 from penstock.errors import ConfigError
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate, Skip, Step
@@ -16,6 +17,7 @@ from penstock.optimizer.passes import Situation, Workshop, find
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.this_machine import read_machine
 from penstock.optimizer.torch_source import take_factory
+from penstock.optimizer.trials import TookTooLong
 
 torch = pytest.importorskip("torch")
 PLAN = Plan("model", "model", "out")
@@ -140,6 +142,52 @@ def test_what_takes_minutes_is_skipped_unless_all_is_wanted(tmp_path, monkeypatc
     assert isinstance(skip, Skip)
     assert skip.step == AHEAD
     assert "ONNX Runtime is there and compiles in seconds" in skip.reason
+
+
+def on_gpu(build: Build, **changes: object) -> Build:
+    return replace(build, config=replace(build.config, device="cuda", **changes))
+
+
+def test_on_a_gpu_it_is_part_of_the_sequence(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    build = on_gpu(scale(tmp_path, monkeypatch, 2, 2))
+    modes = [step.settings["mode"] for step in PASS.propose(situation(build, is_exhaustive=False))]
+    assert modes == ["default", "ahead", "max-autotune"]
+
+
+def test_what_compiles_for_minutes_needs_a_budget_for_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    build = on_gpu(scale(tmp_path, monkeypatch, 2, 2))
+    seen = situation(build)
+    short = replace(seen, plan=replace(PLAN, budget_s=360.0))
+    assert [type(each) for each in PASS.propose(short)] == [Step, Step, Skip]
+    assert "the budget is" in PASS.propose(short)[-1].reason
+    long = replace(seen, plan=replace(PLAN, budget_s=3600.0))
+    assert [type(each) for each in PASS.propose(long)] == [Step] * 3
+
+
+def test_lengths_that_come_again_are_compiled_at_load(tmp_path, monkeypatch) -> None:
+    padding = Padding((PadAxis("x", 0), PadAxis("y", 0)), (2, 4))
+    build = on_gpu(scale(tmp_path, monkeypatch, 2, 3), padding=padding)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert Step("torch-compile", {"mode": "default"}) in PASS.propose(situation(build))
+
+
+def test_kernels_for_gpus_need_only_a_c_compiler(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    build = on_gpu(scale(tmp_path, monkeypatch, 2, 2))
+    default, ahead, autotune = PASS.propose(situation(build))
+    assert isinstance(default, Step) and isinstance(autotune, Step)
+    assert ahead == Skip(
+        "torch-compile", "no C++ compiler; expected one of g++, clang++, c++", AHEAD
+    )
+
+
+def test_a_compiler_that_takes_longer_than_there_is_time_is_ended(tmp_path, monkeypatch) -> None:
+    parent = scale(tmp_path, monkeypatch, 2, 3)
+    workshop = Workshop(PLAN, read_machine(), None, tmp_path, lambda: 0.05)
+    with pytest.raises(TookTooLong, match=r"no answer within 0\.05 s"):
+        PASS.build(parent, AHEAD, tmp_path / "package", workshop)
 
 
 def test_without_a_compiler_nothing_is_compiled(tmp_path, monkeypatch) -> None:

@@ -10,7 +10,14 @@ from onnx import helper, numpy_helper
 from optimizer.profile.made_operators import product, sum_of_two
 
 from penstock.optimizer.profile import roofline
-from penstock.optimizer.profile.results import Bucket, Peaks, Profile
+from penstock.optimizer.profile.results import (
+    Bucket,
+    GpuSpan,
+    GpuTime,
+    Kernel,
+    Peaks,
+    Profile,
+)
 from penstock.optimizer.profile.roofline import Measured
 
 WIDTH = 64
@@ -93,4 +100,23 @@ def profile(peaks) -> Profile:
         ceiling=steps[0].ceiling,
         steps=steps,
         headroom=roofline.headroom(measured),
+    )
+
+
+@pytest.fixture
+def gpu() -> GpuTime:
+    """A batch of 10 ms: copied in for 1 ms, two kernels with 2 ms between them, half a ms out."""
+    return GpuTime(
+        kernels=[Kernel("gemm<128>", 5e-3, 1.0), Kernel("relu", 1e-3, 1.0)],
+        num_kernels=2,
+        busy_s=6e-3,
+        gap_s=2e-3,
+        copy_in_s=1e-3,
+        copy_out_s=0.5e-3,
+        hidden=0.0,
+        timeline=[
+            GpuSpan("Memcpy HtoD", "in", 13, 0.0, 1e-3, 4096),
+            GpuSpan("gemm<128>", "compute", 7, 1e-3, 6e-3),
+            GpuSpan("Memcpy DtoH", "out", 17, 9e-3, 0.5e-3, 64),
+        ],
     )

@@ -93,3 +93,14 @@ class FakeClock:
     def work(self) -> None:
         self.now += self._durations[self._num_calls % len(self._durations)]
         self._num_calls += 1
+
+
+@pytest.mark.parametrize("datatype", ["fp32", "tf32", "fp16", "bf16", "fp8", "int8"])
+def test_products_of_gpus_run_or_there_is_none(datatype: str) -> None:
+    """On a processor, which may lack some; the precision of FP32 is then as it was."""
+    torch = pytest.importorskip("torch")
+    run = peaks.cuda_product("cpu", datatype, 32)
+    assert run is not None or datatype in ("fp8", "int8")
+    if run is not None:
+        run()
+    assert torch.get_float32_matmul_precision() == "highest"

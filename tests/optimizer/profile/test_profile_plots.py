@@ -50,4 +50,16 @@ def test_where_there_is_nothing_nothing_is_drawn(profile) -> None:
     profile.operators, profile.steps, profile.buckets = [], [], []
     assert [each for listed in profile_plots.figures(profile).values() for each in listed] == [
         None
-    ] * 4
+    ] * 5
+
+
+def test_a_gpu_s_lanes_are_drawn_where_they_were(gpu) -> None:
+    figure = profile_plots.timeline(gpu)
+    assert figure is not None
+    assert figure["layout"]["barmode"] == "overlay"
+    drawn = {trace["name"]: trace for trace in figure["data"]}
+    assert list(drawn) == ["copies out", "kernels", "copies in"]
+    assert drawn["kernels"]["base"] == [pytest.approx(1.0)]
+    assert drawn["kernels"]["x"] == [pytest.approx(6.0)]
+    # What a kernel is called is not read as markup.
+    assert "gemm&lt;128&gt;" in drawn["kernels"]["text"][0]

@@ -43,3 +43,19 @@ def test_without_operators_the_way_is_left(profile) -> None:
 )
 def test_amounts_have_a_prefix(value, text) -> None:
     assert profile_table.scaled(value, "B") == text
+
+
+def test_kernels_of_a_gpu_are_listed(profile, gpu) -> None:
+    assert "Longest kernels" not in shown(profile)
+    profile.gpu = gpu
+    text = shown(profile)
+    line = next(line for line in text.splitlines() if line.startswith("gemm<128>"))
+    assert line.split()[1:] == ["83", "%", "5.00", "1"]
+
+
+def test_commands_of_other_tools_run_the_same_model() -> None:
+    nsys, ncu = profile_table.tool_commands("models/my net", "net", 8)
+    assert nsys.startswith("nsys profile --trace=cuda,nvtx,cublas,cudnn --output=penstock penstock")
+    assert "penstock bench 'models/my net' --concurrency 1 -b 8 --model net --duration 5s" in nsys
+    assert ncu.startswith("ncu --set=roofline ")
+    assert "--model" not in profile_table.tool_commands("models/net", "", 1)[0]

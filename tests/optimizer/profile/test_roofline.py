@@ -247,3 +247,65 @@ def test_no_ceiling_is_below_one_and_shares_are_the_whole(listed, total_s, max_b
         whole = max(total_s, sum(each.seconds for each in listed))
         assert sum(roofline.shares(found).values()) == pytest.approx(whole)
     assert roofline.verdict(found, roofline.next_steps(found))
+
+
+class TestGpu:
+    """6 ms of kernels in a run of 10, of which 2 were spent waiting for the next kernel."""
+
+    def found(self, peaks, gpu, **more) -> Measured:
+        times = [product("p", 5e-3), sum_of_two("s", 1e-3)]
+        return measured(peaks, times, total_s=10e-3, gpu=gpu, **more)
+
+    def test_waiting_for_kernels_is_launching(self, peaks, gpu) -> None:
+        shares = roofline.shares(self.found(peaks, gpu))
+        assert shares["launch"] == pytest.approx(2e-3)
+        assert shares["overhead"] == pytest.approx(2e-3)
+        assert "launch" not in roofline.shares(self.found(peaks, None))
+
+    def test_no_more_of_it_than_there_is_between_operators(self, peaks, gpu) -> None:
+        """A profiler makes gaps longer."""
+        gpu.gap_s = 1.0
+        assert roofline.shares(self.found(peaks, gpu))["launch"] == pytest.approx(4e-3)
+
+    def test_graphs_would_end_it_and_a_second_instance_hide_the_copies(self, peaks, gpu) -> None:
+        steps = {step.name: step for step in roofline.next_steps(self.found(peaks, gpu))}
+        assert steps["cuda-graphs"].ceiling == pytest.approx(10 / 8)
+        assert steps["instances"].ceiling == pytest.approx(10 / 8.5)
+        assert not steps["instances"].is_latency
+        gpu.num_slots = 2
+        names = [step.name for step in roofline.next_steps(self.found(peaks, gpu))]
+        assert "instances" not in names
+
+    def test_it_is_told(self, peaks, gpu) -> None:
+        lines = roofline.findings(self.found(peaks, gpu))
+        (launches,) = [line for line in lines if line.startswith("launch-bound")]
+        assert "25 %" in launches and "the next of 2" in launches
+        (copies,) = [line for line in lines if line.startswith("copies take")]
+        assert "with 1 instance on the GPU 0% of that is hidden" in copies
+
+    def test_narrower_types_of_gpus_are_offered(self, peaks) -> None:
+        flops = {"fp32": 50e9, "tf32": 400e9, "fp16": 800e9, "fp8": 1600e9}
+        fast = msgspec.structs.replace(peaks, flops=flops, bytes_per_s=1e12)
+        steps = {each.name: each for each in roofline.next_steps(measured(fast, [product("p", 1)]))}
+        assert {"tf32", "fp16", "fp8"} <= set(steps)
+        assert "TF32 for MatMul" in steps["tf32"].text
+        half = replace(product("p", 1), datatype="fp16")
+        names = [step.name for step in roofline.next_steps(measured(fast, [half]))]
+        assert "fp8" in names and "tf32" not in names
+
+
+class TestLimitShare:
+    def test_is_what_the_work_takes_at_the_peaks(self, peaks) -> None:
+        """10.74 ms of products and 1.2 ms of memory, in a run of 20."""
+        found = measured(peaks, [product("p", 16e-3), sum_of_two("s", 3e-3)], total_s=20e-3)
+        assert roofline.limit_share(found) == pytest.approx(11.94 / 20, rel=1e-3)
+        assert any("runs at 60% of its limit" in line for line in roofline.findings(found))
+
+    def test_launches_are_no_work(self, peaks) -> None:
+        found = measured(peaks, [sum_of_two("s", 2e-6, num_elements=10)] * 10)
+        share = roofline.limit_share(found)
+        assert share is not None and share < 0.01
+
+    def test_where_most_is_unknown_nothing_is_said(self, peaks) -> None:
+        found = measured(peaks, [product("p", 1e-3), OperatorTime("k", "other kernel", 9e-3)])
+        assert roofline.limit_share(found) is None

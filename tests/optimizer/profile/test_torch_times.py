@@ -1,8 +1,11 @@
 """Operator times of PyTorch: real modules under its profiler."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from penstock.optimizer.profile import torch_times
+from penstock.optimizer.profile.gpu_timeline import RUN
 from penstock.optimizer.profile.times import Timed
 from penstock.optimizer.profile.work import Shaped, work_of
 
@@ -16,7 +19,7 @@ def profiled(module, *shape: int) -> Timed:
         with torch.inference_mode():
             module(tensor)
 
-    return torch_times.timed(run, 3, "fp32", is_cuda=False)
+    return torch_times.timed(run, 3, "fp32")
 
 
 def flops_of(found: Timed, kind: str) -> list[float | None]:
@@ -63,3 +66,47 @@ def test_events_are_in_the_trace() -> None:
     found = profiled(torch.nn.Softmax(-1), 8, 64)
     assert {event.kind for event in found.events} >= {"Softmax"}
     assert min(event.start_s for event in found.events) == 0
+
+
+def test_runs_are_found_in_a_real_trace() -> None:
+    """As it is on a machine without a GPU: everything but what one would have done."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with profile(activities=[ProfilerActivity.CPU]) as watched:
+        for _ in range(3):
+            with record_function(RUN):
+                torch.ones(8).sum()
+    found = torch_times.trace_of(watched)
+    assert found.spans == []
+    assert len(found.runs) == 3
+    assert found.runs[0][0] == 0
+    assert all(begin < end for begin, end in found.runs)
+
+
+def made_event(name: str, shapes: list, device_us: float, *kernels: tuple[str, float]):
+    return SimpleNamespace(
+        name=f"aten::{name}",
+        input_shapes=shapes,
+        concrete_inputs=[],
+        time_range=SimpleNamespace(start=0.0, end=device_us),
+        self_device_time_total=device_us,
+        kernels=[SimpleNamespace(name=name, duration=us) for name, us in kernels],
+    )
+
+
+def test_on_a_gpu_the_time_is_that_of_kernels() -> None:
+    product = made_event("mm", [[8, 64], [64, 32]], 40.0, ("gemm", 40.0))
+    launcher = made_event("linear", [[8, 64]], 0.0)
+    found = torch_times.read([launcher, product] * 2, 2, 1e-3, "fp32", is_cuda=True)
+    (line,) = found.operators
+    assert (line.kind, line.seconds, line.datatype) == ("MatMul", pytest.approx(40e-6), "fp32")
+    assert torch_times.launched_s([launcher, product] * 2, 2) == {"gemm": pytest.approx(40e-6)}
+
+
+def test_products_that_are_rounded_are_counted_against_their_own_peak() -> None:
+    product = made_event("mm", [[8, 64], [64, 32]], 40.0)
+    for rounded, datatype in (("matrices,convolutions", "tf32"), ("convolutions", "fp32")):
+        found = torch_times.read([product], 1, 1e-3, "fp32", is_cuda=True, rounded=rounded)
+        assert found.operators[0].datatype == datatype
+    half = torch_times.read([product], 1, 1e-3, "fp16", is_cuda=True, rounded="matrices")
+    assert half.operators[0].datatype == "fp16"
