@@ -18,7 +18,7 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 # A module imports only from its own line and the lines before it.
 ORDER = [
     {"errors", "types", "slo", "config", "logs", "devices"},
-    {"wire"},
+    {"wire", "kernels"},
     {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
     | {"pt2_file", "metrics", "usage", "backends"},
     {"serving"},
@@ -125,6 +125,7 @@ WITHOUT_OWN_TEST = {
     "benchmark/report/__init__.py": "empty",
     "config.py": "values only; tests/test_repository.py resolves them",
     "errors.py": "names only",
+    "kernels/__init__.py": "empty",
     "onnx_file.py": "tests/test_repository.py reads files through it",
     "optimizer/__init__.py": "empty",
     "optimizer/candidates.py": "values only; tests/optimizer/test_optimizer_search.py makes them",

@@ -9,7 +9,8 @@ Options (config.pbtxt `parameters`): `intra_op_thread_count`, `inter_op_thread_c
 models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off unless given;
 needs fixed shapes), and for `module.py` also `penstock.factory` (its name, or `module.py:name`),
 `penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to it, float outputs back to
-the configured datatype) and `penstock.memory_format` (channels_last, for convolutions). On a GPU
+the configured datatype), `penstock.memory_format` (channels_last, for convolutions) and
+`penstock.fuse` (convolutions: each one layer with what comes after it, `torch_fusion`). On a GPU
 `penstock.cuda_graphs` (on, off) captures every shape that is warmed up (`torch_cuda`). What was
 built is read back.
 """
@@ -38,12 +39,14 @@ from penstock.backends.checks import (
 )
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device
+from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
 from penstock.backends.torch_weights import load_weights
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, Signature, TensorSpec
 
 MEMORY_FORMATS = ("", "channels_last")
+FUSIONS = ("", "convolutions")
 # Of images: a batch of them, by channel.
 IMAGE_RANK = 4
 COMPILE_MODES = ("", "default", "reduce-overhead", "max-autotune")
@@ -76,6 +79,7 @@ class Options:
     dtype: torch.dtype | None
     factory: str
     is_channels_last: bool
+    is_fused: bool
     has_cuda_graphs: bool
 
 
@@ -90,6 +94,8 @@ class Loaded:
     code: Code | None = None
     # Already compiled when it was written; it has no weights to look at.
     is_compiled: bool = False
+    # Whose module this is, where convolutions are fused.
+    fusion: Fusion | None = None
 
     def call(self, tensors: Mapping[str, Any]) -> Any:
         return self.module(
@@ -145,6 +151,8 @@ class TorchRunner:
             built["memory_format"] = "channels_last" if images and is_done else "contiguous"
         if self._loaded.is_compiled:
             built |= _package_facts(self._loaded.module)
+        if self._loaded.fusion is not None:
+            built |= self._loaded.fusion.built()
         if self._pipeline is not None:
             built |= self._pipeline.facts()
         if self._device.type == "cuda":
@@ -189,10 +197,12 @@ class TorchRunner:
         self._loaded.close()
         del self._run, self._loaded
 
-    def compiled(self) -> bytes:
+    def compiled(self) -> Mapping[str, bytes]:
         """Kernels, and which of them are the fastest; for this GPU and this torch."""
         found = torch.compiler.save_cache_artifacts() if self._options.compile_mode else None
-        return found[0] if found is not None else b""
+        files = {COMPILED: found[0]} if found is not None else {}
+        fusion = self._loaded.fusion
+        return {**files, **fusion.files()} if fusion is not None else files
 
     def _num_rows(self, batch: Batch) -> int:
         """How many to run: up to the next rung of the ladder. Libraries choose and build kernels
@@ -207,6 +217,8 @@ class TorchRunner:
     def _computed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """From what users sent to what they get, on the device."""
         given = {name: self._given(tensor) for name, tensor in tensors.items()}
+        if self._loaded.fusion is not None:
+            self._loaded.fusion.prepare(given, lambda: self._run.call(given))
         values = by_name(self._run.call(given), [spec.name for spec in self._config.outputs])
         return {spec.name: self._checked(spec, values[spec.name]) for spec in self._config.outputs}
 
@@ -305,10 +317,12 @@ def _options(config: ModelConfig) -> Options:
     ]
     mode, dtype = settings.get("penstock.compile", ""), settings.get("penstock.dtype", "")
     memory_format = settings.get("penstock.memory_format", "")
+    fusion = settings.get("penstock.fuse", "")
     for key, text, known in (
         ("compile", mode, COMPILE_MODES),
         ("dtype", dtype, tuple(DTYPES)),
         ("memory_format", memory_format, MEMORY_FORMATS),
+        ("fuse", fusion, FUSIONS),
     ):
         if text not in known:
             expected = ", ".join(known[1:])
@@ -318,6 +332,11 @@ def _options(config: ModelConfig) -> Options:
             "parameters.penstock.compile: needs inputs of fixed shapes, "
             "or requests would wait for the compiler"
         )
+    if mode and fusion:
+        problems.append(
+            "parameters.penstock.fuse: not together with penstock.compile, which has kernels of "
+            "its own for all layers"
+        )
     factory = settings.get("penstock.factory", "")
     if not config.artifact.endswith(".py"):
         problems += [
@@ -326,6 +345,7 @@ def _options(config: ModelConfig) -> Options:
                 ("penstock.factory", factory),
                 ("penstock.dtype", dtype),
                 ("penstock.memory_format", memory_format),
+                ("penstock.fuse", fusion),
             )
             if text
         ]
@@ -336,6 +356,7 @@ def _options(config: ModelConfig) -> Options:
         DTYPES.get(dtype),
         _factory_name(factory, Path(config.artifact).name, problems),
         memory_format == "channels_last",
+        bool(fusion),
         _has_cuda_graphs(config, problems),
     )
     if problems:
@@ -400,12 +421,14 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
     try:
         module = _make(code, config, options)
         load_weights(module, Path(config.artifact).parent, config.version)
+        positional, keywords = _call_order(code, module, config)
+        fusion = fuse(module.eval(), open_tuner(config)) if options.is_fused else None
+        module = module if fusion is None else fusion.module
         module = module.to(config.device, options.dtype).eval()
         _check_dtype(module, options)
-        if options.is_channels_last:
+        if options.is_channels_last or options.is_fused:
             module = module.to(memory_format=torch.channels_last)
-        positional, keywords = _call_order(code, module, config)
-        return Loaded(module, positional, keywords, code=code)
+        return Loaded(module, positional, keywords, code=code, fusion=fusion)
     except BaseException:
         code.close()
         raise

@@ -151,7 +151,7 @@ class Lab:
         try:
             passes.find(step.pass_name).build(parent, step, draft / self.plan.name, self.workshop)
             made = _opened(candidate, draft / self.plan.name)
-            if made.config.options.get("penstock.compile"):
+            if {"penstock.compile", "penstock.fuse"} & made.config.options.keys():
                 self.watch("compile")
                 trials.keep_compiled(made)
             os.rename(draft, home)

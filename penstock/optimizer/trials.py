@@ -19,7 +19,6 @@ from typing import Self, TypeVar
 import msgspec
 import numpy as np
 
-from penstock.backends import COMPILED
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
@@ -82,11 +81,11 @@ def inspect(build: Build) -> Facts:
 
 
 def keep_compiled(build: Build) -> int:
-    """What its library compiles of it goes into the version's folder, so that nobody who loads it
-    on such a machine compiles again; how many bytes that are."""
+    """What is compiled of it, and which kernels were found the fastest, goes into the version's
+    folder, so that nobody who loads it on such a machine does that again; how many bytes it is."""
     with Child(build.config) as child:
         child.load()
-        child.send(Keep(str(build.version_folder / COMPILED)))
+        child.send(Keep(str(build.version_folder)))
         return child.expect(Kept).num_bytes
 
 

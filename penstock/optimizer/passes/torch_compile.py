@@ -36,6 +36,8 @@ class TorchCompile:
             return [Skip(self.name, "not a PyTorch model")]
         if pt2_file.is_compiled(build.artifact) or "penstock.compile" in build.config.options:
             return [Skip(self.name, "compiled already")]
+        if "penstock.fuse" in build.config.options:
+            return [Skip(self.name, "its convolutions are fused: the compiler sees none in them")]
         return [*self._memory_formats(build.config), *self._compilations(situation)]
 
     def _memory_formats(self, config: ModelConfig) -> list[Step | Skip]:
