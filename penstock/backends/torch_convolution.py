@@ -303,8 +303,14 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         is_batch = x.ndim == IMAGE_RANK
         if not is_batch or (residual is not None and residual.shape != self._out_shape(x)):
             return self._plain(x, residual)
-        is_fused = x.is_cuda and self.has_relu and self.bias is not None
-        return self.chosen.run(x, residual, self._cudnn if is_fused else self._plain)
+        default = self._cudnn if self.default == "cudnn" else self._plain
+        return self.chosen.run(x, residual, default)
+
+    @property
+    def default(self) -> str:
+        """What runs it where nothing was chosen."""
+        is_fused = self.weight.is_cuda and self.has_relu and self.bias is not None
+        return "cudnn" if is_fused else REFERENCE
 
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
         out, _, high, wide = self.weight.shape
@@ -323,7 +329,7 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
 
     def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
         found: dict[str, Run] = {REFERENCE: self._plain}
-        if x.is_cuda and self.has_relu and self.bias is not None:
+        if self.default == "cudnn":
             found["cudnn"] = self._cudnn
         if self.geometry.groups > 1:
             return found
@@ -465,7 +471,7 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
 
 
 def counted(layers: Iterable[Convolution]) -> dict[int, Counter[str]]:
-    """How many layers each implementation runs, by batch; 0 where nothing was chosen."""
+    """How many layers each implementation runs, by batch."""
     found: dict[int, Counter[str]] = {}
     for layer in layers:
         for batch, name in layer.chosen.names():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,16 +77,15 @@ class Fusion:
         return [each for each in found if isinstance(each, Convolution)]
 
     def built(self) -> dict[str, str]:
+        """How many there are and what runs them; of all sizes, the smallest and the largest."""
         layers = self.layers
-        facts = {"fusion": f"{len(layers)} convolutions"}
-        counts = torch_convolution.counted(layers)
+        text = f"{len(layers)} convolutions"
         if self.tuner is None:
-            facts["fusion"] += f": {len(layers)} torch"
-            return facts
-        for batch in sorted({min(counts, default=0), max(counts, default=0)} & counts.keys()):
-            parts = [f"{num} {name}" for name, num in sorted(counts[batch].items())]
-            facts["fusion"] += f"; batch {batch}: {', '.join(parts)}"
-        facts["fusion_timed"] = f"{self.tuner.num_tuned} cases"
+            return {"fusion": f"{text}: {_list(Counter(each.default for each in layers))}"}
+        counts = torch_convolution.counted(layers)
+        for batch in sorted({*sorted(counts)[:1], *sorted(counts)[-1:]}):
+            text += f"; batch {batch}: {_list(counts[batch])}"
+        facts = {"fusion": text, "fusion_timed": f"{self.tuner.num_tuned} cases"}
         if self.tuner.problems:
             case, problem = next(iter(self.tuner.problems.items()))
             facts["fusion_dropped"] = f"{len(self.tuner.problems)}: {case}: {problem}"
@@ -96,6 +96,10 @@ class Fusion:
         if self.tuner is None or not self.tuner.choices:
             return {}
         return {CHOICES: torch_convolution.to_remember(self.tuner)}
+
+
+def _list(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
 def open_tuner(config: ModelConfig) -> Tuner | None:
