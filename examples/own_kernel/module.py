@@ -1,8 +1,8 @@
 """A model with a kernel of its own: a residual is added and normalised in one pass over memory.
 
-torch takes several kernels for it and writes what is in between. The layer runs the kernel on a GPU,
-and on a CPU where Triton interprets it (TRITON_INTERPRET=1, for tests); elsewhere it is torch's
-operators, which also say what the kernel has to give.
+torch takes several kernels for it and writes what is in between. The layer runs the kernel on a
+GPU, and on a CPU where Triton interprets it (TRITON_INTERPRET=1, for tests); elsewhere it is
+torch's operators, which also say what the kernel has to give.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if triton is not None:
 
     @triton.jit
-    def add_and_normalise(x, residual, weight, y, width, epsilon, BLOCK: tl.constexpr):
+    def add_and_normalise(x, residual, weight, y, width, epsilon, BLOCK: tl.constexpr):  # noqa: PLR0913
         """One row by each program. Sums are in FP32, whatever the rows are."""
         row = tl.program_id(0)
         at = tl.arange(0, BLOCK)

@@ -121,18 +121,19 @@ class TorchRunner:
         self._device = torch.device(config.device)
         self._datatypes = {spec.name: spec.datatype for spec in config.inputs}
         self._rungs = ladder(config.max_batch_size) if config.max_batch_size else []
-        self._pipeline: Pipeline | None = None
+        # The way to a GPU; None on a CPU.
+        self.pipeline: Pipeline | None = None
         device = open_device(config.device)
         if device is not None:
             is_captured = options.has_cuda_graphs and _comes_again(config)
             slots = config.num_instances
-            self._pipeline = Pipeline(device, self._computed, slots, is_captured)
+            self.pipeline = Pipeline(device, self._computed, slots, is_captured)
         if options.compile_mode:
             self._compile()
 
     @property
     def runs_ahead(self) -> bool:
-        return self._pipeline is not None
+        return self.pipeline is not None
 
     def built(self) -> Mapping[str, str]:
         weights = self._weights
@@ -153,8 +154,8 @@ class TorchRunner:
             built |= _package_facts(self._loaded.module)
         if self._loaded.fusion is not None:
             built |= self._loaded.fusion.built()
-        if self._pipeline is not None:
-            built |= self._pipeline.facts()
+        if self.pipeline is not None:
+            built |= self.pipeline.facts()
         if self._device.type == "cuda":
             built[GPU_MEMORY] = str(torch.cuda.max_memory_reserved(self._device))
         if self._options.compile_mode:
@@ -175,10 +176,10 @@ class TorchRunner:
 
     def start(self, batch: Batch) -> Execution:
         with torch.inference_mode():
-            if self._pipeline is not None:
+            if self.pipeline is not None:
                 inputs = {name: self._seen(name, alias(a)) for name, a in batch.inputs.items()}
                 num_rows = batch.num_rows if self._config.max_batch_size else None
-                return self._pipeline.start(inputs, num_rows, self._num_rows(batch))
+                return self.pipeline.start(inputs, num_rows, self._num_rows(batch))
             # A copy: a module may write to its inputs, and a batch may have to run again. It costs
             # one pass over the memory, which a model makes many times.
             inputs = {
@@ -190,8 +191,8 @@ class TorchRunner:
 
     def pin(self, memory: memoryview) -> None:
         """Batches will lie in this memory: the GPU copies them from there by itself."""
-        if self._pipeline is not None:
-            self._pipeline.pin(memory)
+        if self.pipeline is not None:
+            self.pipeline.pin(memory)
 
     def close(self) -> None:
         self._loaded.close()
