@@ -16,11 +16,14 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from torch.nn import functional
+
+from penstock.backends.checks import first_line
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Pair = tuple[int, int]
@@ -200,19 +203,23 @@ class Tuner:
                             run(x, residual)
 
     def _fastest(self, key: str, case: Case) -> str:
-        x, residual = case.drawn()
-        assert x is not None
-        runs = case.layer.implementations(x, residual)
-        wanted = runs[REFERENCE](x, residual)
         times = {}
+        try:
+            x, residual = case.drawn()
+            assert x is not None
+            runs = case.layer.implementations(x, residual)
+            wanted = runs[REFERENCE](x, residual)
+        except torch.OutOfMemoryError as error:
+            self.problems[key] = first_line(error)
+            return REFERENCE
         for name, run in runs.items():
             try:
-                error = _error(run(x, residual), wanted)
-                if not error <= TOLERANCE.get(x.dtype, 0.0):
-                    raise ArithmeticError(f"its results are off by {error:.2g}")
-                times[name] = self.timer.seconds(lambda run=run: run(x, residual))  # type: ignore[misc]
+                off = _error(run(x, residual), wanted)
+                if not off <= TOLERANCE.get(x.dtype, 0.0):
+                    raise ArithmeticError(f"its results are off by {off:.2g}")
+                times[name] = self.timer.seconds(partial(run, x, residual))
             except Exception as error:  # What one library does not have, another has.
-                self.problems[f"{key}: {name}"] = str(error).partition("\n")[0]
+                self.problems[f"{key}: {name}"] = first_line(error)
         return min(times, key=lambda name: times[name]) if times else REFERENCE
 
 

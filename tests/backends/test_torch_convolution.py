@@ -161,6 +161,23 @@ def test_what_is_wrong_or_fails_is_not_chosen_and_said(how):
 
 
 @torch.inference_mode()
+def test_without_room_to_try_it_out_it_is_as_torch_does_it():
+    class Large(convolution.Convolution):
+        def implementations(self, x, residual):
+            def run(x, residual):
+                raise torch.OutOfMemoryError("CUDA out of memory\nTried to allocate much")
+
+            return {"torch": run}
+
+    tuner = a_tuner()
+    like = a_layer(tuner)
+    Large(like.weight, like.bias, like.geometry, True, tuner)(images())
+    tuner.tune()
+    assert list(tuner.choices.values()) == ["torch"]
+    assert list(tuner.problems.values()) == ["CUDA out of memory"]
+
+
+@torch.inference_mode()
 def test_what_was_chosen_is_remembered_for_the_same_machine_only():
     tuner = a_tuner(FakeTimer(3.0, 1.0, 2.0, 2.0))
     a_layer(tuner)(images())

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_gpu import FakeGpu
 
 from penstock.backends import Batch, backend
 from penstock.config import BatchPolicy, ModelConfig
@@ -381,6 +382,51 @@ def test_the_backend_serves_it(config, dtype, tolerance):
     fused, built = answer(replace(config, options=options))
     np.testing.assert_allclose(fused, plain, atol=tolerance)
     assert built["fusion"] == "1 convolutions: 1 torch"
+
+
+class CountingTimer:
+    """As slow as it was timed before: the last implementation is the fastest."""
+
+    def __init__(self) -> None:
+        self.num_timed = 0
+
+    def seconds(self, call) -> float:
+        call()
+        self.num_timed += 1
+        return 1.0 / self.num_timed
+
+    def done(self) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
+def test_the_backend_times_each_size_once_and_a_second_start_nothing(config, monkeypatch):
+    """On a GPU that is none: tests/gpu has a real one."""
+    timers = [CountingTimer(), CountingTimer()]
+    cpu, folder = torch.device("cpu"), Path(config.artifact).parent
+
+    def open_tuner(config):
+        path = folder / convolution.CHOICES
+        known = convolution.remembered(path.read_bytes(), cpu) if path.is_file() else {}
+        return convolution.Tuner(timers.pop(0), cpu, known)
+
+    monkeypatch.setattr("penstock.backends.pytorch.open_device", lambda name: FakeGpu())
+    monkeypatch.setattr("penstock.backends.pytorch.open_tuner", open_tuner)
+    plain, _ = answer(replace(config, options={}))
+    fused = replace(config, options={"penstock.fuse": "convolutions"})
+    first = backend("pytorch")(fused)
+    rows = images(3, 3, 12).numpy()
+    for count in (3, 3, 1, 3):
+        (outputs,) = first.start(Batch({"image": rows[:count]}, count)).wait()
+        np.testing.assert_allclose(outputs["scores"], plain[:count], atol=1e-3)
+    # A batch of three runs as four.
+    assert first.built()["fusion_timed"] == "2 cases"
+    (name,) = first.compiled()
+    (folder / name).write_bytes(first.compiled()[name])
+    second = backend("pytorch")(fused)
+    (outputs,) = second.start(Batch({"image": rows}, 3)).wait()
+    np.testing.assert_allclose(outputs["scores"], plain, atol=1e-3)
+    assert second.built()["fusion_timed"] == "0 cases" and timers == []
 
 
 def test_options_that_do_not_go_together(config, tmp_path):
