@@ -40,6 +40,7 @@ from penstock.backends.checks import (
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device
 from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
+from penstock.backends.torch_tracing import Sample
 from penstock.backends.torch_weights import load_weights
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
@@ -423,7 +424,10 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
         module = _make(code, config, options)
         load_weights(module, Path(config.artifact).parent, config.version)
         positional, keywords = _call_order(code, module, config)
-        fusion = fuse(module.eval(), open_tuner(config)) if options.is_fused else None
+        fusion = None
+        if options.is_fused:
+            sample = _sample(config, module, positional)
+            fusion = fuse(module.eval(), open_tuner(config), sample)
         module = module if fusion is None else fusion.module
         module = module.to(config.device, options.dtype).eval()
         _check_dtype(module, options)
@@ -433,6 +437,22 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
     except BaseException:
         code.close()
         raise
+
+
+def _sample(config: ModelConfig, module: Any, positional: Sequence[str]) -> Sample | None:
+    """Inputs as the module would get them before it is cast; None where shapes are not known."""
+    if not all(spec.is_fixed and not spec.is_optional for spec in config.inputs):
+        return None
+    floats = [each.dtype for each in module.parameters() if each.is_floating_point()]
+    rows = (2,) if config.max_batch_size else ()
+    tensors = {}
+    for spec in config.inputs:
+        dtype = TORCH_TYPES[spec.datatype]
+        dtype = floats[0] if floats and dtype.is_floating_point else dtype
+        tensors[spec.name] = torch.zeros((*rows, *spec.shape), dtype=dtype)
+    if positional:
+        return Sample([tensors[name] for name in positional], {}, bool(rows))
+    return Sample([], tensors, bool(rows))
 
 
 def _make(code: Code, config: ModelConfig, options: Options) -> Any:

@@ -1,6 +1,6 @@
 """A module's convolutions made one layer each with what comes after them (`penstock.fuse`).
 
-The module is traced (torch.fx). Batch normalisation goes into the weights, dropout away; a
+The module is traced (`torch_tracing`). Batch normalisation goes into the weights, dropout away; a
 convolution, a tensor that is added to it and a ReLU become one `Convolution`. Only what no one
 else looks at is drawn in, and a convolution moves to where its chain ends only if nothing writes to
 what it reads in between: answers stay what they were, but for rounding.
@@ -21,7 +21,6 @@ from torch import fx, nn
 from torch.nn import functional
 
 from penstock.backends import torch_convolution
-from penstock.backends.checks import first_line
 from penstock.backends.torch_convolution import (
     CHOICES,
     Convolution,
@@ -31,8 +30,8 @@ from penstock.backends.torch_convolution import (
     Pair,
     Tuner,
 )
+from penstock.backends.torch_tracing import IN_PLACE_NAMES, Sample, trace
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError
 
 DROPPED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 RELU_FUNCTIONS = {functional.relu, torch.relu, torch.relu_, functional.relu_}
@@ -43,7 +42,6 @@ ADD_METHODS = {"add", "add_", "__add__", "__iadd__"}
 FRESH_FUNCTIONS = {functional.relu, torch.relu, operator.add, torch.add, torch.cat, torch.conv2d}
 FRESH_FUNCTIONS |= {functional.conv2d, functional.linear, operator.sub, operator.mul, torch.mul}
 FRESH_MODULES = ("conv", "batchnorm", "linear", "pooling", "normalization", "activation")
-IN_PLACE_NAMES = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
 IN_PLACE_FUNCTIONS = {getattr(operator, name) for name in IN_PLACE_NAMES.split()}
 IN_PLACE_FUNCTIONS |= {operator.setitem, operator.delitem}
 
@@ -114,15 +112,10 @@ def open_tuner(config: ModelConfig) -> Tuner | None:
     return Tuner(GpuTimer(device), device, choices)
 
 
-def fuse(module: Any, tuner: Tuner | None = None) -> Fusion:
+def fuse(module: Any, tuner: Tuner | None = None, sample: Sample | None = None) -> Fusion:
     """A module in evaluation mode, before it is cast: weights are folded in the precision they
     have. ConfigError says why it cannot be traced."""
-    try:
-        traced = fx.GraphModule(module, _Tracer().trace(module))
-    except Exception as error:  # The tracer runs the model's code.
-        raise ConfigError(
-            [f"parameters.penstock.fuse: the module cannot be traced: {first_line(error)}"]
-        ) from error
+    traced = trace(module, sample)
     with torch.no_grad():
         _drop(traced)
         _Fuser(traced, tuner).run()
@@ -132,27 +125,6 @@ def fuse(module: Any, tuner: Tuner | None = None) -> Fusion:
     traced.delete_all_unused_submodules()
     traced.recompile()
     return Fusion(traced.eval(), tuner)
-
-
-class _Traced(fx.Proxy):  # type: ignore[misc]
-    """A value while it is traced. torch's own makes `x = x + y` of `x += y`, which is another thing
-    where somebody else holds x."""
-
-
-def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def call(traced: _Traced, other: Any) -> Any:
-        return traced.tracer.create_proxy("call_function", function, (traced, other), {})
-
-    return call
-
-
-for _name in IN_PLACE_NAMES.split():
-    setattr(_Traced, f"__{_name}__", _in_place(getattr(operator, _name)))
-
-
-class _Tracer(fx.Tracer):  # type: ignore[misc]
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Traced(node, self)
 
 
 def _module(traced: Any, node: fx.Node) -> Any:
@@ -270,6 +242,9 @@ class _Fuser:
             return given if is_so or node.target == "__setitem__" else []
         if node.op != "call_function":
             return []
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None:
+            return given if schema.is_mutable else []
         name = getattr(node.target, "__name__", "")
         is_so = node.target in IN_PLACE_FUNCTIONS or name.endswith("_") or "out" in node.kwargs
         # `inplace` may be given by position.
