@@ -274,7 +274,7 @@ class Chosen:
 
     def run(self, x: torch.Tensor, residual: torch.Tensor | None, default: Run) -> torch.Tensor:
         tuner = self._tuner
-        if tuner is None or torch.compiler.is_compiling():
+        if tuner is None:
             return default(x, residual)
         key = x.shape, x.dtype, None if residual is None else residual.shape
         known = self._runs.get(key)
@@ -317,8 +317,9 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         self._packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        is_batch = x.ndim == IMAGE_RANK
-        if not is_batch or (residual is not None and residual.shape != self._out_shape(x)):
+        # Compilers and exporters have ways of their own.
+        is_other = x.ndim != IMAGE_RANK or torch.compiler.is_compiling()
+        if is_other or (residual is not None and residual.shape != self._out_shape(x)):
             return self._plain(x, residual)
         default = self._cudnn if self.default == "cudnn" else self._plain
         return self.chosen.run(x, residual, default)
@@ -423,7 +424,8 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         batch, _, high, wide = self._out_shape(x)
         num_rows = batch * high * wide
         found: dict[str, Run] = {}
-        for tile in own.tiles_of(num_rows, out, channels, size[0] * size[1]):
+        num_taps, item_bytes = size[0] * size[1], x.dtype.itemsize
+        for tile in own.tiles_of(num_rows, out, channels, num_taps, item_bytes):
             num_tiles = -(-num_rows // tile.rows) * (out // tile.columns)
             if tile.split == 1 or self.chosen.workspace.has_room(tile, num_tiles):
                 found[f"triton {tile}"] = self._by_kernel(own, window, tile)
@@ -463,7 +465,7 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
         self.chosen = Chosen(self, tuner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.ndim != IMAGE_RANK:
+        if x.ndim != IMAGE_RANK or torch.compiler.is_compiling():
             return self._plain(x, None)
         return self.chosen.run(x, None, self._plain)
 

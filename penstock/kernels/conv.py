@@ -27,6 +27,8 @@ PIXEL = 4
 MAX_ELEMENTS = 2**31 - 1
 # About as many as the largest GPUs run at once.
 NUM_PROGRAMS = 132
+# Of one row that a program reads at a time.
+MAX_DEPTH_BYTES = 128
 POOL_PIXELS, POOL_CHANNELS = 32, 64
 PACK_PIXELS = 512
 _is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)
@@ -262,9 +264,13 @@ class Epilogue:
     has_relu: bool = False
 
 
-def tiles_of(num_rows: int, out_channels: int, in_channels: int, num_taps: int) -> list[Tile]:
+def tiles_of(
+    num_rows: int, out_channels: int, in_channels: int, num_taps: int, item_bytes: int = 2
+) -> list[Tile]:
     """Those worth a try: few, because each is compiled. None where the channels do not fit."""
-    depth = next((size for size in (64, 32, 16) if in_channels % size == 0), 0)
+    # What is read ahead must fit the shared memory.
+    depths = [size for size in (64, 32, 16) if size * item_bytes <= MAX_DEPTH_BYTES]
+    depth = next((size for size in depths if in_channels % size == 0), 0)
     if not depth or out_channels % 32:
         return []
     if -(-num_rows // 128) * -(-out_channels // 128) >= NUM_PROGRAMS:

@@ -324,6 +324,19 @@ def test_an_image_without_a_batch():
     assert_same_answers(module, fusion.fuse(module), images()[0])
 
 
+def test_a_fused_module_can_be_exported():
+    module = trained(TinyResNet())
+    tuner = convolution.Tuner(CountingTimer(), torch.device("cpu"))
+    found = fusion.fuse(module, tuner).module
+    x = images(channels=3, size=32)
+    program = torch.export.export(
+        found, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False
+    )
+    five = images(5, 3, 32)
+    with torch.inference_mode():
+        assert torch.allclose(program.module()(five), module(five), atol=1e-5)
+
+
 def test_what_cannot_be_traced_says_why():
     module = Said(lambda m, x: m.conv(x) if float(x.sum()) > 0 else x)
     with pytest.raises(ConfigError, match="penstock.fuse: the module cannot be traced: .+"):

@@ -129,6 +129,15 @@ def test_tiles_fit_the_channels_and_the_rows():
                 assert out_channels % tile.columns == 0 and 48 % tile.depth == 0
 
 
+def test_wider_values_are_read_in_shorter_pieces():
+    for num_rows in (49, 10**6):
+        depths = {
+            size: {tile.depth for tile in conv.tiles_of(num_rows, 256, 256, 1, size)}
+            for size in (2, 4)
+        }
+        assert depths == {2: {64}, 4: {32}}
+
+
 def test_names_of_tiles_tell_them_apart():
     tiles = conv.tiles_of(49, 512, 512, 9) + conv.tiles_of(10**6, 512, 512, 9)
     assert len({str(tile) for tile in tiles}) == len(tiles)
