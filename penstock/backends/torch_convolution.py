@@ -156,7 +156,7 @@ class Remembered(msgspec.Struct):
 
 @dataclass(slots=True)
 class Tuner:
-    """Which implementation runs which case. `note` what comes by, then `tune` it."""
+    """Which implementation runs which case: `find` it, and `tune` what was not found."""
 
     timer: Timer
     device: torch.device

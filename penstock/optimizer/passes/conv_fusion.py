@@ -1,5 +1,9 @@
 """Convolutions as one layer each with what comes after them, by whichever kernel is fastest on the
-GPU: cuDNN's, cuBLAS's or our own. The backend does it when it loads the module."""
+GPU: cuDNN's, cuBLAS's or our own. The backend does it when it loads the module.
+
+CUDA graphs come along where they can: kernels are chosen by their own time, and launched one by one
+from Python the short ones among them would wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.cuda_graphs import OPTION as GRAPHS
+from penstock.optimizer.passes.cuda_graphs import CudaGraphs
 
 OPTION = "penstock.fuse"
 # Of a batch of images.
@@ -27,7 +33,7 @@ class ConvFusion:
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         config = situation.build.config
-        step = Step(self.name, {"fuse": "convolutions"})
+        step = Step(self.name, _settings(config))
         if config.backend != "pytorch" or not config.artifact.endswith(".py"):
             return [Skip(self.name, "not a PyTorch module with its code")]
         if OPTION in config.options:
@@ -44,12 +50,21 @@ class ConvFusion:
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
         config = parent.config
         options = {**config.options, OPTION: step.settings["fuse"]}
+        if "graphs" in step.settings:
+            options[GRAPHS] = step.settings["graphs"]
         folders.write(parent, replace(config, options=options), target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         found = after.built.get("fusion", "")
-        count = found.partition(" ")[0]
-        return [] if count not in ("", "0") else [f"no convolution was fused: {found or 'nothing'}"]
+        if found.partition(" ")[0] in ("", "0"):
+            return [f"no convolution was fused: {found or 'nothing'}"]
+        return CudaGraphs().check(step, before, after) if "graphs" in step.settings else []
+
+
+def _settings(config: ModelConfig) -> dict[str, str]:
+    is_fixed = all(spec.is_fixed for spec in config.model.inputs)
+    has_graphs = config.device != "cpu" and is_fixed and GRAPHS not in config.options
+    return {"fuse": "convolutions", **({"graphs": "on"} if has_graphs else {})}
 
 
 def _has_images(config: ModelConfig) -> bool:

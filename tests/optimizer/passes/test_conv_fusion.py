@@ -15,7 +15,8 @@ from penstock.optimizer.passes.torch_compile import TorchCompile
 from penstock.types import TensorSpec
 
 PASS = ConvFusion()
-STEP = Step("conv-fusion", {"fuse": "convolutions"})
+STEP = Step("conv-fusion", {"fuse": "convolutions", "graphs": "on"})
+ALONE = Step("conv-fusion", {"fuse": "convolutions"})
 PHOTO = TensorSpec("photo", "FP32", (3, 8, 8))
 FUSED = {"penstock.fuse": "convolutions"}
 
@@ -34,6 +35,14 @@ def test_proposed_for_images_on_a_gpu() -> None:
     assert list(PASS.propose(a_situation(on_gpu(a_config(PHOTO))))) == [STEP]
     whole = replace(PHOTO, shape=(1, 3, 8, 8))
     assert list(PASS.propose(a_situation(on_gpu(a_config(whole, max_batch=0))))) == [STEP]
+
+
+def test_graphs_come_along_where_they_can_and_are_not_decided() -> None:
+    photos = on_gpu(a_config(PHOTO))
+    free = on_gpu(a_config(replace(PHOTO, shape=(3, -1, -1))))
+    decided = replace(photos, options={"penstock.cuda_graphs": "off"})
+    assert list(PASS.propose(a_situation(free))) == [ALONE]
+    assert list(PASS.propose(a_situation(decided))) == [ALONE]
 
 
 def test_skipped_with_the_reason() -> None:
@@ -62,16 +71,19 @@ def test_only_the_configuration_changes(tmp_path: Path) -> None:
     PASS.build(parent, STEP, tmp_path / "t" / "m", workshop(tmp_path))
     made = opened(tmp_path / "t" / "m")
     assert made.config.options["penstock.fuse"] == "convolutions"
+    assert made.config.options["penstock.cuda_graphs"] == "on"
     assert made.artifact.read_bytes() == parent.artifact.read_bytes()
 
 
 def test_a_model_without_fused_convolutions_is_caught() -> None:
     before = Facts("pytorch")
 
-    def problems(**built: str) -> list[str]:
-        return PASS.check(STEP, before, Facts("pytorch", built=built))
+    def problems(step: Step = ALONE, **built: str) -> list[str]:
+        return PASS.check(step, before, Facts("pytorch", built=built))
 
     assert problems(fusion="53 convolutions; batch 1: 20 cudnn, 33 triton") == []
     assert problems(fusion="10 convolutions: 10 torch") == []
-    assert "0 convolutions" in problems(fusion="0 convolutions: 0 torch")[0]
+    assert "0 convolutions" in problems(fusion="0 convolutions: none")[0]
     assert "nothing" in problems()[0]
+    assert problems(STEP, fusion="10 convolutions", cuda_graphs="6") == []
+    assert problems(STEP, fusion="10 convolutions", cuda_graphs="0") == ["no graph was captured"]
