@@ -83,6 +83,7 @@ BACKEND_OPTIONS = {
         "penstock.compile",
         "penstock.dtype",
         "penstock.memory_format",
+        "penstock.fuse",
         "penstock.cuda_graphs",
         "penstock.pack",
         "penstock.fp8",

@@ -1,5 +1,6 @@
 """What several test files share: where the examples are, and small ONNX files made on the spot."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from onnx import TensorProto, helper
 
 settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
+# Triton reads it when it is imported: without a GPU, kernels are interpreted.
+if not Path("/proc/driver/nvidia").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ONNX_TYPES = {
     "BOOL": TensorProto.BOOL,

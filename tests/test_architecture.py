@@ -18,7 +18,7 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 # A module imports only from its own line and the lines before it.
 ORDER = [
     {"errors", "types", "slo", "config", "logs", "devices"},
-    {"wire"},
+    {"wire", "kernels"},
     {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
     | {"pt2_file", "metrics", "usage", "kernels", "backends"},
     {"serving"},

@@ -155,10 +155,10 @@ class Rehearses(Protocol):
 
 @runtime_checkable
 class KeepsCompiled(Protocol):
-    """A runner that compiles when it is loaded, and need not the next time."""
+    """A runner that compiles or tries out when it is loaded, and need not the next time."""
 
-    def compiled(self) -> bytes:
-        """What the version's `COMPILED` file holds; empty where nothing was compiled."""
+    def compiled(self) -> Mapping[str, bytes]:
+        """Files for the version's folder, by name; those that are there already among them."""
 
 
 class LoadRunner(Protocol):

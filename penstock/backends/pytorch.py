@@ -9,8 +9,9 @@ Options (config.pbtxt `parameters`): `intra_op_thread_count`, `inter_op_thread_c
 models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off unless given;
 needs shapes that are fixed or padded to buckets), and for `module.py` also `penstock.factory` (its
 name, or `module.py:name`), `penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to
-it, float outputs back to the configured datatype; tf32: see `torch_precision`) and
-`penstock.memory_format` (channels_last, for convolutions). On a GPU `penstock.cuda_graphs` (on,
+it, float outputs back to the configured datatype; tf32: see `torch_precision`),
+`penstock.memory_format` (channels_last, for convolutions) and `penstock.fuse` (convolutions: each
+one layer with what comes after it, `torch_fusion`). On a GPU `penstock.cuda_graphs` (on,
 off) captures every shape that is warmed up (`torch_cuda`). `penstock.pack` (tokens) lets the layers
 of a BERT-like `module.py` run without padding (`torch_packing`), and `penstock.fp8` names the file
 of ranges by which they multiply in FP8. What was built is read back.
@@ -40,14 +41,17 @@ from penstock.backends.checks import (
 )
 from penstock.backends.python import Code
 from penstock.backends.torch_cuda import Pipeline, alias, open_device
+from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
 from penstock.backends.torch_packing import Packing
 from penstock.backends.torch_precision import rounded, set_precision
+from penstock.backends.torch_tracing import Sample
 from penstock.backends.torch_weights import load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, Signature, TensorSpec
 
 MEMORY_FORMATS = ("", "channels_last")
+FUSIONS = ("", "convolutions")
 # Of images: a batch of them, by channel.
 IMAGE_RANK = 4
 COMPILE_MODES = ("", "default", "reduce-overhead", "max-autotune")
@@ -88,6 +92,7 @@ class Options:
     dtype: torch.dtype | None
     factory: str
     is_channels_last: bool
+    is_fused: bool
     has_cuda_graphs: bool
     is_packed: bool = False
 
@@ -105,6 +110,8 @@ class Loaded:
     is_compiled: bool = False
     # Of a module whose layers run without padding.
     packing: Packing | None = None
+    # Whose module this is, where convolutions are fused.
+    fusion: Fusion | None = None
 
     def call(self, tensors: Mapping[str, Any]) -> Any:
         return self.module(
@@ -135,19 +142,20 @@ class TorchRunner:
         if self._packing is not None:
             # Rows cost next to nothing there, and each rung has graphs of many token counts.
             self._rungs = sorted({*self._rungs[::2], *self._rungs[-1:]})
-        self._pipeline: Pipeline | None = None
+        # The way to a GPU; None on a CPU.
+        self.pipeline: Pipeline | None = None
         device = open_device(config.device)
         if device is not None:
             is_captured = options.has_cuda_graphs and _comes_again(config)
             slots = config.num_instances
             is_packed = self._packing is not None
-            self._pipeline = Pipeline(device, self._computed, slots, is_captured, is_packed)
+            self.pipeline = Pipeline(device, self._computed, slots, is_captured, is_packed)
         if options.compile_mode:
             self._compile()
 
     @property
     def runs_ahead(self) -> bool:
-        return self._pipeline is not None
+        return self.pipeline is not None
 
     def built(self) -> Mapping[str, str]:
         weights = self._weights
@@ -168,8 +176,10 @@ class TorchRunner:
             built |= _package_facts(self._loaded.module)
         if self._packing is not None:
             built |= self._packing.facts()
-        if self._pipeline is not None:
-            built |= self._pipeline.facts()
+        if self._loaded.fusion is not None:
+            built |= self._loaded.fusion.built()
+        if self.pipeline is not None:
+            built |= self.pipeline.facts()
         if self._device.type == "cuda":
             built["tf32"] = rounded()
             built[GPU_MEMORY] = str(torch.cuda.max_memory_reserved(self._device))
@@ -191,12 +201,12 @@ class TorchRunner:
 
     def start(self, batch: Batch) -> Execution:
         with torch.inference_mode():
-            if self._pipeline is not None:
+            if self.pipeline is not None:
                 inputs = {name: self._seen(name, alias(a)) for name, a in batch.inputs.items()}
                 num_rows = batch.num_rows if self._config.max_batch_size else None
                 num_run = self._num_rows(batch)
                 self._num_tokens = self._token_budget(batch, num_run)
-                return self._pipeline.start(inputs, num_rows, num_run, self._num_tokens)
+                return self.pipeline.start(inputs, num_rows, num_run, self._num_tokens)
             # A copy: a module may write to its inputs, and a batch may have to run again. It costs
             # one pass over the memory, which a model makes many times.
             inputs = {
@@ -209,17 +219,19 @@ class TorchRunner:
 
     def pin(self, memory: memoryview) -> None:
         """Batches will lie in this memory: the GPU copies them from there by itself."""
-        if self._pipeline is not None:
-            self._pipeline.pin(memory)
+        if self.pipeline is not None:
+            self.pipeline.pin(memory)
 
     def close(self) -> None:
         self._loaded.close()
         del self._run, self._loaded
 
-    def compiled(self) -> bytes:
+    def compiled(self) -> Mapping[str, bytes]:
         """Kernels, and which of them are the fastest; for this GPU and this torch."""
         found = torch.compiler.save_cache_artifacts() if self._options.compile_mode else None
-        return found[0] if found is not None else b""
+        files = {COMPILED: found[0]} if found is not None else {}
+        fusion = self._loaded.fusion
+        return {**files, **fusion.files()} if fusion is not None else files
 
     def rehearsals(self, batch: Batch) -> Iterator[Batch]:
         """A packed model takes as long as there are tokens, whose numbers have graphs each."""
@@ -227,7 +239,7 @@ class TorchRunner:
             yield batch
             return
         name = self._packing.mask
-        is_captured = self._pipeline is not None and self._pipeline.is_captured
+        is_captured = self.pipeline is not None and self.pipeline.is_captured
         for mask in torch_packing.rehearsals(batch.inputs[name], is_captured=is_captured):
             yield Batch({**batch.inputs, name: mask}, batch.num_rows, batch.requests)
 
@@ -236,7 +248,7 @@ class TorchRunner:
         if self._packing is None:
             return 0
         num_tokens = self._packing.num_tokens(batch.inputs)
-        if self._pipeline is None:
+        if self.pipeline is None:
             return num_tokens
         length = batch.inputs[self._packing.mask].shape[1]
         return torch_packing.budget(num_tokens, num_run * length)
@@ -256,6 +268,8 @@ class TorchRunner:
         given = {name: self._given(tensor) for name, tensor in tensors.items()}
         if self._packing is not None:
             self._packing.lay_out(given, self._num_tokens)
+        if self._loaded.fusion is not None:
+            self._loaded.fusion.prepare(given, lambda: self._run.call(given))
         values = by_name(self._run.call(given), [spec.name for spec in self._config.outputs])
         return {spec.name: self._checked(spec, values[spec.name]) for spec in self._config.outputs}
 
@@ -369,10 +383,12 @@ def _options(config: ModelConfig) -> Options:
     ]
     mode, dtype = settings.get("penstock.compile", ""), settings.get("penstock.dtype", "")
     memory_format = settings.get("penstock.memory_format", "")
+    fusion = settings.get("penstock.fuse", "")
     for key, text, known in (
         ("compile", mode, COMPILE_MODES),
         ("dtype", dtype, tuple(DTYPES)),
         ("memory_format", memory_format, MEMORY_FORMATS),
+        ("fuse", fusion, FUSIONS),
     ):
         if text not in known:
             expected = ", ".join(known[1:])
@@ -384,6 +400,11 @@ def _options(config: ModelConfig) -> Options:
         )
     if dtype == TF32 and config.device == CPU:
         problems.append("parameters.penstock.dtype: tf32 is of GPUs; the model runs on the CPU")
+    if mode and fusion:
+        problems.append(
+            "parameters.penstock.fuse: not together with penstock.compile, which has kernels of "
+            "its own for all layers"
+        )
     factory = settings.get("penstock.factory", "")
     if not config.artifact.endswith(".py"):
         problems += [
@@ -392,6 +413,7 @@ def _options(config: ModelConfig) -> Options:
                 ("penstock.factory", factory),
                 ("penstock.dtype", dtype),
                 ("penstock.memory_format", memory_format),
+                ("penstock.fuse", fusion),
             )
             if text
         ]
@@ -402,6 +424,7 @@ def _options(config: ModelConfig) -> Options:
         DTYPES.get(dtype),
         _factory_name(factory, Path(config.artifact).name, problems),
         memory_format == "channels_last",
+        bool(fusion),
         _has_cuda_graphs(config, problems),
         _is_packed(config, problems),
     )
@@ -487,9 +510,13 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
         loaded = Loaded(module, *_call_order(code, module, config), code=code)
         if options.is_packed:
             loaded = replace(loaded, packing=_packed(loaded, config))
+        if options.is_fused:
+            sample = _sample(config, module, loaded.positional)
+            loaded = replace(loaded, fusion=fuse(module, open_tuner(config), sample))
+        module = module if loaded.fusion is None else loaded.fusion.module
         module = module.to(config.device, options.dtype).eval()
         _check_dtype(module, options)
-        if options.is_channels_last:
+        if options.is_channels_last or options.is_fused:
             module = module.to(memory_format=torch.channels_last)
         if loaded.packing is not None:
             torch_packing.on_device(loaded.packing, config)
@@ -507,6 +534,22 @@ def _packed(loaded: Loaded, config: ModelConfig) -> Packing:
         return by_name(loaded.call(tensors), names)
 
     return torch_packing.pack(loaded.module, call, config)
+
+
+def _sample(config: ModelConfig, module: Any, positional: Sequence[str]) -> Sample | None:
+    """Inputs as the module would get them before it is cast; None where shapes are not known."""
+    if not all(spec.is_fixed and not spec.is_optional for spec in config.inputs):
+        return None
+    floats = [each.dtype for each in module.parameters() if each.is_floating_point()]
+    rows = (2,) if config.max_batch_size else ()
+    tensors = {}
+    for spec in config.inputs:
+        dtype = TORCH_TYPES[spec.datatype]
+        dtype = floats[0] if floats and dtype.is_floating_point else dtype
+        tensors[spec.name] = torch.zeros((*rows, *spec.shape), dtype=dtype)
+    if positional:
+        return Sample([tensors[name] for name in positional], {}, bool(rows))
+    return Sample([], tensors, bool(rows))
 
 
 def _make(code: Code, config: ModelConfig, options: Options) -> Any:

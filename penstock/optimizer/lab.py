@@ -164,7 +164,7 @@ class Lab:
         try:
             passes.find(step.pass_name).build(parent, step, draft / self.plan.name, self.workshop)
             made = _opened(candidate, draft / self.plan.name)
-            if made.config.options.get("penstock.compile"):
+            if {"penstock.compile", "penstock.fuse"} & made.config.options.keys():
                 self.watch("compile")
                 trials.keep_compiled(made, self._compile_timeout_s() or trials.LOAD_TIMEOUT_S)
             os.rename(draft, home)

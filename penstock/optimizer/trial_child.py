@@ -35,6 +35,7 @@ from penstock.backends import (
     Runner,
     backend,
 )
+from penstock.backends.processing import Processed
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import facts
@@ -105,9 +106,9 @@ class Measure(msgspec.Struct, tag="measure"):
 
 
 class Keep(msgspec.Struct, tag="keep"):
-    """Write what was compiled to this file, all sizes of batches run once."""
+    """Write what was compiled and chosen to this folder, all sizes of batches run once."""
 
-    path: str
+    folder: str
 
 
 class Package(msgspec.Struct, tag="package"):
@@ -254,18 +255,21 @@ class Trial:
         grown: int = psutil.Process().memory_info().rss - self._before_bytes
         return max(0, grown)
 
-    def keep(self, path: str) -> int:
+    def keep(self, folder: str) -> int:
         """0 where there is nothing to keep."""
         warm_up_all(self._config, self._runner, self.proof)
         runner: object = self._runner
+        if isinstance(runner, Processed):
+            runner = runner.inner
         if not isinstance(runner, KeepsCompiled):
             return 0
-        compiled = runner.compiled()
-        if compiled:
-            # It may be a link to that of the parent.
-            Path(path).unlink(missing_ok=True)
-            Path(path).write_bytes(compiled)
-        return len(compiled)
+        files = runner.compiled()
+        for name, content in files.items():
+            path = Path(folder) / name
+            # It may be a link to that of another build.
+            path.unlink(missing_ok=True)
+            path.write_bytes(content)
+        return sum(map(len, files.values()))
 
     def _one(self, specs: Sequence[TensorSpec], answer: Outputs | Exception) -> list[Values]:
         if isinstance(answer, Exception):
@@ -358,7 +362,7 @@ class Child:
             self._trial.hold(question)
             return Held()
         if isinstance(question, Keep):
-            return Kept(self._trial.keep(question.path))
+            return Kept(self._trial.keep(question.folder))
         return self._trial.measure(question.duration_s)
 
 

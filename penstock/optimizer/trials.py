@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 
 from penstock import devices
-from penstock.backends import COMPILED
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.candidates import Build
@@ -90,11 +89,12 @@ def inspect(build: Build) -> Facts:
 
 
 def keep_compiled(build: Build, timeout_s: float = LOAD_TIMEOUT_S) -> int:
-    """What its library compiles of it goes into the version's folder, so that nobody who loads it
-    on such a machine compiles again; how many bytes that are. TookTooLong after so long."""
+    """What is compiled of it, and which kernels were found the fastest, goes into the version's
+    folder, so that nobody who loads it on such a machine does that again; how many bytes that are.
+    TookTooLong after so long."""
     with Child(build.config, timeout_s) as child:
         child.load(timeout_s)
-        child.send(Keep(str(build.version_folder / COMPILED)))
+        child.send(Keep(str(build.version_folder)))
         return child.expect(Kept).num_bytes
 
 

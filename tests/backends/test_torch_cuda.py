@@ -135,6 +135,16 @@ class TestGraphs:
         assert facts["cuda_graphs"] == "0"
         assert "1 shapes: operation not permitted" in facts["without_cuda_graph"]
 
+    @pytest.mark.parametrize("is_captured", [False, True])
+    def test_inputs_that_are_there_already_are_only_computed(self, is_captured):
+        gpu = FakeGpu()
+        running = pipeline(gpu, is_captured=is_captured)
+        for start in (0.0, 5.0, 9.0):
+            found = running.run(rows(2, start))
+            assert torch.equal(found["y"], rows(2, start)["x"] * 2)
+        assert gpu.did == ["compute"] * 3 and gpu.waited == []
+        assert gpu.num_replays == (2 if is_captured else 0)
+
     def test_off_unless_asked_for(self):
         gpu = FakeGpu()
         running = pipeline(gpu)

@@ -2,6 +2,7 @@
 which a model can end its process."""
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -358,3 +359,41 @@ class TestInspect:
         build.artifact.write_bytes(b"")
         with pytest.raises(BackendFailed):
             trials.inspect(build)
+
+
+LINEAR = """
+import torch
+
+def factory():
+    torch.manual_seed(0)
+    return torch.nn.Linear(1, 1)
+"""
+COMPILED = """
+backend: "pytorch" max_batch_size: 2 dynamic_batching { } default_model_filename: "module.py"
+input { name: "x" data_type: TYPE_FP32 dims: 1 }
+output { name: "y" data_type: TYPE_FP32 dims: 1 }
+instance_group { kind: KIND_CPU }
+parameters { key: "penstock.compile" value { string_value: "default" } }
+"""
+
+
+class TestKeep:
+    def test_nothing_where_nothing_is_compiled(self, tmp_path):
+        build = null_build(tmp_path)
+        assert trials.keep_compiled(build) == 0
+        assert list(build.version_folder.iterdir()) == []
+
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+    def test_what_was_compiled_and_not_in_the_build_it_was_linked_from(self, tmp_path):
+        torch = pytest.importorskip("torch")
+        save_file = pytest.importorskip("safetensors.torch").save_file
+        version = tmp_path / "model" / "1"
+        version.mkdir(parents=True)
+        (version / "module.py").write_text(LINEAR)
+        save_file(torch.nn.Linear(1, 1).state_dict(), version / "model.safetensors")
+        (tmp_path / "model" / "config.pbtxt").write_text(COMPILED)
+        (tmp_path / "parents").write_bytes(b"of another build")
+        (version / "compiled.bin").hardlink_to(tmp_path / "parents")
+        assert trials.keep_compiled(read(tmp_path / "model")) > 1000
+        assert (version / "compiled.bin").stat().st_size > 1000
+        assert (tmp_path / "parents").read_bytes() == b"of another build"

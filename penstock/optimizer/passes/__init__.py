@@ -30,6 +30,7 @@ PASSES: Mapping[str, tuple[str, str]] = {
     "transformer-fusion": ("penstock.optimizer.passes.transformer_fusion", "TransformerFusion"),
     "openvino": ("penstock.optimizer.passes.to_openvino", "ToOpenVino"),
     "torch-compile": ("penstock.optimizer.passes.torch_compile", "TorchCompile"),
+    "conv-fusion": ("penstock.optimizer.passes.conv_fusion", "ConvFusion"),
     "packing": ("penstock.optimizer.passes.packing", "Packing"),
     "cuda-graphs": ("penstock.optimizer.passes.cuda_graphs", "CudaGraphs"),
     "half": ("penstock.optimizer.passes.half", "Half"),

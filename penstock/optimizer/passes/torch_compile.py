@@ -49,6 +49,8 @@ class TorchCompile:
             return [Skip(self.name, "compiled already")]
         if "penstock.pack" in build.config.options:
             return [Skip(self.name, "packed: the layers are kernels already")]
+        if "penstock.fuse" in build.config.options:
+            return [Skip(self.name, "its convolutions are fused: the compiler sees none in them")]
         return [*self._memory_formats(build.config), *self._compilations(situation)]
 
     def _memory_formats(self, config: ModelConfig) -> list[Step | Skip]:

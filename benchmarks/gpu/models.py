@@ -1,0 +1,156 @@
+"""The models of the GPU benchmarks in plain torch, with random weights of the true shapes, and what
+is measured of each. This file is also their `module.py`: a version holds a copy of it.
+
+A new model is a factory and a row of MODELS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    datatype: str
+    shape: tuple[int, ...]
+    # Of whole numbers: below this. Floats are normal.
+    below: int = 0
+
+    def drawn(self, num_rows: int, dtype: str, seed: int) -> np.ndarray:
+        random = np.random.default_rng(seed)
+        shape = (num_rows, *self.shape)
+        if self.below:
+            return random.integers(0, self.below, shape).astype(dtype)
+        return random.standard_normal(shape, np.float32).astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Technique:
+    """Options of the backend, and the datatype that floats are sent in."""
+
+    options: Mapping[str, str]
+    floats: str = "FP32"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    factory: str
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    techniques: Mapping[str, Technique]
+    batches: tuple[int, ...]
+    # For a machine without a GPU: does everything run?
+    tiny: str = ""
+    tiny_inputs: Mapping[str, Tensor] | None = None
+
+
+HALF = {"penstock.dtype": "fp16"}
+LAST = {**HALF, "penstock.memory_format": "channels_last"}
+GRAPHS = {"penstock.cuda_graphs": "on"}
+FUSED = {**HALF, "penstock.fuse": "convolutions"}
+COMPILED = {**LAST, "penstock.compile": "default"}
+FOR_IMAGES = {
+    "fp32 eager": Technique({}),
+    "fp16 eager": Technique(HALF, "FP16"),
+    "fp16 channels-last": Technique(LAST, "FP16"),
+    "fp16 channels-last, graphs": Technique({**LAST, **GRAPHS}, "FP16"),
+    "fp16 fused": Technique(FUSED, "FP16"),
+    "fp16 fused, graphs": Technique({**FUSED, **GRAPHS}, "FP16"),
+    "bf16 fused, graphs": Technique({**FUSED, **GRAPHS, "penstock.dtype": "bf16"}, "FP16"),
+    "fp16 compile": Technique(COMPILED, "FP16"),
+    "fp16 compile, graphs": Technique({**COMPILED, **GRAPHS}, "FP16"),
+}
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, channels: int, middle: int, stride: int, is_first: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, middle, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(middle)
+        self.conv2 = nn.Conv2d(middle, middle, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(middle)
+        self.conv3 = nn.Conv2d(middle, 4 * middle, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * middle)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if is_first:
+            conv = nn.Conv2d(channels, 4 * middle, 1, stride, bias=False)
+            self.downsample = nn.Sequential(conv, nn.BatchNorm2d(4 * middle))
+
+    def forward(self, x):
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    def __init__(self, blocks: tuple[int, ...], width: int = 64, num_classes: int = 1000) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        layers, channels = [], width
+        for stage, depth in enumerate(blocks):
+            for block in range(depth):
+                middle = width << stage
+                stride = 2 if stage and not block else 1
+                layers.append(Bottleneck(channels, middle, stride, is_first=not block))
+                channels = 4 * middle
+        self.layers = nn.Sequential(*layers)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(channels, num_classes)
+
+    def forward(self, image):
+        x = self.maxpool(self.relu(self.bn1(self.conv1(image))))
+        return {"scores": self.fc(torch.flatten(self.avgpool(self.layers(x)), 1))}
+
+
+@torch.no_grad()
+def _trained(module: nn.Module, seed: int = 7) -> nn.Module:
+    """Weights and statistics of the sizes that training leaves; the last convolution of a block
+    counts less, or sums would grow from block to block."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Conv2d):
+            fan = each.in_channels * each.kernel_size[0] * each.kernel_size[1]
+            each.weight.normal_(0, (2 / fan) ** 0.5, generator=generator)
+        elif isinstance(each, nn.BatchNorm2d):
+            low = 0.25 if name.endswith("bn3") else 0.75
+            each.weight.uniform_(low, low + 0.5, generator=generator)
+            each.bias.normal_(0, 0.1, generator=generator)
+            each.running_mean.normal_(0, 0.1, generator=generator)
+            each.running_var.uniform_(0.75, 1.25, generator=generator)
+        elif isinstance(each, nn.Linear):
+            each.weight.normal_(0, 0.02, generator=generator)
+            each.bias.zero_()
+    return module.eval()
+
+
+def resnet50() -> nn.Module:
+    return _trained(ResNet((3, 4, 6, 3)))
+
+
+def resnet_tiny() -> nn.Module:
+    return _trained(ResNet((2, 1), width=32))
+
+
+MODELS: dict[str, Model] = {
+    "resnet50": Model(
+        "resnet50",
+        {"image": Tensor("FP32", (3, 224, 224))},
+        {"scores": Tensor("FP32", (1000,))},
+        FOR_IMAGES,
+        (1, 256),
+        "resnet_tiny",
+        {"image": Tensor("FP32", (3, 32, 32))},
+    ),
+}

@@ -1,0 +1,510 @@
+"""Convolutions with what comes after them as one layer, run by whatever is fastest for its sizes.
+
+A layer has several implementations: torch's operators one by one, cuDNN's fused ones, a matrix
+product of cuBLAS where the window is one pixel, and kernels of our own. On a GPU a `Tuner` times
+them once for each case (sizes and datatype) on the device itself, and drops those whose results are
+off. What was chosen is kept with the version, so a second start times nothing. On a CPU, and where
+shapes are not known before, a layer is torch's operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch.nn import functional
+
+from penstock.backends.checks import first_line
+
+Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+Pair = tuple[int, int]
+# In a version's folder: what was chosen for which case.
+CHOICES = "fusion.json"
+REFERENCE = "torch"
+# Of a batch; an image by itself has one less.
+IMAGE_RANK = 4
+# How far results may be from torch's, by datatype; of the norm.
+TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 5e-3}
+# Calls of one timed graph, and how often it runs.
+NUM_CALLS, NUM_RUNS = 8, 5
+# What may lie about while cases are timed.
+SPARE_BYTES = 4 << 30
+# Compilers at work at once, at most.
+MAX_COMPILERS = 16
+
+
+def kernels() -> Any:
+    """Our own, or None where there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from penstock.kernels import conv
+
+    return conv
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """(height, width) each."""
+
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    groups: int = 1
+
+
+class Timer(Protocol):
+    def seconds(self, call: Callable[[], object]) -> float: ...
+    def done(self) -> None:
+        """All cases are timed."""
+
+
+class Layer(Protocol):
+    def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
+        """All that its time depends on."""
+
+    def implementations(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> Mapping[str, Run]: ...
+
+
+class GpuTimer:
+    """By CUDA graphs, as batches are run: launches one by one would take longer than the work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+            stream.synchronize()
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for _ in range(NUM_CALLS):
+                    call()
+            finally:
+                graph.capture_end()
+            graph.replay()
+            times = [self._replayed(graph) for _ in range(NUM_RUNS)]
+        del graph
+        # Each graph had memory of its own, which is given back only when it is asked for.
+        if self._spare_bytes() > SPARE_BYTES:
+            torch.cuda.empty_cache()
+        return statistics.median(times) / NUM_CALLS
+
+    def _spare_bytes(self) -> int:
+        reserved: int = torch.cuda.memory_reserved(self._device)
+        return reserved - int(torch.cuda.memory_allocated(self._device))
+
+    def _replayed(self, graph: torch.cuda.CUDAGraph) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(self._stream)
+        graph.replay()
+        end.record(self._stream)
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1e3
+
+    def done(self) -> None:
+        """What was tried out is no part of what the model takes."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A layer and what it was called with, without the values."""
+
+    layer: Layer
+    forms: tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def drawn(self) -> list[torch.Tensor | None]:
+        """Not zeros, as at a warm-up: GPUs are faster on zeros, and nothing is wrong with them."""
+        return [None if each is None else each.normal_() for each in self.empty()]
+
+    def empty(self) -> list[torch.Tensor | None]:
+        return [
+            None
+            if form is None
+            else torch.empty_strided(*form, dtype=self.dtype, device=self.device)
+            for form in self.forms
+        ]
+
+
+class Remembered(msgspec.Struct):
+    """The file of choices; they hold for the same hardware and libraries."""
+
+    made_for: dict[str, str]
+    choices: dict[str, str]
+
+
+@dataclass(slots=True)
+class Tuner:
+    """Which implementation runs which case: `find` it, and `tune` what was not found."""
+
+    timer: Timer
+    device: torch.device
+    choices: dict[str, str] = field(default_factory=dict)
+    # Why implementations were dropped, by case and name.
+    problems: dict[str, str] = field(default_factory=dict)
+    num_tuned: int = 0
+    _workspace: Any = None
+    _waiting: dict[str, Case] = field(default_factory=dict)
+
+    def find(
+        self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[str, Run] | None:
+        """None where nothing is chosen yet; it then waits to be tuned."""
+        key = layer.key(x, residual)
+        name = self.choices.get(key)
+        run = layer.implementations(x, residual).get(name) if name is not None else None
+        if name is not None and run is not None:
+            return name, run
+        forms = tuple(None if t is None else (t.shape, t.stride()) for t in (x, residual))
+        self._waiting.setdefault(key, Case(layer, forms, x.dtype, x.device))
+        return None
+
+    def tune(self) -> None:
+        """All that has come by."""
+        waiting, self._waiting = self._waiting, {}
+        if not waiting:
+            return
+        self._compile(waiting.values())
+        for key, case in waiting.items():
+            self.choices[key] = self._fastest(key, case)
+            self.num_tuned += 1
+        self.timer.done()
+
+    @property
+    def workspace(self) -> Any:
+        if self._workspace is None:
+            self._workspace = kernels().Workspace(self.device)
+        return self._workspace
+
+    def _compile(self, cases: Iterable[Case]) -> None:
+        """The kernels of all cases at once, by several threads: it takes longer than all else."""
+        own = kernels()
+        if own is None or self.device.type != "cuda":
+            return
+        with own.compiling(min(MAX_COMPILERS, os.cpu_count() or 1)):
+            for case in cases:
+                x, residual = case.empty()
+                assert x is not None
+                for name, run in case.layer.implementations(x, residual).items():
+                    if name.startswith("triton"):
+                        # It fails again, and is told, when it is timed.
+                        with contextlib.suppress(Exception):
+                            run(x, residual)
+
+    def _fastest(self, key: str, case: Case) -> str:
+        times = {}
+        try:
+            x, residual = case.drawn()
+            assert x is not None
+            runs = case.layer.implementations(x, residual)
+            wanted = runs[REFERENCE](x, residual)
+        except torch.OutOfMemoryError as error:
+            self.problems[key] = first_line(error)
+            return REFERENCE
+        for name, run in runs.items():
+            try:
+                off = _error(run(x, residual), wanted)
+                if not off <= TOLERANCE.get(x.dtype, 0.0):
+                    raise ArithmeticError(f"its results are off by {off:.2g}")
+                times[name] = self.timer.seconds(partial(run, x, residual))
+            except Exception as error:  # What one library does not have, another has.
+                self.problems[f"{key}: {name}"] = first_line(error)
+        return min(times, key=lambda name: times[name]) if times else REFERENCE
+
+
+def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    found, wanted = found.float(), wanted.float()
+    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
+
+
+def made_for(device: torch.device) -> dict[str, str]:
+    own = kernels()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {
+        "device": name,
+        "torch": str(torch.__version__),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "triton": own.triton.__version__ if own is not None else "none",
+    }
+
+
+def remembered(content: bytes, device: torch.device) -> dict[str, str]:
+    """Of a file of choices; nothing where it was made for something else, or makes no sense."""
+    try:
+        found = msgspec.json.decode(content, type=Remembered)
+    except msgspec.DecodeError:
+        return {}
+    return found.choices if found.made_for == made_for(device) else {}
+
+
+def to_remember(tuner: Tuner) -> bytes:
+    choices = dict(sorted(tuner.choices.items()))
+    found = Remembered(made_for(tuner.device), choices)
+    return msgspec.json.format(msgspec.json.encode(found), indent=1)
+
+
+class Chosen:
+    """The implementations of one layer, by what it is called with."""
+
+    def __init__(self, layer: Layer, tuner: Tuner | None) -> None:
+        self._layer = layer
+        self._tuner = tuner
+        self._runs: dict[object, tuple[str, int, Run]] = {}
+
+    def run(self, x: torch.Tensor, residual: torch.Tensor | None, default: Run) -> torch.Tensor:
+        tuner = self._tuner
+        if tuner is None:
+            return default(x, residual)
+        key = x.shape, x.dtype, None if residual is None else residual.shape
+        known = self._runs.get(key)
+        if known is not None:
+            return known[2](x, residual)
+        found = tuner.find(self._layer, x, residual)
+        if found is None:
+            return default(x, residual)
+        name, run = found
+        self._runs[key] = name, x.shape[0], run
+        return run(x, residual)
+
+    def names(self) -> list[tuple[int, str]]:
+        """(batch, implementation), of each case."""
+        return [(batch, name) for name, batch, _ in self._runs.values()]
+
+    @property
+    def workspace(self) -> Any:
+        assert self._tuner is not None
+        return self._tuner.workspace
+
+
+class Convolution(torch.nn.Module):  # type: ignore[misc]
+    """conv2d, then perhaps a tensor added, then perhaps ReLU."""
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        bias: torch.nn.Parameter | None,
+        geometry: Geometry,
+        has_relu: bool,
+        tuner: Tuner | None,
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.geometry = geometry
+        self.has_relu = has_relu
+        self.chosen = Chosen(self, tuner)
+        self._packed: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        # Compilers and exporters have ways of their own.
+        is_other = x.ndim != IMAGE_RANK or torch.compiler.is_compiling()
+        if is_other or (residual is not None and residual.shape != self._out_shape(x)):
+            return self._plain(x, residual)
+        default = self._cudnn if self.default == "cudnn" else self._plain
+        return self.chosen.run(x, residual, default)
+
+    @property
+    def default(self) -> str:
+        """What runs it where nothing was chosen."""
+        is_fused = self.weight.is_cuda and self.has_relu and self.bias is not None
+        return "cudnn" if is_fused else REFERENCE
+
+    def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
+        out, _, high, wide = self.weight.shape
+        size, geometry = "x".join(map(str, x.shape)), self.geometry
+        is_last = x.is_contiguous(memory_format=torch.channels_last)
+        parts = [
+            f"conv {size} {'nhwc' if is_last else 'nchw'} {_name(x.dtype)}",
+            f"to {out} window {high}x{wide} stride {_x(geometry.stride)}",
+            f"padding {_x(geometry.padding)} dilation {_x(geometry.dilation)}",
+            f"groups {geometry.groups}",
+            *["bias"] * (self.bias is not None),
+            *["residual"] * (residual is not None),
+            *["relu"] * self.has_relu,
+        ]
+        return " ".join(parts)
+
+    def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
+        found: dict[str, Run] = {REFERENCE: self._plain}
+        if self.default == "cudnn":
+            found["cudnn"] = self._cudnn
+        if self.geometry.groups > 1:
+            return found
+        if self.weight.shape[2:] == (1, 1) and self.geometry == Geometry():
+            found["cublas"] = self._cublas
+        own = kernels()
+        if own is not None and self.geometry.dilation == (1, 1) and self._fits(x):
+            found |= self._own(own, x)
+        return found
+
+    def extra_repr(self) -> str:
+        size = " ".join(map(str, self.weight.shape))
+        return f"{size}, {self.geometry}, relu={self.has_relu}"
+
+    def _out_shape(self, x: torch.Tensor) -> tuple[int, ...]:
+        geometry = self.geometry
+        sizes = zip(
+            x.shape[2:],
+            self.weight.shape[2:],
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            strict=True,
+        )
+        lengths = (
+            (length + 2 * pad - dilation * (size - 1) - 1) // stride + 1
+            for length, size, stride, pad, dilation in sizes
+        )
+        return x.shape[0], self.weight.shape[0], *lengths
+
+    def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        each = self.geometry
+        where = each.stride, each.padding, each.dilation, each.groups
+        y = functional.conv2d(x, self.weight, self.bias, *where)
+        if residual is not None:
+            y = y + residual
+        return functional.relu(y) if self.has_relu else y
+
+    def _cudnn(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        each = self.geometry
+        where = each.stride, each.padding, each.dilation, each.groups
+        x = x.contiguous(memory_format=torch.channels_last)
+        if residual is None:
+            return torch.cudnn_convolution_relu(x, self.weight, self.bias, *where)
+        return torch.cudnn_convolution_add_relu(x, self.weight, residual, 1.0, self.bias, *where)
+
+    def _cublas(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Bias and ReLU with the product; a residual takes another pass."""
+        rows = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+        weight = self.weight.flatten(1).t()
+        if self.bias is None:
+            y = torch.mm(rows, weight)
+        elif residual is None and self.has_relu:
+            y = torch._addmm_activation(self.bias, rows, weight)
+        else:
+            y = torch.addmm(self.bias, rows, weight)
+        batch, _, high, wide = x.shape
+        y = y.view(batch, high, wide, -1).permute(0, 3, 1, 2)
+        if residual is not None:
+            y += residual
+        is_left = self.has_relu and (residual is not None or self.bias is None)
+        return y.relu_() if is_left else y
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        limit = kernels().MAX_ELEMENTS
+        num_out = 1
+        for length in self._out_shape(x):
+            num_out *= length
+        return x.dtype in TOLERANCE and x.numel() <= limit and num_out <= limit
+
+    def _own(self, own: Any, x: torch.Tensor) -> dict[str, Run]:
+        out, channels, *size = self.weight.shape
+        window = own.Window(tuple(size), self.geometry.stride, self.geometry.padding)
+        batch, _, high, wide = self._out_shape(x)
+        num_rows = batch * high * wide
+        found: dict[str, Run] = {}
+        num_taps, item_bytes = size[0] * size[1], x.dtype.itemsize
+        for tile in own.tiles_of(num_rows, out, channels, num_taps, item_bytes):
+            num_tiles = -(-num_rows // tile.rows) * (out // tile.columns)
+            if tile.split == 1 or self.chosen.workspace.has_room(tile, num_tiles):
+                found[f"triton {tile}"] = self._by_kernel(own, window, tile)
+        if channels <= own.PIXEL and size[1] <= 2 * own.PIXEL and out % 32 == 0:
+            tile = own.packed_tile(num_rows, out, size[1])
+            found[f"triton packed {tile}"] = self._by_packing(own, window, tile)
+        return found
+
+    def _by_kernel(self, own: Any, window: Any, tile: Any) -> Run:
+        def run(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+            after = own.Epilogue(self.bias, _last(residual), self.has_relu)
+            workspace = self.chosen.workspace
+            return own.convolve(_last(x), self._last_weight, window, after, tile, workspace)
+
+        return run
+
+    def _by_packing(self, own: Any, window: Any, tile: Any) -> Run:
+        def run(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+            if self._packed is None:
+                self._packed = own.pack_weight(self.weight)
+            after = own.Epilogue(self.bias, _last(residual), self.has_relu)
+            return own.convolve_packed(x, self._packed, window, after, tile, self.chosen.workspace)
+
+        return run
+
+    @property
+    def _last_weight(self) -> torch.Tensor:
+        return _last(self.weight)
+
+
+class MaxPool(torch.nn.Module):  # type: ignore[misc]
+    """max_pool2d; torch's also writes where each value was, which nobody asked for."""
+
+    def __init__(self, size: Pair, stride: Pair, padding: Pair, tuner: Tuner | None) -> None:
+        super().__init__()
+        self.size, self.stride, self.padding = size, stride, padding
+        self.chosen = Chosen(self, tuner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.ndim != IMAGE_RANK or torch.compiler.is_compiling():
+            return self._plain(x, None)
+        return self.chosen.run(x, None, self._plain)
+
+    def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
+        size = "x".join(map(str, x.shape))
+        window = f"{_x(self.size)} stride {_x(self.stride)} padding {_x(self.padding)}"
+        return f"max_pool {size} {_name(x.dtype)} window {window}"
+
+    def implementations(self, x: torch.Tensor, residual: torch.Tensor | None) -> dict[str, Run]:
+        found: dict[str, Run] = {REFERENCE: self._plain}
+        own = kernels()
+        if own is not None and x.dtype in TOLERANCE and x.numel() <= own.MAX_ELEMENTS:
+            window = own.Window(self.size, self.stride, self.padding)
+            found["triton"] = lambda x, _: own.max_pool(_last(x), window)
+        return found
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, stride={self.stride}, padding={self.padding}"
+
+    def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return functional.max_pool2d(x, self.size, self.stride, self.padding)
+
+
+def counted(layers: Iterable[Convolution]) -> dict[int, Counter[str]]:
+    """How many layers each implementation runs, by batch."""
+    found: dict[int, Counter[str]] = {}
+    for layer in layers:
+        for batch, name in layer.chosen.names():
+            found.setdefault(batch, Counter())[name.partition(" ")[0]] += 1
+    return found
+
+
+def _last(x: Any) -> Any:
+    return None if x is None else x.contiguous(memory_format=torch.channels_last)
+
+
+def _x(pair: Pair) -> str:
+    return f"{pair[0]}x{pair[1]}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,376 @@
+"""A module's convolutions made one layer each with what comes after them (`penstock.fuse`).
+
+The module is traced (`torch_tracing`). Batch normalisation goes into the weights, dropout away; a
+convolution, a tensor that is added to it and a ReLU become one `Convolution`. Only what no one
+else looks at is drawn in, and a convolution moves to where its chain ends only if nothing writes to
+what it reads in between: answers stay what they were, but for rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from penstock.backends import torch_convolution
+from penstock.backends.torch_convolution import (
+    CHOICES,
+    Convolution,
+    Geometry,
+    GpuTimer,
+    MaxPool,
+    Pair,
+    Tuner,
+)
+from penstock.backends.torch_tracing import IN_PLACE_NAMES, Sample, trace
+from penstock.config import ModelConfig
+
+DROPPED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+RELU_FUNCTIONS = {functional.relu, torch.relu, torch.relu_, functional.relu_}
+RELU_METHODS = {"relu", "relu_"}
+ADD_FUNCTIONS = {operator.add, operator.iadd, torch.add}
+ADD_METHODS = {"add", "add_", "__add__", "__iadd__"}
+# What gives memory of its own, so that whoever writes to it writes to nothing else.
+FRESH_FUNCTIONS = {functional.relu, torch.relu, operator.add, torch.add, torch.cat, torch.conv2d}
+FRESH_FUNCTIONS |= {functional.conv2d, functional.linear, operator.sub, operator.mul, torch.mul}
+FRESH_MODULES = ("conv", "batchnorm", "linear", "pooling", "normalization", "activation")
+IN_PLACE_FUNCTIONS = {getattr(operator, name) for name in IN_PLACE_NAMES.split()}
+IN_PLACE_FUNCTIONS |= {operator.setitem, operator.delitem}
+
+
+@dataclass(slots=True)
+class Fusion:
+    """A fused module, and how its layers choose; `tuner` is None where nothing is timed."""
+
+    module: Any
+    tuner: Tuner | None
+    _seen: set[object] = field(default_factory=set)
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor], call: Callable[[], object]) -> None:
+        """Before inputs of new shapes are run: the layers' implementations are timed."""
+        shapes = tuple((name, tuple(each.shape)) for name, each in tensors.items())
+        if self.tuner is None or shapes in self._seen:
+            return
+        # Layers tell what they are called with.
+        call()
+        self.tuner.tune()
+        self._seen.add(shapes)
+
+    @property
+    def layers(self) -> list[Convolution]:
+        """Of every place where one is called: a module may be called at several."""
+        found = (
+            self.module.get_submodule(node.target)
+            for node in self.module.graph.nodes
+            if node.op == "call_module"
+        )
+        return [each for each in found if isinstance(each, Convolution)]
+
+    def built(self) -> dict[str, str]:
+        """How many there are and what runs them; of all sizes, the smallest and the largest."""
+        layers = self.layers
+        text = f"{len(layers)} convolutions"
+        if self.tuner is None:
+            return {"fusion": f"{text}: {_list(Counter(each.default for each in layers))}"}
+        counts = torch_convolution.counted(layers)
+        for batch in sorted({*sorted(counts)[:1], *sorted(counts)[-1:]}):
+            text += f"; batch {batch}: {_list(counts[batch])}"
+        facts = {"fusion": text, "fusion_timed": f"{self.tuner.num_tuned} cases"}
+        if self.tuner.problems:
+            case, problem = next(iter(self.tuner.problems.items()))
+            facts["fusion_dropped"] = f"{len(self.tuner.problems)}: {case}: {problem}"
+        return facts
+
+    def files(self) -> dict[str, bytes]:
+        """For the version's folder."""
+        if self.tuner is None or not self.tuner.choices:
+            return {}
+        return {CHOICES: torch_convolution.to_remember(self.tuner)}
+
+
+def _list(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
+
+
+def open_tuner(config: ModelConfig) -> Tuner | None:
+    """For a GPU and shapes that come again: nobody waits for what is timed at load."""
+    device = torch.device(config.device)
+    if device.type != "cuda" or not all(spec.is_fixed for spec in config.inputs):
+        return None
+    # The first call of a shape decides which of its algorithms cuDNN takes.
+    torch.backends.cudnn.benchmark = True
+    path = Path(config.artifact).parent / CHOICES
+    choices = torch_convolution.remembered(path.read_bytes(), device) if path.is_file() else {}
+    return Tuner(GpuTimer(device), device, choices)
+
+
+def fuse(module: Any, tuner: Tuner | None = None, sample: Sample | None = None) -> Fusion:
+    """A module in evaluation mode, before it is cast: weights are folded in the precision they
+    have. ConfigError says why it cannot be traced."""
+    traced = trace(module, sample)
+    with torch.no_grad():
+        _drop(traced)
+        _Fuser(traced, tuner).run()
+        _move_biases(traced)
+        _pools(traced, tuner)
+    traced.graph.lint()
+    traced.delete_all_unused_submodules()
+    traced.recompile()
+    return Fusion(traced.eval(), tuner)
+
+
+def _module(traced: Any, node: fx.Node) -> Any:
+    return traced.get_submodule(node.target) if node.op == "call_module" else None
+
+
+def _is_plain(module: Any) -> bool:
+    """Without code of others around it."""
+    return not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def _drop(traced: Any) -> None:
+    for node in list(traced.graph.nodes):
+        module = _module(traced, node)
+        is_call = node.op == "call_function" and node.target is functional.dropout
+        is_off = is_call and not _argument(node, "training", True)
+        if is_off or (isinstance(module, DROPPED) and _is_plain(module)):
+            source = _argument(node, "input") if is_call else node.all_input_nodes[0]
+            node.replace_all_uses_with(source)
+            traced.graph.erase_node(node)
+
+
+def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """Of a call of a Python function, by its name."""
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    return bound.arguments.get(name, default)
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A convolution and the nodes that it takes in, in order."""
+
+    nodes: list[fx.Node]
+    conv: Any
+    norm: Any = None
+    residual: fx.Node | None = None
+    has_relu: bool = False
+
+
+@dataclass(slots=True)
+class _Fuser:
+    traced: Any
+    tuner: Tuner | None
+    _order: dict[fx.Node, int] = field(default_factory=dict)
+    # Weights by convolution and normalisation: a module that is called twice has them once.
+    _weights: dict[tuple[str, str], tuple[nn.Parameter, nn.Parameter | None]] = field(
+        default_factory=dict
+    )
+
+    def run(self) -> None:
+        graph = self.traced.graph
+        self._order = {node: index for index, node in enumerate(graph.nodes)}
+        for number, node in enumerate(list(graph.nodes)):
+            module = _module(self.traced, node)
+            if type(module) is nn.Conv2d and _is_plain(module) and _geometry(module) is not None:
+                self._replace(self._chain(node, module), f"penstock_convolution_{number}")
+
+    def _chain(self, node: fx.Node, conv: Any) -> _Chain:
+        chain = _Chain([node], conv)
+        following = self._only_user(chain)
+        if following is not None and _is_norm(module := _module(self.traced, following)):
+            chain.norm = module
+            chain.nodes.append(following)
+            following = self._only_user(chain)
+        if following is not None and (other := _added(following, chain.nodes[-1])) is not None:
+            longer = _Chain([*chain.nodes, following], conv, chain.norm, other)
+            if self._may_move(longer):
+                chain = longer
+                following = self._only_user(chain)
+        if following is not None and self._is_relu(following):
+            longer = _Chain([*chain.nodes, following], conv, chain.norm, chain.residual, True)
+            if self._may_move(longer):
+                chain = longer
+        return chain
+
+    def _only_user(self, chain: _Chain) -> fx.Node | None:
+        users = list(chain.nodes[-1].users)
+        return users[0] if len(users) == 1 else None
+
+    def _is_relu(self, node: fx.Node) -> bool:
+        module = _module(self.traced, node)
+        if module is not None:
+            return type(module) is nn.ReLU and _is_plain(module)
+        known = RELU_FUNCTIONS if node.op == "call_function" else RELU_METHODS
+        return node.op in ("call_function", "call_method") and node.target in known
+
+    def _may_move(self, chain: _Chain) -> bool:
+        """Whether what it reads is the same at its end."""
+        reads = [(chain.nodes[0].all_input_nodes[0], chain.nodes[0])]
+        if chain.residual is not None:
+            reads += [
+                (chain.residual, node) for node in chain.residual.users if node in chain.nodes
+            ]
+        return not any(self._is_written(each, reader, chain) for each, reader in reads)
+
+    def _is_written(self, read: fx.Node, reader: fx.Node, chain: _Chain) -> bool:
+        """Whether something writes there between its reader and the end of the chain."""
+        memory = self._memory(read)
+        first, last = self._order[reader], self._order[chain.nodes[-1]]
+        return any(
+            memory & self._memory(written)
+            for node, at in self._order.items()
+            if first < at < last and node not in chain.nodes
+            for written in self._written(node)
+        )
+
+    def _written(self, node: fx.Node) -> list[fx.Node]:
+        """What the node writes to, beside its own result."""
+        given = node.all_input_nodes
+        module = _module(self.traced, node)
+        if module is not None:
+            return given if getattr(module, "inplace", False) else []
+        if node.op == "call_method":
+            is_so = node.target.endswith("_") and not node.target.endswith("__")
+            return given if is_so or node.target == "__setitem__" else []
+        if node.op != "call_function":
+            return []
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None:
+            return given if schema.is_mutable else []
+        name = getattr(node.target, "__name__", "")
+        is_so = node.target in IN_PLACE_FUNCTIONS or name.endswith("_") or "out" in node.kwargs
+        # `inplace` may be given by position.
+        is_told = any(each is True for each in (*node.args, node.kwargs.get("inplace")))
+        return given if is_so or is_told else []
+
+    def _memory(self, node: fx.Node) -> set[fx.Node]:
+        """The nodes whose memory this one may be a look at, itself included."""
+        found: set[fx.Node] = set()
+        waiting = [node]
+        while waiting:
+            current = waiting.pop()
+            if current not in found:
+                found.add(current)
+                waiting += [] if self._is_fresh(current) else current.all_input_nodes
+        return found
+
+    def _is_fresh(self, node: fx.Node) -> bool:
+        if self._written(node):
+            return False
+        module = _module(self.traced, node)
+        if module is None:
+            return node.op == "call_function" and node.target in FRESH_FUNCTIONS
+        if isinstance(module, Convolution):
+            return True
+        where = type(module).__module__
+        return where.startswith("torch.nn.") and where.endswith(FRESH_MODULES)
+
+    def _replace(self, chain: _Chain, name: str) -> None:
+        first, last = chain.nodes[0], chain.nodes[-1]
+        norm_name = chain.nodes[1].target if chain.norm is not None else ""
+        key = str(first.target), str(norm_name)
+        if key not in self._weights:
+            self._weights[key] = _folded(chain.conv, chain.norm)
+        weight, bias = self._weights[key]
+        if bias is None and chain.has_relu:
+            bias = nn.Parameter(weight.new_zeros(len(weight)), requires_grad=False)
+        geometry = _geometry(chain.conv)
+        assert geometry is not None
+        self.traced.add_submodule(
+            name, Convolution(weight, bias, geometry, chain.has_relu, self.tuner)
+        )
+        residual = () if chain.residual is None else (chain.residual,)
+        with self.traced.graph.inserting_after(last):
+            made = self.traced.graph.call_module(name, (first.all_input_nodes[0], *residual))
+        last.replace_all_uses_with(made)
+        self._order[made] = self._order[last]
+        for node in reversed(chain.nodes):
+            self.traced.graph.erase_node(node)
+            del self._order[node]
+
+
+def _geometry(conv: Any) -> Geometry | None:
+    """None where it is more than numbers say: padding by name, or with other values than zero."""
+    if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+        return None
+    return Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def _is_norm(module: Any) -> bool:
+    """With statistics of its own; else it takes those of the batch."""
+    return type(module) is nn.BatchNorm2d and _is_plain(module) and module.running_mean is not None
+
+
+def _added(node: fx.Node, conv: fx.Node) -> fx.Node | None:
+    """What the node adds to `conv`. Where it writes to a tensor, that must be conv's."""
+    is_call = node.op == "call_function" and node.target in ADD_FUNCTIONS
+    is_method = node.op == "call_method" and node.target in ADD_METHODS
+    if not (is_call or is_method) or node.kwargs or len(node.args) != len(("one", "other")):
+        return None
+    one, other = node.args
+    is_in_place = node.target in (operator.iadd, "add_", "__iadd__")
+    if other is conv and not is_in_place:
+        one, other = other, one
+    is_pair = one is conv and other is not conv and isinstance(other, fx.Node)
+    return other if is_pair else None
+
+
+def _folded(conv: Any, norm: Any) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """The weights of both as those of one convolution, channels-last."""
+    weight, bias = conv.weight.double(), conv.bias
+    if norm is not None:
+        factor = (norm.running_var.double() + norm.eps).rsqrt()
+        if norm.weight is not None:
+            factor = factor * norm.weight.double()
+        weight = weight * factor[:, None, None, None]
+        bias = (0.0 if bias is None else bias.double()) - norm.running_mean.double()
+        bias = bias * factor + (0.0 if norm.bias is None else norm.bias.double())
+    weight = weight.to(conv.weight.dtype).contiguous(memory_format=torch.channels_last)
+    bias = None if bias is None else _constant(bias.to(conv.weight.dtype))
+    return _constant(weight), bias
+
+
+def _constant(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach().clone(), requires_grad=False)
+
+
+def _move_biases(traced: Any) -> None:
+    """A convolution that is only added to another leaves its bias to that one: by itself, cuDNN
+    would take another pass over the result for it."""
+    for node in traced.graph.nodes:
+        layer = _module(traced, node)
+        if not isinstance(layer, Convolution) or len(node.args) < len(("x", "residual")):
+            continue
+        added = node.args[1]
+        other = _module(traced, added)
+        is_alone = isinstance(other, Convolution) and len(added.users) == len(added.args) == 1
+        if not is_alone or other.has_relu or other.bias is None or layer.bias is None:
+            continue
+        if layer.bias.shape == other.bias.shape:
+            layer.bias = _constant(layer.bias + other.bias)
+            other.bias = None
+
+
+def _pools(traced: Any, tuner: Tuner | None) -> None:
+    for number, node in enumerate(list(traced.graph.nodes)):
+        module = _module(traced, node)
+        if type(module) is not nn.MaxPool2d or not _is_plain(module):
+            continue
+        if module.ceil_mode or module.return_indices or _pair(module.dilation) != (1, 1):
+            continue
+        sizes = _pair(module.kernel_size), _pair(module.stride), _pair(module.padding)
+        name = f"penstock_pool_{number}"
+        traced.add_submodule(name, MaxPool(*sizes, tuner))
+        node.target = name
+
+
+def _pair(value: int | tuple[int, int]) -> Pair:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])

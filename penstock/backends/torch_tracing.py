@@ -1,0 +1,160 @@
+"""A module's code as a graph, for whoever rewrites it (`torch_fusion`).
+
+torch.fx runs `forward` once with stand-ins for tensors, which fails where code looks at shapes.
+torch.export can follow that, given inputs like the real ones; of what it gives, the operators that
+matter here are made modules again, so both ways give the same kind of graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.backends.checks import first_line
+from penstock.errors import ConfigError
+
+IN_PLACE_NAMES = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
+# What torch.export puts in to check what it was told.
+GUARDS = "_guards_fn"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Inputs like those of a batch; with a first dimension of any size where `has_batch`."""
+
+    positional: Sequence[torch.Tensor]
+    keywords: Mapping[str, torch.Tensor]
+    has_batch: bool
+
+
+class _Traced(fx.Proxy):  # type: ignore[misc]
+    """A value while it is traced. torch's own makes `x = x + y` of `x += y`, which is another thing
+    where somebody else holds x."""
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def call(traced: _Traced, other: Any) -> Any:
+        return traced.tracer.create_proxy("call_function", function, (traced, other), {})
+
+    return call
+
+
+for _name in IN_PLACE_NAMES.split():
+    setattr(_Traced, f"__{_name}__", _in_place(getattr(operator, _name)))
+
+
+class _Tracer(fx.Tracer):  # type: ignore[misc]
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Traced(node, self)
+
+
+def trace(module: Any, sample: Sample | None = None) -> Any:
+    """A GraphModule that shares the module's weights. ConfigError says why there is none."""
+    try:
+        return fx.GraphModule(module, _Tracer().trace(module))
+    except Exception as error:  # The tracer runs the model's code.
+        problem = f"parameters.penstock.fuse: the module cannot be traced: {first_line(error)}"
+        if sample is None:
+            raise ConfigError([problem]) from error
+    try:
+        return _exported(module, sample)
+    except Exception as error:  # The same.
+        raise ConfigError([f"{problem}; nor exported: {first_line(error)}"]) from error
+
+
+def _exported(module: Any, sample: Sample) -> Any:
+    first = {0: torch.export.Dim.DYNAMIC} if sample.has_batch else None
+    shapes = {name: first for name in sample.keywords} or tuple(first for _ in sample.positional)
+    program = torch.export.export(
+        module, tuple(sample.positional), dict(sample.keywords), dynamic_shapes=shapes, strict=False
+    )
+    exported = program.module()
+    made = fx.GraphModule(exported, exported.graph)
+    for node in list(made.graph.nodes):
+        if "device" in node.kwargs:
+            raise ValueError(f"{node.target} makes a tensor on a device of its own")
+        if node.op == "call_module" and node.target == GUARDS:
+            made.graph.erase_node(node)
+        elif node.op == "call_function":
+            _lift(made, node)
+    for node in list(made.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            made.graph.erase_node(node)
+    made.delete_all_unused_submodules()
+    made.recompile()
+    return made
+
+
+def _lift(made: Any, node: fx.Node) -> None:
+    """One of torch's operators as the module that it was."""
+    aten = torch.ops.aten
+    known: dict[Any, Callable[..., Any]] = {
+        aten.conv2d.default: _conv,
+        aten.batch_norm.default: _norm,
+        aten.relu.default: nn.ReLU,
+        aten.relu_.default: lambda: nn.ReLU(inplace=True),
+        aten.max_pool2d.default: nn.MaxPool2d,
+        aten.dropout.default: lambda rate, is_on: nn.Dropout(rate) if is_on else nn.Identity(),
+    }
+    sums = {aten.add.Tensor: operator.add, aten.add_.Tensor: operator.iadd}
+    if node.target in sums and not node.kwargs:
+        node.target = sums[node.target]
+    elif node.target in known and not node.kwargs:
+        x, *others = node.args
+        given = [_value(made, each) for each in others]
+        if any(isinstance(each, fx.Node) for each in given):
+            return
+        name = f"penstock_{node.name}"
+        made.add_submodule(name, known[node.target](*given).eval())
+        with made.graph.inserting_after(node):
+            called = made.graph.call_module(name, (x,))
+        node.replace_all_uses_with(called)
+        made.graph.erase_node(node)
+
+
+def _value(made: Any, argument: Any) -> Any:
+    """Of a weight, the tensor."""
+    if isinstance(argument, fx.Node) and argument.op == "get_attr":
+        return operator.attrgetter(argument.target)(made)
+    return tuple(argument) if isinstance(argument, list) else argument
+
+
+def _conv(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+) -> Any:
+    out, channels, *size = weight.shape
+    pairs = [_pair(each) for each in (stride, padding, dilation)]
+    conv = nn.Conv2d(channels * groups, out, tuple(size), *pairs, groups, bias is not None)
+    conv.weight = _kept(weight)
+    conv.bias = None if bias is None else _kept(bias)
+    return conv
+
+
+def _pair(lengths: Sequence[int]) -> tuple[int, int]:
+    """One length is for both."""
+    return lengths[0], lengths[-1]
+
+
+def _norm(weight: Any, bias: Any, mean: Any, var: Any, *others: Any) -> Any:
+    is_training, _, epsilon, *_ = others
+    norm = nn.BatchNorm2d(len(mean), epsilon, affine=weight is not None)
+    norm.weight = None if weight is None else _kept(weight)
+    norm.bias = None if bias is None else _kept(bias)
+    norm.running_mean, norm.running_var = mean, var
+    if is_training:
+        raise ValueError("a normalisation takes the statistics of the batch")
+    return norm
+
+
+def _kept(tensor: torch.Tensor) -> Any:
+    return nn.Parameter(tensor.detach(), requires_grad=False)

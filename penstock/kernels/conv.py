@@ -1,0 +1,478 @@
+"""Convolution and max pooling of channels-last images, in Triton.
+
+A convolution is one matrix product whose left side is never written down: each program gathers the
+pixels under its rows tap by tap. Bias, residual and ReLU are applied before the result is written.
+Where there are few rows, several programs share the sum of one tile (`split`), and the last of them
+to arrive adds the parts in their order, so that a result does not depend on who was first.
+
+With TRITON_INTERPRET=1 in the environment, before this file is imported, all of it runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+# A packed pixel: what small images with at most so many channels are widened to.
+PIXEL = 4
+# Elements of a tensor; offsets are 32 bits wide.
+MAX_ELEMENTS = 2**31 - 1
+# About as many as the largest GPUs run at once.
+NUM_PROGRAMS = 132
+# Of one row that a program reads at a time.
+MAX_DEPTH_BYTES = 128
+POOL_PIXELS, POOL_CHANNELS = 32, 64
+PACK_PIXELS = 512
+_is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the work is cut up: rows (pixels) and columns (channels) of a program, how many input
+    channels it takes at a time, and how many programs share one sum."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    split: int = 1
+
+    def __str__(self) -> str:
+        sizes = self.rows, self.columns, self.depth, self.num_warps, self.num_stages, self.split
+        return "x".join(map(str, sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What a convolution or a pooling moves over the image; (height, width) each."""
+
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    def out(self, height: int, width: int) -> tuple[int, int]:
+        sizes = zip((height, width), self.size, self.stride, self.padding, strict=True)
+        high, wide = (
+            (length + 2 * pad - size) // stride + 1 for length, size, stride, pad in sizes
+        )
+        return high, wide
+
+
+class Workspace:
+    """Where programs that share a tile leave their parts. Of one stream: two convolutions at once
+    would take each other's. It stays where it is, so CUDA graphs may hold on to it."""
+
+    def __init__(self, device: torch.device | str, num_floats: int = 8 << 20) -> None:
+        self.parts = torch.empty(num_floats, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(8192, dtype=torch.int32, device=device)
+
+    def has_room(self, tile: Tile, num_tiles: int) -> bool:
+        num_floats = num_tiles * tile.split * tile.rows * tile.columns
+        return num_tiles <= len(self.arrived) and num_floats <= len(self.parts)
+
+
+@triton.jit
+def _place(num_rows, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows and columns of this program's tile. Tiles that follow each other share what they read:
+    a few rows of tiles are done column by column."""
+    tile = tl.program_id(0)
+    GROUP: tl.constexpr = 8
+    first = tile // (GROUP * WIDE) * GROUP
+    high = tl.minimum(tl.cdiv(num_rows, ROWS) - first, GROUP)
+    at_m = (first + tile % (GROUP * WIDE) % high) * ROWS + tl.arange(0, ROWS)
+    at_n = tile % (GROUP * WIDE) // high * COLUMNS + tl.arange(0, COLUMNS)
+    return at_m, at_n
+
+
+@triton.jit
+def _shared(total, parts, arrived, split, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of all programs of this tile, and whether this one is to write it."""
+    tile = tl.program_id(0)
+    size: tl.constexpr = ROWS * COLUMNS
+    part = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mine = parts + tile * split * size + part
+    # Past the first cache: other programs are to see it.
+    tl.store(mine + tl.program_id(1) * size, total, cache_modifier=".cg")
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+    is_last = before == split - 1
+    if is_last:
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for number in range(split):
+            total += tl.load(mine + number * size, cache_modifier=".cg")
+        tl.store(arrived + tile, 0)
+    return total, is_last
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["num_rows", "split"])
+def _convolve(
+    x, weight, bias, residual, y, parts, arrived, num_rows, split,
+    OUT: tl.constexpr, IN: tl.constexpr, SIZE_H: tl.constexpr, SIZE_W: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    STEP_N: tl.constexpr, STEP_H: tl.constexpr, STEP_W: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    IS_SPLIT: tl.constexpr, IS_FLAT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: on
+    """`weight` is [OUT, SIZE_H, SIZE_W, IN]. IS_FLAT: one tap, and every pixel is read once, so
+    rows of the image are rows of the matrix."""
+    at_m, at_n = _place(num_rows, OUT // COLUMNS, ROWS, COLUMNS)
+    at_k = tl.arange(0, DEPTH)
+    is_row = at_m < num_rows
+    # Rows past the end read the first one, and are not written.
+    row = tl.where(is_row, at_m, 0)
+    top = 0
+    left = 0
+    if IS_FLAT:
+        base = row * IN
+    else:
+        pixel = row % (OUT_H * OUT_W)
+        top = pixel // OUT_W * STRIDE_H - PAD_H
+        left = pixel % OUT_W * STRIDE_W - PAD_W
+        base = row // (OUT_H * OUT_W) * STEP_N + top * STEP_H + left * STEP_W
+    PER_TAP: tl.constexpr = IN // DEPTH
+    NUM_STEPS: tl.constexpr = SIZE_H * SIZE_W * PER_TAP
+    weights = weight + at_n[None, :] * (SIZE_H * SIZE_W * IN) + at_k[:, None]
+    begin = 0
+    end = NUM_STEPS
+    if IS_SPLIT:
+        share = tl.cdiv(NUM_STEPS, split)
+        begin = tl.program_id(1) * share
+        end = tl.minimum(begin + share, NUM_STEPS)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for step in range(begin, end):
+        if IS_FLAT:
+            a = tl.load(x + (base[:, None] + step * DEPTH + at_k[None, :]))
+        else:
+            tap = step // PER_TAP
+            tap_h = tap // SIZE_W
+            tap_w = tap % SIZE_W
+            start = base + tap_h * STEP_H + tap_w * STEP_W + step % PER_TAP * DEPTH
+            if PAD_H > 0 or PAD_W > 0:
+                is_high = (top + tap_h >= 0) & (top + tap_h < HEIGHT)
+                is_inside = is_high & (left + tap_w >= 0) & (left + tap_w < WIDTH)
+                addresses = x + (start[:, None] + at_k[None, :])
+                a = tl.load(addresses, mask=is_inside[:, None], other=0.0)
+            else:
+                a = tl.load(x + (start[:, None] + at_k[None, :]))
+        b = tl.load(weights + step * DEPTH)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    is_last = True
+    if IS_SPLIT:
+        total, is_last = _shared(total, parts, arrived, split, ROWS, COLUMNS)
+    if is_last:
+        at = at_m[:, None] * OUT + at_n[None, :]
+        if HAS_BIAS:
+            total += tl.load(bias + at_n)[None, :].to(tl.float32)
+        if HAS_RESIDUAL:
+            total += tl.load(residual + at, mask=is_row[:, None], other=0.0).to(tl.float32)
+        if RELU:
+            total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(y + at, total.to(y.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit(do_not_specialize=["num_pixels"])
+def _pool(
+    x,
+    y,
+    num_pixels,
+    CHANNELS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT_H: tl.constexpr,
+    OUT_W: tl.constexpr,
+    SIZE_H: tl.constexpr,
+    SIZE_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    PIXELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at_p = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    at_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_pixel = at_p < num_pixels
+    is_channel = at_c < CHANNELS
+    image = at_p // (OUT_H * OUT_W)
+    top = at_p % (OUT_H * OUT_W) // OUT_W * STRIDE_H - PAD_H
+    left = at_p % OUT_W * STRIDE_W - PAD_W
+    best = tl.full((PIXELS, BLOCK), float("-inf"), dtype=tl.float32)
+    for tap in tl.static_range(SIZE_H * SIZE_W):
+        row = top + tap // SIZE_W
+        column = left + tap % SIZE_W
+        is_inside = is_pixel & (row >= 0) & (row < HEIGHT) & (column >= 0) & (column < WIDTH)
+        start = ((image * HEIGHT + row) * WIDTH + column) * CHANNELS
+        addresses = x + start[:, None] + at_c[None, :]
+        mask = is_inside[:, None] & is_channel[None, :]
+        value = tl.load(addresses, mask=mask, other=float("-inf")).to(tl.float32)
+        best = tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
+    mask = is_pixel[:, None] & is_channel[None, :]
+    written = y + at_p[:, None] * CHANNELS + at_c[None, :]
+    tl.store(written, best.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_pixels", "step_n", "step_c", "step_h", "step_w"])
+def _pack(
+    x,
+    y,
+    num_pixels,
+    step_n,
+    step_c,
+    step_h,
+    step_w,
+    CHANNELS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED_H: tl.constexpr,
+    PACKED_W: tl.constexpr,
+    ABOVE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    WIDE: tl.constexpr,
+    PIXELS: tl.constexpr,
+):
+    at_p = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
+    at_c = tl.arange(0, WIDE)
+    is_pixel = at_p < num_pixels
+    row = at_p % (PACKED_H * PACKED_W) // PACKED_W - ABOVE
+    column = at_p % PACKED_W - BEFORE
+    is_inside = is_pixel & (row >= 0) & (row < HEIGHT) & (column >= 0) & (column < WIDTH)
+    start = at_p // (PACKED_H * PACKED_W) * step_n + row * step_h + column * step_w
+    addresses = x + start[:, None] + at_c[None, :] * step_c
+    value = tl.load(addresses, mask=is_inside[:, None] & (at_c < CHANNELS)[None, :], other=0.0)
+    written = y + at_p[:, None] * WIDE + at_c[None, :]
+    tl.store(written, value, mask=is_pixel[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What is done to a convolution's sums before they are written."""
+
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    has_relu: bool = False
+
+
+def tiles_of(
+    num_rows: int, out_channels: int, in_channels: int, num_taps: int, item_bytes: int = 2
+) -> list[Tile]:
+    """Those worth a try: few, because each is compiled. None where the channels do not fit."""
+    # What is read ahead must fit the shared memory.
+    depths = [size for size in (64, 32, 16) if size * item_bytes <= MAX_DEPTH_BYTES]
+    depth = next((size for size in depths if in_channels % size == 0), 0)
+    if not depth or out_channels % 32:
+        return []
+    if -(-num_rows // 128) * -(-out_channels // 128) >= NUM_PROGRAMS:
+        return _large_tiles(out_channels, depth)
+    num_steps = num_taps * in_channels // depth
+    found = []
+    for columns in (32, 64):
+        if out_channels % columns == 0:
+            num_tiles = -(-num_rows // 64) * (out_channels // columns)
+            split = 1
+            while num_tiles * split * 2 <= 200 and num_steps // (split * 2) >= 2 and split < 16:
+                split *= 2
+            found.append(Tile(64, columns, depth, 4, 4, split))
+    return found
+
+
+def _large_tiles(out_channels: int, depth: int) -> list[Tile]:
+    if out_channels % 128:
+        return [Tile(128, 64 if out_channels % 64 == 0 else 32, depth, 4, 4)]
+    found = [Tile(128, 128, depth, 8, 3)]
+    if out_channels % 256 == 0:
+        found.append(Tile(128, 256, depth, 8, 3))
+    return found
+
+
+def convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: Window,
+    epilogue: Epilogue,
+    tile: Tile,
+    workspace: Workspace,
+) -> torch.Tensor:
+    """All images [n, c, h, w] and channels-last in memory, as is the weight."""
+    batch, channels, height, width = x.shape
+    out_h, out_w = window.out(height, width)
+    y = _empty(x, batch, weight.shape[0], out_h, out_w)
+    steps = height * width * channels, width * channels, channels
+    is_flat = window.size == window.stride == (1, 1) and window.padding == (0, 0)
+    sizes = (channels, *window.size, height, width, out_h, out_w, *window.stride, *window.padding)
+    _launch_convolve((x, weight, y), (*sizes, *steps), epilogue, tile, (workspace, is_flat))
+    return y
+
+
+def _launch_convolve(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sizes: tuple[int, ...],
+    epilogue: Epilogue,
+    tile: Tile,
+    way: tuple[Workspace, bool],
+) -> None:
+    x, weight, y = tensors
+    workspace, is_flat = way
+    num_rows, out_channels = y.numel() // y.shape[1], y.shape[1]
+    num_tiles = -(-num_rows // tile.rows) * (out_channels // tile.columns)
+    if tile.split > 1:
+        assert workspace.has_room(tile, num_tiles), (tile, num_tiles)
+    bias, residual = epilogue.bias, epilogue.residual
+    is_exact = x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
+    _launch(
+        _convolve,
+        (num_tiles, tile.split),
+        x,
+        weight,
+        y if bias is None else bias,
+        y if residual is None else residual,
+        y,
+        workspace.parts,
+        workspace.arrived,
+        num_rows,
+        tile.split,
+        out_channels,
+        *sizes,
+        bias is not None,
+        residual is not None,
+        epilogue.has_relu,
+        tile.rows,
+        tile.columns,
+        tile.depth,
+        tile.split > 1,
+        is_flat,
+        "ieee" if is_exact else "tf32",
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def num_packed(width: int) -> int:
+    """Pixels that are read at once for a window of this width."""
+    return 1 << max(2, (width - 1).bit_length())
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """For `convolve_packed`: [out, few, height, width] to [out, height, pixels, PIXEL]; what is new
+    is zero, on the left, so that what is read at once begins at a multiple of the stride."""
+    out, channels, high, wide = weight.shape
+    pixels = num_packed(wide)
+    packed = weight.new_zeros(out, high, pixels, PIXEL)
+    packed[:, :, pixels - wide :, :channels] = weight.permute(0, 2, 3, 1)
+    return packed
+
+
+def packed_tile(num_rows: int, out_channels: int, width: int) -> Tile:
+    columns = next(size for size in (64, 32) if out_channels % size == 0)
+    is_large = num_rows // 128 >= NUM_PROGRAMS
+    depth = num_packed(width) * PIXEL
+    return Tile(128 if is_large else 64, columns, depth, 4, 4)
+
+
+def convolve_packed(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    window: Window,
+    epilogue: Epilogue,
+    tile: Tile,
+    workspace: Workspace,
+) -> torch.Tensor:
+    """Of images with few channels, however they lie: they are padded and widened first, so that a
+    row of the window is one piece of memory."""
+    batch, channels, height, width = x.shape
+    out, size_h, pixels, _ = packed.shape
+    out_h, out_w = window.out(height, width)
+    pad_h, pad_w = window.padding
+    before = pad_w + pixels - window.size[1]
+    high, wide = height + 2 * pad_h, -(-(before + width + pad_w) // 4) * 4
+    # The last row reads past its end.
+    num_values = batch * high * wide * PIXEL
+    widened = torch.empty(num_values + pixels * PIXEL, dtype=x.dtype, device=x.device)
+    _launch(
+        _pack,
+        (-(-(num_values // PIXEL) // PACK_PIXELS),),
+        x,
+        widened,
+        num_values // PIXEL,
+        *x.stride(),
+        channels,
+        height,
+        width,
+        high,
+        wide,
+        pad_h,
+        before,
+        PIXEL,
+        PACK_PIXELS,
+        num_warps=4,
+    )
+    y = _empty(x, batch, out, out_h, out_w)
+    steps = high * wide * PIXEL, wide * PIXEL, PIXEL
+    sizes = (pixels * PIXEL, size_h, 1, high, wide, out_h, out_w, *window.stride, 0, 0, *steps)
+    _launch_convolve((widened, packed, y), sizes, epilogue, tile, (workspace, False))
+    return y
+
+
+def max_pool(x: torch.Tensor, window: Window) -> torch.Tensor:
+    """Of channels-last images; torch's own also writes where each value was."""
+    batch, channels, height, width = x.shape
+    out_h, out_w = window.out(height, width)
+    y = _empty(x, batch, channels, out_h, out_w)
+    num_pixels = batch * out_h * out_w
+    block = min(POOL_CHANNELS, triton.next_power_of_2(channels))
+    _launch(
+        _pool,
+        (-(-num_pixels // POOL_PIXELS), -(-channels // block)),
+        x,
+        y,
+        num_pixels,
+        channels,
+        height,
+        width,
+        out_h,
+        out_w,
+        *window.size,
+        *window.stride,
+        *window.padding,
+        POOL_PIXELS,
+        block,
+        num_warps=4,
+    )
+    return y
+
+
+@contextlib.contextmanager
+def compiling(num_threads: int) -> Iterator[None]:
+    """What is called inside is compiled, by so many threads, and not run: its results are
+    garbage. What cannot be compiled says so when it is run."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        mode = triton.AsyncCompileMode(pool, ignore_errors=True)
+        token = _is_ahead.set(True)
+        try:
+            with mode:
+                yield
+        finally:
+            _is_ahead.reset(token)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: int) -> None:
+    if _is_ahead.get():
+        kernel.warmup(*args, grid=grid, **options)
+    else:
+        kernel[grid](*args, **options)
+
+
+def _empty(like: torch.Tensor, batch: int, channels: int, high: int, wide: int) -> torch.Tensor:
+    y = torch.empty((batch, high, wide, channels), dtype=like.dtype, device=like.device)
+    return y.permute(0, 3, 1, 2)

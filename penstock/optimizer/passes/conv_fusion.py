@@ -1,0 +1,72 @@
+"""Convolutions as one layer each with what comes after them, by whichever kernel is fastest on the
+GPU: cuDNN's, cuBLAS's or our own. The backend does it when it loads the module.
+
+CUDA graphs come along where they can: kernels are chosen by their own time, and launched one by one
+from Python the short ones among them would wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.config import ModelConfig
+from penstock.optimizer import folders
+from penstock.optimizer.candidates import Build, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.cuda_graphs import OPTION as GRAPHS
+from penstock.optimizer.passes.cuda_graphs import CudaGraphs
+
+OPTION = "penstock.fuse"
+# Of a batch of images.
+IMAGE_RANK = 4
+
+
+class ConvFusion:
+    name = "conv-fusion"
+    stage: Stage = "compile"
+    changes_answers = False
+    is_config_only = False
+    has_layers = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        config = situation.build.config
+        step = Step(self.name, _settings(config))
+        if config.backend != "pytorch" or not config.artifact.endswith(".py"):
+            return [Skip(self.name, "not a PyTorch module with its code")]
+        if OPTION in config.options:
+            return [Skip(self.name, "fused already")]
+        if "penstock.compile" in config.options:
+            return [Skip(self.name, "compiled already")]
+        if not _has_images(config):
+            return [Skip(self.name, "no images among the inputs")]
+        if config.device == "cpu" and not situation.plan.is_exhaustive:
+            reason = "on CPUs only normalisation goes; ONNX Runtime is there and fuses more"
+            return [Skip(self.name, reason, step)]
+        return [step]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        config = parent.config
+        options = {**config.options, OPTION: step.settings["fuse"]}
+        if "graphs" in step.settings:
+            options[GRAPHS] = step.settings["graphs"]
+        folders.write(parent, replace(config, options=options), target)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        found = after.built.get("fusion", "")
+        if found.partition(" ")[0] in ("", "0"):
+            return [f"no convolution was fused: {found or 'nothing'}"]
+        return CudaGraphs().check(step, before, after) if "graphs" in step.settings else []
+
+
+def _settings(config: ModelConfig) -> dict[str, str]:
+    is_fixed = all(spec.is_fixed for spec in config.model.inputs)
+    has_graphs = config.device != "cpu" and is_fixed and GRAPHS not in config.options
+    return {"fuse": "convolutions", **({"graphs": "on"} if has_graphs else {})}
+
+
+def _has_images(config: ModelConfig) -> bool:
+    rank = IMAGE_RANK - (config.max_batch_size > 0)
+    return any(len(spec.shape) == rank for spec in config.model.inputs)

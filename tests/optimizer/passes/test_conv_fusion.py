@@ -1,0 +1,89 @@
+"""Convolutions are fused where there are images, a module and a GPU; and only if some were."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from served_builds import IMAGE, a_config, a_situation
+from suites.onnx_models import opened, workshop
+
+from penstock import pbtxt
+from penstock.optimizer.candidates import Skip, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes.conv_fusion import ConvFusion
+from penstock.optimizer.passes.torch_compile import TorchCompile
+from penstock.types import TensorSpec
+
+PASS = ConvFusion()
+STEP = Step("conv-fusion", {"fuse": "convolutions", "graphs": "on"})
+ALONE = Step("conv-fusion", {"fuse": "convolutions"})
+PHOTO = TensorSpec("photo", "FP32", (3, 8, 8))
+FUSED = {"penstock.fuse": "convolutions"}
+
+
+def on_gpu(config):
+    return replace(config, backend="pytorch", device="cuda", artifact="module.py")
+
+
+def reason(config, by=PASS) -> str:
+    (skip,) = by.propose(a_situation(config))
+    assert isinstance(skip, Skip)
+    return skip.reason
+
+
+def test_proposed_for_images_on_a_gpu() -> None:
+    assert list(PASS.propose(a_situation(on_gpu(a_config(PHOTO))))) == [STEP]
+    whole = replace(PHOTO, shape=(1, 3, 8, 8))
+    assert list(PASS.propose(a_situation(on_gpu(a_config(whole, max_batch=0))))) == [STEP]
+
+
+def test_graphs_come_along_where_they_can_and_are_not_decided() -> None:
+    photos = on_gpu(a_config(PHOTO))
+    free = on_gpu(a_config(replace(PHOTO, shape=(3, -1, -1))))
+    decided = replace(photos, options={"penstock.cuda_graphs": "off"})
+    assert list(PASS.propose(a_situation(free))) == [ALONE]
+    assert list(PASS.propose(a_situation(decided))) == [ALONE]
+
+
+def test_skipped_with_the_reason() -> None:
+    photos = on_gpu(a_config(PHOTO))
+    assert "not a PyTorch module" in reason(a_config(PHOTO))
+    assert "not a PyTorch module" in reason(replace(photos, artifact="model.pt2"))
+    assert "no images" in reason(on_gpu(a_config(IMAGE)))
+    assert "on CPUs" in reason(replace(photos, device="cpu"))
+    assert "fused already" in reason(replace(photos, options=FUSED))
+    assert "compiled" in reason(replace(photos, options={"penstock.compile": "default"}))
+
+
+def test_what_is_fused_is_not_compiled_too() -> None:
+    config = replace(on_gpu(a_config(PHOTO)), options=FUSED)
+    assert "fused" in reason(config, TorchCompile())
+
+
+def test_only_the_configuration_changes(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    version = tmp_path / "m" / "1"
+    version.mkdir(parents=True)
+    (version / "module.py").write_text("import torch\nfactory = torch.nn.Identity\n")
+    config = replace(on_gpu(a_config(PHOTO)), name="m", file="module.py")
+    (tmp_path / "m" / "config.pbtxt").write_text(pbtxt.write(config))
+    parent = opened(tmp_path / "m")
+    PASS.build(parent, STEP, tmp_path / "t" / "m", workshop(tmp_path))
+    made = opened(tmp_path / "t" / "m")
+    assert made.config.options["penstock.fuse"] == "convolutions"
+    assert made.config.options["penstock.cuda_graphs"] == "on"
+    assert made.artifact.read_bytes() == parent.artifact.read_bytes()
+
+
+def test_a_model_without_fused_convolutions_is_caught() -> None:
+    before = Facts("pytorch")
+
+    def problems(step: Step = ALONE, **built: str) -> list[str]:
+        return PASS.check(step, before, Facts("pytorch", built=built))
+
+    assert problems(fusion="53 convolutions; batch 1: 20 cudnn, 33 triton") == []
+    assert problems(fusion="10 convolutions: 10 torch") == []
+    assert "0 convolutions" in problems(fusion="0 convolutions: none")[0]
+    assert "nothing" in problems()[0]
+    assert problems(STEP, fusion="10 convolutions", cuda_graphs="6") == []
+    assert problems(STEP, fusion="10 convolutions", cuda_graphs="0") == ["no graph was captured"]
