@@ -27,8 +27,9 @@ from penstock.backends.checks import first_line
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Pair = tuple[int, int]
-# In a version's folder: what was chosen for which case.
+# In a version's folder: what was chosen for which case, and our own kernels, compiled.
 CHOICES = "fusion.json"
+KERNELS = "fusion.bin"
 REFERENCE = "torch"
 # Of a batch; an image by itself has one less.
 IMAGE_RANK = 4
@@ -258,10 +259,26 @@ def remembered(content: bytes, device: torch.device) -> dict[str, str]:
     return found.choices if found.made_for == made_for(device) else {}
 
 
-def to_remember(tuner: Tuner) -> bytes:
+def load_kernels(content: bytes) -> None:
+    """Those that were compiled before; what makes no sense is compiled anew."""
+    if kernels() is not None:
+        from penstock.kernels import stored
+
+        with contextlib.suppress(msgspec.DecodeError, ValueError, OSError):
+            stored.unpack(content)
+
+
+def to_remember(tuner: Tuner) -> dict[str, bytes]:
+    """Files for the version's folder."""
     choices = dict(sorted(tuner.choices.items()))
     found = Remembered(made_for(tuner.device), choices)
-    return msgspec.json.format(msgspec.json.encode(found), indent=1)
+    files = {CHOICES: msgspec.json.format(msgspec.json.encode(found), indent=1)}
+    own = kernels()
+    if own is not None and tuner.device.type == "cuda":
+        from penstock.kernels import stored
+
+        files[KERNELS] = stored.pack(own.FUNCTIONS)
+    return files
 
 
 class Chosen:

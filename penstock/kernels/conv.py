@@ -255,6 +255,10 @@ def _pack(
     tl.store(written, value, mask=is_pixel[:, None])
 
 
+# All that is compiled here.
+FUNCTIONS = (_convolve, _pool, _pack)
+
+
 @dataclass(frozen=True, slots=True)
 class Epilogue:
     """What is done to a convolution's sums before they are written."""

@@ -182,7 +182,7 @@ def test_what_was_chosen_is_remembered_for_the_same_machine_only():
     tuner = a_tuner(FakeTimer(3.0, 1.0, 2.0, 2.0))
     a_layer(tuner)(images())
     tuner.tune()
-    kept = convolution.to_remember(tuner)
+    kept = convolution.to_remember(tuner)[convolution.CHOICES]
     choices = convolution.remembered(kept, CPU)
     assert choices == tuner.choices
     again = convolution.Tuner(FakeTimer(), CPU, choices)
