@@ -20,10 +20,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from penstock.backends import torch_convolution
+from penstock.backends import CHOICES, KERNELS, torch_convolution
 from penstock.backends.torch_convolution import (
-    CHOICES,
-    KERNELS,
     Convolution,
     Geometry,
     GpuTimer,
@@ -92,7 +90,7 @@ class Fusion:
 
     def files(self) -> dict[str, bytes]:
         """For the version's folder."""
-        if self.tuner is None or not self.tuner.choices:
+        if self.tuner is None or not self.tuner.used():
             return {}
         return torch_convolution.to_remember(self.tuner)
 
