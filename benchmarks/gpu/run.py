@@ -272,7 +272,7 @@ def show(found: dict) -> None:
             table.add_row(name, batch, *shown, error, f"{row['ready_s']:.1f}")
         if "error" in technique:
             table.add_row(name, "", f"failed: {technique['error'].splitlines()[-1][:60]}")
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,10 @@ MODULES: Mapping[str, str] = {
 # What `pip install "penstock[...]"` adds for them.
 EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
 PROCESSING = "penstock.backends.processing"
-# In a version's folder: what was compiled of it before.
+# In a version's folder: what was compiled of it before; which implementations were chosen for its
+# convolutions, and the kernels among them, compiled.
 COMPILED = "compiled.bin"
+CHOICES, KERNELS = "fusion.json", "fusion.bin"
 # Under this name `Runner.built` says, in bytes, what it has taken of its GPU's memory at most; what
 # the driver takes for any process is not in it. A version's evidence has the same.
 GPU_MEMORY = "gpu_memory_bytes"

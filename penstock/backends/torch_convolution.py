@@ -23,12 +23,11 @@ import msgspec
 import torch
 from torch.nn import functional
 
+from penstock.backends import CHOICES, KERNELS
 from penstock.backends.checks import first_line
 
 Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Pair = tuple[int, int]
-# In a version's folder: what was chosen for which case.
-CHOICES = "fusion.json"
 REFERENCE = "torch"
 # Of a batch; an image by itself has one less.
 IMAGE_RANK = 4
@@ -164,6 +163,7 @@ class Tuner:
     # Why implementations were dropped, by case and name.
     problems: dict[str, str] = field(default_factory=dict)
     num_tuned: int = 0
+    _used: set[str] = field(default_factory=set)
     _workspace: Any = None
     _waiting: dict[str, Case] = field(default_factory=dict)
 
@@ -175,6 +175,7 @@ class Tuner:
         name = self.choices.get(key)
         run = layer.implementations(x, residual).get(name) if name is not None else None
         if name is not None and run is not None:
+            self._used.add(key)
             return name, run
         forms = tuple(None if t is None else (t.shape, t.stride()) for t in (x, residual))
         self._waiting.setdefault(key, Case(layer, forms, x.dtype, x.device))
@@ -190,6 +191,10 @@ class Tuner:
             self.choices[key] = self._fastest(key, case)
             self.num_tuned += 1
         self.timer.done()
+
+    def used(self) -> dict[str, str]:
+        """What runs; a file may have choices for another datatype too."""
+        return {key: self.choices[key] for key in sorted(self._used)}
 
     @property
     def workspace(self) -> Any:
@@ -258,10 +263,25 @@ def remembered(content: bytes, device: torch.device) -> dict[str, str]:
     return found.choices if found.made_for == made_for(device) else {}
 
 
-def to_remember(tuner: Tuner) -> bytes:
-    choices = dict(sorted(tuner.choices.items()))
-    found = Remembered(made_for(tuner.device), choices)
-    return msgspec.json.format(msgspec.json.encode(found), indent=1)
+def load_kernels(content: bytes) -> None:
+    """Those that were compiled before; what makes no sense is compiled anew."""
+    if kernels() is not None:
+        from penstock.kernels import stored
+
+        with contextlib.suppress(msgspec.DecodeError, ValueError, OSError):
+            stored.unpack(content)
+
+
+def to_remember(tuner: Tuner) -> dict[str, bytes]:
+    """Files for the version's folder."""
+    found = Remembered(made_for(tuner.device), tuner.used())
+    files = {CHOICES: msgspec.json.format(msgspec.json.encode(found), indent=1)}
+    own = kernels()
+    if own is not None and tuner.device.type == "cuda":
+        from penstock.kernels import stored
+
+        files[KERNELS] = stored.pack(own.FUNCTIONS)
+    return files
 
 
 class Chosen:

@@ -20,9 +20,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from penstock.backends import torch_convolution
+from penstock.backends import CHOICES, KERNELS, torch_convolution
 from penstock.backends.torch_convolution import (
-    CHOICES,
     Convolution,
     Geometry,
     GpuTimer,
@@ -91,9 +90,9 @@ class Fusion:
 
     def files(self) -> dict[str, bytes]:
         """For the version's folder."""
-        if self.tuner is None or not self.tuner.choices:
+        if self.tuner is None or not self.tuner.used():
             return {}
-        return {CHOICES: torch_convolution.to_remember(self.tuner)}
+        return torch_convolution.to_remember(self.tuner)
 
 
 def _list(counts: Counter[str]) -> str:
@@ -107,8 +106,11 @@ def open_tuner(config: ModelConfig) -> Tuner | None:
         return None
     # The first call of a shape decides which of its algorithms cuDNN takes.
     torch.backends.cudnn.benchmark = True
-    path = Path(config.artifact).parent / CHOICES
+    folder = Path(config.artifact).parent
+    path, kernels = folder / CHOICES, folder / KERNELS
     choices = torch_convolution.remembered(path.read_bytes(), device) if path.is_file() else {}
+    if choices and kernels.is_file():
+        torch_convolution.load_kernels(kernels.read_bytes())
     return Tuner(GpuTimer(device), device, choices)
 
 

@@ -255,6 +255,10 @@ def _pack(
     tl.store(written, value, mask=is_pixel[:, None])
 
 
+# All that is compiled here.
+FUNCTIONS = (_convolve, _pool, _pack)
+
+
 @dataclass(frozen=True, slots=True)
 class Epilogue:
     """What is done to a convolution's sums before they are written."""
@@ -267,14 +271,15 @@ class Epilogue:
 def tiles_of(
     num_rows: int, out_channels: int, in_channels: int, num_taps: int, item_bytes: int = 2
 ) -> list[Tile]:
-    """Those worth a try: few, because each is compiled. None where the channels do not fit."""
+    """Those worth a try: few, because each is compiled. None where the channels do not fit, and
+    none for many rows and taps, where cuDNN was faster at every size (H200, ResNet-50)."""
     # What is read ahead must fit the shared memory.
     depths = [size for size in (64, 32, 16) if size * item_bytes <= MAX_DEPTH_BYTES]
     depth = next((size for size in depths if in_channels % size == 0), 0)
     if not depth or out_channels % 32:
         return []
     if -(-num_rows // 128) * -(-out_channels // 128) >= NUM_PROGRAMS:
-        return _large_tiles(out_channels, depth)
+        return _large_tiles(out_channels, depth) if num_taps == 1 else []
     num_steps = num_taps * in_channels // depth
     found = []
     for columns in (32, 64):
@@ -283,7 +288,9 @@ def tiles_of(
             split = 1
             while num_tiles * split * 2 <= 200 and num_steps // (split * 2) >= 2 and split < 16:
                 split *= 2
-            found.append(Tile(64, columns, depth, 4, 4, split))
+            # Wide tiles that many programs share never won.
+            if columns == 32 or split <= 2:
+                found.append(Tile(64, columns, depth, 4, 4, split))
     return found
 
 

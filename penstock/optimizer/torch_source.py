@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.backends import CHOICES, COMPILED, KERNELS
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.optimizer import sent, user_code
@@ -94,7 +95,8 @@ def own_files(artifact: Path) -> set[str]:
     """What a version needs only as long as its model is a PyTorch module: its name, and those of
     the files it may have beside it."""
     shards = [path.name for path in artifact.parent.glob("*.safetensors")]
-    return {artifact.name, MODULE, "model.pt2", WEIGHTS, f"{WEIGHTS}.index.json", *shards}
+    made = {COMPILED, CHOICES, KERNELS}
+    return {artifact.name, MODULE, "model.pt2", WEIGHTS, f"{WEIGHTS}.index.json", *shards, *made}
 
 
 def _torch() -> Any:

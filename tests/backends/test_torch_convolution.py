@@ -6,6 +6,8 @@ import importlib.util
 import msgspec
 import pytest
 
+from penstock.backends import CHOICES
+
 torch = pytest.importorskip("torch")
 convolution = pytest.importorskip("penstock.backends.torch_convolution")
 fusion = pytest.importorskip("penstock.backends.torch_fusion")
@@ -180,11 +182,14 @@ def test_without_room_to_try_it_out_it_is_as_torch_does_it():
 @torch.inference_mode()
 def test_what_was_chosen_is_remembered_for_the_same_machine_only():
     tuner = a_tuner(FakeTimer(3.0, 1.0, 2.0, 2.0))
-    a_layer(tuner)(images())
+    layer = a_layer(tuner)
+    layer(images())
     tuner.tune()
-    kept = convolution.to_remember(tuner)
+    layer(images())
+    tuner.choices["conv of another datatype"] = "torch"
+    kept = convolution.to_remember(tuner)[CHOICES]
     choices = convolution.remembered(kept, CPU)
-    assert choices == tuner.choices
+    assert choices == {layer.key(images(), None): "cublas"}
     again = convolution.Tuner(FakeTimer(), CPU, choices)
     layer = a_layer(again)
     layer(images())

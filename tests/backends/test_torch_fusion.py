@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
-from penstock.backends import Batch, backend
+from penstock.backends import CHOICES, Batch, backend
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
 from penstock.types import TensorSpec
@@ -419,7 +419,7 @@ def test_the_backend_times_each_size_once_and_a_second_start_nothing(config, mon
     cpu, folder = torch.device("cpu"), Path(config.artifact).parent
 
     def open_tuner(config):
-        path = folder / convolution.CHOICES
+        path = folder / CHOICES
         known = convolution.remembered(path.read_bytes(), cpu) if path.is_file() else {}
         return convolution.Tuner(timers.pop(0), cpu, known)
 

@@ -162,7 +162,8 @@ def test_choices_are_kept_with_a_build_and_not_with_the_one_it_was_linked_from(c
     (folder / "config.pbtxt").write_text(pbtxt.write(fused))
     (read,) = repository.read(folder).configs
     build = Build(Candidate(), folder, replace(read, device="cuda"))
-    assert trials.keep_compiled(build) == (folder / "1" / "fusion.json").stat().st_size
+    assert trials.keep_compiled(build) > 1000
+    assert (folder / "1" / "fusion.json").stat().st_size > 1000
     assert parents.read_bytes() == b"of another build"
     runner = backend("pytorch")(build.config)
     answer(runner, rows(NUM))
@@ -173,10 +174,9 @@ def test_choices_of_another_gpu_are_not_taken(config):
     options = {**FUSED, "penstock.dtype": "fp16"}
     runner = backend("pytorch")(replace(config, options=options))
     answer(runner, rows(1))
-    ((name, content),) = runner.compiled().items()
-    changed = msgspec.json.decode(content)
+    changed = msgspec.json.decode(runner.compiled()["fusion.json"])
     changed["made_for"]["device"] = "another"
-    (Path(config.artifact).parent / name).write_bytes(msgspec.json.encode(changed))
+    (Path(config.artifact).parent / "fusion.json").write_bytes(msgspec.json.encode(changed))
     second = backend("pytorch")(replace(config, options=options))
     answer(second, rows(1))
     assert second.built()["fusion_timed"] != "0 cases"

@@ -8,6 +8,7 @@ from served_builds import IMAGE, a_config, a_situation
 from suites.onnx_models import opened, workshop
 
 from penstock import pbtxt
+from penstock.optimizer import trials
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes.conv_fusion import ConvFusion
@@ -73,6 +74,43 @@ def test_only_the_configuration_changes(tmp_path: Path) -> None:
     assert made.config.options["penstock.fuse"] == "convolutions"
     assert made.config.options["penstock.cuda_graphs"] == "on"
     assert made.artifact.read_bytes() == parent.artifact.read_bytes()
+
+
+MODULE = """
+from torch import nn
+
+def factory():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2)
+    )
+"""
+CONFIG = """
+backend: "pytorch" max_batch_size: 4 dynamic_batching { } default_model_filename: "module.py"
+input { name: "photo" data_type: TYPE_FP32 dims: [ 3, 8, 8 ] }
+output { name: "scores" data_type: TYPE_FP32 dims: 2 }
+instance_group { kind: KIND_CPU }
+"""
+
+
+def test_built_and_read_back(tmp_path: Path) -> None:
+    """On a CPU, where it only saves the normalisation; on a GPU: tests/gpu."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    version = tmp_path / "m" / "1"
+    version.mkdir(parents=True)
+    (version / "module.py").write_text(MODULE)
+    space: dict[str, object] = {}
+    exec(MODULE, space)
+    save_file(space["factory"]().state_dict(), version / "model.safetensors")
+    (tmp_path / "m" / "config.pbtxt").write_text(CONFIG)
+    parent = opened(tmp_path / "m")
+    (step,) = PASS.propose(a_situation(parent.config, is_exhaustive=True))
+    assert step == ALONE
+    PASS.build(parent, step, tmp_path / "t" / "m", workshop(tmp_path))
+    made = opened(tmp_path / "t" / "m")
+    assert trials.keep_compiled(made) == 0
+    facts = trials.inspect(made)
+    assert facts.built["fusion"] == "1 convolutions: 1 torch"
+    assert PASS.check(step, trials.inspect(parent), facts) == []
 
 
 def test_a_model_without_fused_convolutions_is_caught() -> None:
