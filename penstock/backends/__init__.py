@@ -153,6 +153,18 @@ class KeepsCompiled(Protocol):
         """What the version's `COMPILED` file holds; empty where nothing was compiled."""
 
 
+@runtime_checkable
+class WatchesMemory(Protocol):
+    """A runner that looks after what it takes of its device."""
+
+    def settle(self) -> None:
+        """Everything is warm: what it has taken by now is what it needs."""
+
+    @property
+    def restart_reason(self) -> str:
+        """Why a new worker should take the place of this one; empty: none should."""
+
+
 class LoadRunner(Protocol):
     def __call__(self, config: ModelConfig, /) -> Runner: ...
 

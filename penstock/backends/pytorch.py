@@ -194,6 +194,14 @@ class TorchRunner:
         if self._pipeline is not None:
             self._pipeline.pin(memory)
 
+    def settle(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.settle()
+
+    @property
+    def restart_reason(self) -> str:
+        return "" if self._pipeline is None else self._pipeline.restart_reason
+
     def close(self) -> None:
         self._loaded.close()
         del self._run, self._loaded
