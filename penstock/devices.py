@@ -20,6 +20,10 @@ from functools import cache
 LIBRARY = "libnvidia-ml.so.1"
 # Makes CUDA count GPUs as NVML does; without it the fastest comes first.
 CUDA_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+# torch's allocator then grows what it has instead of taking pieces that nothing else fits into.
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+# Its names for that; whoever has set one knows what he wants.
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 TEXT_BYTES = 128
 SM_CLOCK = 1
 # Utilisation is an average over about as long, so asking more often tells nothing new.
@@ -178,6 +182,12 @@ class Nvml:
             raise NvmlError(f"{name} is not there") from None
         if status != 0:
             raise NvmlError(f"{name} gave {status}")
+
+
+def worker_environment() -> dict[str, str]:
+    """Of a process that loads a model."""
+    is_set = any(name in os.environ for name in ALLOCATOR_NAMES)
+    return os.environ | CUDA_ORDER | ({} if is_set else ALLOCATOR)
 
 
 @cache

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from penstock.backends.gpu_memory import Use
 from penstock.backends.torch_cuda import Lane
 
 
@@ -44,6 +45,9 @@ class FakeGpu:
         self.waited: list[int] = []
         self.pinned_bytes: list[int] = []
         self.allocated: list[int] = []
+        # Of the worker, and of the GPU; what a look at its memory says.
+        self.use = Use(0, 0, 1 << 40)
+        self.num_shrinks = 0
         self.num_replays = 0
         self.num_captures = 0
         self._lane: Lane | None = None
@@ -54,8 +58,10 @@ class FakeGpu:
         assert self._lane is None, "one lane at a time"
         self._lane = lane
         self.did.append(lane)
-        yield
-        self._lane = None
+        try:
+            yield
+        finally:
+            self._lane = None
 
     def mark(self, lane: Lane) -> FakeMark:
         self._num_marks += 1
@@ -74,6 +80,12 @@ class FakeGpu:
     def pin(self, memory: memoryview) -> bool:
         self.pinned_bytes.append(memory.nbytes)
         return self.may_pin
+
+    def memory(self) -> Use:
+        return self.use
+
+    def shrink(self) -> None:
+        self.num_shrinks += 1
 
     def capture(self, run):
         if not self.may_capture:

@@ -34,6 +34,7 @@ ORDER = [
     {"__main__"},
 ]
 PURE = [
+    "backends/gpu_memory.py",
     "benchmark/inputs/cycling.py",
     "benchmark/inputs/fitting.py",
     "benchmark/inputs/lengths.py",

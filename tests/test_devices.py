@@ -116,3 +116,25 @@ class TestWatch:
         clock.advance(0.01)
         watch.uses()
         assert len(joules) == 3
+
+
+class TestWorkerEnvironment:
+    def test_torch_grows_what_it_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in devices.ALLOCATOR_NAMES:
+            monkeypatch.delenv(name, raising=False)
+        found = devices.worker_environment()
+        assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+    @pytest.mark.parametrize("name", devices.ALLOCATOR_NAMES)
+    def test_unless_somebody_has_said_otherwise(
+        self, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        for other in devices.ALLOCATOR_NAMES:
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, "max_split_size_mb:512")
+        found = devices.worker_environment()
+        assert {each: found.get(each) for each in devices.ALLOCATOR_NAMES} == {
+            **dict.fromkeys(devices.ALLOCATOR_NAMES),
+            name: "max_split_size_mb:512",
+        }

@@ -163,6 +163,18 @@ class KeepsCompiled(Protocol):
         """Files for the version's folder, by name; those that are there already among them."""
 
 
+@runtime_checkable
+class WatchesMemory(Protocol):
+    """A runner that looks after what it takes of its device."""
+
+    def settle(self) -> None:
+        """Everything is warm: what it has taken by now is what it needs."""
+
+    @property
+    def restart_reason(self) -> str:
+        """Why a new worker should take the place of this one; empty: none should."""
+
+
 class LoadRunner(Protocol):
     def __call__(self, config: ModelConfig, /) -> Runner: ...
 

@@ -92,8 +92,8 @@ class Options:
     dtype: torch.dtype | None
     factory: str
     is_channels_last: bool
-    is_fused: bool
     has_cuda_graphs: bool
+    is_fused: bool = False
     is_packed: bool = False
 
 
@@ -221,6 +221,14 @@ class TorchRunner:
         """Batches will lie in this memory: the GPU copies them from there by itself."""
         if self.pipeline is not None:
             self.pipeline.pin(memory)
+
+    def settle(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.settle()
+
+    @property
+    def restart_reason(self) -> str:
+        return "" if self.pipeline is None else self.pipeline.restart_reason
 
     def close(self) -> None:
         self._loaded.close()
@@ -424,8 +432,8 @@ def _options(config: ModelConfig) -> Options:
         DTYPES.get(dtype),
         _factory_name(factory, Path(config.artifact).name, problems),
         memory_format == "channels_last",
-        bool(fusion),
         _has_cuda_graphs(config, problems),
+        bool(fusion),
         _is_packed(config, problems),
     )
     if problems:

@@ -23,6 +23,7 @@ import torch
 
 from penstock.backends import Outputs
 from penstock.backends.checks import first_line
+from penstock.backends.gpu_memory import Guard, Use
 from penstock.types import Array
 
 Tensors = Mapping[str, torch.Tensor]
@@ -32,6 +33,8 @@ Lane = Literal["in", "compute", "out"]
 ALIGNMENT = 256
 # Of one model; each holds on to memory.
 MAX_GRAPHS = 256
+# Batches between two looks at the memory, which take about as long as a launch.
+LOOK_EVERY = 256
 CUDA_SUCCESS = 0
 PORTABLE = 1
 
@@ -66,6 +69,9 @@ class Device(Protocol):
         """Make these such bytes; False where that is refused."""
 
     def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]: ...
+    def memory(self) -> Use: ...
+    def shrink(self) -> None:
+        """Give back what is kept and not used."""
 
 
 class Cuda:
@@ -123,6 +129,20 @@ class Cuda:
         with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             outputs = run()
         return graph, outputs
+
+    def memory(self) -> Use:
+        device = self._device
+        allocated, reserved = (
+            read(device) for read in (torch.cuda.memory_allocated, torch.cuda.memory_reserved)
+        )
+        free, _ = torch.cuda.mem_get_info(device)
+        return Use(allocated, reserved, free)
+
+    def shrink(self) -> None:
+        # Memory of one lane is read by another, and giving it back waits for its own lane only.
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
 
 
 def open_device(name: str) -> Device | None:
@@ -206,14 +226,53 @@ class Pipeline:
     _slots: list[Slot] = field(default_factory=list)
     _turn: int = 0
     _is_pinned: bool | None = None
+    guard: Guard = field(default_factory=Guard)
+    # Why a new worker should take the place of this one.
+    restart_reason: str = ""
+    num_shrinks: int = 0
 
     def start(
         self, inputs: Tensors, num_rows: int | None, num_run: int, variant: int = 0
     ) -> Running:
         """Inputs in the host's memory, of so many rows, run as `num_run` of them (None: they have
         no rows, and run as they are). What computes otherwise on the same shapes is another
-        variant, with graphs of its own."""
+        variant, with graphs of its own. A batch that finds no memory is tried once more, with all
+        that can be given back."""
         slot = self._next_slot()
+        try:
+            try:
+                running = self._start(slot, inputs, (num_rows, num_run), variant)
+            except torch.OutOfMemoryError:
+                self._shrink()
+                running = self._start(slot, inputs, (num_rows, num_run), variant)
+        except BaseException:
+            # The slot is free again; the next in turn may still be somebody's.
+            self._turn -= 1
+            raise
+        if self._turn % LOOK_EVERY == 0:
+            self._look()
+        return running
+
+    def settle(self) -> None:
+        self.guard.settle(self.device.memory())
+
+    def _look(self) -> None:
+        use = self.device.memory()
+        verdict = self.guard.look(use)
+        if verdict == "shrink":
+            self._shrink()
+        elif verdict == "restart":
+            held, free = (f"{each >> 20} MiB" for each in (use.reserved_bytes, use.free_bytes))
+            self.restart_reason = f"it holds {held} of GPU memory, and {free} are left"
+
+    def _shrink(self) -> None:
+        self.num_shrinks += 1
+        self.device.shrink()
+
+    def _start(
+        self, slot: Slot, inputs: Tensors, counts: tuple[int | None, int], variant: int
+    ) -> Running:
+        num_rows, num_run = counts
         device = self.device
         began = device.mark("in")
         with device.lane("in"):
@@ -254,6 +313,8 @@ class Pipeline:
         if self._is_pinned is not None:
             facts["copies"] = "from shared memory" if self._is_pinned else "by way of pinned memory"
         facts["cuda_graphs"] = str(len(self._graphs)) if self.is_captured else "off"
+        if self.num_shrinks:
+            facts["memory_given_back"] = f"{self.num_shrinks} times"
         if self.problems:
             first = next(iter(self.problems.values()))
             facts["without_cuda_graph"] = f"{len(self.problems)} shapes: {first}"

@@ -196,7 +196,7 @@ class Child:
                 stderr=self._output.fileno(),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=os.environ | devices.CUDA_ORDER,
+                env=devices.worker_environment(),
             )
         return self
 

@@ -686,7 +686,8 @@ class Model:
         flights, instance.batches = instance.batches, []
         if self.state == "READY":
             self.metrics.num_restarts += 1
-            self.metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1
+            if not instance.is_leaving:
+                self.metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1
         now = self._clock()
         if not any(each.is_ready for each in self.instances):
             self._without_instance_since = now

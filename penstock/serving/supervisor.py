@@ -34,6 +34,8 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 # An instance that has run this long has recovered; its next death restarts it at once.
 HEALTHY_S = 10.0
+# For a worker that leaves, to close its model.
+LEAVE_S = 5.0
 # Deaths before the first Ready that make the load fail.
 MAX_LOAD_DEATHS = 3
 
@@ -63,7 +65,7 @@ class ProcessLife:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     process_group=0,
-                    env=os.environ | devices.CUDA_ORDER,
+                    env=devices.worker_environment(),
                 )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
@@ -239,6 +241,8 @@ class Instance:
         self.is_ready = False
         # Its present worker is being killed because it took too long.
         self.is_hung = False
+        # It has asked to be replaced: it gets no more batches, and goes when it has answered.
+        self.is_leaving = False
         self.batches: list[Any] = []
         self.ready: frames.Ready | None = None
         self.ready_at = 0.0
@@ -261,7 +265,7 @@ class Instance:
     @property
     def is_idle(self) -> bool:
         """Whether it takes a batch."""
-        return self.is_ready and len(self.batches) < self.num_slots
+        return self.is_ready and not self.is_leaving and len(self.batches) < self.num_slots
 
     def __repr__(self) -> str:
         state = "idle" if self.is_idle else "busy" if self.is_ready else "not ready"
@@ -349,7 +353,7 @@ class Supervisor:
 
     def _launch(self, instance: Instance) -> None:
         instance.load_error = ""
-        instance.is_hung = False
+        instance.is_hung = instance.is_leaving = False
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
         life = self._start_life(self._loop, lambda reason: self._died(instance, reason))
         instance.life = life
@@ -382,6 +386,7 @@ class Supervisor:
             frame = frames.decode_from_worker(self._view[:size])
             if isinstance(frame, frames.Done):
                 self._listener.instance_answered(instance, frame)
+                self._let_go(instance)
                 # Mostly nothing else is waiting; what is, is read in the next turn.
                 return
             self._handle(instance, frame)
@@ -407,8 +412,31 @@ class Supervisor:
                 instance.load_error = "; ".join(frame.problems)
                 if instance.ready is None:
                     self._listener.load_failed(frame.problems)
+            case frames.Leaving():
+                instance.is_leaving = True
+                log.warning(
+                    "%s/%s instance %d is replaced when it has answered: %s",
+                    self._config.name,
+                    self._config.version,
+                    instance.index,
+                    frame.reason,
+                    extra=self._labels(instance),
+                )
+                self._let_go(instance)
             case _:
                 self._listener.instance_answered(instance, frame)
+                self._let_go(instance)
+
+    def _let_go(self, instance: Instance) -> None:
+        """A worker that wants to leave does so once nothing waits for it."""
+        if instance.is_leaving and not instance.batches and instance.life is not None:
+            self.send(instance, frames.Stop())
+            self._later(LEAVE_S, self._end, instance, instance.life)
+
+    def _end(self, instance: Instance, life: Life) -> None:
+        """It was told to go long ago."""
+        if instance.life is life:
+            life.kill()
 
     def _died(self, instance: Instance, reason: str) -> None:
         life, sender = instance.life, instance.sender
@@ -436,7 +464,9 @@ class Supervisor:
 
     def _restart(self, instance: Instance, was_ready: bool, reason: str) -> None:
         well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
-        instance.num_deaths = deaths_in_a_row(instance.num_deaths, well_s)
+        # One that wants to leave as soon as it has come is as good as dead.
+        is_well = instance.is_leaving and well_s >= HEALTHY_S
+        instance.num_deaths = 0 if is_well else deaths_in_a_row(instance.num_deaths, well_s)
         if instance.ready is None and instance.num_deaths >= MAX_LOAD_DEATHS:
             text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
             self._listener.load_failed((instance.load_error or text,))

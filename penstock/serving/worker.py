@@ -34,6 +34,7 @@ from penstock.backends import (
     PinsMemory,
     Rehearses,
     Runner,
+    WatchesMemory,
     backend,
 )
 from penstock.backends.processing import Processed
@@ -193,6 +194,8 @@ class Worker:
         self._runner: Runner | None = None
         self._memory: Memory | None = None
         self._proof = frames.Proof()
+        # The runner, if it looks after its device's memory.
+        self._watched: WatchesMemory | None = None
         self._begun: queue.SimpleQueue[Begun | None] = queue.SimpleQueue()
         self._answerer: threading.Thread | None = None
 
@@ -257,6 +260,9 @@ class Worker:
             return False
         if self._on_ready is not None:
             self._on_ready()
+        self._watched = _watched(runner)
+        if self._watched is not None:
+            self._watched.settle()
         self._pin(self._memory.input_spill)
         if runner.runs_ahead:
             self._answerer = threading.Thread(target=self._answer_all, daemon=True)
@@ -289,6 +295,14 @@ class Worker:
             self._answer(begun)
         else:
             self._begun.put(begun)
+        self._leave_if_asked()
+
+    def _leave_if_asked(self) -> None:
+        """Once: the core stops sending batches, and then the worker."""
+        reason = "" if self._watched is None else self._watched.restart_reason
+        if reason:
+            self._watched = None
+            self._channel.send(frames.Leaving(reason))
 
     def _answer_all(self) -> None:
         while (begun := self._begun.get()) is not None:
@@ -476,6 +490,11 @@ class Worker:
             self._memory.release([extent.offset for extents in spilled for extent in extents])
             raise
         return tuple(tuple(extents) for extents in spilled)
+
+
+def _watched(runner: Runner) -> WatchesMemory | None:
+    inner: object = runner.inner if isinstance(runner, Processed) else runner
+    return inner if isinstance(inner, WatchesMemory) else None
 
 
 def checked(config: ModelConfig, spec: TensorSpec, outputs: Outputs, num_rows: int) -> Array:

@@ -157,6 +157,13 @@ class Failed(Frame, tag="err"):
     error: str
 
 
+class Leaving(Frame, tag="bye"):
+    """A worker that is well, and wants a new one in its place: it answers what it has been given,
+    and waits for Stop."""
+
+    reason: str
+
+
 class StreamResponse(Frame, tag="str"):
     """One of several answers to request number `index` of the batch."""
 
@@ -346,7 +353,7 @@ class Drain(Frame, tag="drn"):
 
 
 ToWorker = Load | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
-FromWorker = Ready | LoadFailed | Done | Failed | StreamResponse | Upcall
+FromWorker = Ready | LoadFailed | Done | Failed | Leaving | StreamResponse | Upcall
 FromFront = Listening | LoadFailed | Infer | Cancel | Release | Ask | Forward | Pong
 ToFront = Open | InferReply | Answer | Forwarded | Ping | Drain | Stop
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 
-from penstock.backends.torch_cuda import Arena, Pipeline, alias, open_device
+from penstock.backends.gpu_memory import Use
+from penstock.backends.torch_cuda import LOOK_EVERY, Arena, Pipeline, alias, open_device
 
 
 def doubled(inputs):
@@ -175,3 +176,75 @@ def test_an_alias_is_the_same_memory_even_of_what_must_not_be_written(dtype):
 
 def test_an_alias_of_nothing():
     assert alias(np.empty((0, 3), np.float32)).shape == (0, 3)
+
+
+class TestMemory:
+    def failing(self, num_failures: int):
+        """Finds no memory so many times."""
+        left = [num_failures]
+
+        def compute(inputs):
+            if left[0]:
+                left[0] -= 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return doubled(inputs)
+
+        return compute
+
+    def test_a_batch_without_memory_is_tried_again_with_what_can_be_given_back(self):
+        gpu = FakeGpu()
+        running = Pipeline(gpu, self.failing(1), 1, False)
+        found = answers(running.start(rows(2), 2, 2))
+        np.testing.assert_array_equal(found["y"], rows(2)["x"].numpy() * 2)
+        assert gpu.num_shrinks == 1
+        assert running.facts()["memory_given_back"] == "1 times"
+
+    def test_if_that_is_not_enough_only_this_batch_fails(self):
+        running = Pipeline(FakeGpu(), self.failing(2), 1, False)
+        with pytest.raises(torch.OutOfMemoryError):
+            running.start(rows(2), 2, 2)
+        found = answers(running.start(rows(2, 50), 2, 2))
+        np.testing.assert_array_equal(found["y"], rows(2, 50)["x"].numpy() * 2)
+
+    def test_a_batch_that_fails_does_not_give_its_turn_to_a_slot_in_use(self):
+        """One is on its way, the next fails, and the one after it must not write over the first."""
+        fails = []
+
+        def compute(inputs):
+            if fails:
+                raise ValueError(fails.pop())
+            return doubled(inputs)
+
+        running = Pipeline(FakeGpu(), compute, 2, False)
+        first = running.start(rows(2), 2, 2)
+        fails.append("not today")
+        with pytest.raises(ValueError, match="not today"):
+            running.start(rows(2, 50), 2, 2)
+        second = running.start(rows(2, 100), 2, 2)
+        np.testing.assert_array_equal(answers(first)["y"], rows(2)["x"].numpy() * 2)
+        np.testing.assert_array_equal(answers(second)["y"], rows(2, 100)["x"].numpy() * 2)
+
+    def looked(self, gpu: FakeGpu, running: Pipeline) -> None:
+        """As many batches as it takes to look at the memory once."""
+        for _ in range(LOOK_EVERY):
+            running.start(rows(1), 1, 1)
+
+    def test_a_full_gpu_gets_back_what_is_kept_and_then_a_new_worker(self):
+        gpu = FakeGpu()
+        gpu.use = Use(1 << 30, 1 << 30, 1 << 40)
+        running = pipeline(gpu)
+        running.settle()
+        gpu.use = Use(1 << 30, 4 << 30, 1 << 20)
+        self.looked(gpu, running)
+        assert (gpu.num_shrinks, running.restart_reason) == (1, "")
+        self.looked(gpu, running)
+        assert gpu.num_shrinks == 1
+        assert running.restart_reason == "it holds 4096 MiB of GPU memory, and 1 MiB are left"
+
+    def test_a_gpu_with_room_is_left_alone(self):
+        gpu = FakeGpu()
+        running = pipeline(gpu)
+        running.settle()
+        gpu.use = Use(1 << 30, 64 << 30, 1 << 40)
+        self.looked(gpu, running)
+        assert (gpu.num_shrinks, running.restart_reason) == (0, "")

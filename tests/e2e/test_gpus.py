@@ -62,6 +62,8 @@ def test_instances_are_on_the_gpus_that_were_asked_for(server: Served):
 def test_workers_count_gpus_as_the_driver_does(server: Served):
     orders = {worker.environ().get("CUDA_DEVICE_ORDER") for worker in server.workers()}
     assert orders == {"PCI_BUS_ID"}
+    allocators = {worker.environ().get("PYTORCH_ALLOC_CONF") for worker in server.workers()}
+    assert allocators == {"expandable_segments:True"}
 
 
 def test_all_gpus_work_at_the_same_time(server: Served):

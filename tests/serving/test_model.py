@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.backends.null import NullRunner
 from penstock.config import (
     BatchPolicy,
     MemoryPolicy,
@@ -984,4 +985,49 @@ def test_a_request_that_times_out_in_the_queue_is_counted_as_such():
         assert model.metrics.num_refused["queue_timeout"] == 1
         assert model.metrics.num_success == 1
 
+    run(config, scenario)
+
+
+class Restless(NullRunner):
+    """Wants to be replaced from its third batch on."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.num_batches = 0
+
+    def settle(self) -> None:
+        """Those of the warm-up do not count."""
+        self.num_batches = 0
+
+    @property
+    def restart_reason(self) -> str:
+        return "its memory is in pieces" if self.num_batches > 2 else ""
+
+    def start(self, batch):
+        self.num_batches += 1
+        return super().start(batch)
+
+
+@pytest.mark.parametrize("config", [FIXED, SHARED], ids=["one slot", "two slots"])
+def test_a_worker_that_wants_to_leave_is_replaced_and_nothing_is_lost(monkeypatch, caplog, config):
+    monkeypatch.setattr(worker, "backend", lambda name: Restless)
+    config = replace(config, max_batch_size=1, batching=BatchPolicy(1, is_dynamic=True))
+
+    async def scenario(model, puppets):
+        (first,) = puppets.alive
+        requests = [ask(config, canary(i, (1, 4))) for i in range(9)]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        for number, request in enumerate(requests):
+            assert request.sink.num_final == 1
+            assert request.sink.outputs[0]["y"].tolist() == canary(number, (1, 4)).tolist()
+            assert request.num_deaths == 0, "no batch was lost with a worker"
+        assert first not in puppets.alive
+        assert model.metrics.num_restarts >= 2
+        assert model.metrics.num_deaths == {"crash": 0, "hang": 0}
+        assert "its memory is in pieces" in caplog.text
+
+    # Those that leave soon after they came wait before they start again; not here.
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
     run(config, scenario)

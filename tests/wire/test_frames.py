@@ -67,6 +67,7 @@ FROM_WORKER = [
     frames.Done(7, 0.1, 0.2, 0.3),
     frames.Done(7, 0.1, 0.2, 0.3, ((EXTENT,), ()), {1: "bad row"}),
     frames.Failed(7, "out of memory"),
+    frames.Leaving("its memory is in pieces"),
     frames.StreamResponse(7, 1, (EXTENT,), False),
     frames.Upcall(1, "m", "", PART),
 ]

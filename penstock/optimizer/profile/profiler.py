@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from penstock import repository
+from penstock import devices, repository
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer.profile.results import Profile
@@ -146,7 +146,12 @@ def _run(job: Job, made: Path) -> Profile:
     command = [sys.executable, "-m", CHILD, str(path)]
     try:
         ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT_S, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            env=devices.worker_environment(),
         )
     except subprocess.TimeoutExpired:
         raise BackendFailed(f"profiling took longer than {TIMEOUT_S:g} s") from None
