@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from penstock.optimizer.profile.profiler import Settings, profile_build
 from penstock.optimizer.profile.results import Profile
 
 torch = pytest.importorskip("torch")
+save_file = pytest.importorskip("safetensors.torch").save_file
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
     pytest.mark.timeout(300),
@@ -43,6 +45,9 @@ def profiled(root: Path, cache: Path, config: str) -> Profile:
     version = root / "net" / "1"
     version.mkdir(parents=True)
     (version / "module.py").write_text(MODULE)
+    space: dict[str, Any] = {}
+    exec(MODULE, space)
+    save_file(space["factory"]().state_dict(), version / "model.safetensors")
     (root / "net" / "config.pbtxt").write_text(CONFIG + config)
     settings = Settings(num_runs=5, trace=root / "trace.json", cache=cache)
     return profile_build(root / "net", ROWS, settings)
