@@ -51,6 +51,8 @@ from penstock.types import Array
 NUM_COMPARED = 64
 # Rounding of another order of operations, as a share of an output's largest value.
 TOLERANCE = 1e-3
+# On a GPU the original convolves in TF32 already, and another kernel rounds other numbers.
+TF32_TOLERANCE = 5e-3
 # Patience with batches of slow models, whatever the SLO allows.
 MAX_BATCH_S = 10.0
 # Of the time that is left to the search, that one compilation may take; and what it has at least.
@@ -208,7 +210,8 @@ class Lab:
 
         def compare() -> Numerics:
             found = self.answers(_of_the_model(build), self.compared)
-            tolerance = TOLERANCE if is_exact else None
+            exact = TF32_TOLERANCE if self.original.config.uses_gpu else TOLERANCE
+            tolerance = exact if is_exact else None
             return numerics.compare(self._model_answers, found, tolerance=tolerance)
 
         self.watch("numerics")

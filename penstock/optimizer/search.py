@@ -39,8 +39,12 @@ SERVED_S = 20.0
 NEAR = 0.85
 # Kept of the time budget for measuring and proving what was found.
 RESERVE = 0.3
+# Predicted with one instance on a GPU to be below this share of the best.
+HOPELESS = 0.6
 # A parent below this share of the best is none for the stage: BF16 may double its rate, INT8 more.
 MIN_PARENT: Mapping[Stage, float] = {"precision": 0.6, "quantise": 0.4}
+# Passes whose later steps are, on a GPU, as fast as the first at best: BF16 and TF32 after FP16.
+ALTERNATIVES = ("half",)
 FAR_BEHIND = "what it could start from is far behind the best"
 # Of the machine's, that instances of one candidate may take while they are timed.
 MAX_MEMORY = 0.25
@@ -260,9 +264,24 @@ class Search:
             if each.has_layers:
                 self._try_variants(each, parent, fresh)
             else:
-                for step in fresh:
-                    self._try(each, parent, step)
+                self._try_each(each, parent, fresh)
         self._asked.add(each.name)
+
+    def _try_each(self, each: Pass, parent: Contender, steps: Sequence[Step]) -> None:
+        """All of them; but what is there for those that do not bear the one before it is left out
+        when that has passed."""
+        for place, step in enumerate(steps):
+            record = self._try(each, parent, step)
+            is_passed = record.outcome not in ("rejected", "failed")
+            if is_passed and self._is_one_enough(each, parent):
+                reason = f"{step} has passed, and this would be no faster"
+                left = steps[place + 1 :]
+                self.findings.skipped += [Skip(each.name, reason, other) for other in left]
+                return
+
+    def _is_one_enough(self, each: Pass, parent: Contender) -> bool:
+        is_on_gpu = parent.build.config.uses_gpu
+        return each.name in ALTERNATIVES and is_on_gpu and not self._plan.is_exhaustive
 
     def _proposals(self, each: Pass) -> list[tuple[Contender, list[Step]]]:
         """From the best of each family that the pass has steps for."""
@@ -413,9 +432,20 @@ class Search:
             if memory_bytes > MAX_MEMORY * lab.machine.memory_bytes and not is_on_gpu:
                 break
             times[pair] = lab.times(build, *pair)
+            if is_on_gpu and self._is_hopeless(Contender(build, facts, times, [], is_lossy)):
+                # Copies that are hidden would not bring it to the front.
+                break
         contender = Contender(build, facts, times, [], is_lossy)
         contender.shapes = self._within_memory(contender)
         return contender
+
+    def _is_hopeless(self, contender: Contender) -> bool:
+        """With one instance, beside the best with one."""
+        if not self.findings.contenders or self._plan.is_exhaustive:
+            return False
+        contender.shapes = shapes(self._situation(contender))
+        alone = [rate for steps, rate in self.findings.best.shapes if _num_instances(steps) == 1]
+        return contender.rate < HOPELESS * max(alone, default=0.0)
 
     def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
         """Shapes that the SLO has room for; all of them if none is known to fit."""

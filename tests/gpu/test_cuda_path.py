@@ -37,9 +37,20 @@ class Peeks(Net):
         # A look at values, which no graph can hold.
         return super().forward(x if float(x.sum()) > 1e30 else x * 2)
 
+class Hungry(Net):
+    def forward(self, x):
+        if len(x) == 16:
+            # More than any GPU has.
+            torch.empty(1 << 45, dtype=torch.uint8, device=x.device)
+        return super().forward(x)
+
 def factory():
     torch.manual_seed(0)
     return Net()
+
+def hungry():
+    torch.manual_seed(0)
+    return Hungry()
 
 def peeking():
     torch.manual_seed(0)
@@ -175,3 +186,22 @@ def test_served_by_one_worker(config, num_instances):
         await model.close()
 
     asyncio.run(main())
+
+
+def test_a_batch_that_finds_no_memory_fails_alone(config):
+    runner = backend("pytorch")(replace(config, options={"penstock.factory": "hungry"}))
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.start(Batch({"x": rows(16)}, 16))
+    assert runner.built()["memory_given_back"] == "1 times"
+    values = rows(4)
+    np.testing.assert_allclose(answer(runner, values), wanted(config, values), rtol=1e-2, atol=1e-3)
+
+
+def test_memory_is_looked_at_while_batches_run(config):
+    runner = backend("pytorch")(replace(config, num_instances=2, options=GRAPHS))
+    answer(runner, rows(NUM))
+    runner.settle()
+    for seed in range(300):
+        answer(runner, rows(NUM, seed))
+    assert runner.restart_reason == ""
+    assert int(runner.built()["gpu_memory_bytes"]) > 0

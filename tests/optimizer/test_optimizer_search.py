@@ -470,3 +470,35 @@ def test_the_lab_knows_how_long_the_search_may_still_take() -> None:
     lab, run = searched({"original": 20.0})
     run()
     assert lab.left_s() is None
+
+
+TYPES = MadePass("half", "precision", ("fp16", "bf16", "tf32"), changes_answers=True)
+
+
+@pytest.mark.parametrize(
+    ("losses", "tried"),
+    [
+        ({}, ["fp16"]),
+        ({"half(s=fp16)": 0.5}, ["fp16", "bf16"]),
+        ({"half(s=fp16)": 0.5, "half(s=bf16)": 0.5}, ["fp16", "bf16", "tf32"]),
+    ],
+)
+def test_on_a_gpu_the_next_precision_is_for_what_does_not_bear_the_one_before(
+    losses: Mapping[str, float], tried: list[str]
+) -> None:
+    rows = {"original": 20.0} | {f"half(s={each})": 10.0 for each in ("fp16", "bf16", "tf32")}
+    lab, run = searched(rows, TYPES)
+    lab.device, lab.losses = "cuda", dict(losses)
+    search = run()
+    named = [each for each in search.findings.tries if each.stage == "precision"]
+    assert [each.candidate.steps[-1].settings["s"] for each in named] == tried
+    skipped = [each for each in search.findings.skipped if each.pass_name == "half"]
+    assert len(skipped) == 3 - len(tried)
+
+
+def test_on_a_gpu_what_is_far_behind_is_not_timed_any_further() -> None:
+    lab, run = searched({"original": 10.0, "compiled": 40.0}, COMPILED)
+    lab.device = "cuda"
+    search = run()
+    assert lab.instances == [1, 2, 1]
+    assert outcome_of(search, "compiled")[0] == "slower"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from penstock.backends import Batch, Finished
 from penstock.backends.onnxruntime import load
 from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding
 from penstock.serving.proof import agreed, prove
@@ -268,3 +269,31 @@ def test_instances_agree_on_the_least():
     assert agreed([good, Proof(unpadded="no", crops=(("y", 0),))]).unpadded == "no"
     assert agreed([good, Proof("no")]).unbatched == "no"
     assert agreed([Proof(notes=("a",)), Proof(notes=("a", "b"))]).notes == ("a", "b")
+
+
+class Rounding:
+    """Rows keep apart; but what a batch of one gives is off by this share, as by another kernel."""
+
+    needs_requests = keeps_rows_apart = runs_ahead = False
+    inputs = outputs = ()
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    def start(self, batch: Batch) -> Finished:
+        values = batch.inputs["x"] * (1 + self._share * (batch.num_rows == 1))
+        return Finished({"y": values.astype(np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "may_batch"),
+    [
+        ("cpu", 2e-3, False),
+        ("cuda", 2e-3, True),
+        ("cuda", 2e-2, False),
+    ],
+)
+def test_on_a_gpu_shapes_may_differ_by_the_rounding_of_tf32(device, share, may_batch):
+    policy = BatchPolicy(8, is_dynamic=True)
+    config = ModelConfig("m", "1", "pytorch", "", (X6,), (Y6,), 8, policy, device=device)
+    assert (prove(config, Rounding(share)).unbatched == "") is may_batch

@@ -21,8 +21,10 @@ COMPILERS = ("g++", "clang++", "c++")
 # For GPUs it writes Triton, which has its few lines of C compiled.
 C_COMPILERS = ("gcc", "clang", "cc")
 AHEAD, AUTOTUNE = "ahead", "max-autotune"
-# It tries many kernels for each product; with less time than this nothing else would get its turn.
-MIN_AUTOTUNE_S = 900.0
+# One tries many kernels for each product, the other has a whole library compiled in C++; with less
+# time than this nothing else would get its turn.
+LONG_MODES = (AUTOTUNE, AHEAD)
+MIN_BUDGET_S = 900.0
 # Of the module's form: they are no options of a package.
 OF_MODULES = (
     "penstock.factory",
@@ -51,13 +53,18 @@ class TorchCompile:
             return [Skip(self.name, "packed: the layers are kernels already")]
         if "penstock.fuse" in build.config.options:
             return [Skip(self.name, "its convolutions are fused: the compiler sees none in them")]
-        return [*self._memory_formats(build.config), *self._compilations(situation)]
+        has_examples = situation.examples is not None
+        formats = self._memory_formats(build.config, has_examples)
+        return [*formats, *self._compilations(situation)]
 
-    def _memory_formats(self, config: ModelConfig) -> list[Step | Skip]:
+    def _memory_formats(self, config: ModelConfig, has_examples: bool) -> list[Step | Skip]:
         has_images = any(len(spec.shape) == IMAGE_RANK for spec in config.model.inputs)
         if not has_images or config.max_batch_size == 0 or not config.artifact.endswith(".py"):
             return []
         if "penstock.memory_format" in config.options:
+            return []
+        if config.uses_gpu and has_examples:
+            # Comes with FP16, which gains by it; FP32 does little.
             return []
         return [Step(self.name, {"memory_format": "channels_last"})]
 
@@ -109,7 +116,7 @@ def _reason_against(situation: Situation, mode: str) -> str:
         return f"no {language} compiler; expected one of {', '.join(compilers)}"
     if not config.uses_gpu and not plan.is_exhaustive:
         return "takes a minute or more to compile; ONNX Runtime is there and compiles in seconds"
-    if mode == AUTOTUNE and plan.budget_s is not None and plan.budget_s < MIN_AUTOTUNE_S:
+    if mode in LONG_MODES and plan.budget_s is not None and plan.budget_s < MIN_BUDGET_S:
         return f"compiles for minutes, and the budget is {units.duration(plan.budget_s)}"
     return ""
 
