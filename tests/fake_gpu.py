@@ -50,6 +50,7 @@ class FakeGpu:
         self.num_shrinks = 0
         self.num_replays = 0
         self.num_captures = 0
+        self.was_lost = False
         self._lane: Lane | None = None
         self._num_marks = 0
 
@@ -86,6 +87,9 @@ class FakeGpu:
 
     def shrink(self) -> None:
         self.num_shrinks += 1
+
+    def is_lost(self) -> bool:
+        return self.was_lost
 
     def capture(self, run):
         if not self.may_capture:

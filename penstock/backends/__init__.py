@@ -156,6 +156,21 @@ class Rehearses(Protocol):
 
 
 @runtime_checkable
+class FillsUp(Protocol):
+    """A runner that runs more rows than were sent, where that is a size it is ready for."""
+
+    def stop_filling(self) -> None:
+        """Rows influence each other: from now on only those that were sent."""
+
+
+@runtime_checkable
+class MayBeLost(Protocol):
+    """A runner whose device may be of no use to this process any more after an error."""
+
+    def is_lost(self) -> bool: ...
+
+
+@runtime_checkable
 class KeepsCompiled(Protocol):
     """A runner that compiles or tries out when it is loaded, and need not the next time."""
 

@@ -144,6 +144,9 @@ class Processed:
         (answer,) = self.inner.start(Batch(inputs, num_rows)).wait()
         # `load` has seen to it that the model does not see requests.
         assert not isinstance(answer, PerRequest)
+        if self.inner.runs_ahead:
+            # The next run writes to the same memory, and there may be several for one batch.
+            answer = {name: values.copy() for name, values in answer.items()}
         return _rows(answer, num_rows, self._has_batch)
 
     def _cut(self, answer: Outputs, length: int | None) -> Outputs:

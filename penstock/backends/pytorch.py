@@ -136,7 +136,9 @@ class TorchRunner:
         self._loaded = self._run = loaded
         self._device = torch.device(config.device)
         self._datatypes = {spec.name: spec.datatype for spec in config.inputs}
-        self._rungs = ladder(config.max_batch_size) if config.max_batch_size else []
+        # Whether rows influence each other is only known of models that are batched.
+        is_batched = config.max_batch_size > 0 and config.batching.is_dynamic
+        self._rungs = ladder(config.max_batch_size) if is_batched else []
         self._packing = loaded.packing
         self._num_tokens = 0
         if self._packing is not None:
@@ -260,6 +262,12 @@ class TorchRunner:
             return num_tokens
         length = batch.inputs[self._packing.mask].shape[1]
         return torch_packing.budget(num_tokens, num_run * length)
+
+    def stop_filling(self) -> None:
+        self._rungs = []
+
+    def is_lost(self) -> bool:
+        return self.pipeline is not None and self.pipeline.device.is_lost()
 
     def _num_rows(self, batch: Batch) -> int:
         """How many to run: up to the next rung of the ladder. Libraries choose and build kernels
@@ -762,7 +770,8 @@ def _compiler_options(mode: str) -> dict[str, Any]:
 def _load_compiled(config: ModelConfig) -> str:
     """Give the compiler what it made of this version before; what became of that, in words."""
     path = Path(config.artifact).parent / COMPILED
-    if not path.is_file():
+    # It holds code, as module.py does; a .pt2 is data, and brings none.
+    if not path.is_file() or not config.artifact.endswith(".py"):
         return "nothing"
     try:
         found = torch.compiler.load_cache_artifacts(path.read_bytes())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from penstock.backends.checks import first_line
 from penstock.backends.gpu_memory import Guard, Use
 from penstock.types import Array
 
+log = logging.getLogger("penstock.gpu")
 Tensors = Mapping[str, torch.Tensor]
 Compute = Callable[[Tensors], Tensors]
 Lane = Literal["in", "compute", "out"]
@@ -67,6 +69,9 @@ class Device(Protocol):
 
     def pin(self, memory: memoryview) -> bool:
         """Make these such bytes; False where that is refused."""
+
+    def is_lost(self) -> bool:
+        """After some errors nothing runs on it any more in this process."""
 
     def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]: ...
     def memory(self) -> Use: ...
@@ -121,6 +126,13 @@ class Cuda:
         its own. Looking at it clears it; torch does that after every launch."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
+
+    def is_lost(self) -> bool:
+        try:
+            torch.cuda.synchronize(self._device)
+        except Exception:  # Of several types, by torch's version.
+            return True
+        return False
 
     def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]:
         graph = torch.cuda.CUDAGraph()
@@ -250,7 +262,10 @@ class Pipeline:
             self._turn -= 1
             raise
         if self._turn % LOOK_EVERY == 0:
-            self._look()
+            try:
+                self._look()
+            except Exception:  # Whoever looks after memory must not lose an answer for it.
+                log.exception("cannot look at the GPU's memory")
         return running
 
     def settle(self) -> None:

@@ -57,6 +57,10 @@ DROPPED = Overloaded(
 )
 
 
+class NoRoom(Exception):
+    """The extents of a batch find no room beside those of others."""
+
+
 class InFlight:
     """A batch with a worker. `extents` are its places in the input spill; `closed_by` says why it
     did not take more."""
@@ -324,7 +328,8 @@ class Model:
                     if batch is None:
                         self._arm_timer(now)
                         return
-                    self._dispatch(instance, batch, now)
+                    if not self._dispatch(instance, batch, now):
+                        break
         self._arm_timer(now, only_expiry=True)
 
     def _takes_batch(self, instance: Instance) -> bool:
@@ -349,7 +354,8 @@ class Model:
         self._finish(request, error)
         self._check_idle()
 
-    def _dispatch(self, instance: Instance, batch: list[Request], now: float) -> None:
+    def _dispatch(self, instance: Instance, batch: list[Request], now: float) -> bool:
+        """False: there is no room before a batch that runs is answered; it waits on."""
         geometry: Geometry = batch[0].fit.plan.geometry
         flight = InFlight(next(self._batch_ids), batch, 0, now)
         try:
@@ -358,16 +364,18 @@ class Model:
             else:
                 frame = self._extents_frame(flight, geometry)
             data = frames.encode(frame)
+        except NoRoom:
+            self._wait_for_room(flight, geometry)
+            return False
         except Exception:  # The instance loop: what cannot be described must not stop the others.
             log.exception("%s: a batch could not be dispatched", self.config.name)
             self._abandon(flight, BackendFailed("internal error; this is a bug"))
-            return
+            return True
         if len(data) > MAX_DISPATCH_BYTES and self._shrink(flight, geometry):
-            self._dispatch(instance, flight.requests, now)
-            return
+            return self._dispatch(instance, flight.requests, now)
         if len(data) > frames.MAX_FRAME_BYTES // 4:
             self._abandon(flight, TooLarge("the request's id and parameters are too large"))
-            return
+            return True
         saturated_s = self._saturation.at(now)
         for request in flight.requests:
             timings = request.timings
@@ -378,6 +386,15 @@ class Model:
         self._note_idle(now)
         self._last_num_requests = len(flight.requests)
         self._supervisor.send_bytes(instance, data)
+        return True
+
+    def _wait_for_room(self, flight: InFlight, geometry: Geometry) -> None:
+        self._ended(flight)
+        if self._batcher.closed_by == "rerun":
+            for request in flight.requests:
+                self._batcher.rerun_alone(request)
+        else:
+            self._batcher.put_back(flight.requests, geometry)
 
     def _abandon(self, flight: InFlight, error: PenstockError) -> None:
         """A batch that was never sent ends with an error."""
@@ -460,7 +477,9 @@ class Model:
         ):
             extents = self._place_extents(request, flight) if index < MAX_PARTS else None
             if extents is None:
-                assert index > 0, "one request always fits an empty spill segment"
+                if index == 0:
+                    assert self._extents.num_held, "one request fits an empty spill segment"
+                    raise NoRoom
                 self._batcher.put_back(flight.requests[index:], geometry)
                 flight.requests = flight.requests[:index]
                 break
@@ -490,6 +509,7 @@ class Model:
 
     def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None:
         flight = _taken(instance, frame)
+        instance.answered_at = self._clock()
         if flight is not None and isinstance(frame, frames.Done):
             self._deliver(instance, flight, frame)
         elif flight is not None and isinstance(frame, frames.Failed):
@@ -740,7 +760,8 @@ class Model:
         recent = sorted(self._recent.get(_rung(flight.num_rows), ()))
         p99 = recent[int(len(recent) * 0.99)] if recent else 0.0
         limit_s = max(self.config.hang_s, HANG_FACTOR * p99)
-        return flight.started + limit_s - self._clock()
+        # Those that were sent before it ran first.
+        return max(flight.started, instance.answered_at) + limit_s - self._clock()
 
     def _fail_if_unavailable(self) -> None:
         """Do not let clients wait for an instance that does not come back."""

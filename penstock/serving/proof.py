@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from penstock.backends import Batch, Outputs, PerRequest, Runner
+from penstock.backends import Batch, FillsUp, Outputs, PerRequest, Runner
 from penstock.backends.checks import first_line
 from penstock.backends.processing import Processed
 from penstock.config import CPU, ModelConfig
@@ -83,6 +83,9 @@ def apply_proof(runner: Runner, proof: Proof) -> None:
     one; for all others the server's core pads, and the worker cuts."""
     if isinstance(runner, Processed) and not proof.unpadded:
         runner.allow_padding(proof.crops)
+    model: object = runner.inner if isinstance(runner, Processed) else runner
+    if proof.unbatched and isinstance(model, FillsUp):
+        model.stop_filling()
 
 
 def agreed(proofs: Sequence[Proof]) -> Proof:

@@ -246,6 +246,8 @@ class Instance:
         self.batches: list[Any] = []
         self.ready: frames.Ready | None = None
         self.ready_at = 0.0
+        # When it last answered a batch, by the model's clock.
+        self.answered_at = 0.0
         self.num_deaths = 0
         self.num_restarts = 0
         # What the present worker said when it could not load.
@@ -370,8 +372,8 @@ class Supervisor:
     def _send_slab(self, instance: Instance, slab: Slab) -> None:
         self.send(instance, frames.MapSlab(slab.id, slab.seg.nbytes), (slab.seg.fd,))
 
-    def _receive(self, instance: Instance) -> None:
-        """Read what there is: usually one frame."""
+    def _receive(self, instance: Instance, is_last: bool = False) -> None:
+        """Read what there is: usually one frame. The last time, all there will ever be."""
         while instance.life is not None:
             try:
                 size = instance.life.sock.recv_into(self._buffer)
@@ -387,6 +389,8 @@ class Supervisor:
             if isinstance(frame, frames.Done):
                 self._listener.instance_answered(instance, frame)
                 self._let_go(instance)
+                if is_last:
+                    continue
                 # Mostly nothing else is waiting; what is, is read in the next turn.
                 return
             self._handle(instance, frame)
@@ -442,7 +446,7 @@ class Supervisor:
         life, sender = instance.life, instance.sender
         assert life is not None and sender is not None
         # Answers sent before the death count.
-        self._receive(instance)
+        self._receive(instance, is_last=True)
         self._loop.remove_reader(life.sock.fileno())
         sender.close()
         life.sock.close()

@@ -29,6 +29,7 @@ from penstock import logs, manifest
 from penstock.backends import (
     Batch,
     Execution,
+    MayBeLost,
     Outputs,
     PerRequest,
     PinsMemory,
@@ -186,10 +187,13 @@ class Worker:
         channel: Channel,
         on_load: Callable[[ModelConfig], None] | None = None,
         on_ready: Callable[[], None] | None = None,
+        die: Callable[[], None] | None = None,
     ) -> None:
         self._channel = channel
         self._on_load = on_load
         self._on_ready = on_ready
+        # Ends the process, where it is the worker's own.
+        self._die = die
         self._config: ModelConfig | None = None
         self._runner: Runner | None = None
         self._memory: Memory | None = None
@@ -281,15 +285,28 @@ class Worker:
         return True
 
     def _pin(self, memory: memoryview) -> None:
+        """Only in a process of its own: in others the memory is given back before they end, and a
+        GPU would go on reading what was there."""
         runner: object = self._runner
-        if isinstance(runner, PinsMemory):
+        if self._die is not None and isinstance(runner, PinsMemory):
             runner.pin(memory)
+
+    def _failed(self, batch: int, error: Exception) -> frames.Failed:
+        """Or no answer at all, where the device has gone with the error: the next worker finds out
+        which request it was."""
+        answer = frames.Failed(batch, _explain(error))
+        runner: object = self._runner
+        model: object = runner.inner if isinstance(runner, Processed) else runner
+        if self._die is not None and isinstance(model, MayBeLost) and model.is_lost():
+            log.error("the GPU is lost to this worker: %s", answer.error)
+            self._die()
+        return answer
 
     def _run(self, frame: frames.Dispatch) -> None:
         try:
             begun = self._begin(frame)
         except Exception as error:  # The instance loop: a model's error is an answer.
-            self._send(frames.Failed(frame.batch, _explain(error)))
+            self._send(self._failed(frame.batch, error))
             return
         if self._answerer is None:
             self._answer(begun)
@@ -322,7 +339,7 @@ class Worker:
         try:
             answer: frames.Done | frames.Failed = self._finish(begun)
         except Exception as error:  # The instance loop: a model's error is an answer.
-            answer = frames.Failed(begun.frame.batch, _explain(error))
+            answer = self._failed(begun.frame.batch, error)
         self._send(answer)
 
     def _send(self, answer: frames.Done | frames.Failed) -> None:
@@ -627,6 +644,10 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _describe(model: ModelConfig) -> None:
+    logs.describe(model.name, model.version)
+
+
 def main() -> None:
     parent = int(sys.argv[2])
     die_with_parent()
@@ -644,7 +665,7 @@ def main() -> None:
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))
-    Worker(channel, lambda model: logs.describe(model.name, model.version), take_part).serve()
+    Worker(channel, _describe, take_part, lambda: os._exit(1)).serve()
     channel.close()
     sys.stdout.flush()
     os._exit(0)

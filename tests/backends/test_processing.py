@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 import penstock
 from penstock import pbtxt, repository, versions
-from penstock.backends import Batch, PerRequest, Runner, backend
+from penstock.backends import Batch, Finished, PerRequest, Runner, backend
 from penstock.backends.processing import apply, apply_after
 from penstock.config import ModelConfig, Padding, Postprocess, Preprocess
 from penstock.errors import BackendFailed, ConfigError, PenstockError
@@ -221,6 +221,35 @@ def test_rows_of_different_lengths_are_computed_by_bucket_and_cut_back(tmp_path:
         expected = [len(word) + 1 for word in text.split()]
         assert outputs["each"].tolist() == [expected]
         assert outputs["total"].tolist() == [[sum(expected)]]
+    runner.close()
+
+
+class Reusing(Spy):
+    """As a GPU's: all answers lie in the same memory, one after the other."""
+
+    runs_ahead = True
+
+    def __init__(self, inner: Runner) -> None:
+        super().__init__(inner)
+        self._memory = np.zeros(64, np.int64)
+
+    def start(self, batch: Batch):
+        (answer,) = self.inner.start(batch).wait()
+        views = {}
+        begin = 0
+        for name, values in answer.items():
+            views[name] = self._memory[begin : begin + values.size].reshape(values.shape)
+            views[name][:] = values
+            begin += values.size
+        return Finished(views)
+
+
+def test_answers_outlive_the_next_run_of_the_model(tmp_path: Path) -> None:
+    runner = loaded(folder(tmp_path))
+    runner.inner = Reusing(runner.inner)
+    sent = ["aaaa", "a a", "aa aa aa", "aaa", "a a a a"]
+    for text, outputs in zip(sent, run(runner, *sent).answers, strict=True):
+        assert outputs["each"].tolist() == [[len(word) + 1 for word in text.split()]]
     runner.close()
 
 

@@ -29,7 +29,9 @@ from suites.backend import (
 from penstock.backends import Batch, backend
 from penstock.config import ModelConfig, PadAxis, Padding, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.serving.proof import apply_proof
 from penstock.types import TensorSpec
+from penstock.wire.frames import Proof
 
 torch = pytest.importorskip("torch")
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -72,12 +74,22 @@ def test_a_batch_is_filled_up_to_a_rung_on_a_gpu(tmp_path, fake_gpu, num_rows):
         "        return {'y': x[:, :2] * 2, 'n': torch.full((len(x), 1), float(len(x)))}\n"
         "factory = Echo\n"
     )
-    runner = backend("pytorch")(torch_config(path, outputs=(Y, TensorSpec("n", "FP32", (1,)))))
+    config = torch_config(path, outputs=(Y, TensorSpec("n", "FP32", (1,))))
     rows = np.arange(num_rows * 3, dtype=np.float32).reshape(num_rows, 3)
-    (outputs,) = runner.start(Batch({"x": rows}, num_rows)).wait()
-    np.testing.assert_array_equal(outputs["y"], rows[:, :2] * 2)
-    expected = next(rung for rung in ladder(MAX_BATCH) if rung >= num_rows)
-    assert outputs["n"].tolist() == [[expected]] * num_rows
+
+    def num_run(runner) -> int:
+        (outputs,) = runner.start(Batch({"x": rows}, num_rows)).wait()
+        np.testing.assert_array_equal(outputs["y"], rows[:, :2] * 2)
+        (count,) = {int(count) for [count] in outputs["n"]}
+        return count
+
+    batched = replace(config, batching=replace(config.batching, is_dynamic=True))
+    runner = backend("pytorch")(batched)
+    assert num_run(runner) == next(rung for rung in ladder(MAX_BATCH) if rung >= num_rows)
+    # Where rows influence each other, or nobody has looked, only those that were sent are run.
+    apply_proof(runner, Proof(unbatched="rows influence each other"))
+    assert num_run(runner) == num_rows
+    assert num_run(backend("pytorch")(config)) == num_rows
 
 
 def problems_of(config: ModelConfig) -> tuple[str, ...]:

@@ -1,8 +1,10 @@
 """The model with workers on strings: every request ends exactly once, with its own bytes."""
 
 import asyncio
+import os
 import random
 import re
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -32,6 +34,7 @@ from penstock.errors import (
 from penstock.metrics import ModelMetrics
 from penstock.serving import supervisor, worker
 from penstock.serving.model import Model
+from penstock.serving.slab import Segment
 from penstock.testing import FakeClock, Puppets, RecordingSink, settle
 from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
 from penstock.wire import frames
@@ -458,6 +461,23 @@ def test_who_kills_its_worker_twice_fails_alone(monkeypatch):
     run(FIXED, scenario)
 
 
+def test_a_batch_that_finds_no_room_beside_others_waits_for_them():
+    config = replace(TEXT, num_instances=2, memory=MemoryPolicy(max_slabs=2, spill_bytes=1 << 16))
+    large = np.array([[b"x" * 40_000]], object)
+
+    async def scenario(model, puppets):
+        requests = [ask(config, large) for _ in range(4)]
+        for request in requests:
+            model.submit(request)
+            await settle()
+        assert model.num_running == 1 and model.num_waiting == 3
+        await puppets.step_all()
+        assert [request.sink.error for request in requests] == [None] * 4
+        assert model.num_extents_held == 0
+
+    run(config, scenario)
+
+
 class TestSharedWorker:
     def test_it_has_as_many_batches_as_instances(self):
         async def scenario(model, puppets):
@@ -514,6 +534,47 @@ class TestSharedWorker:
             assert [r.sink.error for r in requests[1:]] == [None, None]
 
         run(SHARED, scenario)
+
+    def test_all_answers_sent_before_the_death_count(self):
+        config = replace(SHARED, num_instances=4)
+
+        async def scenario(model, puppets):
+            requests = [ask(config, canary(i, (1, 4))) for i in range(4)]
+            for request in requests:
+                model.submit(request)
+                await settle()
+            while puppets.alive[0].has_work:
+                puppets.alive[0].step()  # Computes and answers; the core has not read it yet.
+            puppets.alive[0].kill()
+            await puppets.step_all()
+            assert [request.sink.num_final for request in requests] == [1] * 4
+            assert [request.num_deaths for request in requests] == [0] * 4
+
+        run(config, scenario)
+
+    def test_a_worker_whose_device_is_lost_ends_without_an_answer(self, monkeypatch):
+        """So that its batches run again elsewhere, and whoever takes it away twice is blamed."""
+        died: list[bool] = []
+        ours, theirs = supervisor.socket_pair()
+        inputs, outputs = Segment(1 << 16), Segment(1 << 16)
+        with ours, theirs:
+            made = worker.Worker(worker.Channel(theirs), die=lambda: died.append(True))
+            config = replace(FIXED, options={"null.fail_on": "1000"})
+            load = frames.Load(frames.VERSION, config, 1 << 16, None)
+            fds = (os.dup(inputs.fd), os.dup(outputs.fd))
+            socket.send_fds(ours, [frames.encode(load)], fds)
+            assert made.step()
+            for is_lost in (False, True):
+                monkeypatch.setattr(NullRunner, "is_lost", lambda _, lost=is_lost: lost, False)
+                extent = frames.Extent("x", "INT64", (1, 4), 0, 32)
+                inputs.view[:32] = canary(1, (1, 4)).tobytes()
+                part = frames.RequestPart("", 1, (extent,))
+                ours.send(frames.encode(frames.Dispatch(7, (), requests=(part,))))
+                assert made.step()
+                assert died == [True] * is_lost
+            made.close()
+        inputs.close()
+        outputs.close()
 
     def test_answers_of_batches_that_run_ahead_are_those_of_their_requests(self):
         """In a thread of its own, with the thread that waits."""
