@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
+
+Answer = TypeVar("Answer")
 
 LIBRARY = "libnvidia-ml.so.1"
 # Makes CUDA count GPUs as NVML does; without it the fastest comes first.
@@ -198,33 +201,28 @@ def nvml() -> Nvml | None:
     return None
 
 
+def _asked(question: Callable[[Nvml], Answer], otherwise: Answer) -> Answer:
+    """What NVML says; the other where there is no driver, or it would not say."""
+    library = nvml()
+    if library is not None:
+        with suppress(NvmlError):
+            return question(library)
+    return otherwise
+
+
 def read_gpus() -> tuple[Gpu, ...]:
     """Those that our processes may use; none without a driver."""
-    library = nvml()
-    if library is None:
-        return ()
-    with suppress(NvmlError):
-        return library.gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return ()
+    return _asked(lambda library: library.gpus(os.environ.get("CUDA_VISIBLE_DEVICES")), ())
 
 
 def read_uses() -> tuple[GpuUse, ...]:
     """What they do now."""
-    library = nvml()
-    if library is None:
-        return ()
-    with suppress(NvmlError):
-        return library.uses(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return ()
+    return _asked(lambda library: library.uses(os.environ.get("CUDA_VISIBLE_DEVICES")), ())
 
 
 def driver() -> str:
     """The driver's version; empty without one."""
-    library = nvml()
-    if library is not None:
-        with suppress(NvmlError):
-            return library.driver()
-    return ""
+    return _asked(Nvml.driver, "")
 
 
 class Watch:

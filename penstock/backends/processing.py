@@ -215,6 +215,11 @@ class Functions:
                 each.close()
 
 
+def model_in(runner: Runner) -> Runner:
+    """The model's own runner, without the functions around it."""
+    return runner.inner if isinstance(runner, Processed) else runner
+
+
 def load(config: ModelConfig, load_model: LoadRunner) -> Processed:
     inner = load_model(config.model)
     try:

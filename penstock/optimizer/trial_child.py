@@ -35,7 +35,7 @@ from penstock.backends import (
     Runner,
     backend,
 )
-from penstock.backends.processing import Processed
+from penstock.backends.processing import model_in
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import facts
@@ -258,9 +258,7 @@ class Trial:
     def keep(self, folder: str) -> int:
         """0 where there is nothing to keep."""
         warm_up_all(self._config, self._runner, self.proof)
-        runner: object = self._runner
-        if isinstance(runner, Processed):
-            runner = runner.inner
+        runner: object = model_in(self._runner)
         if not isinstance(runner, KeepsCompiled):
             return 0
         files = runner.compiled()

@@ -509,11 +509,10 @@ class Model:
 
     def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None:
         flight = _taken(instance, frame)
-        instance.answered_at = self._clock()
         if flight is not None and isinstance(frame, frames.Done):
             self._deliver(instance, flight, frame)
         elif flight is not None and isinstance(frame, frames.Failed):
-            now = self._clock()
+            now = instance.answered_at = self._clock()
             self._saturation.note(False, now)
             self._ended(flight)
             self._note_batch(flight, now, flight.waits(), 0.0, "the model failed")
@@ -522,7 +521,7 @@ class Model:
         self._check_idle()
 
     def _deliver(self, instance: Instance, flight: InFlight, frame: frames.Done) -> None:
-        now = self._clock()
+        now = instance.answered_at = self._clock()
         self._saturation.note(False, now)
         self._note_duration(flight.num_rows, now - flight.started)
         if self._slo is not None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.backends import Batch, FillsUp, Outputs, PerRequest, Runner
 from penstock.backends.checks import first_line
-from penstock.backends.processing import Processed
+from penstock.backends.processing import Processed, model_in
 from penstock.config import CPU, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.serving.padding import Crop, Pads, Shapes, bf16_bits, cropped
@@ -83,7 +83,7 @@ def apply_proof(runner: Runner, proof: Proof) -> None:
     one; for all others the server's core pads, and the worker cuts."""
     if isinstance(runner, Processed) and not proof.unpadded:
         runner.allow_padding(proof.crops)
-    model: object = runner.inner if isinstance(runner, Processed) else runner
+    model: object = model_in(runner)
     if proof.unbatched and isinstance(model, FillsUp):
         model.stop_filling()
 

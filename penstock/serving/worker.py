@@ -38,7 +38,7 @@ from penstock.backends import (
     WatchesMemory,
     backend,
 )
-from penstock.backends.processing import Processed
+from penstock.backends.processing import Processed, model_in
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving.padding import Pads, cropped
@@ -295,8 +295,8 @@ class Worker:
         """Or no answer at all, where the device has gone with the error: the next worker finds out
         which request it was."""
         answer = frames.Failed(batch, _explain(error))
-        runner: object = self._runner
-        model: object = runner.inner if isinstance(runner, Processed) else runner
+        assert self._runner is not None
+        model: object = model_in(self._runner)
         if self._die is not None and isinstance(model, MayBeLost) and model.is_lost():
             log.error("the GPU is lost to this worker: %s", answer.error)
             self._die()
@@ -510,7 +510,7 @@ class Worker:
 
 
 def _watched(runner: Runner) -> WatchesMemory | None:
-    inner: object = runner.inner if isinstance(runner, Processed) else runner
+    inner: object = model_in(runner)
     return inner if isinstance(inner, WatchesMemory) else None
 
 
