@@ -535,6 +535,24 @@ class TestSharedWorker:
 
         run(SHARED, scenario)
 
+    def test_nobody_joins_who_runs_again(self):
+        async def scenario(model, puppets):
+            first, second = (ask(SHARED, canary(i, (1, 4))) for i in range(2))
+            model.submit(first)
+            await settle()
+            puppets.alive[0].kill()
+            await settle()
+            while not model.instances[0].batches:
+                puppets.alive[0].step()
+                await settle()
+            model.submit(second)
+            await settle()
+            assert [flight.requests for flight in model.instances[0].batches] == [[first]]
+            await puppets.step_all()
+            assert [first.sink.error, second.sink.error] == [None, None]
+
+        run(SHARED, scenario)
+
     def test_all_answers_sent_before_the_death_count(self):
         config = replace(SHARED, num_instances=4)
 
