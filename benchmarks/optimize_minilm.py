@@ -83,7 +83,8 @@ def best_of(
         for shape in (Shape(*pair, 8), Shape(*pair, 32, is_slo=True)):
             target = FOLDER / f"{name}_{len(made)}".replace(" ", "_")
             made[str(shape)] = Contender(str(shape), shaped(model, target, shape, case.latency))
-    rates = dict(zip(made, max_rates(list(made.values()), case, duration), strict=True))
+    found = max_rates(list(made.values()), case, duration)
+    rates = {shape: rate.per_s for shape, rate in zip(made, found, strict=True)}
     for text, rate in rates.items():
         print(f"{name}, {text}: {rate:.1f}/s", flush=True)
     best = max(rates, key=lambda text: rates[text])

@@ -27,6 +27,7 @@ from penstock.optimizer import plan_file, served
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import open_examples
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.results import Curve
 from penstock.optimizer.subject import open_subject
 from penstock.optimizer.this_machine import read_machine
 from penstock.slo import parse
@@ -44,6 +45,15 @@ class Contender:
     name: str
     # A repository with the case's model in it.
     repository: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The highest that keeps the latency terms; 0: none does."""
+
+    per_s: float
+    # Served runs at one load each, that it took to find it.
+    num_runs: int
 
 
 def optimized(
@@ -77,9 +87,9 @@ def max_rates(
     case: Case,
     duration: str,
     search_s: float = served.SEARCH_S,
-) -> list[float]:
+) -> list[Rate]:
     """The highest Poisson rate of each at which the case's latency terms hold, served and searched
-    in turns, about `search_s` each; 0 where it holds at none."""
+    in turns, about `search_s` each."""
     plan = _plan(case, case.latency, duration)
     builds = []
     for each in contenders:
@@ -88,7 +98,15 @@ def max_rates(
     with tempfile.TemporaryDirectory() as scratch:
         rows = _rows(plan, open_subject(plan, Path(scratch) / case.name).build)
     found = served.max_rates(builds, plan, rows, lambda doing: None, search_s)
-    return [0.0 if math.isnan(each.value) else each.value for each in found]
+    return [
+        Rate(0.0 if math.isnan(rate.value) else rate.value, num_runs_of(curve))
+        for rate, curve in found
+    ]
+
+
+def num_runs_of(curve: Curve | None) -> int:
+    """Of a search: its probe, and its rates."""
+    return 1 + (len(curve.rates) if curve else 0)
 
 
 def saturated(case: Case, duration: str) -> float:
@@ -97,7 +115,7 @@ def saturated(case: Case, duration: str) -> float:
     plan = _plan(case, "throughput >= 1/s", duration)
     with tempfile.TemporaryDirectory() as scratch:
         build = open_subject(plan, Path(scratch) / case.name).build
-        [rate] = served.max_rates([build], plan, _rows(plan, build), lambda doing: None)
+        [(rate, _)] = served.max_rates([build], plan, _rows(plan, build), lambda doing: None)
     return rate.value
 
 
@@ -126,8 +144,8 @@ def interleaved(
     for number in range(rounds):
         found = max_rates(contenders, case, duration, search_s)
         for each, rate in zip(contenders, found, strict=True):
-            rates[each.name].append(rate)
-            print(f"round {number + 1}: {each.name}: {rate:.1f}/s", flush=True)
+            rates[each.name].append(rate.per_s)
+            print(f"round {number + 1}: {each.name}: {rate.per_s:.1f}/s", flush=True)
     return rates
 
 

@@ -104,12 +104,13 @@ def max_rates(
     rows: Sequence[Row],
     watch: Watch,
     search_s: float = SEARCH_S,
-) -> list[Interval]:
-    """The highest rate of each that keeps the latency terms, in turns; without such terms, what it
-    answers when it never has to wait for requests. NaN where an end is not known. A search that
-    ends after `search_s`, with the level that it is at, has found what it has found by then."""
+) -> list[tuple[Interval, Curve | None]]:
+    """The highest rate of each that keeps the latency terms, in turns, and what was measured on the
+    way; without such terms, what it answers when it never has to wait for requests. NaN where an
+    end is not known. A search that ends after `search_s`, with the level that it is at, has found
+    what it has found by then."""
     with _stage(builds, rows) as endpoints:
-        return [rate for rate, _ in _max_rates(endpoints, plan, watch, search_s)]
+        return _max_rates(endpoints, plan, watch, search_s)
 
 
 def prove(

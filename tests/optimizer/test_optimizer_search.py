@@ -1,9 +1,11 @@
 """The loop by itself: a laboratory that makes things up, so that every turn can be forced."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -69,6 +71,9 @@ class MadeLab:
         self.machine = MACHINE
         self.row_ms = row_ms
         self.served_rates: dict[str, float] = {}
+        self.highest_rates: dict[str, float] = {}
+        self.rated: list[str] = []
+        self.searched_s = 0.0
         self.losses: dict[str, float] = {}
         self.broken: set[str] = set()
         self.differing: set[str] = set()
@@ -142,6 +147,17 @@ class MadeLab:
         self.served += [str(build.candidate) for build in builds]
         return [self._served(build) for build in builds]
 
+    def with_rates(
+        self, builds: Sequence[Build], servings: Sequence[Served], search_s: float
+    ) -> list[Served]:
+        self.rated = [model_step(build.candidate) for build in builds]
+        self.searched_s = search_s
+        rates = [self.highest_rates.get(name, math.nan) for name in self.rated]
+        return [
+            msgspec.structs.replace(each, max_rate=near(rate))
+            for each, rate in zip(servings, rates, strict=True)
+        ]
+
     def _served(self, build: Build) -> Served:
         name = model_step(build.candidate)
         rate = self.served_rates.get(name, 1e3 / self.row_ms[name])
@@ -214,6 +230,50 @@ def test_the_first_stage_that_is_enough_is_the_last() -> None:
     search = run()
     assert model_step(search.findings.finalists[0].build.candidate) == "faster"
     assert "accuracy lossy" not in lab.asked
+
+
+def test_what_keeps_the_slo_without_room_is_not_the_end() -> None:
+    # 250 of 200 asked for: kept, and 80 % loaded.
+    lab, run = searched({"original": 20.0, "faster": 4.0, "lossy": 1.0}, FASTER, LOSSY)
+    search = run()
+    assert any("faster" in text and "lossy" not in text for text in lab.served)
+    assert model_step(search.findings.finalists[0].build.candidate) == "lossy"
+
+
+def test_an_original_that_keeps_the_slo_without_room_is_the_end() -> None:
+    lab, run = searched({"original": 4.0, "faster": 1.0}, FASTER)
+    search = run()
+    assert [str(each.candidate) for each in search.findings.tries] == ["original"]
+
+
+PAIR = [MadePass("solid", "compile"), MadePass("hollow", "compile")]
+
+
+def test_where_nothing_keeps_the_slo_the_highest_rate_decides() -> None:
+    # Overrun, the hollow one answers more; within the SLO's latency it answers less.
+    lab, run = searched({"original": 90.0, "solid": 10.1, "hollow": 9.9}, *PAIR)
+    lab.served_rates = {"solid": 100.0, "hollow": 130.0}
+    lab.highest_rates = {"solid": 80.0, "hollow": 40.0}
+    search = run()
+    best = search.findings.finalists[0]
+    assert model_step(best.build.candidate) == "solid"
+    assert best.served.max_rate == near(80.0)
+    assert set(lab.rated) == {"solid", "hollow"}
+
+
+def test_rates_are_not_looked_for_where_the_slo_is_kept() -> None:
+    lab, run = searched({"original": 20.0, "solid": 4.1, "hollow": 4.0}, *PAIR)
+    run()
+    assert not lab.rated
+
+
+@pytest.mark.parametrize(("budget_s", "is_rated"), [(40.0, False), (100.0, True)])
+def test_rates_are_looked_for_as_long_as_there_is_time(budget_s: float, is_rated: bool) -> None:
+    # 30 % are kept for the proof; the rest is for both of them.
+    lab, run = searched({"original": 90.0, "solid": 10.1, "hollow": 9.9}, *PAIR, budget_s=budget_s)
+    run()
+    assert bool(lab.rated) is is_rated
+    assert lab.searched_s <= 0.7 * budget_s / 2
 
 
 def test_a_stage_that_is_not_enough_is_followed_by_the_next() -> None:

@@ -270,7 +270,7 @@ def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypat
 
 def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
-    (found,) = served.max_rates([build], a_plan("throughput >= 5/s"), numbers(5), silent)
+    ((found, _),) = served.max_rates([build], a_plan("throughput >= 5/s"), numbers(5), silent)
     # One after the other, 10 ms each.
     assert 1 < found.value <= 101
 
@@ -278,5 +278,5 @@ def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
 def test_a_search_without_time_finds_no_rate(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
     plan = a_plan("p99 < 1 s")
-    (found,) = served.max_rates([build], plan, numbers(5), silent, search_s=0.0)
+    ((found, curve),) = served.max_rates([build], plan, numbers(5), silent, search_s=0.0)
     assert math.isnan(found.value)
