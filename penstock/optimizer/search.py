@@ -42,6 +42,8 @@ ROOM = 1.3
 RATE_S = 30.0
 # Less does not get there.
 MIN_RATE_S = 15.0
+# About what the proof takes at least, with rates.
+PROOF_S = 80.0
 # Predicted to be within so much of the best: worth a real measurement.
 NEAR = 0.85
 # Kept of the time budget for measuring and proving what was found.
@@ -225,6 +227,7 @@ class Search:
             self._measure_finalists(1)
         else:
             self._measure(self._nearest(NUM_SEMIFINALISTS, is_fresh=True))
+            self._rank_by_rate()
 
     def _is_enough(self) -> bool:
         """Kept for sure, and with room, unless by the original: nobody asked to change it then."""
@@ -544,8 +547,9 @@ class Search:
         is_met = any(one.served.is_met for one in self.findings.finalists)
         if is_met or len(finalists) < 2 or self._slo.latency_s is None:
             return
-        left_s = self._search_left_s()
-        search_s = RATE_S if left_s is None else min(RATE_S, left_s / len(finalists))
+        search_s = RATE_S
+        if self.left_s is not None:
+            search_s = min(RATE_S, (self.left_s - PROOF_S) / len(finalists))
         if search_s < MIN_RATE_S:
             return
         stage, self._stage = self._stage, "batching"
