@@ -76,6 +76,8 @@ BATCHES = (1, 8, 32)
 BEYOND = 4
 NUM_BEST = 3
 GOAL, SHARE_GOAL = 0.95, 0.25
+# Of the journal.
+SERVED = ("served", "served with rates", "proof", "proof with rates")
 
 Cores = tuple[int, ...]
 
@@ -123,11 +125,10 @@ def num_served(found: dict[str, Any]) -> int:
     count = 0
     for line in (Path(found["work"]) / journal.FILE).read_text().splitlines():
         record = json.loads(line)
-        if record["kind"] not in ("served", "rates", "proof", "proof with rates"):
+        if record["kind"] not in SERVED:
             continue
         for each in msgspec.convert(record.get("value", []), list[Served]):
-            count += each.num_runs if record["kind"] != "rates" else 0
-            count += num_runs_of(each.curve) if each.max_rate is not None else 0
+            count += each.num_runs + (0 if each.max_rate is None else num_runs_of(each.curve))
     return count
 
 

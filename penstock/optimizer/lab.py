@@ -387,21 +387,15 @@ class Lab:
         )
         return [served.repriced(each, self.plan) for each in found]
 
-    def with_rates(
-        self, builds: Sequence[Build], servings: Sequence[Served], search_s: float
-    ) -> list[Served]:
-        """What was measured of each, with its highest rate; looked for in turns."""
-
-        def search() -> list[Served]:
-            found = served.max_rates(builds, self.plan, self.rows, self.watch, search_s)
-            return [
-                msgspec.structs.replace(each, max_rate=rate, curve=curve)
-                for each, (rate, curve) in zip(servings, found, strict=True)
-            ]
-
+    def with_rates(self, builds: Sequence[Build], search_s: float) -> list[Served]:
+        """At the load of the SLO, and up to the highest rate of each; in turns."""
         self.watch("start servers")
         found = self.journal.remember(
-            "rates", _keys(builds), list[Served], search, keeps_failure=False
+            "served with rates",
+            _keys(builds),
+            list[Served],
+            lambda: served.with_rates(builds, self.plan, self.rows, self.watch, search_s),
+            keeps_failure=False,
         )
         return [served.repriced(each, self.plan) for each in found]
 

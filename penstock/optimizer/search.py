@@ -38,16 +38,16 @@ SERVED_S = 20.0
 # What is to be enough is predicted to answer so many times the rate that is asked for: fully loaded
 # servers keep an SLO on one day and not on the next.
 ROOM = 1.3
-# Of the search for the highest rate of one finalist.
+# Of the search for the highest rate of one finalist; about what it takes with its server's start.
 RATE_S = 30.0
-# Less does not get there.
-MIN_RATE_S = 15.0
-# About what the proof takes at least, with rates.
-PROOF_S = 80.0
+RATED_S = 45.0
 # Predicted to be within so much of the best: worth a real measurement.
 NEAR = 0.85
-# Kept of the time budget for measuring and proving what was found.
-RESERVE = 0.3
+# Kept of the time budget for measuring and proving what was found; where the SLO is out of reach,
+# for the highest rates of what was found.
+RESERVE, RESERVE_FOR_RATES = 0.3, 0.5
+# About what the proof takes of it, with rates.
+PROOF_S = 80.0
 # Predicted with one instance on a GPU to be below this share of the best.
 HOPELESS = 0.6
 # A parent below this share of the best is none for the stage: BF16 may double its rate, INT8 more.
@@ -207,7 +207,6 @@ class Search:
                     return
         self._measure_finalists(MAX_FINALISTS)
         self._measure_overlooked()
-        self._rank_by_rate()
         self._note_serving()
         self._try_memory()
 
@@ -224,10 +223,9 @@ class Search:
         once more quickly, so that it is known for what it is. Time is kept for it: where the best
         have been served already, what comes after them is."""
         if self.findings.is_interrupted:
-            self._measure_finalists(1)
+            self._measure(self._nearest(1))
         else:
-            self._measure(self._nearest(NUM_SEMIFINALISTS, is_fresh=True))
-            self._rank_by_rate()
+            self._measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
 
     def _is_enough(self) -> bool:
         """Kept for sure, and with room, unless by the original: nobody asked to change it then."""
@@ -516,8 +514,16 @@ class Search:
 
     # What is served.
 
-    def _measure_finalists(self, limit: int) -> None:
-        self._measure(self._nearest(limit))
+    def _measure_finalists(self, limit: int, *, is_fresh: bool = False) -> None:
+        """Where the SLO is out of reach, the best is what keeps its latency at the highest rate:
+        servers that are overrun all look the same. Predictions are off by more than builds differ,
+        so that the best of different builds are asked."""
+        if self._is_in_reach() or self._slo.latency_s is None:
+            self._measure(self._nearest(limit, is_fresh=is_fresh))
+            return
+        ranked = sorted(self.findings.contenders, key=lambda one: -one.rate)
+        leading = [(one, one.shapes[0][0]) for one in ranked[:MAX_FINALISTS] if one.shapes]
+        self._measure(leading, is_rated=True)
 
     def _measure_overlooked(self) -> None:
         """What was predicted to be far ahead, and was not when it was served, must not hide what
@@ -536,36 +542,11 @@ class Search:
         left.sort(key=lambda contender: -contender.rate)
         self._measure([(each, each.shapes[0][0]) for each in left[:NUM_SEMIFINALISTS]])
 
-    def _rank_by_rate(self) -> None:
-        """Where nothing keeps the SLO, the best is what keeps its latency at the highest rate:
-        servers that are overrun all look the same. As long as there is time for it."""
-        finalists = [
-            self._served[key]
-            for contender, steps in self._nearest(MAX_FINALISTS)
-            if (key := contender.candidate.then(*steps).key) in self._served
-        ]
-        is_met = any(one.served.is_met for one in self.findings.finalists)
-        if is_met or len(finalists) < 2 or self._slo.latency_s is None:
-            return
-        search_s = RATE_S
-        if self.left_s is not None:
-            search_s = min(RATE_S, (self.left_s - PROOF_S) / len(finalists))
-        if search_s < MIN_RATE_S:
-            return
-        stage, self._stage = self._stage, "batching"
-        self._trying = ", ".join(str(one.build.candidate) for one in finalists)
-        builds, servings = zip(*((one.build, one.served) for one in finalists), strict=True)
-        # Who fails here has been measured all the same.
-        with contextlib.suppress(PenstockError):
-            rated = self._lab.with_rates(builds, servings, search_s)
-            for one, served in zip(finalists, rated, strict=True):
-                self._add_served(one.contender, one.build, served)
-                self._note_served(one.build, served)
-        self._stage = stage
-
-    def _measure(self, chosen: Sequence[tuple[Contender, tuple[Step, ...]]]) -> None:
+    def _measure(
+        self, chosen: Sequence[tuple[Contender, tuple[Step, ...]]], *, is_rated: bool = False
+    ) -> None:
         """Contenders in serving configurations, in turns. What keeps the SLO already runs along
-        with them."""
+        with them. `is_rated` looks for the highest rate of each, too."""
         stage, self._stage = self._stage, "batching"
         fresh = [
             (contender, build)
@@ -573,7 +554,9 @@ class Search:
             if build.candidate.key not in self._served
         ]
         # As many as there is time for, and one in any case.
-        if self.left_s is not None:
+        if self.left_s is not None and is_rated:
+            fresh = fresh[: max(1, int((self.left_s - PROOF_S) / RATED_S))]
+        elif self.left_s is not None:
             fresh = fresh[: max(1, int(self.left_s / (2 * SERVED_S)))]
         if not fresh:
             self._stage = stage
@@ -582,10 +565,14 @@ class Search:
         known = [(one.contender, one.build) for one in kept]
         runners = known + fresh
         self._trying = ", ".join(str(build.candidate) for _, build in fresh)
-        for contender, build, served in self._serve(runners):
+        serve = self._serve_rated if is_rated else self._lab.serve
+        for contender, build, served in self._serve(runners, serve):
             self._add_served(contender, build, served)
             self._note_served(build, served)
         self._stage = stage
+
+    def _serve_rated(self, builds: Sequence[Build]) -> list[Served]:
+        return self._lab.with_rates(builds, RATE_S)
 
     def _note_served(self, build: Build, served: Served) -> None:
         """A way to serve is a try like others; measured again, the last time counts."""
@@ -598,15 +585,17 @@ class Search:
         self.findings.tries = [*others, record]
 
     def _serve(
-        self, runners: Sequence[tuple[Contender, Build]]
+        self,
+        runners: Sequence[tuple[Contender, Build]],
+        serve: Callable[[Sequence[Build]], list[Served]],
     ) -> Iterator[tuple[Contender, Build, Served]]:
         """In turns; if that fails, one by one, so that only who is to blame is out."""
         try:
-            servings = self._lab.serve([build for _, build in runners])
+            servings = serve([build for _, build in runners])
         except PenstockError as error:
             if len(runners) > 1:
                 for runner in runners:
-                    yield from self._serve([runner])
+                    yield from self._serve([runner], serve)
                 return
             candidate = runners[0][1].candidate
             self.findings.tries.append(Try(candidate, "batching", "failed", f"not served: {error}"))
@@ -647,7 +636,8 @@ class Search:
             except PenstockError as error:
                 self.findings.tries.append(Try(candidate, "memory", "failed", str(error)))
                 continue
-            for _, other, served in self._serve([(contender, best.build), (contender, build)]):
+            pair = [(contender, best.build), (contender, build)]
+            for _, other, served in self._serve(pair, self._lab.serve):
                 self._add_served(contender, other, served)
                 self._note_served(other, served)
 
@@ -721,10 +711,11 @@ class Search:
         self._stage, self._trying = "proof", str(self.findings.finalists[0].build.candidate)
 
     def _search_left_s(self) -> float | None:
-        """Without what is kept for the proof."""
+        """Without what is kept for the end."""
         if self.left_s is None or self._plan.budget_s is None:
             return None
-        return self.left_s - RESERVE * self._plan.budget_s
+        is_far = bool(self.findings.contenders) and not self._is_in_reach()
+        return self.left_s - (RESERVE_FOR_RATES if is_far else RESERVE) * self._plan.budget_s
 
     def _check_time(self) -> None:
         left_s = self._search_left_s()

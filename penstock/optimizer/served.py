@@ -113,6 +113,15 @@ def max_rates(
         return _max_rates(endpoints, plan, watch, search_s)
 
 
+def with_rates(
+    builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch, search_s: float
+) -> list[Served]:
+    """Once at the load of the SLO, then up to the highest rate of each, in turns."""
+    with _stage(builds, rows) as endpoints:
+        found = _in_turns(endpoints, plan, watch, 1)
+        return _rated(endpoints, found, plan, watch, search_s)
+
+
 def prove(
     builds: Sequence[Build],
     plan: Plan,
@@ -128,13 +137,21 @@ def prove(
         search_s = SEARCH_S
         if left_s is not None:
             search_s = min(SEARCH_S, (left_s - (time.monotonic() - began)) / len(builds))
-        if search_s < MIN_SEARCH_S:
-            return found
-        rates = _max_rates(endpoints, plan, watch, search_s)
-        return [
-            msgspec.structs.replace(priced(each, rate, plan), curve=curve)
-            for each, (rate, curve) in zip(found, rates, strict=True)
-        ]
+        return found if search_s < MIN_SEARCH_S else _rated(endpoints, found, plan, watch, search_s)
+
+
+def _rated(
+    endpoints: Sequence[Endpoint],
+    found: Sequence[Served],
+    plan: Plan,
+    watch: Watch,
+    search_s: float,
+) -> list[Served]:
+    rates = _max_rates(endpoints, plan, watch, search_s)
+    return [
+        msgspec.structs.replace(priced(each, rate, plan), curve=curve)
+        for each, (rate, curve) in zip(found, rates, strict=True)
+    ]
 
 
 def curve_of(levels: Sequence[Level]) -> Curve:
