@@ -69,7 +69,6 @@ FOR_IMAGES = {
 # Of the same length all: nothing to pack.
 FOR_PATCHES = {
     "fp32 eager": Technique({}),
-    "tf32 eager": Technique({"penstock.dtype": "tf32"}),
     "fp16 eager": Technique(HALF, "FP16"),
     "fp16 graphs": Technique({**HALF, **GRAPHS}, "FP16"),
     "bf16 graphs": Technique({"penstock.dtype": "bf16", **GRAPHS}, "FP16"),
