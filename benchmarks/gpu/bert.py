@@ -152,6 +152,7 @@ PACKED = {"penstock.pack": "tokens"}
 GRAPHS = {"penstock.cuda_graphs": "on"}
 BF16 = {"penstock.dtype": "bf16"}
 FP8 = {"penstock.fp8": "fp8.json"}
+BY_ROW = {"penstock.fp8": "rowwise"}
 # Name, options, whether batches are made for packing.
 TECHNIQUES: tuple[tuple[str, Mapping[str, str], bool], ...] = (
     ("padded FP32", {}, False),
@@ -160,6 +161,7 @@ TECHNIQUES: tuple[tuple[str, Mapping[str, str], bool], ...] = (
     ("packed BF16", BF16 | PACKED, True),
     ("packed BF16, CUDA graphs", BF16 | PACKED | GRAPHS, True),
     ("packed FP8, CUDA graphs", BF16 | PACKED | FP8 | GRAPHS, True),
+    ("packed FP8 by row, CUDA graphs", BF16 | PACKED | BY_ROW | GRAPHS, True),
 )
 
 
@@ -236,8 +238,10 @@ class Bench:
 
             yield {"name": name, **self.attempt(measure)}
         if self.device != "cpu":
-            yield {"name": "packed BF16, resident", **self.attempt(lambda: self.resident(False))}
-            yield {"name": "packed FP8, resident", **self.attempt(lambda: self.resident(True))}
+            yield {"name": "packed BF16, resident", **self.attempt(lambda: self.resident({}))}
+            yield {"name": "packed FP8, resident", **self.attempt(lambda: self.resident(FP8))}
+            by_row = self.attempt(lambda: self.resident(BY_ROW))
+            yield {"name": "packed FP8 by row, resident", **by_row}
 
     def attempt(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         began = time.perf_counter()
@@ -332,11 +336,10 @@ class Bench:
             "sequences_per_s_at_mean": tokens / took_s / self.scale.mean_length,
         }
 
-    def resident(self, is_fp8: bool) -> dict[str, Any]:
+    def resident(self, options: Mapping[str, str]) -> dict[str, Any]:
         """One packed batch, replayed from a graph."""
         packing, call, close = self.module(torch.bfloat16)
-        if is_fp8:
-            torch_packing.quantise(packing, replace(self.config, options=dict(FP8)))
+        torch_packing.on_device(packing, replace(self.config, options=dict(options)))
         batch = self.packed_batch(SEED)
         inputs = self.on_device(batch)
         num_tokens = int(batch["attention_mask"].sum())

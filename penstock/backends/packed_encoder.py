@@ -4,8 +4,8 @@
 depend on the batch's shape and on a number of tokens that the host knows, so that a CUDA graph can
 hold all of it. The layers are those of BERT: attention, residual, LayerNorm, two products with an
 activation between them, residual, LayerNorm. On GPUs the kernels of `penstock.kernels` run, and
-plain torch does elsewhere; a product may multiply in FP8 where its inputs' largest value is known.
-`torch_packing` makes all this of a model.
+plain torch does elsewhere; a product may multiply in FP8, by the largest value that its inputs are
+known to have, or each token by its own. `torch_packing` makes all this of a model.
 """
 
 from __future__ import annotations
@@ -120,38 +120,75 @@ def uses_kernels(x: Tensor) -> bool:
     return bool(torch.cuda.get_device_capability(x.device) >= AMPERE)
 
 
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How a product takes its input in e4m3: times a number that is known, or (None) each token
+    times its own."""
+
+    inverse: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Tokens as a product takes them. [tokens, 1] are the scales of those that have their own."""
+
+    values: Tensor
+    scales: Tensor | None = None
+
+
 def to_fp8(x: Tensor, inverse: Tensor) -> Tensor:
     return (x.float() * inverse).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def attend(qkv: Tensor, layout: Layout, num_heads: int, inverse: Tensor | None) -> Tensor:
-    if uses_kernels(qkv) and qkv.shape[1] // 3 // num_heads in KERNEL_HEADS:
-        from penstock.kernels import varlen
+def taken_of(x: Tensor, scaling: Scaling | None) -> Taken:
+    if scaling is None:
+        return Taken(x)
+    if scaling.inverse is not None:
+        return Taken(to_fp8(x, scaling.inverse))
+    if uses_kernels(x):
+        from penstock.kernels import encoder
 
-        mixed: Tensor = varlen.attend(qkv, layout.blocks, num_heads, inverse)
-        return mixed
-    mixed = padded_attention(qkv, layout, num_heads)
-    return mixed if inverse is None else to_fp8(mixed, inverse)
+        scales = _room_for_scales(x)
+        return Taken(encoder.quantise_rows(x, scales), scales)
+    scales = x.float().abs().amax(1, keepdim=True).clamp(min=SMALLEST) / FP8_MAX
+    return Taken(to_fp8(x, 1 / scales), scales)
+
+
+def _room_for_scales(x: Tensor) -> Tensor:
+    return torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
+
+
+def attend(qkv: Tensor, layout: Layout, num_heads: int, scaling: Scaling | None) -> Taken:
+    if not uses_kernels(qkv) or qkv.shape[1] // 3 // num_heads not in KERNEL_HEADS:
+        return taken_of(padded_attention(qkv, layout, num_heads), scaling)
+    from penstock.kernels import varlen
+
+    inverse = None if scaling is None else scaling.inverse
+    mixed: Tensor = varlen.attend(qkv, layout.blocks, num_heads, inverse)
+    # A head does not know what is largest among the others.
+    return Taken(mixed) if inverse is not None else taken_of(mixed, scaling)
 
 
 def add_norm(
-    added: Tensor, residual: Tensor, norm: nn.LayerNorm, inverse: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    added: Tensor, residual: Tensor, norm: nn.LayerNorm, scaling: Scaling | None
+) -> tuple[Tensor, Taken]:
     """The normalised sum, and what the next product takes of it: itself, or in FP8."""
-    if uses_kernels(added):
-        from penstock.kernels import encoder
-
-        x, small = encoder.add_norm(added, residual, norm, inverse)
-    else:
+    if not uses_kernels(added):
         x = norm(added + residual)
-        small = None if inverse is None else to_fp8(x, inverse)
-    return x, x if small is None else small
+        return x, taken_of(x, scaling)
+    from penstock.kernels import encoder
+
+    inverse = None if scaling is None else scaling.inverse
+    is_by_row = scaling is not None and inverse is None
+    scales = _room_for_scales(added) if is_by_row else None
+    x, small = encoder.add_norm(added, residual, norm, inverse, scales)
+    return x, Taken(x if small is None else small, scales)
 
 
 class Product(nn.Module):
     """x W^T + b."""
 
-    inverse: Tensor | None = None
+    scaling: Scaling | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
@@ -160,40 +197,55 @@ class Product(nn.Module):
         # The largest input so far, where somebody wants to know.
         self.largest: float | None = None
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+    def forward(self, taken: Taken, layout: Layout) -> Tensor:
+        x = taken.values
         if self.largest is not None:
             is_real = layout.places < layout.is_token.numel()
             self.largest = max(self.largest, float(x[is_real].abs().amax()))
         return torch.addmm(self.bias, x, self.weight.t())
 
+    def gelu(self, taken: Taken) -> Tensor:
+        """Of the product, in the form with tanh; on GPUs before a sum leaves its registers."""
+        x = taken.values
+        if x.is_cuda:
+            return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)
+        return F.gelu(torch.addmm(self.bias, x, self.weight.t()), approximate="tanh")
+
 
 class Fp8Product(nn.Module):
-    """The same in e4m3: inputs by one scale that is known beforehand, weights by one for each
-    channel of the output."""
+    """The same in e4m3: inputs by one scale that is known beforehand or (without a largest value)
+    each token by its own, weights by one for each channel of the output."""
 
-    def __init__(self, product: Product, largest: float) -> None:
+    def __init__(self, product: Product, largest: float | None) -> None:
         super().__init__()
         weight = product.weight.float()
-        scale = max(largest, SMALLEST) / FP8_MAX
         channels = weight.abs().amax(1).clamp(min=SMALLEST) / FP8_MAX
         self.weight = nn.Parameter(to_fp8(weight, 1 / channels[:, None]), requires_grad=False)
         self.bias = product.bias
-        self.register_buffer("inverse", weight.new_full((1,), 1 / scale))
+        scale = 1.0 if largest is None else max(largest, SMALLEST) / FP8_MAX
+        inverse = None if largest is None else weight.new_full((1,), 1 / scale)
+        self.register_buffer("inverse", inverse)
         # By both, so that rows need none.
         self.register_buffer("scales", (channels * scale)[None, :].contiguous())
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+    @property
+    def scaling(self) -> Scaling:
+        return Scaling(self.inverse)
+
+    def forward(self, taken: Taken, layout: Layout) -> Tensor:
+        x = taken.values
+        rows = layout.ones if taken.scales is None else taken.scales
         if x.is_cuda:
             return torch._scaled_mm(
                 x,
                 self.weight.t(),
-                scale_a=layout.ones,
+                scale_a=rows,
                 scale_b=self.scales,
                 bias=self.bias,
                 out_dtype=self.bias.dtype,
                 use_fast_accum=True,
             )
-        product = x.float() @ self.weight.t().float() * self.scales
+        product = x.float() @ self.weight.t().float() * self.scales * rows
         return (product + self.bias.float()).to(self.bias.dtype)
 
 
@@ -210,35 +262,36 @@ class PackedLayer(nn.Module):
         self.first_norm, self.last_norm = norms
         self.num_heads = num_heads
         self.activation = activation
+        # Whether the form with tanh may stand for GELU, in 16 bits.
+        self.has_fast_gelu = activation == "gelu_tanh"
 
     def forward(
-        self, x: Tensor, taken: Tensor, layout: Layout, next_inverse: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, taken: Taken, layout: Layout, next_scaling: Scaling | None
+    ) -> tuple[Tensor, Taken]:
         """`taken` is x as the first product takes it; so is what comes out."""
         qkv = self.qkv(taken, layout)
-        mixed = attend(qkv, layout, self.num_heads, self.out.inverse)
-        x, taken = add_norm(self.out(mixed, layout), x, self.first_norm, self.inner.inverse)
+        mixed = attend(qkv, layout, self.num_heads, self.out.scaling)
+        x, taken = add_norm(self.out(mixed, layout), x, self.first_norm, self.inner.scaling)
         bent = self._bent(taken, layout)
-        return add_norm(self.outer(bent, layout), x, self.last_norm, next_inverse)
+        return add_norm(self.outer(bent, layout), x, self.last_norm, next_scaling)
 
-    def _bent(self, taken: Tensor, layout: Layout) -> Tensor:
+    def _bent(self, taken: Taken, layout: Layout) -> Taken:
         """The activation of the first of the two products, as the second takes it."""
-        inverse, product = self.outer.inverse, self.inner
-        is_gelu = self.activation != "relu"
-        is_half = taken.dtype == torch.bfloat16 and taken.is_cuda
-        if is_half and is_gelu and inverse is None and product.largest is None:
-            # The library's form with tanh, in the product's own registers: nearer to the exact
-            # GELU than that of a product rounded to BF16 is (0.0017 against 0.0024, H200).
-            return torch._addmm_activation(product.bias, taken, product.weight.t(), use_gelu=True)
+        scaling, product = self.outer.scaling, self.inner
+        is_half = taken.values.dtype in KERNEL_TYPES
+        if is_half and self.has_fast_gelu and scaling is None and product.largest is None:
+            return Taken(product.gelu(taken))
         x = product(taken, layout)
-        if is_gelu and uses_kernels(x):
-            from penstock.kernels import encoder
+        if self.activation == "relu" or not uses_kernels(x):
+            return taken_of(ACTIVATIONS[self.activation](x), scaling)
+        from penstock.kernels import encoder
 
-            is_fast = inverse is not None or self.activation == "gelu_tanh"
-            found: Tensor = encoder.gelu(x, inverse, is_fast=is_fast)
-            return found
-        x = ACTIVATIONS[self.activation](x)
-        return x if inverse is None else to_fp8(x, inverse)
+        is_fast = scaling is not None or self.has_fast_gelu
+        if scaling is None or scaling.inverse is not None:
+            inverse = None if scaling is None else scaling.inverse
+            return Taken(encoder.gelu(x, inverse, is_fast=is_fast))
+        scales = _room_for_scales(x)
+        return Taken(encoder.quantise_rows(x, scales, has_gelu=True, is_fast=is_fast), scales)
 
 
 class PackedEmbeddings(nn.Module):
@@ -268,7 +321,7 @@ class PackedEmbeddings(nn.Module):
         self._given = input_ids, token_type_ids
         return self.words.weight.new_zeros(1).expand(*input_ids.shape, self.words.embedding_dim)
 
-    def of_tokens(self, layout: Layout, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+    def of_tokens(self, layout: Layout, scaling: Scaling | None) -> tuple[Tensor, Taken]:
         """Themselves, and as the first product takes them."""
         assert self._given is not None
         ids, kinds = self._given
@@ -280,7 +333,16 @@ class PackedEmbeddings(nn.Module):
         if self.kinds is not None and kinds is not None:
             added = added + F.embedding(kinds.flatten()[places], self.kinds.weight)
         words = F.embedding(ids.flatten()[places], self.words.weight)
-        return add_norm(words, added, self.norm, inverse)
+        return add_norm(words, added, self.norm, scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class GeluGap:
+    """How far two ways to a product's GELU in 16 bits are from the exact one (of the norm): by the
+    form with tanh, and by the exact form of a product that was rounded first."""
+
+    fast: float
+    exact: float
 
 
 class PackedStack(nn.Module):
@@ -292,24 +354,26 @@ class PackedStack(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.gives_tuple = gives_tuple
         self.layout: Layout | None = None
+        # How far the form of GELU with tanh is away, where it is used.
+        self.gelu_gap: GeluGap | None = None
         # Of the model, where they are packed too. In a tuple: they are the model's to move.
         self.embeddings: tuple[PackedEmbeddings, ...] = ()
 
     def forward(self, x: Tensor, *others: object, **options: object) -> Any:
         layout = self.layout
         assert layout is not None, "which of it are tokens has not been said"
-        inverses = [layer.qkv.inverse for layer in self.layers] + [None]
-        tokens, taken = self._tokens(x, layout, inverses[0])
-        for layer, next_inverse in zip(self.layers, inverses[1:], strict=True):
-            tokens, taken = layer(tokens, taken, layout, next_inverse)
+        scalings = [layer.qkv.scaling for layer in self.layers] + [None]
+        tokens, taken = self._tokens(x, layout, scalings[0])
+        for layer, next_scaling in zip(self.layers, scalings[1:], strict=True):
+            tokens, taken = layer(tokens, taken, layout, next_scaling)
         found = padded(tokens, layout)
         return (found,) if self.gives_tuple else found
 
-    def _tokens(self, x: Tensor, layout: Layout, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _tokens(self, x: Tensor, layout: Layout, scaling: Scaling | None) -> tuple[Tensor, Taken]:
         if self.embeddings:
-            return self.embeddings[0].of_tokens(layout, inverse)
+            return self.embeddings[0].of_tokens(layout, scaling)
         tokens = packed(x, layout)
-        return tokens, tokens if inverse is None else to_fp8(tokens, inverse)
+        return tokens, taken_of(tokens, scaling)
 
     def products(self) -> dict[str, Any]:
         """By name, in order: `3.inner` is the fourth layer's."""
@@ -331,8 +395,8 @@ class PackedStack(nn.Module):
             product.largest = None
         return found
 
-    def quantise(self, ranges: Mapping[str, float]) -> None:
-        """Products whose largest input is known multiply in FP8 from now on."""
+    def quantise(self, ranges: Mapping[str, float | None]) -> None:
+        """These products multiply in FP8 from now on: by the largest input, or by each token's."""
         for number, layer in enumerate(self.layers):
             for name in PRODUCTS:
                 if f"{number}.{name}" in ranges:

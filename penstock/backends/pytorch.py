@@ -14,7 +14,7 @@ it, float outputs back to the configured datatype; tf32: see `torch_precision`),
 one layer with what comes after it, `torch_fusion`). On a GPU `penstock.cuda_graphs` (on,
 off) captures every shape that is warmed up (`torch_cuda`). `penstock.pack` (tokens) lets the layers
 of a BERT-like `module.py` run without padding (`torch_packing`), and `penstock.fp8` names the file
-of ranges by which they multiply in FP8. What was built is read back.
+of ranges by which they multiply in FP8, or is `rowwise`. What was built is read back.
 """
 
 from __future__ import annotations

@@ -21,17 +21,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from penstock.backends.checks import first_line
 from penstock.backends.packed_encoder import (
     ACTIVATIONS,
     ADA,
+    KERNEL_TYPES,
     PRODUCTS,
     Fp8Product,
+    GeluGap,
     PackedEmbeddings,
     PackedLayer,
     PackedStack,
     Product,
+    Taken,
     lay_out,
 )
 from penstock.config import ModelConfig
@@ -40,6 +44,8 @@ from penstock.types import DATATYPES, Array
 
 OPTION, TOKENS = "penstock.pack", "tokens"
 FP8_OPTION = "penstock.fp8"
+# Instead of a file of ranges: each token by its own.
+ROWWISE = "rowwise"
 # Query, key, value, output, inner and outer product, norm behind attention, norm behind it all; of
 # BERT and its family, and of DistilBERT.
 NAMES = (
@@ -68,6 +74,8 @@ NUM_LINEARS = 6
 SEED = 20
 # Of made-up tokens for a layer, and of made-up sequences for the model.
 NUM_TOKENS, MAX_LENGTH = 5, 24
+# Of made-up tokens whose GELU is compared.
+NUM_FOR_GELU = 256
 # The usual ones first: the first that fits ends the search.
 HEAD_SIZES = (64, 32, 128, *(size for size in range(8, 257, 4) if size not in (32, 64, 128)))
 # Of the largest value. Both compute in FP32, in another order.
@@ -116,6 +124,13 @@ class Packing:
         }
         if num_small:
             facts["fp8"] = f"{num_small} of {len(products)} products"
+            scalings = [each.scaling for each in products.values() if each.scaling is not None]
+            if all(each.inverse is None for each in scalings):
+                facts["fp8"] += ", each token by its own range"
+        if self.stack.gelu_gap is not None:
+            gap = self.stack.gelu_gap
+            facts["gelu"] = f"with tanh: {gap.fast:.1e} away; exact, of what was rounded: "
+            facts["gelu"] += f"{gap.exact:.1e}"
         return facts
 
 
@@ -205,6 +220,7 @@ def pack(module: Any, call: Call, config: ModelConfig) -> Packing:
 def on_device(packing: Packing, config: ModelConfig) -> None:
     """Once the model is where it will run, in the datatype it computes in."""
     if config.device != "cpu":
+        choose_gelu(packing)
         check_kernels(packing)
     if FP8_OPTION not in config.options:
         return
@@ -212,6 +228,28 @@ def on_device(packing: Packing, config: ModelConfig) -> None:
         problem = f"'{config.device}' does not multiply in FP8; expected a GPU of capability 8.9"
         raise ConfigError([f"parameters.{FP8_OPTION}: {problem}"])
     quantise(packing, config)
+
+
+def choose_gelu(packing: Packing) -> None:
+    """The form with tanh in place of the exact one, where in this datatype it comes nearer: it is
+    computed of sums in FP32, the exact one of a product that was rounded. On the first layer."""
+    layer = packing.stack.layers[0]
+    weight = layer.inner.weight
+    if layer.activation != "gelu" or weight.dtype not in KERNEL_TYPES:
+        return
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(NUM_FOR_GELU, weight.shape[1], generator=generator)
+    with torch.inference_mode():
+        given = layer.first_norm(x.to(weight.device, weight.dtype))
+        bias = layer.inner.bias
+        wanted = functional.gelu(given.double() @ weight.double().t() + bias.double())
+        fast = layer.inner.gelu(Taken(given)).double()
+        exact = functional.gelu(torch.addmm(bias, given, weight.t())).double()
+    gap = GeluGap(*(float((each - wanted).norm() / wanted.norm()) for each in (fast, exact)))
+    if gap.fast <= gap.exact:
+        packing.stack.gelu_gap = gap
+        for each in packing.stack.layers:
+            each.has_fast_gelu = True
 
 
 def check_kernels(packing: Packing) -> None:
@@ -226,10 +264,11 @@ def check_kernels(packing: Packing) -> None:
     x = torch.randn(len(layout.places), weight.shape[1], generator=generator)
     with torch.inference_mode():
         given = x.to(weight.device, weight.dtype)
-        found = layer(given, given, layout, None)[0].float().cpu()
+        found = layer(given, Taken(given), layout, None)[0].float().cpu()
         wanted = copy.deepcopy(layer).float().cpu()
         plain = lay_out(mask, int(mask.sum()))
-        expected = wanted(given.float().cpu(), given.float().cpu(), plain, None)[0]
+        given = given.float().cpu()
+        expected = wanted(given, Taken(given), plain, None)[0]
     gap = _gap(expected, found)
     if not gap <= KERNEL_TOLERANCE:
         raise BackendFailed(
@@ -239,10 +278,12 @@ def check_kernels(packing: Packing) -> None:
 
 
 def quantise(packing: Packing, config: ModelConfig) -> None:
-    """To FP8, by the ranges in the file that the configuration names."""
-    path = Path(config.artifact).with_name(config.options[FP8_OPTION])
-    ranges = read_ranges(path)
+    """To FP8, by the ranges in the file that the configuration names, or each token by its own."""
+    asked = config.options[FP8_OPTION]
     products = packing.stack.products()
+    ranges: Mapping[str, float | None] = dict.fromkeys(products)
+    if asked != ROWWISE:
+        ranges = read_ranges(Path(config.artifact).with_name(asked))
     problems = [f"there is no product '{name}'" for name in ranges if name not in products]
     for name in ranges.keys() & products.keys():
         shape = tuple(products[name].weight.shape)
@@ -406,7 +447,7 @@ class _Trial:
     def _difference(self, num_heads: int, activation: str) -> float:
         layer = _packed_layer(self._layer, num_heads, activation)
         x = self._x[0]
-        return _gap(self._wanted[0], layer(x, x, self._layout, None)[0])
+        return _gap(self._wanted[0], layer(x, Taken(x), self._layout, None)[0])
 
 
 def _made_up(config: ModelConfig, mask: str) -> dict[str, torch.Tensor]:

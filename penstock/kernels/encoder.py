@@ -1,6 +1,6 @@
 """What lies between the products of a transformer's layer, each in one pass over memory: residual
-with LayerNorm, and GELU; both also in e4m3 for a product that multiplies in FP8. `torch_packing`
-calls them and has the same in plain torch.
+with LayerNorm, and GELU; both also in e4m3 for a product that multiplies in FP8, by a factor that
+is known or each row by its own. `packed_encoder` calls them and has the same in plain torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ E4M3_MAX = tl.constexpr(448.0)
 MANY_ROWS, ROWS_TOGETHER = 4096, 4
 # Elements of one program of the GELU: 16 a thread.
 ELEMENTS, NUM_WARPS = 4096, 8
+# The least that a row's range is taken for: of all zeros there is none.
+SMALLEST = tl.constexpr(1e-6)
 
 
 @triton.jit
@@ -25,9 +27,37 @@ def _to_e4m3(values, inverse):
 
 
 @triton.jit
+def _rows_to_e4m3(values, scales, rows, num_rows):
+    """Each row by its own largest value; its scale is written."""
+    scale = tl.maximum(tl.max(tl.abs(values), 1), SMALLEST) / E4M3_MAX
+    tl.store(scales + rows, scale, mask=rows < num_rows)
+    scaled = values * (1.0 / scale)[:, None]
+    return tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX)
+
+
+@triton.jit
+def _bent(value, IS_FAST: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """GELU."""
+    if IS_FAST:
+        inner = value * (0.7978845608028654 + 0.035677408136300125 * value * value)
+        half = 0.5 * value
+        if IS_INTERPRETED:
+            bent = 2.0 / (1.0 + tl.exp(-2.0 * inner)) - 1.0
+        else:
+            bent = tl.inline_asm_elementwise(
+                "tanh.approx.f32 $0, $1;", "=f,f", [inner], dtype=tl.float32, is_pure=True, pack=1
+            )
+        value = half * bent + half
+    else:
+        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    return value
+
+
+@triton.jit
 def _add_norm(
-    added, residual, weight, bias, out, small, inverse, num_rows, epsilon,
+    added, residual, weight, bias, out, small, inverse, scales, num_rows, epsilon,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, TO_FP8: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
@@ -44,44 +74,62 @@ def _add_norm(
     x = x * scale[:, None] * factor[None, :] + shift[None, :]
     tl.store(out + at, x.to(out.dtype.element_ty), mask=is_inside)
     if TO_FP8:
-        tl.store(small + at, _to_e4m3(x, inverse).to(small.dtype.element_ty), mask=is_inside)
+        if BY_ROW:
+            x = tl.where(is_column[None, :], x, 0.0)
+            x = _rows_to_e4m3(x, scales, rows, num_rows)
+        else:
+            x = _to_e4m3(x, inverse)
+        tl.store(small + at, x.to(small.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
 def _gelu(
     x, out, inverse, num_elements,
     ELEMENTS: tl.constexpr, TO_FP8: tl.constexpr, IS_FAST: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     is_inside = at < num_elements
     value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
-    if IS_FAST:
-        inner = value * (0.7978845608028654 + 0.035677408136300125 * value * value)
-        half = 0.5 * value
-        bent = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [inner], dtype=tl.float32, is_pure=True, pack=1
-        )
-        value = half * bent + half
-    else:
-        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    value = _bent(value, IS_FAST, IS_INTERPRETED)
     if TO_FP8:
         value = _to_e4m3(value, inverse)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)
 
 
-def add_norm(added: Any, residual: Any, norm: Any, inverse: Any = None) -> tuple[Any, Any]:
-    """LayerNorm (the module `norm`) of the sum; and the same, multiplied by `inverse`, in e4m3
-    where that is given, else None."""
+@triton.jit
+def _quantise_rows(
+    x, out, scales, num_rows,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_GELU: tl.constexpr,
+    IS_FAST: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    at = rows[:, None] * WIDTH + columns[None, :]
+    is_inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    value = tl.load(x + at, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_GELU:
+        value = _bent(value, IS_FAST, IS_INTERPRETED)
+    value = _rows_to_e4m3(value, scales, rows, num_rows)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=is_inside)
+
+
+def add_norm(
+    added: Any, residual: Any, norm: Any, inverse: Any = None, scales: Any = None
+) -> tuple[Any, Any]:
+    """LayerNorm (the module `norm`) of the sum; and the same in e4m3: multiplied by `inverse` where
+    that is given, or each row by its own number, whose inverse goes to `scales` where that is
+    given. Else None."""
     num_rows, width = added.shape
     assert added.is_contiguous() and residual.is_contiguous()
     out = torch.empty_like(added)
-    is_small = inverse is not None
+    is_small = inverse is not None or scales is not None
     small = torch.empty_like(added, dtype=torch.float8_e4m3fn) if is_small else None
     together = ROWS_TOGETHER if num_rows >= MANY_ROWS else 1
     _add_norm[(triton.cdiv(num_rows, together),)](
         added, residual, norm.weight, norm.bias, out, small if is_small else out,
-        inverse if is_small else out, num_rows, norm.eps, width, triton.next_power_of_2(width),
-        together, is_small, num_warps=4,
+        out if inverse is None else inverse, out if scales is None else scales, num_rows, norm.eps,
+        width, triton.next_power_of_2(width), together, is_small, scales is not None, num_warps=4,
     )  # fmt: skip
     return out, small
 
@@ -94,6 +142,21 @@ def gelu(x: Any, inverse: Any = None, *, is_fast: bool = False) -> Any:
     out = torch.empty_like(x, dtype=x.dtype if inverse is None else torch.float8_e4m3fn)
     _gelu[(triton.cdiv(x.numel(), ELEMENTS),)](
         x, out, x if inverse is None else inverse, x.numel(), ELEMENTS, inverse is not None,
-        is_fast, num_warps=NUM_WARPS,
+        is_fast, not x.is_cuda, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def quantise_rows(x: Any, scales: Any, *, has_gelu: bool = False, is_fast: bool = False) -> Any:
+    """Rows in e4m3, each by its own largest value, whose scale goes to `scales`; of their GELU
+    where that is asked for."""
+    assert x.is_contiguous()
+    num_rows, width = x.shape
+    out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    columns = triton.next_power_of_2(width)
+    together = max(1, ELEMENTS // columns) if num_rows >= MANY_ROWS else 1
+    _quantise_rows[(triton.cdiv(num_rows, together),)](
+        x, out, scales, num_rows, width, columns, together, has_gelu, is_fast, not x.is_cuda,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

@@ -24,7 +24,15 @@ from fake_gpu import FakeGpu  # noqa: E402
 from packable import answer, texts, write  # noqa: E402
 
 from penstock.backends import torch_packing  # noqa: E402
-from penstock.backends.packed_encoder import Fp8Product, Product, lay_out, to_fp8  # noqa: E402
+from penstock.backends.packed_encoder import (  # noqa: E402
+    Fp8Product,
+    Product,
+    Scaling,
+    Taken,
+    lay_out,
+    taken_of,
+    to_fp8,
+)
 from penstock.backends.pytorch import Options, TorchRunner, load_module  # noqa: E402
 
 PACKED = {"penstock.pack": "tokens"}
@@ -376,10 +384,109 @@ class TestFp8:
         x = torch.randn(40, 48)
         product = Fp8Product(Product(weight, torch.randn(64)), float(x.abs().max()))
         layout = lay_out(torch.ones(1, 40), 40)
-        found = product(to_fp8(x, product.inverse), layout)
+        found = product(Taken(to_fp8(x, product.inverse)), layout)
         wanted = x @ weight.t() + product.bias
         gaps = (found - wanted).norm(dim=0) / wanted.norm(dim=0)
         assert float(gaps.max()) < 0.06
+
+    def test_by_row_needs_no_ranges(self, tmp_path: Path) -> None:
+        config = write(tmp_path)
+        wanted = answer(backend("pytorch")(config), texts((32, 9, 17)))
+        packing, loaded = packed_module(config)
+        loaded.module.bfloat16()
+        torch_packing.quantise(packing, replace(config, options={"penstock.fp8": "rowwise"}))
+        assert packing.facts()["fp8"] == "8 of 8 products, each token by its own range"
+        given = tensors((32, 9, 17))
+        packing.lay_out(given, 32 + 9 + 17)
+        found = loaded_call(loaded)(given)["y"].detach().float().numpy()
+        gap = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        assert 1e-4 < gap < 0.1
+
+    def test_by_row_tokens_of_all_sizes_keep_their_digits(self) -> None:
+        """By one range for all, the small ones would be rounded to nothing."""
+        torch.manual_seed(1)
+        x = torch.randn(40, 48) * torch.logspace(-4, 4, 40)[:, None]
+        x[3] = 0
+        product = Fp8Product(Product(torch.randn(64, 48), torch.zeros(64)), None)
+        assert product.scaling == Scaling(None)
+        layout = lay_out(torch.ones(1, 40), 40)
+        found = product(taken_of(x, product.scaling), layout)
+        wanted = torch.zeros(40, 64)
+        for row in range(40):
+            largest = float(x[row].abs().max())
+            one = Fp8Product(Product(torch.randn(64, 48), torch.zeros(64)), largest)
+            one.weight, one.scales = product.weight, product.scales * max(largest, 1e-6) / 448
+            alone = lay_out(torch.ones(1, 1), 1)
+            wanted[row] = one(taken_of(x[row : row + 1], one.scaling), alone)[0]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-9)
+        exact = x @ (product.weight.float() * product.scales.t()).t()
+        gaps = (found - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-12)
+        assert float(gaps.max()) < 0.06
+
+    def test_by_row_asks_for_bf16_and_for_a_gpu(self, tmp_path: Path) -> None:
+        config = replace(write(tmp_path), options={"penstock.fp8": "rowwise"})
+        packing, _ = packed_module(config)
+        with pytest.raises(ConfigError, match="expected penstock.dtype bf16"):
+            torch_packing.quantise(packing, config)
+        assert "does not multiply in FP8" in reason(config, **{"penstock.fp8": "rowwise"})
+
+
+class TestGelu:
+    """In 16 bits the form with tanh is used where it is the nearer one, and is told."""
+
+    def test_in_bf16_rounding_costs_more_than_the_form(self, tmp_path: Path, monkeypatch) -> None:
+        packing, loaded = packed_module(write(tmp_path))
+        loaded.module.bfloat16()
+        monkeypatch.setattr(Product, "gelu", sums_in_fp32)
+        torch_packing.choose_gelu(packing)
+        assert all(layer.has_fast_gelu for layer in packing.stack.layers)
+        gap = packing.stack.gelu_gap
+        assert 1e-4 < gap.fast <= gap.exact < 1e-2
+        assert packing.facts()["gelu"].startswith(f"with tanh: {gap.fast:.1e} away")
+
+    def test_what_is_further_away_is_not_used(self, tmp_path: Path, monkeypatch) -> None:
+        packing, loaded = packed_module(write(tmp_path))
+        loaded.module.bfloat16()
+        coarse = lambda self, taken: sums_in_fp32(self, taken) * 1.01  # noqa: E731
+        monkeypatch.setattr(Product, "gelu", coarse)
+        torch_packing.choose_gelu(packing)
+        assert not any(layer.has_fast_gelu for layer in packing.stack.layers)
+        assert "gelu" not in packing.facts()
+
+    def test_never_in_fp32_and_never_for_others(self, tmp_path: Path) -> None:
+        packing, _ = packed_module(write(tmp_path / "plain"))
+        torch_packing.choose_gelu(packing)
+        assert packing.stack.gelu_gap is None
+        packing, loaded = packed_module(write(tmp_path / "relu", activation="relu"))
+        loaded.module.bfloat16()
+        torch_packing.choose_gelu(packing)
+        assert not any(layer.has_fast_gelu for layer in packing.stack.layers)
+
+    def test_a_model_with_that_form_is_computed_by_it(self, tmp_path: Path) -> None:
+        packing, loaded = packed_module(write(tmp_path, activation="tanh"))
+        assert all(layer.has_fast_gelu for layer in packing.stack.layers)
+        loaded.module.bfloat16()
+        torch_packing.choose_gelu(packing)
+        assert packing.stack.gelu_gap is None
+
+    def test_answers_stay_near(self, tmp_path: Path) -> None:
+        config = write(tmp_path)
+        wanted = answer(backend("pytorch")(config), texts((32, 9, 17)))
+        packing, loaded = packed_module(config)
+        loaded.module.bfloat16()
+        for layer in packing.stack.layers:
+            layer.has_fast_gelu = True
+        given = tensors((32, 9, 17))
+        packing.lay_out(given, 32 + 9 + 17)
+        found = loaded_call(loaded)(given)["y"].detach().float().numpy()
+        np.testing.assert_allclose(found, wanted, atol=5e-2)
+
+
+def sums_in_fp32(product: Product, taken: Taken):
+    """As GPUs compute it: rounded once, at the end."""
+    x = taken.values
+    sums = x.float() @ product.weight.float().t() + product.bias.float()
+    return torch.nn.functional.gelu(sums, approximate="tanh").to(x.dtype)
 
 
 def packed_module(config: ModelConfig):

@@ -44,3 +44,53 @@ def test_gelu(shape):
     assert torch.allclose(encoder.gelu(x), F.gelu(x), atol=1e-5)
     small = encoder.gelu(x, torch.tensor([20.0]))
     assert float((small.float() / 20 - F.gelu(x)).norm() / F.gelu(x).norm()) < 0.15
+
+
+def test_fast_gelu_is_the_form_with_tanh():
+    x = 3 * torch.randn(7, 130)
+    found = encoder.gelu(x, is_fast=True)
+    assert torch.allclose(found, F.gelu(x, approximate="tanh"), atol=1e-5)
+
+
+def of_rows(x):
+    return x.abs().amax(1, keepdim=True) / 448
+
+
+@pytest.mark.parametrize("width", [64, 96])
+@pytest.mark.parametrize("num_rows", [1, 37])
+def test_add_norm_in_e4m3_by_row(width, num_rows):
+    norm = torch.nn.LayerNorm(width)
+    # Columns behind the width of a row would be the largest of it.
+    norm.weight.data[:] = torch.linspace(0.5, 3.0, width)
+    x = torch.randn(num_rows, width)
+    scales = torch.full((num_rows, 1), float("nan"))
+    found, small = encoder.add_norm(x, x, norm, scales=scales)
+    assert torch.allclose(found, norm(x + x), atol=1e-5)
+    assert torch.allclose(scales, of_rows(found), rtol=1e-5)
+    assert float((small.float() * scales - found).norm() / found.norm()) < 0.15
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (40, 130)])
+@pytest.mark.parametrize("has_gelu", [False, True])
+def test_rows_in_e4m3_have_scales_of_their_own(shape, has_gelu):
+    x = 3 * torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]
+    scales = torch.full((shape[0], 1), float("nan"))
+    small = encoder.quantise_rows(x, scales, has_gelu=has_gelu)
+    wanted = F.gelu(x) if has_gelu else x
+    assert torch.allclose(scales, of_rows(wanted), rtol=1e-4)
+    gaps = (small.float() * scales - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert float(gaps.max()) < 0.15
+
+
+def test_a_row_of_zeros_stays_zeros():
+    scales = torch.full((2, 1), float("nan"))
+    small = encoder.quantise_rows(torch.zeros(2, 16), scales)
+    assert not small.float().any() and bool((scales > 0).all())
+
+
+def test_many_rows_go_together():
+    x = torch.randn(encoder.MANY_ROWS + 3, 48)
+    scales = torch.full((len(x), 1), float("nan"))
+    small = encoder.quantise_rows(x, scales)
+    assert torch.allclose(scales, of_rows(x), rtol=1e-5)
+    assert float((small.float() * scales - x).norm() / x.norm()) < 0.15
