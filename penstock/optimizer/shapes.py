@@ -7,6 +7,7 @@ Settings are the strings of a step: `mode` (off, fixed, slo), `max_batch`, `buck
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ THREADS = {
     "pytorch": "intra_op_thread_count",
 }
 MAX_BATCHES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# On one GPU. Two take turns there, so that one is copied while the other is computed.
+# On each GPU. Two take turns there, so that one is copied while the other is computed.
 ON_GPU = (1, 2)
 # Sizes, of the best in fixed mode, that slo mode is tried with.
 NUM_SLO_SIZES = 2
@@ -51,14 +52,16 @@ NO_TERMS = Slo(())
 
 
 def with_instances(config: ModelConfig, num_instances: int, num_threads: int) -> ModelConfig:
-    """So many instances with so many threads each; backends without the option keep their own."""
+    """So many instances with so many threads each; backends without the option keep their own. What
+    was on several devices stays there, in turns."""
     options = dict(config.options)
     option = THREADS.get(config.backend)
     if option is not None:
         # Spellings in capitals are the same option.
         options = {key: value for key, value in options.items() if key.lower() != option}
         options[option] = str(num_threads)
-    return replace(config, num_instances=num_instances, spread=(), options=options)
+    each = itertools.cycle(dict.fromkeys(config.devices))
+    return replace(config.on(list(itertools.islice(each, num_instances))), options=options)
 
 
 def threads_of(config: ModelConfig, num_cores: int) -> int:
@@ -80,7 +83,8 @@ def arrangements(config: ModelConfig, num_cores: int) -> list[tuple[int, int]]:
     """Instances and threads that are worth knowing, where the model is."""
     if config.device == CPU:
         return pairs(num_cores)
-    return [(count, num_cores) for count in ON_GPU]
+    num_devices = len(set(config.devices))
+    return [(count * num_devices, num_cores) for count in ON_GPU]
 
 
 def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | None) -> ModelConfig:

@@ -157,9 +157,11 @@ def times(
     config = with_instances(build.config, num_instances, num_threads)
     rows = fitted(rows, config)
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(Child(config)) for _ in config.workers]
-        for child in children:
-            child.send(Load(config))
+        # Each on its own device.
+        seen = [config.of_worker(*worker) for worker in config.workers]
+        children = [stack.enter_context(Child(each)) for each in seen]
+        for child, each in zip(children, seen, strict=True):
+            child.send(Load(each))
         loaded = [child.expect_loaded() for child in children]
         crew = Crew(config, children, longest_s)
         seconds: dict[int, dict[int, float]] = {}

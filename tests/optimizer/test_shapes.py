@@ -34,6 +34,20 @@ class TestInstances:
         config = shapes.with_instances(replace(a_config(), backend="python"), 4, 1)
         assert (config.num_instances, config.options) == (4, {})
 
+    def test_those_on_several_gpus_stay_there(self):
+        config = replace(a_config(), backend="pytorch").on(["cuda:0", "cuda:1"])
+        assert shapes.arrangements(config, 8) == [(2, 8), (4, 8)]
+        assert shapes.with_instances(config, 2, 8).devices == ("cuda:0", "cuda:1")
+        found = shapes.with_instances(config, 4, 8)
+        assert found.workers == (("cuda:0", 2), ("cuda:1", 2))
+        assert shapes.with_instances(found, 2, 8).devices == config.devices
+
+    def test_those_on_one_device_stay_on_it(self):
+        one = replace(a_config(), device="cuda:3")
+        assert shapes.arrangements(one, 8) == [(1, 8), (2, 8)]
+        assert shapes.with_instances(one, 2, 8).devices == ("cuda:3", "cuda:3")
+        assert shapes.with_instances(a_config(), 3, 1).devices == ("cpu", "cpu", "cpu")
+
     def test_threads_are_the_share_of_the_cores_unless_said(self):
         assert shapes.threads_of(replace(a_config(), num_instances=2), 8) == 4
 
