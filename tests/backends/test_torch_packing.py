@@ -276,6 +276,21 @@ class TestTokens:
         (only,) = torch_packing.rehearsals(mask, is_captured=False)
         assert only.all()
 
+    def test_a_full_batch_runs_as_what_it_may_have_at_most(self) -> None:
+        rungs = torch_packing.token_ladder(6144, 3000)
+        assert 3000 in rungs and rungs[-1] == 6144
+        assert torch_packing.budget(2900, 6144, 3000) == 3000
+        assert torch_packing.budget(3001, 6144, 3000) > 3001, "whoever has more by itself"
+        assert torch_packing.token_ladder(384, 3000) == torch_packing.token_ladder(384)
+
+    @pytest.mark.parametrize("is_captured", [True, False])
+    def test_no_more_than_that_is_rehearsed(self, is_captured) -> None:
+        mask = np.zeros((16, 384), np.int64)
+        made = torch_packing.rehearsals(mask, is_captured=is_captured, max_tokens=3000)
+        counts = [int(each.sum()) for each in made]
+        assert counts == sorted(set(counts)) and counts[-1] == 3000
+        assert counts[0] * 4 > 3000 and (len(counts) > 8) == is_captured
+
 
 class TestOnADevice:
     """As on a GPU, with a fake one: rungs of rows and tokens, graphs, zeros in rows nobody sent."""
