@@ -201,6 +201,14 @@ class ModelConfig:
         """Whether padding is not computed: a row costs its own length, not that of its bucket."""
         return self.options.get(PACK) == TOKENS
 
+    def max_rows(self, bucket: int) -> int:
+        """Of a batch of rows that are filled up to this bucket: a budget of tokens may leave room
+        for fewer than `max_batch_size`. Not where only their own lengths count."""
+        most = self.batching.max_tokens
+        if most is None or self.is_packed:
+            return self.max_batch_size
+        return min(self.max_batch_size, max(1, most // max(1, bucket)))
+
     @property
     def devices(self) -> tuple[str, ...]:
         """One for each instance."""

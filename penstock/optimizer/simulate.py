@@ -405,8 +405,8 @@ def _make_batcher(
     if policy.slo_latency_s is None:
         return Batcher(policy)
     batcher = SloBatcher(policy, num_instances)
-    rungs = ladder(policy.max_batch_size if policy.is_dynamic else 1)
     for bucket in sorted(buckets):
+        rungs = ladder(_max_rows(config, bucket))
         times = {rung: _warm_s(clock, policy, bucket, rung) for rung in rungs}
         if config.padding is not None:
             times = Pads(config).warm_times(times, max(1, bucket))
@@ -419,6 +419,12 @@ def _warm_s(clock: _Clock, policy: BatchPolicy, bucket: int, num_rows: int) -> f
     if not clock.is_by_tokens:
         return clock.batch_s(bucket, num_rows)
     return clock.tokens_s(_within(policy, num_rows * bucket))
+
+
+def _max_rows(config: ModelConfig, bucket: int) -> int:
+    """Of a batch; without batching each request runs by itself."""
+    policy = config.batching
+    return min(policy.max_batch_size, config.max_rows(bucket)) if policy.is_dynamic else 1
 
 
 def _within(policy: BatchPolicy, num_tokens: float) -> float:
@@ -506,29 +512,27 @@ def capacity(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]
 def _best_row_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]) -> float:
     """Of a mean row in batches as large as is best."""
     policy = config.batching
-    most = policy.max_batch_size if policy.is_dynamic else 1
     kinds = kinds_of(lengths, config)
     total = sum(lengths.values())
     if clock.is_by_tokens:
         mean = sum(share * kinds[each].num_tokens for each, share in lengths.items()) / total
-        sizes = {_within(policy, rows * mean) for rows in ladder(most)}
+        sizes = {_within(policy, rows * mean) for rows in ladder(_max_rows(config, 0))}
         return mean * min(clock.tokens_s(size) / size for size in sizes)
     row_s = 0.0
     for each, share in lengths.items():
-        bucket, num_tokens = kinds[each]
-        num_rows = min(most, max(1, (policy.max_tokens or most * num_tokens) // num_tokens))
-        best_s = min(clock.batch_s(bucket, rows) / rows for rows in ladder(num_rows))
-        row_s += share / total * best_s
+        bucket = kinds[each].bucket
+        rungs = ladder(_max_rows(config, bucket))
+        row_s += share / total * min(clock.batch_s(bucket, rows) / rows for rows in rungs)
     return row_s
 
 
 def _longest_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]) -> float:
     """Of the batches that there may be."""
-    policy = config.batching
-    most = policy.max_batch_size if policy.is_dynamic else 1
     if clock.is_by_tokens:
-        return clock.tokens_s(_within(policy, most * max(lengths)))
-    return max(clock.batch_s(kind.bucket, most) for kind in kinds_of(lengths, config).values())
+        most = _max_rows(config, 0) * max(lengths)
+        return clock.tokens_s(_within(config.batching, most))
+    buckets = {kind.bucket for kind in kinds_of(lengths, config).values()}
+    return max(clock.batch_s(each, _max_rows(config, each)) for each in buckets)
 
 
 def max_rate(

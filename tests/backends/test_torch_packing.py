@@ -321,6 +321,28 @@ class TestOnADevice:
         answer(packed, texts((3,) * 16))
         assert gpu.num_captures == before + 1
 
+    def test_a_budget_of_tokens_has_a_graph_that_full_batches_fill(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gpu = FakeGpu()
+        monkeypatch.setattr("penstock.backends.pytorch.open_device", lambda name: gpu)
+        plain_config = write(tmp_path)
+        policy = replace(plain_config.batching, max_tokens=200)
+        config = replace(plain_config, batching=policy, options=PACKED)
+        packing, loaded = packed_module(config)
+        options = Options(1, 1, "", None, "factory", False, has_cuda_graphs=True, is_packed=True)
+        packed = TorchRunner(config, options, replace(loaded, packing=packing))
+        _, timings = warm_up_all(config, packed, prove(config, packed))
+        assert set(timings[32]) == {1, 2, 4, 8, 16}
+        before = gpu.num_captures
+        plain = backend("pytorch")(plain_config)
+        for lengths in ((20,) * 10, (32,) * 6, (12,) * 16, (9, 30, 4, 2), (31,)):
+            inputs = texts(lengths)
+            np.testing.assert_allclose(answer(packed, inputs), answer(plain, inputs), atol=2e-5)
+        assert gpu.num_captures == before
+        answer(packed, texts((32,) * 16))
+        assert gpu.num_captures == before + 1, "a request that is larger than a batch"
+
     def test_warming_up_captures_what_will_come(self, runner) -> None:
         gpu, config, packed = runner
         assert isinstance(packed, Rehearses)

@@ -215,6 +215,9 @@ class TestTokens:
         assert outcome.num_batches == 3, "one, four, one"
         outcome = run(table, config, [0.0, 0.001, 0.001, 0.001], [32, 64, 64, 64])
         assert outcome.num_batches == 3, "one, two, one"
+        per_row_s = (0.004 + 2 * 0.001) * 2 / 2
+        idle = 1 / (per_row_s + DISPATCH_S / 2 + REQUEST_CPU_S)
+        assert capacity(table, config, {64: 1.0}) == pytest.approx(idle, rel=0.01)
 
     def test_slo_mode_goes_by_tokens_too(self):
         config = a_packed_config(max_tokens=16384)

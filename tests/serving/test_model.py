@@ -229,6 +229,20 @@ def test_with_a_budget_and_an_slo_times_are_learnt_by_tokens():
     run(config, scenario)
 
 
+def test_no_more_than_the_budget_is_warmed_up():
+    """More might be more than there is memory for."""
+
+    def warmed(config):
+        proof = frames.Proof()
+        _, by_bucket = worker.warm_up_all(config, NullRunner(config), proof)
+        return {bucket: list(timings) for bucket, timings in by_bucket.items()}
+
+    assert warmed(PADDED) == {bucket: [1, 2, 4, 8] for bucket in (2, 16, 64)}
+    assert warmed(BUDGET) == {2: [1, 2, 4, 8], 16: [1, 2, 4], 64: [1]}
+    three = replace(BUDGET.batching, max_tokens=3 * 64)
+    assert warmed(replace(BUDGET, batching=three))[64] == [1, 2, 3]
+
+
 def test_what_fits_no_bucket_runs_with_others_of_its_shape():
     async def scenario(model, puppets):
         requests = [ask(PADDED, canary(i, (1, n))) for i, n in enumerate([65, 65, 66])]
