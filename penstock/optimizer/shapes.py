@@ -253,7 +253,11 @@ class Ranking:
             return found
         batched = [shape for shape in found if shape.settings != off]
         slo = [{**shape.settings, "mode": "slo"} for shape in batched[:NUM_SLO_SIZES]]
-        return self._near_best(table, slo or [{**fixed[-1], "mode": "slo"}], found)
+        largest = {**fixed[-1], "mode": "slo"}
+        if not slo or ("tokens" in largest and largest not in slo):
+            # By tokens the SLO closes batches where it must; a budget need not.
+            slo.append(largest)
+        return self._near_best(table, slo, found)
 
     def _by_tokens(self, table: TimeTable, by_rows: list[Settings]) -> list[Settings]:
         """Also with budgets, where time goes by tokens; elsewhere the one that is configured stays,

@@ -283,10 +283,10 @@ class SloBatcher:
         return lane.tokens if self._has_budget else lane.rows
 
     def _full_batch(self, lane: Lane | None, pace: Pace) -> tuple[int, float]:
-        """Size and time of the batches that the lane makes: as aimed at, or less where as many rows
-        as a batch may have are shorter than that."""
+        """Size and time of the batches that the lane makes: as aimed at, or less where the most
+        rows that a batch may have are shorter than that."""
         num_rows = sum(lane.rows) if lane is not None and self._has_budget else 0
-        if lane is None or num_rows <= self._max_rows:
+        if lane is None or num_rows < self._max_rows:
             return pace.target_size, pace.target_s
         size = max(1, self._max_rows * sum(lane.tokens) // num_rows)
         if size >= pace.target_size:

@@ -167,6 +167,14 @@ class TestTokenBudgets:
         by_rows = [each.rate for each in others if "tokens" not in each.settings]
         assert best.rate > max(by_rows, default=0.0)
 
+    def test_slo_mode_does_more_by_tokens_than_by_rows(self):
+        rows = texts([20] * 30 + [380] * 10)
+        ranking = shapes.Ranking(a_situation(a_packed_config(), rows=rows, slo="p99 < 40ms"))
+        by_rows = {"mode": "slo", "max_batch": "256", "buckets": "384"}
+        by_tokens = by_rows | {"tokens": "25600"}
+        assert ranking.rate(self.TABLE, by_tokens) > 1.05 * ranking.rate(self.TABLE, by_rows)
+        assert by_tokens in [each.settings for each in ranking.batching(self.TABLE)]
+
     def test_where_time_goes_by_rows_the_one_that_is_configured_stays(self):
         config = replace(a_packed_config(max_tokens=4096), options={}, device="cpu")
         situation = a_situation(config, rows=texts([20, 380] * 20))

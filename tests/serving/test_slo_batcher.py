@@ -337,6 +337,12 @@ class TestTokens:
         policy = replace(TOKENS, max_batch_size=4)
         assert len(add_tokens(make_by_tokens(policy), [1] * 100)) < 25
 
+    @pytest.mark.parametrize("most", [2, 3, 4, 8])
+    def test_where_rows_are_the_limit_as_many_are_let_in_as_without_tokens(self, most):
+        by_rows = fill(make_batcher(replace(POLICY, max_batch_size=most)), 100)
+        by_tokens = make_by_tokens(replace(TOKENS, max_batch_size=most))
+        assert len(add_tokens(by_tokens, [10] * 100)) == len(by_rows)
+
     def test_a_batch_closes_at_the_budget(self):
         batcher = make_by_tokens()
         added = add_tokens(batcher, [30, 30, 30, 5])
