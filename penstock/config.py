@@ -33,6 +33,8 @@ def ladder(max_batch_size: int) -> list[int]:
     return rungs
 
 
+# The option with which a model's layers run over tokens laid end to end, without padding.
+PACK, TOKENS = "penstock.pack", "tokens"
 # Backends that begin a batch on a GPU while others are computed there.
 AHEAD = ("pytorch", "null")
 
@@ -70,6 +72,9 @@ class BatchPolicy:
     max_pending: int = 8192
     # How long a request may take, from the model's SLO; switches from Triton's rules to slo mode.
     slo_latency_s: float | None = None
+    # The most tokens of a batch, beside its most rows; whoever has more by itself runs alone. For
+    # models whose batches take as long as they have tokens, not rows.
+    max_tokens: int | None = None
 
     def policy(self, level: int) -> QueuePolicy:
         return self.policies[level] if level < len(self.policies) else self.policies[0]
@@ -190,6 +195,19 @@ class ModelConfig:
     def is_processed(self) -> bool:
         """Whether a function stands before or behind the model."""
         return self.preprocess is not None or self.postprocess is not None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether padding is not computed: a row costs its own length, not that of its bucket."""
+        return self.options.get(PACK) == TOKENS
+
+    def max_rows(self, bucket: int) -> int:
+        """Of a batch of rows that are filled up to this bucket: a budget of tokens may leave room
+        for fewer than `max_batch_size`. Not where only their own lengths count."""
+        most = self.batching.max_tokens
+        if most is None or self.is_packed:
+            return self.max_batch_size
+        return min(self.max_batch_size, max(1, most // max(1, bucket)))
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ REFUSED_LATER = ("queue_timeout", "dropped_late", "gave_up")
 DEATHS = ("crash", "hang")
 # Rows of a batch.
 BATCH_BUCKETS = tuple(1 << power for power in range(11))
+# Tokens of a batch.
+TOKEN_BUCKETS = tuple(64 << power for power in range(13))
 # Seconds of waiting for a batch and for an instance.
 Waits = tuple[float, float]
 # Seconds; about 2.5 steps a decade from 50 µs to 30 s.
@@ -61,6 +63,20 @@ class Histogram:
     @property
     def count(self) -> int:
         return sum(self.counts)
+
+
+class BatchTokens:
+    """How many tokens batches had, where there is a budget of them."""
+
+    __slots__ = ("counts", "num_tokens")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(TOKEN_BUCKETS) + 1)
+        self.num_tokens = 0
+
+    def add(self, num_tokens: int) -> None:
+        self.counts[bisect_left(TOKEN_BUCKETS, num_tokens)] += 1
+        self.num_tokens += num_tokens
 
 
 class BatchStatistics:
@@ -98,6 +114,7 @@ class ModelMetrics:
         self._spans = tuple(self.phases[phase] for phase in ("request", "queue", *WAITS))
         self._computes = tuple(self.phases[phase] for phase in PHASES[2:])
         self.batches: dict[int, BatchStatistics] = {}
+        self.batch_tokens = BatchTokens()
         # Failed requests, and how long they took to fail.
         self.fail_s = 0.0
         # Unix time of the last batch.
@@ -293,7 +310,7 @@ def expose(
         lines += _duration(phase, items) + _histogram(phase, items)
     for wait in WAITS:
         lines += _histogram(wait, items)
-    lines += _batch_sizes(items) + _gauges(items)
+    lines += _batch_sizes(items) + _batch_tokens(items) + _gauges(items)
     if fronts:
         lines += _fronts(fronts)
     if host is not None:
@@ -354,6 +371,17 @@ def _batch_sizes(items: Sequence[Pending]) -> list[str]:
             counts[bisect_left(BATCH_BUCKETS, size)] += count
         lines += _series(name, item, BATCH_BUCKETS, counts, str(item.metrics.num_inferences))
     return lines
+
+
+def _batch_tokens(items: Sequence[Pending]) -> list[str]:
+    """Of models that have a budget of them."""
+    name = "penstock_batch_tokens"
+    lines: list[str] = []
+    for item in items:
+        found = item.metrics.batch_tokens
+        if found.num_tokens:
+            lines += _series(name, item, TOKEN_BUCKETS, found.counts, str(found.num_tokens))
+    return _head(name, "Tokens of each executed batch", "histogram") + lines if lines else []
 
 
 def _series(

@@ -51,6 +51,7 @@ EXAMPLE = (
 PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 DEFAULT_MAX_BATCH = 64
 MAX_PRIORITIES = 256
+MAX_TOKENS = "penstock.max_tokens"
 # Keys under `parameters` that are ours, with the largest value that makes sense.
 NUMBERS = {
     "penstock.hang_s": 1e9,
@@ -59,6 +60,7 @@ NUMBERS = {
     "penstock.spill_bytes": 1 << 40,
     "penstock.tolerance": 1.0,
     "penstock.gpu_memory_bytes": 1 << 50,
+    MAX_TOKENS: 1 << 40,
 }
 SLO = "penstock.slo"
 PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
@@ -75,6 +77,7 @@ WHOLE = (
     "penstock.max_slabs",
     "penstock.spill_bytes",
     "penstock.gpu_memory_bytes",
+    MAX_TOKENS,
 )
 # Ours as well, and the backend's business.
 BACKEND_OPTIONS = {
@@ -97,6 +100,7 @@ FIELDS = (
     "penstock.spill_bytes",
     "penstock.tolerance",
     "penstock.gpu_memory_bytes",
+    MAX_TOKENS,
     SLO,
     PAD,
     PAD_BUCKETS,
@@ -273,6 +277,7 @@ def _own_parameters(config: ModelConfig) -> dict[str, str]:
         ("penstock.spill_bytes", memory.spill_bytes, base.spill_bytes),
         ("penstock.gpu_memory_bytes", config.gpu_memory_bytes, None),
         ("penstock.tolerance", config.tolerance, None),
+        (MAX_TOKENS, config.batching.max_tokens, None),
     ):
         if value != default:
             values[key] = repr(value)
@@ -348,7 +353,13 @@ class _Resolver:
         promised = options.get(SLO)
         preprocess = self._preprocess(options)
         padding = self._padding(options, preprocess.inputs if preprocess else inputs)
-        batching = replace(self._batching(max_batch), slo_latency_s=self._slo_latency_s(promised))
+        batching = replace(
+            self._batching(max_batch),
+            slo_latency_s=self._slo_latency_s(promised),
+            max_tokens=_whole(numbers.get(MAX_TOKENS)),
+        )
+        if problem := _tokens_problem(batching, padding, is_sent=preprocess is None):
+            self._problem(f"parameters.{MAX_TOKENS}", problem)
         config = ModelConfig(
             name=self._name,
             version=self._folder.name,
@@ -738,6 +749,24 @@ def _memory(numbers: Mapping[str, float]) -> MemoryPolicy:
         max_slabs=int(numbers.get("penstock.max_slabs", base.max_slabs)),
         spill_bytes=int(numbers.get("penstock.spill_bytes", base.spill_bytes)),
     )
+
+
+def _tokens_problem(policy: BatchPolicy, padding: Padding | None, *, is_sent: bool) -> str:
+    """What is wrong with a budget of tokens, if there is one. `is_sent`: what is padded is what
+    users send, not what a function makes of it."""
+    if policy.max_tokens is None:
+        return ""
+    if not policy.is_dynamic:
+        return "needs dynamic_batching: each request runs by itself"
+    if padding is None:
+        return f"needs parameters.{PAD}, which says what axis is as long as there are tokens"
+    if not is_sent:
+        return f"how long rows are is known only behind parameters.{PREPROCESS}"
+    longest = padding.buckets[-1]
+    if policy.max_tokens < longest:
+        text = f"'{policy.max_tokens}' is less than one row of the largest bucket, {longest}"
+        return f"{text} (parameters.{PAD_BUCKETS})"
+    return ""
 
 
 def _pad_problem(axis: PadAxis, specs: Mapping[str, TensorSpec]) -> str:

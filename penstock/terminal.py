@@ -216,7 +216,8 @@ def explained(answer: Explanation) -> Group:
     parts += [_section("Waiting now"), _waiting(answer)]
     parts += [_section("Refused"), _refused(answer)]
     if answer.paces:
-        parts += [_section("T(b) in ms; b* is the batch aimed at"), _paces(answer.paces)]
+        unit = "tokens" if "max_tokens" in answer.policy else "rows"
+        parts += [_section(f"T(b) in ms, b in {unit}; b* is aimed at"), _paces(answer.paces)]
     parts += [_section("Rows per batch, since it was loaded"), _bars(answer.batch_sizes)]
     parts += [_section("Last batches (ms: waits, then work)"), _recent(answer)]
     parts += [_section(f"Shapes of a row ({answer.num_shapes} seen)"), _shapes(answer)]
@@ -301,7 +302,9 @@ def _waiting(answer: Explanation) -> RenderableType:
 def _recent(answer: Explanation) -> RenderableType:
     if not answer.recent:
         return Text("none", style="dim")
-    figures = ("rows", "requests", "for batch", "for instance", "compute", "total")
+    has_tokens = any(batch.num_tokens for batch in answer.recent)
+    tokens = ("tokens",) if has_tokens else ()
+    figures = ("rows", *tokens, "requests", "for batch", "for instance", "compute", "total")
     table = _table("closed by", "shape", "instance", "ago", *figures, num_words=2)
     for batch in answer.recent[:NUM_BATCHES_SHOWN]:
         why = batch.closed_by
@@ -313,6 +316,7 @@ def _recent(answer: Explanation) -> RenderableType:
             str(batch.instance),
             f"{batch.age_s:.1f} s",
             str(batch.num_rows),
+            *([str(batch.num_tokens)] if has_tokens else []),
             str(batch.num_requests),
             *map(
                 _ms,
@@ -354,7 +358,7 @@ def _paces(paces: Sequence[PaceState]) -> Table:
     for pace in paces:
         times = [_ms(time_s) for time_s in pace.times_s.values()]
         rate = f"{pace.arrivals_per_s:.0f}"
-        table.add_row(Text(pace.shape), str(pace.target_rows), rate, *times)
+        table.add_row(Text(pace.shape), str(pace.target_size), rate, *times)
     return table
 
 

@@ -150,7 +150,8 @@ class Outcomes:
 
 
 class _Simulation:
-    """Requests of one row, executors that take `duration_of(rows)`, a clock that jumps."""
+    """Requests of one row, executors that take `duration_of(rows)`, a clock that jumps. Requests
+    that have tokens: `duration_of(tokens)`."""
 
     def __init__(
         self,
@@ -176,9 +177,10 @@ class _Simulation:
         wake_at = batcher.wake_at if self._num_idle else batcher.next_expiry
         return math.inf if wake_at is None else wake_at
 
-    def arrive(self, now: float) -> None:
+    def arrive(self, now: float, num_tokens: int) -> None:
         request = Request(self._sink, (), now)
         request.timings.queued = now
+        request.num_tokens = num_tokens
         try:
             self._batcher.add(request, "shape", now)
         except Overloaded:
@@ -189,7 +191,9 @@ class _Simulation:
             _, _, started, batch = heapq.heappop(self._running)
             self._num_idle += 1
             if isinstance(self._batcher, SloBatcher):
-                self._batcher.observe("shape", len(batch), started, now)
+                has_budget = self._batcher.policy.max_tokens is not None
+                size = _tokens(batch) if has_budget else len(batch)
+                self._batcher.observe("shape", size, started, now)
             self.outcomes.latencies_s += [now - request.timings.queued for request in batch]
 
     def pump(self, now: float) -> None:
@@ -201,7 +205,7 @@ class _Simulation:
             self._num_idle -= 1
             self._num_batches += 1
             self.outcomes.batch_rows.append(len(batch))
-            end = now + self._duration_of(len(batch))
+            end = now + self._duration_of(_tokens(batch) or len(batch))
             heapq.heappush(self._running, (end, self._num_batches, now, batch))
         self._refuse(now)
 
@@ -210,13 +214,19 @@ class _Simulation:
             self.outcomes.refusals_s.append(now - request.timings.queued)
 
 
+def _tokens(batch: Sequence[Request]) -> int:
+    return sum(request.num_tokens for request in batch)
+
+
 def simulate(
     batcher: Batcher | SloBatcher,
     arrivals: Sequence[float],
     duration_of: Callable[[int], float],
     num_executors: int = 1,
+    tokens: Sequence[int] = (),
 ) -> Outcomes:
-    """Run a batcher through arrivals (ascending times) until everything has ended."""
+    """Run a batcher through arrivals (ascending times) until everything has ended. `tokens` are how
+    many each has; batches then take as long as they have tokens."""
     simulation = _Simulation(batcher, num_executors, duration_of)
     index = 0
     while True:
@@ -225,7 +235,7 @@ def simulate(
         if now == math.inf:
             return simulation.outcomes
         if now == arrival:
-            simulation.arrive(now)
+            simulation.arrive(now, tokens[index] if tokens else 0)
             index += 1
         simulation.end_batches(now)
         simulation.pump(now)

@@ -217,6 +217,7 @@ class Request:
         "is_done",
         "num_deaths",
         "num_rows",
+        "num_tokens",
         "outputs",
         "parameters",
         "place",
@@ -254,6 +255,8 @@ class Request:
         self.is_done = False
         # Set by the Servable that admits the request.
         self.num_rows = 1
+        # What it takes of a budget of tokens; 0 where there is none.
+        self.num_tokens = 0
         self.num_deaths = 0
         self.fit: Any = None
         self.place: Any = None

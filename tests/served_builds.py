@@ -1,12 +1,13 @@
 """Builds for tests of trials, serving and the passes that write only config.pbtxt."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from onnx import helper, numpy_helper
 
 from penstock import repository
-from penstock.config import BatchPolicy, ModelConfig
+from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.examples import Examples, Split
 from penstock.optimizer.facts import Facts
@@ -88,6 +89,30 @@ def a_table(a_s: float = 0.004, c_s: float = 0.001, *, lengths=(0,), instances=1
         for length in lengths
     }
     return TimeTable(instances, threads, seconds)
+
+
+def a_packed_config(max_batch: int = 256, max_tokens: int | None = None, **others: object):
+    """Texts of up to 384 tokens, whose padding is not computed, on a GPU."""
+    config = a_config(
+        TEXT,
+        max_batch=max_batch,
+        padding=Padding((PadAxis("tokens", 0),), (384,)),
+        options={"penstock.pack": "tokens"},
+        device="cuda",
+        **others,
+    )
+    return replace(config, batching=replace(config.batching, max_tokens=max_tokens))
+
+
+def a_packed_table(a_s: float = 0.002, c_s: float = 1e-6, *, mean: int = 100, instances=1):
+    """T = a + c x tokens, measured with rows of this many tokens."""
+    rows = (1, 8, 32, 128, 256)
+    return TimeTable(
+        instances,
+        2,
+        {384: {b: a_s + c_s * mean * b for b in rows}},
+        tokens={384: {b: float(mean * b) for b in rows}},
+    )
 
 
 def a_situation(

@@ -387,6 +387,21 @@ def test_batch_sizes_are_a_histogram_over_powers_of_two() -> None:
     assert value_of(samples, "penstock_batch_size_sum") == 1 + 1 + 3 + 4 + 5 + 5000
 
 
+def test_tokens_of_batches_are_shown_where_there_is_a_budget_of_them() -> None:
+    metrics, others = ModelMetrics("model", "1"), ModelMetrics("others", "1")
+    assert b"penstock_batch_tokens" not in expose([Pending(others, 0, 0)])
+    for num_tokens in (1, 64, 65, 32768, 1 << 30):
+        metrics.batch_tokens.add(num_tokens)
+    _, samples = parse(expose([Pending(metrics, 0, 0), Pending(others, 0, 0)]))
+    buckets = {
+        sample.labels["le"]: sample.value
+        for sample in samples
+        if sample.name == "penstock_batch_tokens_bucket"
+    }
+    assert [buckets[edge] for edge in ("64", "128", "32768", "+Inf")] == [2, 3, 4, 5]
+    assert value_of(samples, "penstock_batch_tokens_sum") == 1 + 64 + 65 + 32768 + (1 << 30)
+
+
 def test_the_reference_parser_reads_the_same() -> None:
     metrics = ModelMetrics('di\\gi"ts', "3")
     one = finished(dispatched=0.5, completed=1.0, instance_wait_s=0.25)

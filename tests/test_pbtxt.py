@@ -130,6 +130,10 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     inputs = draw(tensors(is_output=False))
     preprocess = draw(st.none() | st.builds(Preprocess, functions, model_tensors))
     padding = draw(paddings(preprocess.inputs if preprocess else inputs))
+    batching = draw(policies(max_batch, latency_s))
+    if batching.is_dynamic and padding is not None and preprocess is None:
+        most = draw(st.none() | st.integers(padding.buckets[-1], 1 << 40))
+        batching = replace(batching, max_tokens=most)
     config = replace(
         MODEL,
         inputs=inputs,
@@ -139,7 +143,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         tolerance=draw(st.none() | st.floats(1e-9, 1.0)),
         outputs=draw(tensors(is_output=True)),
         max_batch_size=max_batch,
-        batching=draw(policies(max_batch, latency_s)),
+        batching=batching,
         gpu_memory_bytes=draw(st.none() | st.integers(1, 1 << 50)),
         memory=draw(memories),
         hang_s=draw(st.floats(1e-3, 1e9)),

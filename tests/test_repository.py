@@ -1025,6 +1025,44 @@ def test_buckets_need_an_axis(tmp_path: Path) -> None:
     assert problem == "parameters.penstock.pad_buckets: needs parameters.penstock.pad"
 
 
+PADDED = ENCODER + parameter("penstock.pad", "ids[0]") + parameter("penstock.pad_buckets", "16,384")
+
+
+@pytest.mark.parametrize("most", [384, 32768])
+def test_a_budget_of_tokens(tmp_path: Path, most: int) -> None:
+    text = PADDED + parameter("penstock.max_tokens", str(most))
+    config, again = round_trip(add_model(tmp_path, "model", text))
+    assert config.batching.max_tokens == most
+    assert again == config
+    assert resolve(tmp_path / "without", PADDED).batching.max_tokens is None
+
+
+FUNCTION = parameter("penstock.preprocess", "code.py:f") + parameter(
+    "penstock.model_inputs", "ids:INT64[-1]"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "expected"),
+    [
+        (PADDED, "0", "'0' is not a whole number up to"),
+        (PADDED, "1e4", "'1e4' is not a whole number up to"),
+        (PADDED, "383", "'383' is less than one row of the largest bucket, 384"),
+        (ENCODER, "4096", "needs parameters.penstock.pad,"),
+        (PADDED.replace("dynamic_batching {}", ""), "4096", "needs dynamic_batching"),
+        (PADDED + FUNCTION, "4096", "known only behind parameters.penstock.preprocess"),
+    ],
+)
+def test_a_budget_of_tokens_needs_a_length(
+    tmp_path: Path, text: str, most: str, expected: str
+) -> None:
+    folder = add_model(tmp_path, "model", text + parameter("penstock.max_tokens", most))
+    (folder / "1" / "code.py").write_text("")
+    [problem] = read(folder).problems["model"]
+    assert problem.startswith("parameters.penstock.max_tokens: ")
+    assert expected in problem
+
+
 def test_misspelt_parameter_of_penstock_is_refused(tmp_path: Path) -> None:
     [problem] = problems(tmp_path, NULL + parameter("penstock.spil_bytes", "1048576"))
     assert problem.startswith("parameters.penstock.spil_bytes: ")

@@ -52,6 +52,15 @@ def shown(answer: Explanation, width: int = 120) -> str:
     return out.getvalue()
 
 
+def test_tokens_are_shown_where_there_is_a_budget_of_them() -> None:
+    text = shown(ANSWER, width=140)
+    assert "tokens" not in text and "b in rows" in text
+    batch = replace(ANSWER.recent[0], num_tokens=1234)
+    policy = {**ANSWER.policy, "max_tokens": "4096"}
+    text = shown(replace(ANSWER, recent=[batch], policy=policy), width=140)
+    assert "1234" in text and "b in tokens" in text
+
+
 @pytest.mark.parametrize(
     "words",
     [

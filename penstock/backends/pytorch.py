@@ -250,7 +250,10 @@ class TorchRunner:
             return
         name = self._packing.mask
         is_captured = self.pipeline is not None and self.pipeline.is_captured
-        for mask in torch_packing.rehearsals(batch.inputs[name], is_captured=is_captured):
+        most = self._config.batching.max_tokens
+        for mask in torch_packing.rehearsals(
+            batch.inputs[name], is_captured=is_captured, max_tokens=most
+        ):
             yield Batch({**batch.inputs, name: mask}, batch.num_rows, batch.requests)
 
     def _token_budget(self, batch: Batch, num_run: int) -> int:
@@ -261,7 +264,7 @@ class TorchRunner:
         if self.pipeline is None:
             return num_tokens
         length = batch.inputs[self._packing.mask].shape[1]
-        return torch_packing.budget(num_tokens, num_run * length)
+        return torch_packing.budget(num_tokens, num_run * length, self._config.batching.max_tokens)
 
     def stop_filling(self) -> None:
         self._rungs = []
@@ -273,7 +276,14 @@ class TorchRunner:
         """How many to run: up to the next rung of the ladder. Libraries choose and build kernels
         for each new shape, which takes many times as long as a batch; these are warm."""
         index = bisect_left(self._rungs, batch.num_rows)
-        return self._rungs[index] if index < len(self._rungs) else batch.num_rows
+        rung = self._rungs[index] if index < len(self._rungs) else batch.num_rows
+        padding = self._config.padding
+        if padding is None or self._config.batching.max_tokens is None:
+            return rung
+        axis = padding.axes[0]
+        # No more than the budget of tokens allows, which is warm as well.
+        most = self._config.max_rows(batch.inputs[axis.input].shape[1 + axis.axis])
+        return max(batch.num_rows, min(rung, most))
 
     def _seen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Of BF16, numpy has the bits only."""

@@ -134,29 +134,28 @@ class Packing:
         return facts
 
 
-def budget(num_tokens: int, num_places: int) -> int:
+def budget(num_tokens: int, num_places: int, max_tokens: int | None = None) -> int:
     """How many tokens to run for so many: the next of a ladder, so that graphs are few."""
-    rungs = token_ladder(num_places)
+    rungs = token_ladder(num_places, max_tokens)
     return rungs[min(bisect_left(rungs, num_tokens), len(rungs) - 1)]
 
 
-def token_ladder(num_places: int) -> list[int]:
+def token_ladder(num_places: int, max_tokens: int | None = None) -> list[int]:
     """64, 128, ... by 64 up to 1024, from there on by an eighth of the power of two below; up to
-    all places."""
+    all places. The most tokens that batches are given are among them, for full batches."""
     rungs, rung = list[int](), STEP
     while rung < num_places:
         rungs.append(rung)
         rung += max(STEP, (1 << rung.bit_length() - 1) // PER_OCTAVE)
-    return [*rungs, max(1, num_places)]
+    full = max_tokens if max_tokens is not None and max_tokens < num_places else num_places
+    return sorted({*rungs, max(1, full), max(1, num_places)})
 
 
-def rehearsals(mask: Array, *, is_captured: bool) -> Iterator[Array]:
+def rehearsals(mask: Array, *, is_captured: bool, max_tokens: int | None = None) -> Iterator[Array]:
     """Masks like this one, of the token counts that are to be ready; the fullest comes last."""
-    num_places = mask.size
-    wanted = [
-        rung for rung in token_ladder(num_places) if is_captured and rung * SPARSEST > num_places
-    ]
-    for count in [*wanted[:-1], num_places]:
+    most = mask.size if max_tokens is None else min(mask.size, max_tokens)
+    rungs = token_ladder(mask.size, max_tokens) if is_captured else []
+    for count in [*(rung for rung in rungs if most < rung * SPARSEST < most * SPARSEST), most]:
         filled = np.zeros(mask.shape, mask.dtype)
         share, rest = divmod(count, len(mask))
         filled[:, :share] = 1

@@ -1,12 +1,13 @@
 """The shape in which a model is served: how it is batched, on how many instances with how many
 threads. Which shapes are worth measuring, by simulation from batch times. Pure.
 
-Settings are the strings of a step: `mode` (off, fixed, slo), `max_batch`, `buckets`; `instances`,
-`threads`.
+Settings are the strings of a step: `mode` (off, fixed, slo), `max_batch`, `buckets`, `tokens`;
+`instances`, `threads`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ THREADS = {
     "pytorch": "intra_op_thread_count",
 }
 MAX_BATCHES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# On one GPU. Two take turns there, so that one is copied while the other is computed.
+# On each GPU. Two take turns there, so that one is copied while the other is computed.
 ON_GPU = (1, 2)
 # Sizes, of the best in fixed mode, that slo mode is tried with.
 NUM_SLO_SIZES = 2
@@ -45,20 +46,26 @@ NUM_SLO_SIZES = 2
 NUM_BUCKETS = (4, 6)
 # Kernels like whole vectors.
 ROUND_TO = 8
+# And products of matrices whole tiles of tokens.
+TOKENS_ROUND_TO = 256
+# Of the SLO, kept free when a budget of tokens is proposed.
+ROOM = 0.1
 # What is predicted to be worse than the best by more than the prediction may be off.
 WORTH = 0.85
 NO_TERMS = Slo(())
 
 
 def with_instances(config: ModelConfig, num_instances: int, num_threads: int) -> ModelConfig:
-    """So many instances with so many threads each; backends without the option keep their own."""
+    """So many instances with so many threads each; backends without the option keep their own. What
+    was on several devices stays there, in turns."""
     options = dict(config.options)
     option = THREADS.get(config.backend)
     if option is not None:
         # Spellings in capitals are the same option.
         options = {key: value for key, value in options.items() if key.lower() != option}
         options[option] = str(num_threads)
-    return replace(config, num_instances=num_instances, spread=(), options=options)
+    each = itertools.cycle(dict.fromkeys(config.devices))
+    return replace(config.on(list(itertools.islice(each, num_instances))), options=options)
 
 
 def threads_of(config: ModelConfig, num_cores: int) -> int:
@@ -80,7 +87,8 @@ def arrangements(config: ModelConfig, num_cores: int) -> list[tuple[int, int]]:
     """Instances and threads that are worth knowing, where the model is."""
     if config.device == CPU:
         return pairs(num_cores)
-    return [(count, num_cores) for count in ON_GPU]
+    num_devices = len(set(config.devices))
+    return [(count * num_devices, num_cores) for count in ON_GPU]
 
 
 def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | None) -> ModelConfig:
@@ -95,7 +103,7 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
         promised = str(slo)
     config = replace(config, slo=promised, is_slo_from_evidence=False)
     if mode == "off":
-        return replace(config, batching=batching, padding=None)
+        return replace(config, batching=replace(batching, max_tokens=None), padding=None)
     most = int(settings["max_batch"])
     preferred = tuple(each for each in batching.preferred_batch_sizes if each <= most)
     batching = replace(batching, max_batch_size=most, preferred_batch_sizes=preferred)
@@ -103,6 +111,11 @@ def with_batching(config: ModelConfig, settings: Mapping[str, str], slo: Slo | N
     if "buckets" in settings:
         axes = padding.axes if padding is not None else variable_axes(config)
         padding = Padding(axes, tuple(map(int, settings["buckets"].split(","))))
+    max_tokens = int(settings["tokens"]) if "tokens" in settings else None
+    if max_tokens is not None and padding is not None:
+        # No row is longer than what is allowed together.
+        max_tokens = max(max_tokens, padding.buckets[-1])
+    batching = replace(batching, max_tokens=max_tokens)
     return replace(
         config,
         max_batch_size=most,
@@ -119,7 +132,35 @@ def settings_of(config: ModelConfig) -> Settings:
     found = {"mode": mode, "max_batch": str(config.max_batch_size)}
     if config.padding is not None:
         found["buckets"] = ",".join(map(str, config.padding.buckets))
-    return found
+    return found | tokens_of(config)
+
+
+def tokens_of(config: ModelConfig) -> Settings:
+    """The budget of tokens, if there is one."""
+    most = config.batching.max_tokens
+    return {} if most is None else {"tokens": str(most)}
+
+
+# Tokens.
+
+
+def token_budgets(table: TimeTable, longest: int, slo: Slo | None) -> list[int]:
+    """Budgets that are worth a try, largest first: all that was measured; the most that leaves time
+    to wait for a batch before, with room; half of that. None is less than the longest row, and
+    there is none where time does not go by tokens."""
+    times = table.by_tokens
+    if not times:
+        return []
+    most = max(*times, longest)
+    found = [most]
+    if slo is not None and slo.latency_s is not None:
+        limit_s = (1 - ROOM) * slo.latency_s / (1 + 1 / table.num_instances)
+        fitting = most
+        while fitting > longest and table.tokens_s(fitting) > limit_s:
+            fitting -= TOKENS_ROUND_TO
+        found += [fitting, fitting // 2]
+    rounded = {max(longest, each // TOKENS_ROUND_TO * TOKENS_ROUND_TO) for each in found}
+    return sorted(rounded, reverse=True)
 
 
 # Buckets.
@@ -198,7 +239,7 @@ class Ranking:
 
     def batching(self, table: TimeTable) -> list[Shape]:
         """Best first; only what is near the best. Buckets are chosen first, with the largest batch;
-        then sizes with those, and slo mode with the best sizes."""
+        then sizes with those, in rows and in tokens, and slo mode with the best sizes."""
         off: Settings = {"mode": "off"}
         if not self.may_batch or table.max_rows == 1:
             return self._near_best(table, [off])
@@ -206,12 +247,27 @@ class Ranking:
         sizes = [size for size in MAX_BATCHES if size < most] + [most]
         buckets = self._best_buckets(table, most)
         fixed = [{"mode": "fixed", "max_batch": str(size), **buckets} for size in sizes]
+        fixed = self._by_tokens(table, fixed)
         found = self._near_best(table, [*reversed(fixed), off])
         if self._slo is None or self._slo.latency_s is None:
             return found
         batched = [shape for shape in found if shape.settings != off]
         slo = [{**shape.settings, "mode": "slo"} for shape in batched[:NUM_SLO_SIZES]]
-        return self._near_best(table, slo or [{**fixed[-1], "mode": "slo"}], found)
+        largest = {**fixed[-1], "mode": "slo"}
+        if not slo or ("tokens" in largest and largest not in slo):
+            # By tokens the SLO closes batches where it must; a budget need not.
+            slo.append(largest)
+        return self._near_best(table, slo, found)
+
+    def _by_tokens(self, table: TimeTable, by_rows: list[Settings]) -> list[Settings]:
+        """Also with budgets, where time goes by tokens; elsewhere the one that is configured stays,
+        for its reasons may be others."""
+        padding = self._config.padding
+        budgets = token_budgets(table, padding.buckets[-1], self._slo) if padding else []
+        if not budgets:
+            return [each | tokens_of(self._config) for each in by_rows]
+        largest = by_rows[-1]
+        return by_rows + [{**largest, "tokens": str(each)} for each in reversed(budgets)]
 
     def _near_best(
         self, table: TimeTable, wanted: Sequence[Settings], known: Sequence[Shape] = ()
@@ -235,7 +291,9 @@ class Ranking:
         if self._config.padding is not None:
             kept = {"buckets": ",".join(map(str, self._config.padding.buckets))}
         found: list[Settings] = [kept]
-        if self._facts.padding_problem or len(set(self._lengths)) < 2:
+        # What is filled up costs nothing where it is not computed.
+        is_free = bool(kept) and self._config.is_packed
+        if is_free or self._facts.padding_problem or len(set(self._lengths)) < 2:
             return found
         for num in NUM_BUCKETS:
             text = ",".join(map(str, best_buckets(self._lengths, num)))

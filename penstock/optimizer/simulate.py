@@ -7,14 +7,15 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from penstock.benchmark.pacer import Flat, Open, due_times
-from penstock.config import ModelConfig, PadAxis, ladder
+from penstock.config import BatchPolicy, ModelConfig, PadAxis, ladder
 from penstock.errors import Overloaded, PenstockError
 from penstock.serving.batcher import Batcher
 from penstock.serving.padding import Pads
@@ -62,12 +63,27 @@ class TimeTable(msgspec.Struct):
     # Of one instance, loaded and warm.
     memory_bytes: int = 0
     load_s: float = 0.0
+    # Of models that do not compute padding: the tokens of those batches, by which their time goes.
+    tokens: dict[int, dict[int, float]] = {}
+
+    @property
+    def by_tokens(self) -> dict[int, float]:
+        """Seconds by tokens; empty where time goes by rows."""
+        return {
+            round(count): self.seconds[bucket][rows]
+            for bucket, by_rows in self.tokens.items()
+            for rows, count in by_rows.items()
+        }
 
     def batch_s(self, bucket: int, num_rows: int) -> float:
         """Between what was measured by straight lines, beyond it by the last of them."""
         lengths = sorted(self.seconds)
         points = [(each, _along(self.seconds[each], num_rows)) for each in lengths]
         return _along(dict(points), bucket)
+
+    def tokens_s(self, num_tokens: float) -> float:
+        """The same by tokens."""
+        return _along(self.by_tokens, num_tokens)
 
     @property
     def max_rows(self) -> int:
@@ -107,13 +123,15 @@ class Prediction(msgspec.Struct):
     utilisation: float
 
 
-def _along(points: Mapping[int, float], at: int) -> float:
+def _along(points: Mapping[int, float], at: float) -> float:
     """Linear; never less than a tenth of the least that was measured."""
     known = sorted(points)
-    if at in points or len(known) == 1:
-        return points[at] if at in points else points[known[0]]
+    if len(known) == 1:
+        return points[known[0]]
     index = min(max(bisect_left(known, at), 1), len(known) - 1)
     low, high = known[index - 1], known[index]
+    if at == high:
+        return points[high]
     slope = (points[high] - points[low]) / (high - low)
     if not low <= at <= high:
         # Noise must not make what is larger cost less.
@@ -172,18 +190,36 @@ def row_lengths(rows: Sequence[Mapping[str, Array]], config: ModelConfig) -> lis
 
 
 def lengths_of(rows: Sequence[Mapping[str, Array]], config: ModelConfig) -> dict[int, float]:
-    """The share of requests by what they share a batch with: bucket, or length without padding;
-    {0: 1.0} for rows that are all alike."""
+    """The share of requests by what is computed of them: the length of the bucket, or their own
+    without padding or where that is not computed; {0: 1.0} for rows that are all alike."""
     return shares_of(row_lengths(rows, config), config)
 
 
 def shares_of(lengths: Sequence[int], config: ModelConfig) -> dict[int, float]:
     if not lengths:
         return {0: 1.0}
-    pads = Pads(config) if config.padding is not None else None
-    # What no bucket holds runs with its own length.
-    buckets = [(pads.bucket(each) if pads else None) or each for each in lengths]
-    return {bucket: n / len(lengths) for bucket, n in sorted(Counter(buckets).items())}
+    kinds = kinds_of(lengths, config)
+    counted = Counter(kinds[each].num_tokens for each in lengths)
+    return {length: n / len(lengths) for length, n in sorted(counted.items())}
+
+
+class Kind(NamedTuple):
+    """What the server makes of a row: with whom it shares a batch, what it counts of a budget."""
+
+    bucket: int
+    num_tokens: int
+
+
+def kinds_of(lengths: Collection[int], config: ModelConfig) -> dict[int, Kind]:
+    """By length; what no bucket holds runs with its own."""
+    if config.padding is None:
+        return {each: Kind(each, max(1, each)) for each in lengths}
+    pads = Pads(config)
+    buckets = {each: pads.bucket(each) for each in lengths}
+    return {
+        each: Kind(bucket or each, pads.row_tokens(each, bucket))
+        for each, bucket in buckets.items()
+    }
 
 
 # Prediction.
@@ -232,12 +268,43 @@ class Patience:
                 self.is_over = self.is_over or each[1] < -1e-6
 
 
+class _Clock:
+    """How long batches take, by the table."""
+
+    def __init__(self, table: TimeTable) -> None:
+        self._table = table
+        self._by_tokens = table.by_tokens
+        self._known: dict[tuple[int, int], float] = {}
+
+    @property
+    def is_by_tokens(self) -> bool:
+        return bool(self._by_tokens)
+
+    def batch_s(self, bucket: int, num_rows: int) -> float:
+        key = bucket, num_rows
+        if key not in self._known:
+            self._known[key] = self._table.batch_s(bucket, num_rows)
+        return self._known[key]
+
+    def tokens_s(self, num_tokens: float) -> float:
+        return _along(self._by_tokens, num_tokens)
+
+    def of(self, batch: Sequence[Request]) -> float:
+        if self._by_tokens:
+            return self.tokens_s(_num_tokens(batch))
+        return self.batch_s(batch[0].fit, len(batch))
+
+
+def _num_tokens(batch: Sequence[Request]) -> int:
+    return sum(request.num_tokens for request in batch)
+
+
 @dataclass(slots=True)
 class _Executors:
     """Instances that only take time."""
 
     batcher: Batcher | SloBatcher
-    batch_s: Callable[[int, int], float]
+    clock: _Clock
     num_idle: int
     outcome: Outcome
     patience: Patience
@@ -251,11 +318,12 @@ class _Executors:
         wake = self.batcher.wake_at if self.num_idle else self.batcher.next_expiry
         return min(end, math.inf if wake is None else wake)
 
-    def add(self, request: Request, bucket: int, now: float) -> None:
+    def add(self, request: Request, kind: Kind, now: float) -> None:
         request.timings.queued = now
-        request.fit = bucket
+        request.fit = kind.bucket
+        request.num_tokens = kind.num_tokens
         try:
-            self.batcher.add(request, bucket, now)
+            self.batcher.add(request, kind.bucket, now)
         except Overloaded:
             self.patience.ended(request.turn, math.inf)
 
@@ -265,7 +333,9 @@ class _Executors:
             _, _, started, batch = heapq.heappop(self.running)
             self.num_idle += 1
             if isinstance(self.batcher, SloBatcher):
-                self.batcher.observe(batch[0].fit, len(batch), started, now)
+                has_budget = self.batcher.policy.max_tokens is not None
+                size = _num_tokens(batch) if has_budget else len(batch)
+                self.batcher.observe(batch[0].fit, size, started, now)
             for request in batch:
                 latency_s = now - request.timings.queued + OVERHEAD_S
                 self.outcome.latencies_s[request.turn] = latency_s
@@ -284,7 +354,7 @@ class _Executors:
         self.num_idle -= 1
         outcome = self.outcome
         factor = float(self.jitter[outcome.num_batches % len(self.jitter)])
-        took_s = factor * self.batch_s(batch[0].fit, len(batch))
+        took_s = factor * self.clock.of(batch)
         outcome.num_batches += 1
         outcome.num_rows += len(batch)
         outcome.busy_s += took_s
@@ -296,34 +366,28 @@ def run(
     table: TimeTable,
     config: ModelConfig,
     arrivals: Sequence[float],
-    buckets: Sequence[int],
+    lengths: Sequence[int],
     patience: Patience | None = None,
     jitter: float = 0.0,
 ) -> Outcome:
-    """Requests due at `arrivals` (ascending), each of its bucket, until all have ended or patience
-    is over."""
-    known: dict[tuple[int, int], float] = {}
-
-    def batch_s(bucket: int, num_rows: int) -> float:
-        key = bucket, num_rows
-        if key not in known:
-            known[key] = table.batch_s(bucket, num_rows)
-        return known[key]
-
+    """Requests due at `arrivals` (ascending), each of its length (see `lengths_of`), until all have
+    ended or patience is over."""
+    clock = _Clock(table)
+    kinds = kinds_of(set(lengths), config)
     outcome = Outcome(np.full(len(arrivals), math.inf))
-    batcher = _make_batcher(config, table, batch_s, set(buckets))
+    batcher = _make_batcher(config, clock, table.num_instances, {k.bucket for k in kinds.values()})
     patience = patience or Patience(Slo(()), len(arrivals))
     factors = np.random.default_rng(SEED).lognormal(-(jitter**2) / 2, jitter, NUM_REQUESTS)
-    executors = _Executors(batcher, batch_s, table.num_instances, outcome, patience, factors)
+    executors = _Executors(batcher, clock, table.num_instances, outcome, patience, factors)
     sink = _Nobody()
     # It takes the time between an arrival and its turn for a loop that is busy.
     is_slo = isinstance(batcher, SloBatcher)
-    for index, (due, bucket) in enumerate(zip(arrivals, buckets, strict=True)):
+    for index, (due, length) in enumerate(zip(arrivals, lengths, strict=True)):
         while (event := executors.next_event) <= due:
             executors.turn(event)
         request = Request(sink, (), due)
         request.turn = index
-        executors.add(request, bucket, due)
+        executors.add(request, kinds[length], due)
         if executors.num_idle or is_slo:
             executors.turn(due)
         if patience.is_over:
@@ -334,34 +398,51 @@ def run(
 
 
 def _make_batcher(
-    config: ModelConfig,
-    table: TimeTable,
-    batch_s: Callable[[int, int], float],
-    buckets: set[int],
+    config: ModelConfig, clock: _Clock, num_instances: int, buckets: set[int]
 ) -> Batcher | SloBatcher:
     """As the server makes it, with the times that it would see at warm-up."""
     policy = config.batching
     if policy.slo_latency_s is None:
         return Batcher(policy)
-    batcher = SloBatcher(policy, table.num_instances)
-    rungs = ladder(policy.max_batch_size if policy.is_dynamic else 1)
+    batcher = SloBatcher(policy, num_instances)
     for bucket in sorted(buckets):
-        batcher.seed({rung: batch_s(bucket, rung) for rung in rungs}, bucket)
+        rungs = ladder(_max_rows(config, bucket))
+        times = {rung: _warm_s(clock, policy, bucket, rung) for rung in rungs}
+        if config.padding is not None:
+            times = Pads(config).warm_times(times, max(1, bucket))
+        batcher.seed(times, bucket)
     return batcher
+
+
+def _warm_s(clock: _Clock, policy: BatchPolicy, bucket: int, num_rows: int) -> float:
+    """A warm-up runs rows as long as their bucket, and no more tokens than a batch may have."""
+    if not clock.is_by_tokens:
+        return clock.batch_s(bucket, num_rows)
+    return clock.tokens_s(_within(policy, num_rows * bucket))
+
+
+def _max_rows(config: ModelConfig, bucket: int) -> int:
+    """Of a batch; without batching each request runs by itself."""
+    policy = config.batching
+    return min(policy.max_batch_size, config.max_rows(bucket)) if policy.is_dynamic else 1
+
+
+def _within(policy: BatchPolicy, num_tokens: float) -> float:
+    return num_tokens if policy.max_tokens is None else min(num_tokens, policy.max_tokens)
 
 
 def predict(
     table: TimeTable, config: ModelConfig, slo: Slo, rate: float, lengths: Mapping[int, float]
 ) -> Prediction:
-    """`lengths` is the share of requests by bucket (see `lengths_of`); {0: 1.0} without any."""
-    due, buckets = _requests(slo, rate, lengths)
+    """`lengths` is the share of requests by length (see `lengths_of`); {0: 1.0} without any."""
+    due, chosen = _requests(slo, rate, lengths)
     loaded = as_served(table, config, rate)
-    outcome = run(loaded, config, due, buckets, jitter=JITTER)
+    outcome = run(loaded, config, due, chosen, jitter=JITTER)
     return _prediction(table, slo, rate, outcome)
 
 
 def _requests(slo: Slo, rate: float, lengths: Mapping[int, float]) -> tuple[list[float], list[int]]:
-    """When each is due, and its bucket; always the same ones at the same rate."""
+    """When each is due, and its length; always the same ones at the same rate."""
     arrivals, cv = ("poisson", 1.0) if slo.rate is None else (slo.rate.arrivals, slo.rate.cv or 1.0)
     chunks: list[Array] = []
     for chunk in due_times(Open(Flat(rate), arrivals, cv), SEED):
@@ -371,8 +452,8 @@ def _requests(slo: Slo, rate: float, lengths: Mapping[int, float]) -> tuple[list
     due = np.concatenate(chunks)[:NUM_REQUESTS]
     shares = np.array(list(lengths.values()))
     random = np.random.default_rng(SEED)
-    buckets = random.choice(np.array(list(lengths)), len(due), p=shares / shares.sum())
-    return due.tolist(), buckets.tolist()
+    chosen = random.choice(np.array(list(lengths)), len(due), p=shares / shares.sum())
+    return due.tolist(), chosen.tolist()
 
 
 def _prediction(table: TimeTable, slo: Slo, rate: float, outcome: Outcome) -> Prediction:
@@ -422,16 +503,36 @@ def _is_kept(slo: Slo, latencies_s: Array) -> bool:
 def capacity(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]) -> float:
     """Requests a second that no batcher can exceed: every batch as large as is best, and a server
     that keeps up."""
-    most = config.batching.max_batch_size if config.batching.is_dynamic else 1
-    total = sum(lengths.values())
-    idle = as_served(table, config, 0.0)
-    row_s = sum(
-        share / total * min(idle.batch_s(bucket, rows) / rows for rows in ladder(most))
-        for bucket, share in lengths.items()
-    )
+    row_s = _best_row_s(_Clock(as_served(table, config, 0.0)), config, lengths)
     # The rate at which rows take all that the server leaves of the cores.
     row_s = row_s / table.num_instances + _cpu_share(table, config)
     return 1 / max(row_s, CORE_S)
+
+
+def _best_row_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]) -> float:
+    """Of a mean row in batches as large as is best."""
+    policy = config.batching
+    kinds = kinds_of(lengths, config)
+    total = sum(lengths.values())
+    if clock.is_by_tokens:
+        mean = sum(share * kinds[each].num_tokens for each, share in lengths.items()) / total
+        sizes = {_within(policy, rows * mean) for rows in ladder(_max_rows(config, 0))}
+        return mean * min(clock.tokens_s(size) / size for size in sizes)
+    row_s = 0.0
+    for each, share in lengths.items():
+        bucket = kinds[each].bucket
+        rungs = ladder(_max_rows(config, bucket))
+        row_s += share / total * min(clock.batch_s(bucket, rows) / rows for rows in rungs)
+    return row_s
+
+
+def _longest_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]) -> float:
+    """Of the batches that there may be."""
+    if clock.is_by_tokens:
+        most = _max_rows(config, 0) * max(lengths)
+        return clock.tokens_s(_within(config.batching, most))
+    buckets = {kind.bucket for kind in kinds_of(lengths, config).values()}
+    return max(clock.batch_s(each, _max_rows(config, each)) for each in buckets)
 
 
 def max_rate(
@@ -446,14 +547,13 @@ def max_rate(
     none, or at none `above` this. Without such terms, the highest that does not end in an ever
     longer queue."""
     if not any(isinstance(term, Latency | Goodput) for term in slo.terms):
-        most = config.batching.max_batch_size if config.batching.is_dynamic else 1
-        longest_s = max(table.batch_s(bucket, most) for bucket in lengths)
+        longest_s = _longest_s(_Clock(table), config, lengths)
         slo = Slo((Latency("p99", KNEE * longest_s + OVERHEAD_S),), slo.rate)
 
     def holds(rate: float) -> bool:
-        due, buckets = _requests(slo, rate, lengths)
+        due, chosen = _requests(slo, rate, lengths)
         patience = Patience(slo, len(due))
-        outcome = run(as_served(table, config, rate), config, due, buckets, patience, JITTER)
+        outcome = run(as_served(table, config, rate), config, due, chosen, patience, JITTER)
         return not patience.is_over and _is_kept(slo, _counted(outcome))
 
     high = capacity(table, config, lengths)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -157,9 +157,11 @@ def times(
     config = with_instances(build.config, num_instances, num_threads)
     rows = fitted(rows, config)
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(Child(config)) for _ in config.workers]
-        for child in children:
-            child.send(Load(config))
+        # Each on its own device.
+        seen = [config.of_worker(*worker) for worker in config.workers]
+        children = [stack.enter_context(Child(each)) for each in seen]
+        for child, each in zip(children, seen, strict=True):
+            child.send(Load(each))
         loaded = [child.expect_loaded() for child in children]
         crew = Crew(config, children, longest_s)
         seconds: dict[int, dict[int, float]] = {}
@@ -169,6 +171,7 @@ def times(
             num_instances,
             num_threads,
             seconds,
+            tokens=crew.tokens,
             memory_bytes=crew.memory_bytes,
             load_s=max(each.load_s for each in loaded),
         )
@@ -276,6 +279,8 @@ class Crew:
     children: Sequence[Child]
     longest_s: float
     memory_bytes: int = 0
+    # What ran, by length and rows, of a model that does not compute padding.
+    tokens: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def times(self, rows: Sequence[Row], length: int) -> dict[int, float]:
         """By number of rows: the median, mean over the children. Rows are filled up to this length
@@ -289,6 +294,9 @@ class Crew:
                 break
             try:
                 found[rung] = self._time(rows, lengths, rung)
+                if self.config.is_packed and all(lengths):
+                    by_rows = self.tokens.setdefault(length, {})
+                    by_rows[rung] = self._mean_tokens(lengths, rung)
             except (BackendFailed, ConfigError):
                 if rung <= max(1, self.config.max_batch_size):
                     raise
@@ -306,9 +314,14 @@ class Crew:
         more = MORE_ON_GPU if self.is_on_gpu else ()
         return sorted({1, min(RUNG, most), self.config.max_batch_size, most, *more})
 
+    def _mean_tokens(self, lengths: Sequence[int], rung: int) -> float:
+        """Over the children."""
+        taken = (_taken(index, rung, len(lengths)) for index in range(len(self.children)))
+        return statistics.fmean(sum(lengths[each] for each in chosen) for chosen in taken)
+
     def _time(self, rows: Sequence[Row], lengths: Sequence[int], rung: int) -> float:
         for index, child in enumerate(self.children):
-            taken = [(index * rung + offset) % len(rows) for offset in range(rung)]
+            taken = _taken(index, rung, len(rows))
             values = stacked(self.config, [rows[each] for each in taken])
             child.send(Hold(values, rung, [lengths[each] for each in taken]))
         self._heard(Held)
@@ -330,6 +343,11 @@ class Crew:
         if problem is not None:
             raise problem
         return heard
+
+
+def _taken(number: int, rung: int, num_rows: int) -> list[int]:
+    """The rows of a child's batch."""
+    return [(number * rung + offset) % num_rows for offset in range(rung)]
 
 
 def would_take_s(found: Mapping[int, float], rung: int, *, is_on_gpu: bool) -> float:

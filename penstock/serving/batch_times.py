@@ -1,4 +1,5 @@
-"""T(b): how long a batch of b rows takes, learnt while serving. Pure: time is an argument.
+"""T(b): how long a batch of b rows takes, or of b tokens where there is a budget of them; learnt
+while serving. Pure: time is an argument.
 
 A mean for each rung of the batch ladder, straight lines between them. Rungs that never ran are
 guessed on the slow side. Also says how much longer than predicted the slowest batches take, and
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from statistics import median
 
 from penstock.config import ladder
@@ -31,9 +33,9 @@ STALE_AFTER_S = 30.0
 class BatchTimes:
     """Of one geometry. Before the first observation every batch is predicted to take no time."""
 
-    def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
-        self._sizes = ladder(max_rows)
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        self._sizes = ladder(max_size)
         self._means = [0.0] * len(self._sizes)
         self._num_seen = [0] * len(self._sizes)
         self._seen_at = [-math.inf] * len(self._sizes)
@@ -54,19 +56,20 @@ class BatchTimes:
 
     @property
     def means_s(self) -> dict[int, float]:
-        """The table: rows of each rung, and their time."""
+        """The table: the size of each rung, and its time."""
         return dict(zip(self._sizes, self._means, strict=True))
 
     def copy(self) -> BatchTimes:
-        twin = BatchTimes(self._max_rows)
+        twin = BatchTimes(self._max_size)
         twin._means = list(self._means)
         twin._num_seen = [min(1, count) for count in self._num_seen]
         twin.inflation = self.inflation
         return twin
 
-    def mean_s(self, num_rows: float) -> float:
-        """The predicted time of a batch; more rows than the ladder has go on in a straight line."""
-        return _on_lines(self._sizes, self._means, num_rows)
+    def mean_s(self, size: float) -> float:
+        """The predicted time of a batch; what is larger than the ladder goes on in a straight
+        line."""
+        return _on_lines(self._sizes, self._means, size)
 
     def largest_within(self, limit_s: float) -> int:
         """The largest batch that is predicted to take no longer; at least 1."""
@@ -75,40 +78,52 @@ class BatchTimes:
             return sizes[-1]
         for low in range(len(sizes) - 2, -1, -1):
             if means[low] <= limit_s:
-                per_row = (means[low + 1] - means[low]) / (sizes[low + 1] - sizes[low])
-                return sizes[low] + int((limit_s - means[low]) / per_row)
+                per_unit = (means[low + 1] - means[low]) / (sizes[low + 1] - sizes[low])
+                return sizes[low] + int((limit_s - means[low]) / per_unit)
         return 1
 
-    def stale_rung(self, max_rows: int, now: float) -> int | None:
-        """The rung up to `max_rows` that has not run for the longest time, if that is long."""
-        rungs = [i for i, size in enumerate(self._sizes) if size <= max_rows]
+    def stale_rung(self, max_size: int, now: float, min_size: int = 1) -> int | None:
+        """The rung up to `max_size` that has not run for the longest time, if that is long."""
+        rungs = [i for i, size in enumerate(self._sizes) if min_size <= size <= max_size]
         if not rungs:
             return None
         oldest = min(rungs, key=self._seen_at.__getitem__)
         return self._sizes[oldest] if now - self._seen_at[oldest] > STALE_AFTER_S else None
 
-    def seed(self, num_rows: int, duration_s: float) -> None:
+    def seed(self, size: int, duration_s: float) -> None:
         """A time from warm-up: believed until the first real one."""
-        if num_rows in self._sizes:
-            index = self._sizes.index(num_rows)
+        if size in self._sizes:
+            index = self._sizes.index(size)
             is_new = self._num_seen[index] == 0
             mean = self._means[index]
             self._means[index] = duration_s if is_new else (mean + duration_s) / 2
             self._num_seen[index] = max(1, self._num_seen[index])
             self._guess()
 
-    def observe(self, num_rows: int, duration_s: float, now: float) -> bool:
+    def seed_between(self, points: Mapping[int, float]) -> None:
+        """The same from times of any sizes: a rung between two of them is on their line. If there
+        is none, the next larger rung takes its share more."""
+        sizes = sorted(points)
+        means = [points[size] for size in sizes]
+        within = [rung for rung in self._sizes if sizes and sizes[0] <= rung <= sizes[-1]]
+        for rung in within:
+            self.seed(rung, means[0] if len(sizes) == 1 else _on_lines(sizes, means, rung))
+        larger = [rung for rung in self._sizes if sizes and rung > sizes[-1]]
+        if larger and not within:
+            self.seed(larger[0], means[-1] * larger[0] / sizes[-1])
+
+    def observe(self, size: int, duration_s: float, now: float) -> bool:
         """Learn from a batch. True when the table was off for long and has been scaled."""
-        num_rows = min(num_rows, self._max_rows)
+        size = min(size, self._max_size)
         is_known = self.is_known
         if is_known:
-            self._note_inflation(duration_s, self.mean_s(num_rows))
-            self._note_ratio(num_rows, duration_s, now)
-        high = bisect_left(self._sizes, num_rows)
-        if self._sizes[high] == num_rows:
+            self._note_inflation(duration_s, self.mean_s(size))
+            self._note_ratio(size, duration_s, now)
+        high = bisect_left(self._sizes, size)
+        if self._sizes[high] == size:
             self._learn_rung(high, duration_s, now)
         else:
-            self._learn_between(high, num_rows, duration_s, now)
+            self._learn_between(high, size, duration_s, now)
         return self._has_drifted()
 
     def _learn_rung(self, index: int, duration_s: float, now: float) -> None:
@@ -123,11 +138,11 @@ class BatchTimes:
         believed_s = _believed(duration_s, mean, count)
         self._means[index] += max(SMOOTHING, 1 / (count + 1)) * (believed_s - mean)
 
-    def _learn_between(self, high: int, num_rows: int, duration_s: float, now: float) -> None:
+    def _learn_between(self, high: int, size: int, duration_s: float, now: float) -> None:
         """Move both neighbours, each by its share; one that never ran follows at once."""
         low = high - 1
         sizes, means = self._sizes, self._means
-        share = (num_rows - sizes[low]) / (sizes[high] - sizes[low])
+        share = (size - sizes[low]) / (sizes[high] - sizes[low])
         nearest = high if share >= 0.5 else low
         is_low_known, is_high_known = self._num_seen[low] > 0, self._num_seen[high] > 0
         count = self._num_seen[nearest]
@@ -138,7 +153,7 @@ class BatchTimes:
             means[high] = (
                 max(duration_s, means[low] + rise_s)
                 if is_low_known
-                else duration_s * sizes[high] / num_rows
+                else duration_s * sizes[high] / size
             )
             self._guess()
             return
@@ -165,8 +180,8 @@ class BatchTimes:
             elif first == last:
                 means[index] = means[last] * sizes[index] / sizes[last]
             else:
-                per_row = max(0.0, (means[last] - means[first]) / (sizes[last] - sizes[first]))
-                means[index] = means[last] + per_row * (sizes[index] - sizes[last])
+                per_unit = max(0.0, (means[last] - means[first]) / (sizes[last] - sizes[first]))
+                means[index] = means[last] + per_unit * (sizes[index] - sizes[last])
 
     def _note_inflation(self, duration_s: float, predicted_s: float) -> None:
         """Follow the quantile by small steps: up rarely and much, down often and little."""
@@ -174,11 +189,11 @@ class BatchTimes:
         step = QUANTILE_STEP * (QUANTILE if is_above else QUANTILE - 1)
         self.inflation = min(MAX_INFLATION, max(1.0, self.inflation + step))
 
-    def _note_ratio(self, num_rows: int, duration_s: float, now: float) -> None:
+    def _note_ratio(self, size: int, duration_s: float, now: float) -> None:
         if not self._ratios:
             self._before = list(self._means)
             self._window_began = now
-        expected_s = _on_lines(self._sizes, self._before, num_rows)
+        expected_s = _on_lines(self._sizes, self._before, size)
         self._ratios.append(duration_s / expected_s if expected_s > 0 else 1.0)
 
     def _has_drifted(self) -> bool:
@@ -196,14 +211,14 @@ class BatchTimes:
         return True
 
 
-def _on_lines(sizes: list[int], means: list[float], num_rows: float) -> float:
-    if num_rows <= sizes[0]:
+def _on_lines(sizes: list[int], means: list[float], size: float) -> float:
+    if size <= sizes[0]:
         return means[0]
     if len(sizes) == 1:
-        return means[0] * num_rows
-    high = min(bisect_left(sizes, num_rows), len(sizes) - 1)
+        return means[0] * size
+    high = min(bisect_left(sizes, size), len(sizes) - 1)
     low = high - 1
-    share = (num_rows - sizes[low]) / (sizes[high] - sizes[low])
+    share = (size - sizes[low]) / (sizes[high] - sizes[low])
     return means[low] + share * (means[high] - means[low])
 
 

@@ -2,13 +2,14 @@
 
 *Fixed* mode: Triton's dynamic batcher rule for rule (preferred sizes, queue delay, priorities,
 queue policies; its core's GetDynamicBatch), except that requests of another shape wait in a lane of
-their own instead of closing the batch. The caller asks `next` whenever an instance is free and
-again at `wake_at`.
+their own instead of closing the batch, and that batches may have a budget of tokens beside that of
+rows. The caller asks `next` whenever an instance is free and again at `wake_at`.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Generic, TypeVar
 
 from penstock.config import BatchPolicy, QueuePolicy
@@ -24,6 +25,7 @@ class Batcher:
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
         self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
+        self._max_tokens = math.inf if policy.max_tokens is None else policy.max_tokens
         preferred = policy.preferred_batch_sizes
         self._preferred = frozenset(preferred)
         self._max_preferred = max(preferred) if preferred else self._max_rows
@@ -111,30 +113,39 @@ class Batcher:
     def num_reruns(self) -> int:
         return self._lanes.num_alone
 
+    def _fitting(self, lane: Lane) -> list[Request]:
+        """As many from the front of the lane as one batch takes; `_limit` says what was reached."""
+        batch: list[Request] = []
+        num_rows = num_tokens = 0
+        self._limit = None
+        for request in lane.walk():
+            num_rows += request.num_rows
+            num_tokens += request.num_tokens
+            if batch and (num_rows > self._max_rows or num_tokens > self._max_tokens):
+                self._limit = self._full if num_rows > self._max_rows else "token budget"
+                break
+            batch.append(request)
+            if num_rows >= self._max_rows or num_tokens >= self._max_tokens:
+                self._limit = self._full if num_rows >= self._max_rows else "token budget"
+                break
+        return batch
+
     def _form(self, lane: Lane, now: float) -> list[Request] | None:
         """Triton's GetDynamicBatch for one lane."""
-        batch: list[Request] = []
-        num_rows = num_preferred = 0
-        oldest = now
-        limit: Closed | None = None
-        for request in lane.walk():
-            if batch and num_rows + request.num_rows > self._max_rows:
-                limit = self._full
-                break
-            if batch and num_rows + request.num_rows > self._max_preferred and not num_preferred:
-                # Larger than every preferred size: what fits below is as good as preferred.
-                num_preferred = len(batch)
-            batch.append(request)
-            num_rows += request.num_rows
-            oldest = min(oldest, request.timings.queued)
-            if num_rows in self._preferred:
-                num_preferred = len(batch)
-            if num_rows >= self._max_rows:
-                limit = self._full
-                break
-        self._limit = limit
+        batch = self._fitting(lane)
         if self._is_eager:
             return batch
+        limit = self._limit
+        num_rows = num_preferred = 0
+        oldest = now
+        for index, request in enumerate(batch):
+            num_rows += request.num_rows
+            oldest = min(oldest, request.timings.queued)
+            if index and num_rows > self._max_preferred and not num_preferred:
+                # Larger than every preferred size: what fits below is as good as preferred.
+                num_preferred = index
+            if num_rows in self._preferred:
+                num_preferred = index + 1
         delay_s = self.policy.max_queue_delay_s
         is_late = delay_s > 0 and now - oldest >= delay_s
         if num_preferred and not is_late:

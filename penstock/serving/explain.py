@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from penstock.serving.model import Model
 
 MAX_SHAPES_SHOWN = 20
+# Of T(b), the largest; of tokens there are many more.
+MAX_RUNGS_SHOWN = 11
 # A batch is well filled from this share of the most rows on.
 WELL_FILLED = 0.5
 # What happened to this share of the batches is worth a sentence.
@@ -56,6 +58,8 @@ class LaneState:
     num_rows: int
     oldest_s: float
     waits_for: str
+    # Here and below: 0 where there is no budget of them.
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class PastBatch:
     instance: int
     closed_by: str
     outcome: str
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,11 @@ class SeenShape:
 
 @dataclass(frozen=True, slots=True)
 class PaceState:
-    """T(b) of one shape, and b*, the batch aimed at."""
+    """T(b) of one shape, and b*, the batch aimed at; in rows, or in tokens where there is a budget
+    of them."""
 
     shape: str
-    target_rows: int
+    target_size: int
     times_s: dict[int, float]
     arrivals_per_s: float
 
@@ -191,7 +197,7 @@ def explain(model: Model, now: float) -> Explanation:
             policy,
             list(history.recent),
             len(history.shapes),
-            paces[0].target_rows if paces else None,
+            paces[0].target_size if paces else None,
         ),
         paces=paces,
         refused={name: count for name, count in model.metrics.num_refused.items() if count},
@@ -225,6 +231,7 @@ def describe_policy(config: ModelConfig, policy: BatchPolicy) -> dict[str, str]:
     timeout = f"{_ms(queue.default_timeout_s)}, then {queue.timeout_action}"
     told = {
         "max_batch_size": str(config.max_batch_size),
+        "max_tokens": "" if policy.max_tokens is None else str(policy.max_tokens),
         "preferred_batch_size": preferred,
         "max_queue_delay": _ms(delay_s) if delay_s else "",
         "SLO": _ms(policy.slo_latency_s) if policy.slo_latency_s is not None else "",
@@ -237,9 +244,9 @@ def describe_policy(config: ModelConfig, policy: BatchPolicy) -> dict[str, str]:
 
 
 def why_small(
-    policy: BatchPolicy, recent: Sequence[Record], num_shapes: int, target_rows: int | None
+    policy: BatchPolicy, recent: Sequence[Record], num_shapes: int, target_size: int | None
 ) -> list[str]:
-    """Sentences, the most telling first. `target_rows` is b* in slo mode."""
+    """Sentences, the most telling first. `target_size` is b* in slo mode."""
     if not recent:
         return ["No batch has run yet."]
     if policy.max_batch_size <= 1:
@@ -252,12 +259,17 @@ def why_small(
     mean_rows = _mean_rows(recent)
     per_request = sum(r.num_rows for r in recent) / sum(r.num_requests for r in recent)
     most = policy.max_batch_size
+    if policy.max_tokens is not None:
+        mean_tokens = sum(record.num_tokens for record in recent) / len(recent)
+        if mean_tokens >= WELL_FILLED * policy.max_tokens:
+            text = f"{mean_tokens:.0f} of at most {policy.max_tokens} tokens"
+            return [f"Batches are well filled: {text} on average, in {_rows(mean_rows)}."]
     if mean_rows >= WELL_FILLED * most:
         text = f"Batches are well filled: {mean_rows:.1f} of at most {most} rows on average."
         if per_request > 1.5:
             text += f" Requests carry {per_request:.1f} rows each already."
         return [text]
-    found = [*_by_close(policy, recent, num_shapes, target_rows), *_by_load(recent)]
+    found = [*_by_close(policy, recent, num_shapes, target_size), *_by_load(recent)]
     found.sort(key=lambda item: -item[0])
     summary = f"Batches hold {mean_rows:.1f} rows on average; at most {most} are allowed."
     return [summary, *(sentence for _, sentence in found)]
@@ -288,18 +300,21 @@ def _by_load(recent: Sequence[Record]) -> list[tuple[float, str]]:
 
 
 def _by_close(
-    policy: BatchPolicy, recent: Sequence[Record], num_shapes: int, target_rows: int | None
+    policy: BatchPolicy, recent: Sequence[Record], num_shapes: int, target_size: int | None
 ) -> list[tuple[float, str]]:
     """Sentences about what closed the batches, with their shares."""
     preferred = ", ".join(map(str, policy.preferred_batch_sizes))
+    unit = "rows" if policy.max_tokens is None else "tokens"
     sentences = {
         "other shape": f"{num_shapes} shapes were seen and each has its own lane: {{}} of the "
         "batches left while only other shapes waited; pad on the client, or declare paddable axes.",
         "preferred size": f"{{}} of the batches closed at a preferred size ({preferred}); take "
         "preferred_batch_size out if larger ones are wanted.",
         "delay expired": _by_delay(policy, recent),
-        "SLO target": f"{{}} of the batches closed at b* = {target_rows} rows: a larger batch "
+        "SLO target": f"{{}} of the batches closed at b* = {target_size} {unit}: a larger batch "
         "would take too long for the SLO.",
+        "token budget": f"{{}} of the batches closed at the budget of {policy.max_tokens} tokens "
+        "(penstock.max_tokens): the next request had more than were left.",
         "SLO deadline": "{} of the batches closed because one more request would have made the "
         "most urgent one late.",
         "rerun": "{} of the batches were requests that ran again alone after a failure.",
@@ -344,7 +359,8 @@ def _lane(
     oldest = min(request.timings.queued for request in lane.walk())
     text = waits_for(policy, instances, now - oldest)
     shape = show_shapes(_shapes_of(lane.geometry))
-    return LaneState(shape, lane.num_live, sum(lane.rows), now - oldest, text)
+    num_tokens = sum(lane.tokens)
+    return LaneState(shape, lane.num_live, sum(lane.rows), now - oldest, text, num_tokens)
 
 
 def waits_for(policy: BatchPolicy, instances: Sequence[InstanceState], oldest_s: float) -> str:
@@ -370,8 +386,8 @@ def _paces(model: Model) -> list[PaceState]:
     paces = [
         PaceState(
             show_shapes(_shapes_of(geometry)),
-            pace.target_rows,
-            pace.times.means_s,
+            pace.target_size,
+            dict(list(pace.times.means_s.items())[-MAX_RUNGS_SHOWN:]),
             pace.arrivals_per_s,
         )
         for geometry, pace in batcher.paces.items()
@@ -392,6 +408,7 @@ def _past(record: Record, now: float) -> PastBatch:
         record.instance,
         record.closed_by,
         record.outcome,
+        record.num_tokens,
     )
 
 

@@ -30,6 +30,8 @@ class Record(NamedTuple):
     instance: int
     closed_by: str
     outcome: str
+    # 0 where there is no budget of them.
+    num_tokens: int = 0
 
 
 class Seen:

@@ -15,13 +15,14 @@ from penstock.errors import Overloaded
 from penstock.types import LEVEL_UNSET, Request
 
 # Why a batch did not take more: nobody else waited, only others of another shape did, it has
-# the most rows, a preferred size or the size aimed at under the SLO, waiting any longer was not
-# allowed or would have made somebody late, a size was tried for its time, it may not have company
-# (a rerun, or a model that does not batch), or there was no room for more in memory.
+# the most rows, the most tokens, a preferred size or the size aimed at under the SLO, waiting any
+# longer was not allowed or would have made somebody late, a size was tried for its time, it may not
+# have company (a rerun, or a model that does not batch), or there was no room for more in memory.
 Closed = Literal[
     "queue empty",
     "other shape",
     "full",
+    "token budget",
     "preferred size",
     "delay expired",
     "SLO target",
@@ -37,10 +38,10 @@ class Lane:
     """The waiting requests of one geometry, by priority level; first come, first served in each.
 
     Requests that left early (cancelled, expired) stay in their deque until the walk meets them;
-    `num_live` and `rows` (by level) count only those that still wait.
+    `num_live`, `rows` and `tokens` (by level) count only those that still wait.
     """
 
-    __slots__ = ("delayed", "geometry", "levels", "num_live", "rows")
+    __slots__ = ("delayed", "geometry", "levels", "num_live", "rows", "tokens")
 
     def __init__(self, geometry: object, num_levels: int) -> None:
         self.geometry = geometry
@@ -48,6 +49,8 @@ class Lane:
         self.delayed: tuple[deque[Request], ...] = tuple(deque() for _ in range(num_levels))
         self.num_live = 0
         self.rows = [0] * num_levels
+        # 0 where there is no budget of tokens.
+        self.tokens = [0] * num_levels
 
     def walk(self) -> Iterator[Request]:
         """Live requests in the order in which they are served."""
@@ -131,6 +134,7 @@ class Lanes:
         level = request.priority
         lane.levels[level].append(request)
         lane.rows[level] += request.num_rows
+        lane.tokens[level] += request.num_tokens
         lane.num_live += 1
         self._counts[level] += 1
         self.num_waiting += 1
@@ -159,11 +163,12 @@ class Lanes:
 
     def take(self, lane: Lane, batch: list[Request]) -> None:
         """These leave the lane; they are at its front."""
-        counts, rows = self._counts, lane.rows
+        counts, rows, tokens = self._counts, lane.rows, lane.tokens
         for request in batch:
             request.queue = None
             counts[request.priority] -= 1
             rows[request.priority] -= request.num_rows
+            tokens[request.priority] -= request.num_tokens
         lane.num_live -= len(batch)
         self.num_waiting -= len(batch)
         if lane.num_live == 0:
@@ -215,6 +220,7 @@ class Lanes:
         level = request.priority
         lane.num_live += step
         lane.rows[level] += step * request.num_rows
+        lane.tokens[level] += step * request.num_tokens
         self._counts[level] += step
         self.num_waiting += step
 

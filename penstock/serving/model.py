@@ -65,12 +65,23 @@ class InFlight:
     """A batch with a worker. `extents` are its places in the input spill; `closed_by` says why it
     did not take more."""
 
-    __slots__ = ("closed_by", "extents", "id", "instance", "num_rows", "requests", "started")
+    __slots__ = (
+        "closed_by",
+        "extents",
+        "id",
+        "instance",
+        "num_rows",
+        "num_tokens",
+        "requests",
+        "started",
+    )
 
     def __init__(self, id: int, requests: list[Request], num_rows: int, started: float) -> None:
         self.id = id
         self.requests = requests
         self.num_rows = num_rows
+        # 0 where there is no budget of tokens.
+        self.num_tokens = 0
         self.started = started
         self.extents: list[int] = []
         self.instance = 0
@@ -217,6 +228,7 @@ class Model:
             request.fit = fit = self._planner.fit(request)
             plan = fit.plan
             request.num_rows = plan.num_rows
+            request.num_tokens = plan.num_tokens
             geometry = plan.geometry
             if geometry.layout is None:
                 self._check_spill(request)
@@ -381,6 +393,7 @@ class Model:
             timings = request.timings
             timings.dispatched = now
             timings.instance_wait_s = saturated_s - timings.saturated_s
+            flight.num_tokens += request.num_tokens
         flight.instance, flight.closed_by = instance.index, self._batcher.closed_by
         instance.batches.append(flight)
         self._note_idle(now)
@@ -526,7 +539,8 @@ class Model:
         self._note_duration(flight.num_rows, now - flight.started)
         if self._slo is not None:
             geometry = flight.requests[0].fit.plan.geometry
-            self._slo.observe(geometry, flight.num_rows, flight.started, now)
+            size = flight.num_tokens or flight.num_rows
+            self._slo.observe(geometry, size, flight.started, now)
         extents = frame.outputs
         if not extents:
             # The next batch first: the worker computes while we encode. Not when its spill still
@@ -557,6 +571,8 @@ class Model:
             self._supervisor.send(instance, frames.Release(offsets))
         timings = flight.requests[0].timings
         waits = self.metrics.fold(answered, flight.num_rows, timings)
+        if flight.num_tokens:
+            self.metrics.batch_tokens.add(flight.num_tokens)
         self._note_batch(flight, now, waits, sum(compute_s), "answered")
 
     def _note_batch(
@@ -575,6 +591,7 @@ class Model:
             flight.instance,
             flight.closed_by,
             outcome,
+            flight.num_tokens,
         )
         self.history.note(record)
 
@@ -694,11 +711,13 @@ class Model:
         self._batcher = self._slo or Batcher(policy)
 
     def _seed_buckets(self, ready: Sequence[frames.Ready]) -> None:
-        if self._slo is None:
+        pads = self._planner.pads
+        if self._slo is None or pads is None:
             return
         for each in ready:
             for bucket, timings in each.bucket_timings.items():
-                self._slo.seed(timings, self._planner.bucket_geometry(bucket))
+                geometry = self._planner.bucket_geometry(bucket)
+                self._slo.seed(pads.warm_times(timings, bucket), geometry)
 
     def instance_died(self, instance: Instance, reason: str) -> None:
         """The requests of its batches run again, each alone; who was alone already is to blame."""

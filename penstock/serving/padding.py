@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +22,8 @@ class Pads:
     def __init__(self, config: ModelConfig) -> None:
         assert config.padding is not None
         self.buckets = config.padding.buckets
+        self._is_packed = config.is_packed
+        self._max_tokens = config.batching.max_tokens
         names = [spec.name for spec in config.inputs]
         self.axes = tuple((names.index(each.input), each.axis) for each in config.padding.axes)
         self._dtypes = [DATATYPES[spec.datatype].numpy for spec in config.inputs]
@@ -36,6 +39,19 @@ class Pads:
         """The one length of all padded axes; None if they differ."""
         lengths = {row_shapes[index][axis] for index, axis in self.axes}
         return lengths.pop() if len(lengths) == 1 else None
+
+    def row_tokens(self, length: int, bucket: int | None) -> int:
+        """What a row counts of a budget of tokens: its own length where padding is not computed,
+        else that of its bucket, if it has one; at least 1."""
+        return max(1, length if bucket is None or self._is_packed else bucket)
+
+    def warm_times(self, timings: Mapping[int, float], bucket: int) -> dict[int, float]:
+        """Of a bucket's warm-up by rows: by what batches are limited by, rows or tokens. Where
+        padding is not computed, no more tokens are run than a batch may have."""
+        if self._max_tokens is None:
+            return dict(timings)
+        most = self._max_tokens if self._is_packed else math.inf
+        return {int(min(rows * bucket, most)): timings[rows] for rows in sorted(timings)}
 
     def bucket(self, length: int) -> int | None:
         """The smallest that holds it; None if none does, or if there is nothing to hold."""

@@ -51,6 +51,8 @@ class Plan:
     # The shapes of a row before it is padded to those of the geometry, and the length that differs.
     own_shapes: Shapes | None = None
     length: int = 0
+    # Of a budget of tokens; 0 where there is none.
+    num_tokens: int = 0
 
 
 class Fit:
@@ -95,6 +97,8 @@ class Planner:
         self._all_outputs = tuple(range(len(config.outputs)))
         # Set once padding has been proven harmless.
         self.pads: Pads | None = None
+        # Counts tokens, also of what is not padded after all.
+        self._counter = Pads(config) if config.batching.max_tokens is not None else None
 
     def fit(self, request: Request) -> Fit:
         """How to run the request; InvalidRequest if it does not fit the model."""
@@ -186,11 +190,24 @@ class Planner:
         order = tuple(tensor_index for _, tensor_index in by_input)
         own_shapes = tuple(row_shapes)
         padded = self._padded(present, own_shapes, num_rows)
+        is_padded = padded is not None
+        num_tokens = num_rows * self._row_tokens(present, own_shapes, is_padded=is_padded)
         if padded is not None:
             geometry, length = padded
-            return Plan(geometry, num_rows, order, tuple(sizes), own_shapes, length)
+            return Plan(geometry, num_rows, order, tuple(sizes), own_shapes, length, num_tokens)
         geometry = self._geometry(present, own_shapes, num_rows)
-        return Plan(geometry, num_rows, order, tuple(sizes))
+        return Plan(geometry, num_rows, order, tuple(sizes), num_tokens=num_tokens)
+
+    def _row_tokens(self, present: tuple[int, ...], shapes: Shapes, *, is_padded: bool) -> int:
+        """0 where there is no budget of tokens. Of lengths that differ the longest counts."""
+        if self._counter is None:
+            return 0
+        by_input = dict(zip(present, shapes, strict=True))
+        # An optional input may not be there.
+        lengths = [by_input[i][axis] for i, axis in self._counter.axes if i in by_input]
+        longest = max(lengths, default=1)
+        bucket = self._counter.bucket(longest) if is_padded else None
+        return self._counter.row_tokens(longest, bucket)
 
     def bucket_geometry(self, length: int) -> Geometry | None:
         """Of rows padded to this bucket; None where other axes are free too."""

@@ -2,8 +2,9 @@
 
 *slo* mode: predicts from T(b) (`batch_times`) when a request would be answered and refuses at
 arrival what cannot be in time; dispatches eagerly; under backlog drops those at the head that would
-be late instead of shrinking the batch for them. The same calls as `batcher.Batcher`, and `observe`,
-`ended` and `seed` for what it learns. Pure: time is an argument.
+be late instead of shrinking the batch for them. Sizes are rows, or tokens where batches have a
+budget of them: T(b) goes by those, and rows are limited beside. The same calls as
+`batcher.Batcher`, and `observe`, `ended` and `seed` for what it learns. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import heapq
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 from penstock.config import BatchPolicy
 from penstock.errors import Overloaded
@@ -41,29 +43,30 @@ MAX_PACES = 512
 
 
 class Pace:
-    """What is known about one geometry: its T(b), the batch to aim at, how fast rows arrive."""
+    """What is known about one geometry: its T(b), the size to aim at, how fast rows (or tokens)
+    arrive."""
 
-    __slots__ = ("_arrived_at", "arrivals_per_s", "target_rows", "target_s", "times")
+    __slots__ = ("_arrived_at", "arrivals_per_s", "target_size", "target_s", "times")
 
     def __init__(self, times: BatchTimes) -> None:
         self.times = times
-        self.target_rows = 1
+        self.target_size = 1
         self.target_s = 0.0
         self.arrivals_per_s = 0.0
         self._arrived_at = -math.inf
 
     @property
-    def row_s(self) -> float:
-        return self.target_s / self.target_rows
+    def unit_s(self) -> float:
+        return self.target_s / self.target_size
 
-    def aim(self, limit_s: float, max_rows: int) -> None:
+    def aim(self, limit_s: float, max_size: int) -> None:
         """The largest batch that takes no longer than this."""
-        self.target_rows = min(max_rows, self.times.largest_within(limit_s))
-        self.target_s = self.times.mean_s(self.target_rows)
+        self.target_size = min(max_size, self.times.largest_within(limit_s))
+        self.target_s = self.times.mean_s(self.target_size)
 
-    def arrived(self, num_rows: int, now: float) -> None:
+    def arrived(self, size: int, now: float) -> None:
         fade = math.exp((self._arrived_at - now) / ARRIVALS_S)
-        self.arrivals_per_s = self.arrivals_per_s * fade + num_rows / ARRIVALS_S
+        self.arrivals_per_s = self.arrivals_per_s * fade + size / ARRIVALS_S
         self._arrived_at = now
 
 
@@ -75,8 +78,14 @@ class SloBatcher:
         self.policy = policy
         self._slo_s = policy.slo_latency_s
         self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
+        self._has_budget = policy.max_tokens is not None
+        self._max_size = policy.max_tokens or self._max_rows
+        # Of a request: what T(b) goes by.
+        self._size: Callable[[Request], int] = attrgetter(
+            "num_tokens" if self._has_budget else "num_rows"
+        )
         self._lanes = Lanes(policy)
-        self._prior = BatchTimes(policy.max_batch_size)
+        self._prior = BatchTimes(policy.max_tokens or policy.max_batch_size)
         self._paces: dict[object, Pace] = {}
         # Predicted end and start of the batches that run; sorted.
         self._running: list[tuple[float, float]] = []
@@ -119,20 +128,27 @@ class SloBatcher:
         return None if first == math.inf else first
 
     def seed(self, timings: Mapping[int, float], geometry: object = None) -> None:
-        """Times from warm-up, in seconds by rows; of one geometry, or of any."""
+        """Times from warm-up, in seconds by size; of one geometry, or of any. Rows are those of the
+        batch ladder, tokens any."""
         pace = self._pace(geometry) if geometry is not None else None
-        for num_rows, duration_s in timings.items():
-            (self._prior if pace is None else pace.times).seed(num_rows, duration_s)
+        times = self._prior if pace is None else pace.times
+        if self._has_budget:
+            times.seed_between(timings)
+        else:
+            for num_rows, duration_s in timings.items():
+                times.seed(num_rows, duration_s)
         if pace is not None:
             self._aim(pace)
 
-    def observe(self, geometry: object, num_rows: int, started: float, now: float) -> None:
+    def observe(self, geometry: object, size: int, started: float, now: float) -> None:
         """A batch of this geometry is done."""
         self.ended(started)
-        self._prior.observe(num_rows, now - started, now)
+        if self._has_budget and size > self._max_size:
+            return  # A request that is larger than a batch by itself: no size for T(b).
+        self._prior.observe(size, now - started, now)
         pace = self._pace(geometry)
         was_known = pace.times.is_known
-        if pace.times.observe(num_rows, now - started, now) or not was_known:
+        if pace.times.observe(size, now - started, now) or not was_known:
             self._aim(pace)
 
     def ended(self, started: float) -> None:
@@ -148,12 +164,12 @@ class SloBatcher:
             self._refresh(now)
         self._lanes.admit(request)
         pace = self._pace(geometry)
-        pace.arrived(request.num_rows, now)
+        pace.arrived(self._size(request), now)
         # An idle model takes anything: a wrong prediction must not lock everybody out for ever.
         if self._lanes.num_waiting or len(self._running) >= self.num_executors:
             self._check(request, geometry, pace, now)
         self._lanes.append(request, geometry)
-        self._work_s += request.num_rows * pace.row_s
+        self._work_s += self._size(request) * pace.unit_s
         if self._turn_began is None:
             self._turn_began = now
         self._expect(request)
@@ -223,27 +239,27 @@ class SloBatcher:
 
     def _check(self, request: Request, geometry: object, pace: Pace, now: float) -> None:
         """Refuse what is predicted to be late."""
-        lane = self._lanes.get(geometry)
-        ahead = sum(lane.rows[: request.priority + 1]) if lane is not None else 0
-        num_batches, in_mine = divmod(ahead, pace.target_rows)
-        if in_mine and in_mine + request.num_rows > pace.target_rows:
+        lane, size = self._lanes.get(geometry), self._size(request)
+        ahead = sum(self._sizes(lane)[: request.priority + 1]) if lane is not None else 0
+        target, target_s = self._full_batch(lane, pace)
+        num_batches, in_mine = divmod(ahead, target)
+        if in_mine and in_mine + size > target:
             num_batches, in_mine = num_batches + 1, 0
         rounds, turn = divmod(num_batches, self.num_executors)
-        start = self._free_at(turn, now) + rounds * pace.target_s
+        start = self._free_at(turn, now) + rounds * target_s
         if len(self._lanes) > (lane is not None):
             others_s = self._work_s - (self._waiting_s(lane) if lane is not None else 0.0)
             start += max(0.0, others_s) / self.num_executors
         # Others join before it starts.
-        joining = in_mine + request.num_rows + pace.arrivals_per_s * (start - now)
-        num_rows = max(request.num_rows, min(joining, pace.target_rows))
-        finish = start + pace.times.mean_s(num_rows)
+        joining = in_mine + size + pace.arrivals_per_s * (start - now)
+        finish = start + pace.times.mean_s(max(size, min(joining, target)))
         kept_s = self._margin_s + self._lag_s
         if finish > self._deadline(request) - kept_s:
             raise Overloaded(
                 f"would be answered in {(finish - now) * 1e3:.1f} ms; "
                 f"{self._allowed_s(request) * 1e3:g} ms are allowed and "
                 f"{kept_s * 1e3:.1f} ms of them are kept free",
-                retry_after_s=max(start - now, pace.target_s),
+                retry_after_s=max(start - now, target_s),
                 reason="predicted_late",
             )
 
@@ -262,8 +278,23 @@ class SloBatcher:
             self._lag_s = max(self._lag_s, turn_s)
             self._turn_began = None
 
+    def _sizes(self, lane: Lane) -> Sequence[int]:
+        """Of those that wait, by level."""
+        return lane.tokens if self._has_budget else lane.rows
+
+    def _full_batch(self, lane: Lane | None, pace: Pace) -> tuple[int, float]:
+        """Size and time of the batches that the lane makes: as aimed at, or less where the most
+        rows that a batch may have are shorter than that."""
+        num_rows = sum(lane.rows) if lane is not None and self._has_budget else 0
+        if lane is None or num_rows < self._max_rows:
+            return pace.target_size, pace.target_s
+        size = max(1, self._max_rows * sum(lane.tokens) // num_rows)
+        if size >= pace.target_size:
+            return pace.target_size, pace.target_s
+        return size, pace.times.mean_s(size)
+
     def _waiting_s(self, lane: Lane) -> float:
-        return sum(lane.rows) * self._pace(lane.geometry).row_s
+        return sum(self._sizes(lane)) * self._pace(lane.geometry).unit_s
 
     def _allowed_s(self, request: Request) -> float:
         asked = request.timeout_s
@@ -293,7 +324,7 @@ class SloBatcher:
     def _next_batch(self, now: float) -> list[Request] | None:
         again = self._lanes.take_alone()
         if again is not None:
-            self._note_running(now, self._prior.mean_s(again.num_rows))
+            self._note_running(now, self._prior.mean_s(self._size(again)))
             self.closed_by = "rerun"
             return [again]
         for lane in self._lanes.in_order():
@@ -304,38 +335,47 @@ class SloBatcher:
                 batch = self._form_from_all(lane, pace, now)
             if batch:
                 self._lanes.take(lane, batch)
-                num_rows = sum(request.num_rows for request in batch)
-                limit = self._full if num_rows >= self._max_rows else self._limit
-                self.closed_by = limit or self._lanes.closed_empty()
-                self._note_running(now, pace.times.mean_s(num_rows))
+                size = sum(map(self._size, batch))
+                self.closed_by = self._reached(batch, size) or self._lanes.closed_empty()
+                self._note_running(now, pace.times.mean_s(size))
                 return batch
         return None
+
+    def _reached(self, batch: Sequence[Request], size: int) -> Closed | None:
+        """Why it took no more: it is as large as any may be, or what forming it found."""
+        if sum(request.num_rows for request in batch) >= self._max_rows:
+            return self._full
+        return "token budget" if size >= self._max_size else self._limit
 
     def _is_backlogged(self, lane: Lane, pace: Pace) -> bool:
         """More waits than the batch aimed at, and it will not pass: several executors that together
         are fast enough serve more without drops, in batches as large as the head allows."""
-        if sum(lane.rows) <= pace.target_rows:
+        if sum(self._sizes(lane)) <= pace.target_size and sum(lane.rows) <= self._max_rows:
             return False
-        load = pace.arrivals_per_s * pace.row_s
+        load = pace.arrivals_per_s * pace.unit_s
         return self.num_executors == 1 or load > self.num_executors
 
     def _form_from_backlog(self, lane: Lane, pace: Pace, now: float) -> list[Request]:
         """A batch of the size aimed at; whoever would be late in it is dropped."""
         batch: list[Request] = []
         late: list[Request] = []
-        num_rows = 0
-        finish = now + pace.target_s + self._spread_s
+        num_rows = size = 0
+        finish = now + self._full_batch(lane, pace)[1] + self._spread_s
         self._limit = None
         for request in lane.walk():
-            if batch and num_rows + request.num_rows > pace.target_rows:
-                is_most = pace.target_rows >= self._max_rows
-                self._limit = self._full if is_most else "SLO target"
+            next_size = size + self._size(request)
+            if batch and num_rows + request.num_rows > self._max_rows:
+                self._limit = self._full
+                break
+            if batch and next_size > pace.target_size:
+                is_most = pace.target_size >= self._max_size
+                self._limit = "token budget" if is_most else "SLO target"
                 break
             if self._deadline(request) < finish:
                 late.append(request)
                 continue
             batch.append(request)
-            num_rows += request.num_rows
+            num_rows, size = num_rows + request.num_rows, next_size
         self._drop(late)
         return batch
 
@@ -343,14 +383,18 @@ class SloBatcher:
         """As many as can run without making the most urgent of them late."""
         batch: list[Request] = []
         late: list[Request] = []
-        num_rows, deadline = 0, math.inf
-        max_rows = self._explored(lane, pace, now)
+        num_rows, size, deadline = 0, 0, math.inf
+        max_size = self._explored(lane, pace, now)
         self._limit = None
         for request in lane.walk():
-            if batch and num_rows + request.num_rows > max_rows:
-                self._limit = self._full if max_rows == self._max_rows else "trial"
+            next_size = size + self._size(request)
+            if batch and num_rows + request.num_rows > self._max_rows:
+                self._limit = self._full
                 break
-            finish = now + pace.times.mean_s(num_rows + request.num_rows)
+            if batch and next_size > max_size:
+                self._limit = "token budget" if max_size == self._max_size else "trial"
+                break
+            finish = now + pace.times.mean_s(next_size)
             its_deadline = self._deadline(request)
             if finish > min(deadline, its_deadline):
                 if batch:
@@ -361,7 +405,7 @@ class SloBatcher:
                     continue
                 # Even an idle model would be late: it was let in to find out whether that is so.
             batch.append(request)
-            num_rows += request.num_rows
+            num_rows, size = num_rows + request.num_rows, next_size
             deadline = min(deadline, its_deadline)
         self._drop(late)
         return batch
@@ -369,15 +413,16 @@ class SloBatcher:
     def _explored(self, lane: Lane, pace: Pace, now: float) -> int:
         """The largest batch or, rarely and at low load, one whose time is not known well."""
         if (self._num_batches + 1) % EXPLORE_EVERY or pace.target_s <= 0:
-            return self._max_rows
-        waiting = sum(lane.rows)
-        rung = pace.times.stale_rung(waiting - 1, now)
-        capacity = self.num_executors / pace.row_s
+            return self._max_size
+        head = next(lane.walk())
+        waiting = sum(self._sizes(lane))
+        rung = pace.times.stale_rung(waiting - 1, now, self._size(head))
+        capacity = self.num_executors / pace.unit_s
         if rung is None or pace.arrivals_per_s > EXPLORE_BELOW * capacity:
-            return self._max_rows
+            return self._max_size
         both_s = pace.times.mean_s(rung) + pace.times.mean_s(waiting - rung)
-        is_harmless = now + both_s + self._margin_s < self._deadline(next(lane.walk()))
-        return rung if is_harmless else self._max_rows
+        is_harmless = now + both_s + self._margin_s < self._deadline(head)
+        return rung if is_harmless else self._max_size
 
     def _drop(self, late: list[Request]) -> None:
         for request in late:
@@ -414,4 +459,4 @@ class SloBatcher:
         """T(b)(1 + 1/N) within the SLO: one waits for the first of N to be free, then runs."""
         margin_s = max(AIM_MARGIN * self._slo_s, self._spread_s)
         limit_s = (self._slo_s - margin_s) / (1 + 1 / self.num_executors)
-        pace.aim(limit_s, self._max_rows)
+        pace.aim(limit_s, self._max_size)

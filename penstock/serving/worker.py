@@ -573,7 +573,8 @@ def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
     with; those that see requests see only real ones."""
     if runner.needs_requests or not all(spec.is_fixed for spec in config.inputs):
         return {}
-    return _warm_up_rungs(config, runner, [spec.shape for spec in config.inputs])
+    shapes = [spec.shape for spec in config.inputs]
+    return _warm_up_rungs(config, runner, shapes, config.max_batch_size)
 
 
 def warm_up_buckets(config: ModelConfig, runner: Runner) -> dict[int, dict[int, float]]:
@@ -584,15 +585,15 @@ def warm_up_buckets(config: ModelConfig, runner: Runner) -> dict[int, dict[int, 
         shapes = pads.shapes(tuple(spec.shape for spec in config.inputs), bucket)
         if any(size < 0 for shape in shapes for size in shape):
             return {}
-        timings[bucket] = _warm_up_rungs(config, runner, shapes)
+        timings[bucket] = _warm_up_rungs(config, runner, shapes, config.max_rows(bucket))
     return timings
 
 
 def _warm_up_rungs(
-    config: ModelConfig, runner: Runner, row_shapes: Sequence[tuple[int, ...]]
+    config: ModelConfig, runner: Runner, row_shapes: Sequence[tuple[int, ...]], max_rows: int
 ) -> dict[int, float]:
     timings: dict[int, float] = {}
-    for rung in ladder(config.max_batch_size):
+    for rung in ladder(max_rows):
         inputs = {
             spec.name: np.zeros(
                 (rung, *shape) if config.max_batch_size else shape,

@@ -284,6 +284,21 @@ class TestTokens:
         (only,) = torch_packing.rehearsals(mask, is_captured=False)
         assert only.all()
 
+    def test_a_full_batch_runs_as_what_it_may_have_at_most(self) -> None:
+        rungs = torch_packing.token_ladder(6144, 3000)
+        assert 3000 in rungs and rungs[-1] == 6144
+        assert torch_packing.budget(2900, 6144, 3000) == 3000
+        assert torch_packing.budget(3001, 6144, 3000) > 3001, "whoever has more by itself"
+        assert torch_packing.token_ladder(384, 3000) == torch_packing.token_ladder(384)
+
+    @pytest.mark.parametrize("is_captured", [True, False])
+    def test_no_more_than_that_is_rehearsed(self, is_captured) -> None:
+        mask = np.zeros((16, 384), np.int64)
+        made = torch_packing.rehearsals(mask, is_captured=is_captured, max_tokens=3000)
+        counts = [int(each.sum()) for each in made]
+        assert counts == sorted(set(counts)) and counts[-1] == 3000
+        assert counts[0] * 4 > 3000 and (len(counts) > 8) == is_captured
+
 
 class TestOnADevice:
     """As on a GPU, with a fake one: rungs of rows and tokens, graphs, zeros in rows nobody sent."""
@@ -313,6 +328,28 @@ class TestOnADevice:
         assert gpu.num_captures == before + 1
         answer(packed, texts((3,) * 16))
         assert gpu.num_captures == before + 1
+
+    def test_a_budget_of_tokens_has_a_graph_that_full_batches_fill(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gpu = FakeGpu()
+        monkeypatch.setattr("penstock.backends.pytorch.open_device", lambda name: gpu)
+        plain_config = write(tmp_path)
+        policy = replace(plain_config.batching, max_tokens=200)
+        config = replace(plain_config, batching=policy, options=PACKED)
+        packing, loaded = packed_module(config)
+        options = Options(1, 1, "", None, "factory", False, has_cuda_graphs=True, is_packed=True)
+        packed = TorchRunner(config, options, replace(loaded, packing=packing))
+        _, timings = warm_up_all(config, packed, prove(config, packed))
+        assert set(timings[32]) == {1, 2, 4, 8, 16}
+        before = gpu.num_captures
+        plain = backend("pytorch")(plain_config)
+        for lengths in ((20,) * 10, (32,) * 6, (12,) * 16, (9, 30, 4, 2), (31,)):
+            inputs = texts(lengths)
+            np.testing.assert_allclose(answer(packed, inputs), answer(plain, inputs), atol=2e-5)
+        assert gpu.num_captures == before
+        answer(packed, texts((32,) * 16))
+        assert gpu.num_captures == before + 1, "a request that is larger than a batch"
 
     def test_warming_up_captures_what_will_come(self, runner) -> None:
         gpu, config, packed = runner

@@ -219,6 +219,26 @@ def test_all_that_comes_was_captured_while_loading(config):
     assert runner.built()["cuda_graphs"] == before
 
 
+def test_full_batches_of_a_budget_fill_a_graph_of_their_own(config):
+    plain = backend("pytorch")(config)
+    policy = replace(config.batching, max_tokens=200)
+    served = replace(config, device="cuda", options=PACKED | {"penstock.dtype": "bf16"})
+    served = replace(served, tolerance=0.05, batching=policy)
+    runner = backend("pytorch")(served)
+    proof = prove(served, runner)
+    assert (proof.unbatched, proof.unpadded) == ("", "")
+    warm_up_all(served, runner, proof)
+    before = int(runner.built()["cuda_graphs"])
+    for lengths in ((20,) * 10, (32,) * 6, (12,) * 16, (9, 30, 4, 2), (31,)):
+        inputs = texts(lengths)
+        wanted = answer(plain, inputs)
+        assert np.abs(answer(runner, inputs) - wanted).max() / np.abs(wanted).max() < 6e-2
+    assert int(runner.built()["cuda_graphs"]) == before
+    # A request that is larger than a batch.
+    answer(runner, texts((32,) * 16))
+    assert int(runner.built()["cuda_graphs"]) == before + 1
+
+
 @pytest.mark.parametrize("kind", ["Bert", "DistilBert"])
 def test_hugging_face_under_graphs(config, kind):
     transformers = pytest.importorskip("transformers")

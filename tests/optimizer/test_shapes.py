@@ -6,7 +6,16 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served_builds import IMAGE, TEXT, a_config, a_situation, a_table, texts
+from served_builds import (
+    IMAGE,
+    TEXT,
+    a_config,
+    a_packed_config,
+    a_packed_table,
+    a_situation,
+    a_table,
+    texts,
+)
 
 from penstock.config import SLO_OFF, PadAxis, Padding
 from penstock.optimizer import shapes
@@ -33,6 +42,20 @@ class TestInstances:
     def test_backends_without_it_only_get_instances(self):
         config = shapes.with_instances(replace(a_config(), backend="python"), 4, 1)
         assert (config.num_instances, config.options) == (4, {})
+
+    def test_those_on_several_gpus_stay_there(self):
+        config = replace(a_config(), backend="pytorch").on(["cuda:0", "cuda:1"])
+        assert shapes.arrangements(config, 8) == [(2, 8), (4, 8)]
+        assert shapes.with_instances(config, 2, 8).devices == ("cuda:0", "cuda:1")
+        found = shapes.with_instances(config, 4, 8)
+        assert found.workers == (("cuda:0", 2), ("cuda:1", 2))
+        assert shapes.with_instances(found, 2, 8).devices == config.devices
+
+    def test_those_on_one_device_stay_on_it(self):
+        one = replace(a_config(), device="cuda:3")
+        assert shapes.arrangements(one, 8) == [(1, 8), (2, 8)]
+        assert shapes.with_instances(one, 2, 8).devices == ("cuda:3", "cuda:3")
+        assert shapes.with_instances(a_config(), 3, 1).devices == ("cpu", "cpu", "cpu")
 
     def test_threads_are_the_share_of_the_cores_unless_said(self):
         assert shapes.threads_of(replace(a_config(), num_instances=2), 8) == 4
@@ -98,6 +121,66 @@ class TestBuckets:
     def test_the_longest_is_not_rounded(self):
         """More than it may be more than the model has positions for."""
         assert shapes.best_buckets([5, 77], 2) == (8, 77)
+
+
+class TestTokenBudgets:
+    """2 ms and 1 ms for a thousand tokens, up to 25600 of them."""
+
+    TABLE = a_packed_table()
+
+    def test_the_most_that_fits_the_slo_with_room_half_of_it_and_all(self):
+        # A batch waits for the one before: 9 ms of the 20 are for one, 7000 tokens.
+        found = shapes.token_budgets(self.TABLE, 384, parse("p99 < 20ms"))
+        assert found == [25600, 6912, 3328]
+        assert self.TABLE.tokens_s(6912) <= 0.009 < self.TABLE.tokens_s(6912 + 256)
+
+    def test_without_a_latency_all_that_was_measured(self):
+        assert shapes.token_budgets(self.TABLE, 384, None) == [25600]
+        assert shapes.token_budgets(self.TABLE, 384, parse("throughput >= 1/s")) == [25600]
+
+    def test_never_less_than_the_longest_row(self):
+        assert shapes.token_budgets(self.TABLE, 384, parse("p99 < 1ms")) == [25600, 384]
+        assert shapes.token_budgets(self.TABLE, 30_000, None) == [30_000]
+
+    def test_none_where_time_goes_by_rows(self):
+        assert shapes.token_budgets(a_table(), 384, parse("p99 < 20ms")) == []
+
+    def test_they_are_settings_that_read_back(self):
+        wanted = {"mode": "fixed", "max_batch": "256", "buckets": "384", "tokens": "4096"}
+        config = shapes.with_batching(a_packed_config(), wanted, None)
+        assert config.batching.max_tokens == 4096
+        assert shapes.settings_of(config) == wanted
+        assert shapes.with_batching(config, {"mode": "off"}, None).batching.max_tokens is None
+        without = {key: value for key, value in wanted.items() if key != "tokens"}
+        assert shapes.with_batching(config, without, None).batching.max_tokens is None
+
+    def test_a_budget_holds_the_longest_row(self):
+        wanted = {"mode": "fixed", "max_batch": "8", "buckets": "512", "tokens": "400"}
+        assert shapes.with_batching(a_packed_config(), wanted, None).batching.max_tokens == 512
+
+    def test_a_packed_model_gets_one_where_lengths_differ_by_much(self):
+        rows = texts([20] * 30 + [380] * 10)
+        situation = a_situation(a_packed_config(), rows=rows, slo="p99 < 20ms")
+        best, *others = shapes.Ranking(situation).batching(self.TABLE)
+        assert "tokens" in best.settings and best.settings["max_batch"] == "256"
+        assert best.settings["buckets"] == "384"
+        by_rows = [each.rate for each in others if "tokens" not in each.settings]
+        assert best.rate > max(by_rows, default=0.0)
+
+    def test_slo_mode_does_more_by_tokens_than_by_rows(self):
+        rows = texts([20] * 30 + [380] * 10)
+        ranking = shapes.Ranking(a_situation(a_packed_config(), rows=rows, slo="p99 < 40ms"))
+        by_rows = {"mode": "slo", "max_batch": "256", "buckets": "384"}
+        by_tokens = by_rows | {"tokens": "25600"}
+        assert ranking.rate(self.TABLE, by_tokens) > 1.05 * ranking.rate(self.TABLE, by_rows)
+        assert by_tokens in [each.settings for each in ranking.batching(self.TABLE)]
+
+    def test_where_time_goes_by_rows_the_one_that_is_configured_stays(self):
+        config = replace(a_packed_config(max_tokens=4096), options={}, device="cpu")
+        situation = a_situation(config, rows=texts([20, 380] * 20))
+        found = shapes.Ranking(situation).batching(a_table(0.0003, 0.0001, lengths=(384,)))
+        batched = [each.settings for each in found if each.settings["mode"] != "off"]
+        assert batched and {each.get("tokens") for each in batched} == {"4096"}
 
 
 class TestRanking:

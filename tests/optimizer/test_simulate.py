@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from served_builds import IMAGE, TEXT, a_config, a_table, texts
+from served_builds import (
+    IMAGE,
+    TEXT,
+    a_config,
+    a_packed_config,
+    a_packed_table,
+    a_table,
+    texts,
+)
 
 from penstock.config import PadAxis, Padding
 from penstock.optimizer.simulate import (
@@ -164,6 +172,79 @@ class TestRun:
         answered = outcome.latencies_s[np.isfinite(outcome.latencies_s)]
         assert 0.2 < len(answered) / len(due) < 0.36
         assert percentile(answered, 99) < 0.030 + OVERHEAD_S
+
+
+class TestTokens:
+    """A packed model: 2 ms and 1 ms for a thousand tokens."""
+
+    TABLE = a_packed_table()
+    # Texts of 20 and of 180 tokens, as many of each.
+    LENGTHS = {20: 0.5, 180: 0.5}
+
+    def test_times_go_by_tokens(self):
+        assert self.TABLE.tokens_s(800) == pytest.approx(0.0028)
+        assert self.TABLE.tokens_s(5000) == pytest.approx(0.007)
+        assert self.TABLE.tokens_s(50_000) == pytest.approx(0.052)
+        assert a_table().by_tokens == {}
+
+    def test_rows_keep_their_own_length_where_padding_is_not_computed(self):
+        rows = texts([3, 3, 50, 400])
+        assert lengths_of(rows, a_packed_config()) == {3: 0.5, 50: 0.25, 400: 0.25}
+        padded = replace(a_packed_config(), options={})
+        assert lengths_of(rows, padded) == {384: 0.75, 400: 0.25}
+
+    def test_all_lengths_share_batches_that_take_as_long_as_their_tokens(self):
+        outcome = run(self.TABLE, a_packed_config(), [0.0, 0.001, 0.002], [100, 20, 180])
+        expected = np.array([2.1, 3.3, 2.3]) / 1e3 + OVERHEAD_S
+        assert outcome.latencies_s == pytest.approx(expected)
+
+    def test_a_budget_closes_batches(self):
+        config = a_packed_config(max_tokens=400)
+        due, lengths = [0.0, 0.001, 0.001, 0.001, 0.001], [100, 180, 180, 180, 20]
+        outcome = run(self.TABLE, config, due, lengths)
+        assert outcome.num_batches == 3
+        expected = np.array([2.1, 3.46, 3.46, 5.66, 5.66]) / 1e3 + OVERHEAD_S
+        assert outcome.latencies_s == pytest.approx(expected)
+
+    def test_padding_that_is_computed_counts(self):
+        padding = Padding((PadAxis("tokens", 0),), (32, 64))
+        config = a_config(TEXT, padding=padding)
+        config = replace(config, batching=replace(config.batching, max_tokens=128))
+        table = a_table(lengths=(32, 64))
+        outcome = run(table, config, [0.0, 0.001, 0.001, 0.001, 0.001, 0.001], [32] * 6)
+        assert outcome.num_batches == 3, "one, four, one"
+        outcome = run(table, config, [0.0, 0.001, 0.001, 0.001], [32, 64, 64, 64])
+        assert outcome.num_batches == 3, "one, two, one"
+        per_row_s = (0.004 + 2 * 0.001) * 2 / 2
+        idle = 1 / (per_row_s + DISPATCH_S / 2 + REQUEST_CPU_S)
+        assert capacity(table, config, {64: 1.0}) == pytest.approx(idle, rel=0.01)
+
+    def test_slo_mode_goes_by_tokens_too(self):
+        config = a_packed_config(max_tokens=16384)
+        config = replace(config, batching=replace(config.batching, slo_latency_s=0.030))
+        chance = np.random.default_rng(5)
+        due = np.cumsum(chance.exponential(1 / 15_000, 6000)).tolist()
+        lengths = chance.choice([20, 180], len(due)).tolist()
+        outcome = run(self.TABLE, config, due, lengths)
+        answered = outcome.latencies_s[np.isfinite(outcome.latencies_s)]
+        # 1.5 times what can be done.
+        assert 0.5 < len(answered) / len(due) < 0.75
+        assert percentile(answered, 99) < 0.030 + OVERHEAD_S
+
+    def test_a_rate_is_never_beyond_saturation(self):
+        config = a_packed_config()
+        saturated = 1 / ((0.002 + 0.0256 + DISPATCH_S) / 256)
+        assert capacity(self.TABLE, config, self.LENGTHS) == pytest.approx(saturated, rel=0.01)
+        slo = parse("p99 < 200ms")
+        assert 0.8 * saturated < max_rate(self.TABLE, config, slo, self.LENGTHS) <= saturated
+        small = a_packed_config(max_tokens=1000)
+        limited = 1 / ((0.002 + 0.001 + DISPATCH_S) / 10)
+        assert capacity(self.TABLE, small, self.LENGTHS) == pytest.approx(limited, rel=0.01)
+        assert max_rate(self.TABLE, small, slo, self.LENGTHS) <= limited
+
+    def test_without_limits_too(self):
+        rate = max_rate(self.TABLE, a_packed_config(), parse("throughput >= 1/s"), self.LENGTHS)
+        assert rate > 7000
 
 
 @pytest.mark.parametrize("load", [0.3, 0.6, 0.8])

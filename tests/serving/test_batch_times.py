@@ -77,6 +77,41 @@ def test_the_largest_batch_within_a_limit():
     assert table.largest_within(0.0) == 1
 
 
+class TestSeedsBetweenRungs:
+    """Tokens of a warm-up are rows times the length of their bucket, whatever the ladder."""
+
+    def test_rungs_between_them_are_on_their_lines(self):
+        table = BatchTimes(4096)
+        table.seed_between({384 * rows: line(384 * rows) for rows in (1, 2, 4, 8)})
+        for rung in (512, 1024, 2048, 4096):
+            assert table.mean_s(rung) == pytest.approx(line(rung))
+
+    def test_below_the_smallest_nothing_is_hoped_for(self):
+        table = BatchTimes(4096)
+        table.seed_between({384: 1.0, 768: 2.0})
+        assert table.mean_s(1) >= 1.0
+
+    @pytest.mark.parametrize("size", [1, 3, 384, 4000, 4096])
+    def test_one_time_is_enough(self, size):
+        table = BatchTimes(4096)
+        table.seed_between({size: line(size)})
+        assert table.is_known
+        assert table.mean_s(4096) >= line(4096) * (1 - 1e-9)
+
+    def test_what_is_larger_than_the_ladder_helps_where_it_can(self):
+        table = BatchTimes(4096)
+        table.seed_between({2000: 2.0, 8000: 8.0})
+        assert table.mean_s(4096) == pytest.approx(4.096)
+        table = BatchTimes(4096)
+        table.seed_between({8000: 8.0})
+        assert not table.is_known
+
+    def test_of_nothing_follows_nothing(self):
+        table = BatchTimes(4096)
+        table.seed_between({})
+        assert not table.is_known
+
+
 def test_one_stall_is_not_believed():
     table = learnt()
     for index in range(10):
@@ -126,3 +161,4 @@ def test_the_rung_to_try_again_is_the_one_not_seen_for_longest():
     assert table.stale_rung(8, STALE_AFTER_S + 1.5) == 2
     assert table.stale_rung(1, STALE_AFTER_S + 1.5) is None
     assert table.stale_rung(0, 1e9) is None
+    assert table.stale_rung(8, STALE_AFTER_S + 3.5, min_size=3) == 4

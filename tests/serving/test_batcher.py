@@ -76,6 +76,95 @@ def test_the_shape_that_waits_longest_goes_first():
     assert batcher.next(3.0) == [young]
 
 
+class TestTokens:
+    """At most 8 rows and 100 tokens."""
+
+    policy = replace(EAGER, max_tokens=100)
+
+    def fill(self, batcher: Batcher, tokens: list[int]) -> list[Request]:
+        requests = [make() for _ in tokens]
+        for request, num_tokens in zip(requests, tokens, strict=True):
+            request.num_tokens = num_tokens
+            batcher.add(request, "a", 0.0)
+        return requests
+
+    def batches(self, tokens: list[int], policy: BatchPolicy | None = None) -> list[list[int]]:
+        batcher = Batcher(policy or self.policy)
+        self.fill(batcher, tokens)
+        found = []
+        while (batch := batcher.next(0.0)) is not None:
+            found.append([request.num_tokens for request in batch])
+        return found
+
+    def test_a_batch_closes_when_the_next_would_exceed_the_budget(self):
+        assert self.batches([40, 40, 40, 10]) == [[40, 40], [40, 10]]
+
+    def test_it_closes_at_the_budget_and_at_the_most_rows(self):
+        assert self.batches([60, 40, 1]) == [[60, 40], [1]]
+        assert self.batches([1] * 9) == [[1] * 8, [1]]
+
+    def test_a_long_one_is_not_overtaken_by_short_ones_that_would_fit(self):
+        assert self.batches([50, 90, 50, 1]) == [[50], [90], [50, 1]]
+
+    def test_whoever_has_more_by_itself_runs_alone(self):
+        assert self.batches([10, 250, 10]) == [[10], [250], [10]]
+
+    def test_a_batch_that_cannot_grow_does_not_wait_for_the_delay(self):
+        delayed = replace(self.policy, max_queue_delay_s=1.0)
+        assert self.batches([60, 60], delayed) == [[60]]
+        assert self.batches([60, 40], delayed) == [[60, 40]]
+        assert self.batches([60, 39], delayed) == []
+
+    def test_a_preferred_size_within_the_budget_is_preferred(self):
+        preferred = replace(self.policy, preferred_batch_sizes=(2, 4), max_queue_delay_s=1.0)
+        assert self.batches([30, 30, 30, 30], preferred) == [[30, 30], [30, 30]]
+
+    @pytest.mark.parametrize(
+        ("tokens", "closed_by"),
+        [
+            ([60, 60], "token budget"),
+            ([100], "token budget"),
+            ([60, 39], "queue empty"),
+            ([1] * 9, "full"),
+        ],
+    )
+    def test_why_it_closed(self, tokens, closed_by):
+        batcher = Batcher(self.policy)
+        self.fill(batcher, tokens)
+        batcher.next(0.0)
+        assert batcher.closed_by == closed_by
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.5]),
+    st.lists(st.integers(1, 6), max_size=2),
+    st.integers(0, 2**32),
+)
+def test_with_equal_lengths_tokens_are_batched_as_rows_are(most, length, delay_s, preferred, seed):
+    sizes = tuple(min(size, most) for size in preferred)
+    policy = BatchPolicy(most, True, sizes, delay_s)
+    both = Batcher(policy), Batcher(replace(policy, max_batch_size=99, max_tokens=most * length))
+    chance = random.Random(seed)
+    names: dict[Request, int] = {}
+    now = 0.0
+    for name in range(60):
+        now += chance.choice([0.0, 0.1, 0.3])
+        rows = chance.randint(1, most)
+        for batcher in both:
+            request = make(rows)
+            request.num_tokens = rows * length
+            request.timings.queued = now
+            names[request] = name
+            batcher.add(request, "a", now)
+        if chance.random() < 0.5:
+            found = [[names[each] for each in batcher.next(now) or []] for batcher in both]
+            assert found[0] == found[1]
+            assert both[0].wake_at == both[1].wake_at
+
+
 class TestDelay:
     policy = replace(EAGER, max_queue_delay_s=0.010)
 
@@ -252,6 +341,7 @@ policies = st.builds(
         max_queue_size=st.sampled_from([0, 5]),
     ).map(lambda policy: (policy,)),
     max_pending=st.just(20),
+    max_tokens=st.sampled_from([None, 9, 30]),
 )
 
 
@@ -272,6 +362,7 @@ def test_law_each_request_leaves_exactly_once(policy, seed):
                     chance.randrange(4),
                     chance.choice([None, 0.5]),
                 )
+                request.num_tokens = request.num_rows * chance.randint(1, 9)
                 request.timings.queued = now
                 shape = chance.choice("abc")
                 try:
@@ -304,9 +395,35 @@ def check(policy: BatchPolicy, batch: list[Request] | None, shape_of: dict) -> l
     assert len({shape_of[request] for request in batch}) == 1
     total = sum(request.num_rows for request in batch)
     assert len(batch) == 1 or (policy.is_dynamic and total <= policy.max_batch_size)
+    tokens = sum(request.num_tokens for request in batch)
+    assert len(batch) == 1 or policy.max_tokens is None or tokens <= policy.max_tokens
     for first, second in zip(batch, batch[1:], strict=False):
         assert first.priority <= second.priority
     return batch
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(5, 40), st.integers(1, 6), st.integers(0, 2**32))
+def test_law_with_a_budget_nobody_of_a_level_is_overtaken(max_tokens, max_rows, seed):
+    chance = random.Random(seed)
+    policy = BatchPolicy(
+        max_rows, is_dynamic=True, num_priorities=2, default_priority=1, max_tokens=max_tokens
+    )
+    batcher = Batcher(policy)
+    came: list[Request] = []
+    left: list[Request] = []
+    for now in range(chance.randrange(60)):
+        request = make(1, chance.choice([1, 2]))
+        request.num_tokens = chance.choice([1, 2, 5, max_tokens, max_tokens + 1])
+        request.timings.queued = float(now)
+        batcher.add(request, "a", float(now))
+        came.append(request)
+        if chance.random() < 0.3:
+            left += batcher.next(float(now)) or []
+    while (batch := batcher.next(1e6)) is not None:
+        left += batch
+    for level in (0, 1):
+        assert [r for r in left if r.priority == level] == [r for r in came if r.priority == level]
 
 
 def test_answers_leave_in_the_order_of_arrival():

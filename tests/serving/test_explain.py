@@ -47,19 +47,20 @@ def batch(
     closed_by: str = "queue empty",
     instance_wait_s: float = 0.0,
     length: int = 4,
+    tokens: int = 0,
 ) -> Record:
     num_requests = rows if requests is None else requests
     took = (0.0, instance_wait_s, 0.01, 0.01)
-    return Record(0.0, rows, num_requests, ((length,),), *took, 0, closed_by, "answered")
+    return Record(0.0, rows, num_requests, ((length,),), *took, 0, closed_by, "answered", tokens)
 
 
 def verdict(
     records: list[Record],
     policy: BatchPolicy = POLICY,
     num_shapes: int = 1,
-    target_rows: int | None = None,
+    target_size: int | None = None,
 ) -> str:
-    return "\n".join(why_small(policy, records, num_shapes, target_rows))
+    return "\n".join(why_small(policy, records, num_shapes, target_size))
 
 
 class TestWhySmall:
@@ -115,8 +116,19 @@ class TestWhySmall:
         assert "too few requests" not in text
 
     def test_the_slo_allows_no_more(self):
-        text = verdict([batch(6, closed_by="SLO target")] * 3, target_rows=6)
+        text = verdict([batch(6, closed_by="SLO target")] * 3, target_size=6)
         assert "closed at b* = 6 rows" in text
+
+    def test_a_budget_of_tokens_is_what_batches_are_filled_to(self):
+        policy = replace(POLICY, max_tokens=1000)
+        few = [batch(2, closed_by="token budget", tokens=400)] * 5
+        text = verdict(few, policy)
+        assert "closed at the budget of 1000 tokens" in text and "2.0 rows on average" in text
+        assert verdict([batch(2, tokens=700)] * 5, policy) == (
+            "Batches are well filled: 700 of at most 1000 tokens on average, in 2.0 rows."
+        )
+        text = verdict([batch(6, closed_by="SLO target")] * 3, policy, target_size=300)
+        assert "closed at b* = 300 tokens" in text
 
     @pytest.mark.parametrize(
         ("closed_by", "words"),
@@ -288,7 +300,7 @@ def test_slo_mode_tells_its_table_and_what_it_aims_at():
     assert pace.shape == "[3]"
     assert list(pace.times_s) == [1, 2, 4, 8, 16]
     assert pace.times_s[4] >= 0.010
-    assert 1 <= pace.target_rows <= 16
+    assert 1 <= pace.target_size <= 16
 
 
 def test_a_rerun_waits_before_all_others():

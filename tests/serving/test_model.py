@@ -180,6 +180,69 @@ def test_lengths_of_one_bucket_share_a_batch_and_answers_keep_their_own():
     run(PADDED, scenario)
 
 
+BUDGET = replace(PADDED, batching=BatchPolicy(8, is_dynamic=True, max_tokens=64))
+
+
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [
+        # 3, 16, 5, 9 and 16 are 16 each, of which 64 tokens hold four; 40 and 30 are 64 each.
+        ({}, [(4, 64), (1, 16), (1, 64), (1, 64), (1, 65)]),
+        # Their own lengths are 49 together; those of 40 and 30 are more than 64.
+        ({"penstock.pack": "tokens"}, [(5, 49), (1, 40), (1, 30), (1, 65)]),
+    ],
+)
+def test_batches_have_a_budget_of_tokens(options, batches):
+    config = replace(BUDGET, options=options)
+
+    async def scenario(model, puppets):
+        lengths = [3, 16, 5, 9, 16, 40, 30, 65]
+        requests = [ask(config, canary(n, (1, n))) for n in lengths]
+        for request in requests:
+            model.submit(request)
+        await puppets.step_all()
+        for n, request in zip(lengths, requests, strict=True):
+            np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(n, (1, n)))
+        ran = [(record.num_rows, record.num_tokens) for record in model.history.recent]
+        assert sorted(ran) == sorted(batches)
+        assert model.metrics.batch_tokens.num_tokens == sum(tokens for _, tokens in batches)
+        assert {each.num_tokens for each in model.explain().recent} == {t for _, t in batches}
+
+    run(config, scenario)
+
+
+def test_with_a_budget_and_an_slo_times_are_learnt_by_tokens():
+    policy = replace(BUDGET.batching, slo_latency_s=10.0)
+    config = replace(BUDGET, batching=policy, options={"penstock.pack": "tokens"})
+
+    async def scenario(model, puppets):
+        paces = model.batcher.paces
+        assert {geometry.row_shapes for geometry in paces} == {((2,),), ((16,),), ((64,),)}
+        assert all(list(pace.times.means_s)[-1] == 64 for pace in paces.values())
+        assert all(pace.times.is_known for pace in paces.values()), "from the warm-up"
+        for n in (40, 30, 20):
+            model.submit(ask(config, canary(n, (1, n))))
+        await puppets.step_all()
+        assert [record.num_tokens for record in model.history.recent] == [40, 50]
+        assert model.explain().policy["max_tokens"] == "64"
+
+    run(config, scenario)
+
+
+def test_no_more_than_the_budget_is_warmed_up():
+    """More might be more than there is memory for."""
+
+    def warmed(config):
+        proof = frames.Proof()
+        _, by_bucket = worker.warm_up_all(config, NullRunner(config), proof)
+        return {bucket: list(timings) for bucket, timings in by_bucket.items()}
+
+    assert warmed(PADDED) == {bucket: [1, 2, 4, 8] for bucket in (2, 16, 64)}
+    assert warmed(BUDGET) == {2: [1, 2, 4, 8], 16: [1, 2, 4], 64: [1]}
+    three = replace(BUDGET.batching, max_tokens=3 * 64)
+    assert warmed(replace(BUDGET, batching=three))[64] == [1, 2, 3]
+
+
 def test_what_fits_no_bucket_runs_with_others_of_its_shape():
     async def scenario(model, puppets):
         requests = [ask(PADDED, canary(i, (1, n))) for i, n in enumerate([65, 65, 66])]

@@ -37,6 +37,37 @@ def test_lengths_that_differ_within_a_request_are_not_padded():
     assert both.shapes(((5,), (3, 5)), 8) == ((8,), (3, 8))
 
 
+def counting(*, is_packed: bool, max_tokens: int | None = 30) -> Pads:
+    config = ModelConfig(
+        "m",
+        "1",
+        "pytorch",
+        "",
+        (TensorSpec("x", "INT64", (-1,)),),
+        (),
+        8,
+        BatchPolicy(8, is_dynamic=True, max_tokens=max_tokens),
+        padding=Padding((PadAxis("x", 0),), (4, 8)),
+        options={"penstock.pack": "tokens"} if is_packed else {},
+    )
+    return Pads(config)
+
+
+def test_a_row_counts_what_is_computed_of_it():
+    padded, packed = counting(is_packed=False), counting(is_packed=True)
+    assert (padded.row_tokens(3, 4), packed.row_tokens(3, 4)) == (4, 3)
+    assert padded.row_tokens(9, None) == packed.row_tokens(9, None) == 9
+    assert padded.row_tokens(0, None) == 1
+
+
+def test_times_of_a_warm_up_are_by_the_tokens_that_ran():
+    times = {1: 0.1, 2: 0.2, 4: 0.4, 8: 0.5}
+    assert counting(is_packed=False).warm_times(times, 8) == {8: 0.1, 16: 0.2, 32: 0.4, 64: 0.5}
+    # No more than the budget ran; more rows with as many tokens are a little slower.
+    assert counting(is_packed=True).warm_times(times, 8) == {8: 0.1, 16: 0.2, 30: 0.5}
+    assert counting(is_packed=True, max_tokens=None).warm_times(times, 8) == times
+
+
 @given(
     datatype=st.sampled_from(NUMBERS),
     rows=st.integers(1, 3),

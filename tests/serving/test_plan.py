@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.config import BatchPolicy, ModelConfig
+from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding
 from penstock.errors import InvalidRequest
+from penstock.serving.padding import Pads
 from penstock.serving.plan import Planner
 from penstock.testing import RecordingSink
 from penstock.types import Request, RequestedOutput, Tensor, TensorSpec
@@ -69,6 +70,41 @@ def test_a_request_of_more_rows_than_the_slab_holds_gets_extents():
     few, many = plans.plan(ask(x(1), n(1, 100))), plans.plan(ask(x(8), n(8, 100)))
     assert few.geometry.layout is not None
     assert many.geometry.layout is None
+
+
+class TestTokens:
+    """x has rows of four, n is padded: [2, 4] or longer."""
+
+    def counted(self, rows: int, width: int, *, is_proven: bool = True, **changes: object) -> int:
+        policy = BatchPolicy(8, is_dynamic=True, max_tokens=64)
+        config = replace(CONFIG, padding=Padding((PadAxis("n", 0),), (2, 8)), batching=policy)
+        config = replace(config, **changes)
+        plans = Planner(config, slab_bytes=4096)
+        plans.pads = Pads(config) if is_proven else None
+        return plans.plan(ask(x(rows), n(rows, width))).num_tokens
+
+    def test_padding_counts_where_it_is_computed(self):
+        assert self.counted(1, 2) == 2
+        assert self.counted(3, 3) == 24
+
+    def test_and_not_where_it_is_not(self):
+        packed = {"penstock.pack": "tokens"}
+        assert self.counted(3, 3, options=packed) == 9
+
+    def test_what_is_not_padded_counts_its_own_length(self):
+        assert self.counted(2, 11) == 22, "longer than every bucket"
+        assert self.counted(3, 3, is_proven=False) == 9, "padding would change answers"
+
+    def test_a_row_of_nothing_is_one(self):
+        assert self.counted(2, 0) == 2
+
+    def test_of_lengths_that_differ_the_longest_counts(self):
+        inputs = (TensorSpec("x", "FP32", (-1,)), TensorSpec("n", "INT64", (-1,)))
+        both = Padding((PadAxis("x", 0), PadAxis("n", 0)), (2, 8))
+        assert self.counted(2, 7, inputs=inputs, padding=both) == 14
+
+    def test_without_a_budget_nothing_is_counted(self):
+        assert self.counted(3, 3, batching=CONFIG.batching) == 0
 
 
 @pytest.mark.parametrize(

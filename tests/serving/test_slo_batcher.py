@@ -298,6 +298,127 @@ def test_it_recovers_from_a_stall():
     assert goodput(make_batcher(), arrivals, stalling) >= 0.9 * CAPACITY * (1 - 1 / arrivals[-1])
 
 
+# 4 ms and 0.5 ms for 10 tokens.
+TOKENS = replace(POLICY, max_batch_size=64, max_tokens=80)
+
+
+def tokens_s(num_tokens: float) -> float:
+    return duration_s(num_tokens / 10)
+
+
+def make_by_tokens(policy: BatchPolicy = TOKENS) -> SloBatcher:
+    batcher = SloBatcher(policy)
+    batcher.seed({tokens: tokens_s(tokens) for tokens in (1, 40, 80)})
+    return batcher
+
+
+def add_tokens(batcher: SloBatcher, tokens: list[int], now: float = 0.0) -> list[Request]:
+    """Those that were let in."""
+    added = []
+    for num_tokens in tokens:
+        request = make(now)
+        request.num_tokens = num_tokens
+        try:
+            batcher.add(request, "a", now)
+        except Overloaded:
+            continue
+        added.append(request)
+    return added
+
+
+class TestTokens:
+    def test_more_short_ones_than_long_ones_can_be_in_time(self):
+        short = add_tokens(make_by_tokens(), [5] * 100)
+        long = add_tokens(make_by_tokens(), [20] * 100)
+        # Two batches of 80 tokens end at 16 ms, and a little more before the margin.
+        assert len(short) == 36 and len(long) == 9
+
+    def test_rows_that_are_many_and_short_take_more_batches_than_their_tokens(self):
+        policy = replace(TOKENS, max_batch_size=4)
+        assert len(add_tokens(make_by_tokens(policy), [1] * 100)) < 25
+
+    @pytest.mark.parametrize("most", [2, 3, 4, 8])
+    def test_where_rows_are_the_limit_as_many_are_let_in_as_without_tokens(self, most):
+        by_rows = fill(make_batcher(replace(POLICY, max_batch_size=most)), 100)
+        by_tokens = make_by_tokens(replace(TOKENS, max_batch_size=most))
+        assert len(add_tokens(by_tokens, [10] * 100)) == len(by_rows)
+
+    def test_a_batch_closes_at_the_budget(self):
+        batcher = make_by_tokens()
+        added = add_tokens(batcher, [30, 30, 30, 5])
+        assert batcher.next(0.0) == added[:2]
+        assert batcher.closed_by == "token budget"
+        assert batcher.next(0.0) == added[2:]
+        assert batcher.closed_by == "queue empty"
+
+    def test_or_at_the_most_rows(self):
+        batcher = make_by_tokens(replace(TOKENS, max_batch_size=3))
+        added = add_tokens(batcher, [1] * 4)
+        assert batcher.next(0.0) == added[:3]
+        assert batcher.closed_by == "full"
+
+    def test_or_at_the_tokens_that_the_slo_has_room_for(self):
+        # T(b)(1 + 1/1) within 13 ms less the margin: 43 tokens.
+        batcher = make_by_tokens(replace(TOKENS, slo_latency_s=0.013))
+        requests = add_tokens(batcher, [1])
+        batcher.next(0.0)
+        requests = [make(0.0) for _ in range(9)]
+        for request in requests:
+            request.num_tokens = 10
+        batcher.put_back(requests, "a")
+        assert batcher.next(0.0) == requests[:4]
+        assert batcher.closed_by == "SLO target"
+
+    def test_whoever_has_more_than_the_budget_runs_alone_and_teaches_nothing(self):
+        batcher = make_by_tokens()
+        (large,) = add_tokens(batcher, [200])
+        assert batcher.next(0.0) == [large]
+        before = batcher.paces["a"].times.means_s
+        batcher.observe("a", 200, 0.0, 5.0)
+        assert batcher.paces["a"].times.means_s == before
+        assert len(add_tokens(batcher, [5], now=5.0)) == 1
+
+    def test_goodput_where_lengths_differ_by_much(self):
+        """What is predicted by rows is wrong for every batch, and more is late or refused."""
+        chance = random.Random(7)
+        arrivals = make_arrivals(4 * CAPACITY, 1.0, 8000)
+        tokens = [chance.choice([1, 1, 1, 19]) for _ in arrivals]
+        large = make_by_tokens(replace(TOKENS, max_tokens=640))
+        large.seed({640: tokens_s(640)})
+        by_tokens = simulate(large, arrivals, tokens_s, tokens=tokens)
+        rows = SloBatcher(replace(POLICY, max_batch_size=64))
+        rows.seed({rung: tokens_s(5.5 * rung) for rung in ladder(64)})
+        by_rows = simulate(rows, arrivals, tokens_s, tokens=tokens)
+        late = sorted(by_tokens.latencies_s)[int(0.99 * len(by_tokens.latencies_s))]
+        assert late <= 0.025
+        assert by_tokens.num_within(0.025) > 1.2 * by_rows.num_within(0.025)
+
+    def test_times_are_learnt_by_tokens(self):
+        chance = random.Random(3)
+        batcher = SloBatcher(TOKENS)
+        arrivals = make_arrivals(0.7 * CAPACITY, 1.0, 4000)
+        tokens = [chance.randint(1, 19) for _ in arrivals]
+        simulate(batcher, arrivals, tokens_s, tokens=tokens)
+        (pace,) = batcher.paces.values()
+        for num_tokens in (20, 40, 64):
+            assert pace.times.mean_s(num_tokens) == pytest.approx(tokens_s(num_tokens), rel=0.1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 3), st.integers(0, 2**32))
+def test_where_each_row_is_one_token_nothing_changes(most, num_executors, seed):
+    policy = BatchPolicy(most, is_dynamic=True, slo_latency_s=0.025)
+    arrivals = make_arrivals(2 * CAPACITY, 2.0, 300, seed)
+    outcomes = [
+        simulate(SloBatcher(each, num_executors), arrivals, duration_s, num_executors, tokens)
+        for each, tokens in (
+            (policy, ()),
+            (replace(policy, max_batch_size=99, max_tokens=most), [1] * len(arrivals)),
+        )
+    ]
+    assert outcomes[0] == outcomes[1]
+
+
 policies = st.builds(
     BatchPolicy,
     max_batch_size=st.integers(1, 12),
@@ -306,6 +427,7 @@ policies = st.builds(
     default_priority=st.just(2),
     max_pending=st.just(20),
     slo_latency_s=st.sampled_from([0.5, 2.0, 100.0]),
+    max_tokens=st.sampled_from([None, 9, 30]),
 )
 
 
@@ -326,6 +448,7 @@ def test_law_each_request_leaves_exactly_once(policy, num_executors, seed):
             case 0 | 1 | 2:
                 rows = chance.randint(1, policy.max_batch_size)
                 request = make(now, rows, chance.randrange(4), chance.choice([None, 0.5]))
+                request.num_tokens = rows * chance.randint(1, 9)
                 shape = chance.choice("abc")
                 try:
                     batcher.add(request, shape, now)
@@ -351,8 +474,9 @@ def test_law_each_request_leaves_exactly_once(policy, num_executors, seed):
             case 7:
                 if running:
                     started, batch = running.pop(0)
-                    rows = sum(request.num_rows for request in batch)
-                    batcher.observe(shape_of[batch[0]], rows, started, now)
+                    has_budget = policy.max_tokens is not None
+                    size = sum(each.num_tokens if has_budget else each.num_rows for each in batch)
+                    batcher.observe(shape_of[batch[0]], size, started, now)
     assert batcher.num_waiting == len(shape_of) - len(left)
     while batcher.num_waiting:
         left += batcher.expire(now)
@@ -365,6 +489,8 @@ def check(policy: BatchPolicy, batch: list[Request], shape_of: dict[Request, str
     assert len({shape_of[request] for request in batch}) == 1
     total = sum(request.num_rows for request in batch)
     assert len(batch) == 1 or (policy.is_dynamic and total <= policy.max_batch_size)
+    tokens = sum(request.num_tokens for request in batch)
+    assert len(batch) == 1 or policy.max_tokens is None or tokens <= policy.max_tokens
     for first, second in zip(batch, batch[1:], strict=False):
         assert first.priority <= second.priority
 

@@ -1,5 +1,5 @@
-"""How requests are batched: how many rows, by Triton's rules or by the SLO, padded to which
-lengths. Writes only config.pbtxt."""
+"""How requests are batched: how many rows or tokens, by Triton's rules or by the SLO, padded to
+which lengths. Writes only config.pbtxt."""
 
 from __future__ import annotations
 
@@ -77,10 +77,8 @@ def _table(situation: Situation) -> TimeTable | None:
 
 def _usual(situation: Situation, ranking: Ranking) -> list[Settings]:
     slo = situation.plan.slo
-    buckets = ranking.buckets()[-1]
+    kept = ranking.buckets()[-1] | shapes.tokens_of(situation.build.config)
     modes = ["fixed"] + ["slo"] * (slo is not None and slo.latency_s is not None)
     return [
-        {"mode": mode, "max_batch": str(size), **buckets}
-        for mode in modes
-        for size in USUAL_BATCHES
+        {"mode": mode, "max_batch": str(size), **kept} for mode in modes for size in USUAL_BATCHES
     ]

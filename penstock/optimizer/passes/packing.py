@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.config import ModelConfig, Padding
+from penstock.config import PACK, TOKENS, ModelConfig, Padding
 from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.simulate import row_lengths, variable_axes
 from penstock.types import DATATYPES
-
-OPTION, TOKENS = "penstock.pack", "tokens"
 
 
 class Packing:
@@ -43,7 +41,7 @@ class Packing:
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
         config = parent.config
-        options = {**config.options, OPTION: step.settings["pack"]}
+        options = {**config.options, PACK: step.settings["pack"]}
         config = replace(config, options=options)
         if "bucket" in step.settings:
             config = _with_one_bucket(config, int(step.settings["bucket"]))
@@ -59,7 +57,7 @@ class Packing:
 def _reason_against(config: ModelConfig) -> str:
     if config.backend != "pytorch" or not config.artifact.endswith(".py"):
         return "not a PyTorch module"
-    if OPTION in config.options:
+    if PACK in config.options:
         return "packed already"
     if "penstock.compile" in config.options:
         return "the model is compiled for its shapes"

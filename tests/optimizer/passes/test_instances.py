@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from served_builds import a_config, a_situation, a_table, mean_build, read
+from served_builds import a_config, a_situation, a_table, mean_build, null_build, read
 
 from penstock.optimizer import passes
 from penstock.optimizer.candidates import Skip, Step
@@ -65,6 +65,17 @@ def test_what_is_built_reads_back(tmp_path: Path, write_onnx):
     config = read(target).config
     assert config.num_instances == 2
     assert config.options == {"intra_op_thread_count": "1"}
+
+
+def test_what_is_on_several_gpus_stays_there(tmp_path: Path):
+    parent = null_build(tmp_path, a_ms=1)
+    path = parent.folder / "config.pbtxt"
+    path.write_text(path.read_text() + "instance_group { kind: KIND_GPU gpus: [ 0, 1 ] }")
+    step = Step("instances", {"instances": "4", "threads": "8"})
+    plan, machine = Plan("m", "model", "out"), Machine("a processor", 8, 1 << 33, ())
+    target = tmp_path / "built" / "model"
+    Instances().build(read(parent.folder), step, target, Workshop(plan, machine, None, tmp_path))
+    assert read(target).config.workers == (("cuda:0", 2), ("cuda:1", 2))
 
 
 def test_check_compares_with_what_the_runtime_says():

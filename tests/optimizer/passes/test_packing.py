@@ -13,9 +13,11 @@ from suites.onnx_models import opened, workshop
 
 from penstock import pbtxt
 from penstock.config import PadAxis, Padding
+from penstock.optimizer import trials
 from penstock.optimizer.candidates import Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes.packing import Packing
+from penstock.optimizer.shapes import token_budgets
 
 PASS = Packing()
 TOKENS = Step("packing", {"pack": "tokens", "bucket": "32"})
@@ -81,6 +83,23 @@ def test_what_was_not_padded_is_padded_then(tmp_path: Path) -> None:
     made = built(replace(config, padding=None), tmp_path)
     assert made.padding is not None and made.padding.buckets == (32,)
     assert {axis.input for axis in made.padding.axes} == {"input_ids", "attention_mask"}
+
+
+def test_batch_times_of_what_was_packed_know_their_tokens(tmp_path: Path) -> None:
+    """They go by those, and a budget of tokens is proposed from them."""
+    config = replace(write(tmp_path / "m" / "1"), max_batch_size=4, device="cpu")
+    config = replace(config, batching=replace(config.batching, max_batch_size=4))
+    made = built(config, tmp_path)
+    assert made.is_packed
+    lengths = (3, 19, 7, 30, 11)
+    rows = [
+        {name: array[0] for name, array in texts((length,), length).items()} for length in lengths
+    ]
+    table = trials.times(opened(tmp_path / "t" / "m"), rows, 1, 1)
+    assert list(table.seconds) == list(table.tokens) == [32]
+    assert table.tokens[32][4] == 3 + 19 + 7 + 30
+    assert table.tokens[32][8] == 70 + 3 + 19 + 7
+    assert token_budgets(table, 32, None) == [max(32, max(table.by_tokens) // 256 * 256)]
 
 
 def test_a_model_that_was_not_packed_is_caught() -> None:
