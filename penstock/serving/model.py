@@ -48,8 +48,10 @@ VARIABLE_SLAB_BYTES = 4 * MIB
 MAX_PARTS = 256
 # What one dispatch frame may take of a socket buffer.
 MAX_DISPATCH_BYTES = 128 * 1024
-# Queued requests wait this long for the first instance to come back.
+# Queued requests wait this long for the first instance to come back, or as many times as long as
+# the model took to load before: one that is being loaded is on its way.
 UNAVAILABLE_AFTER_S = 30.0
+LOAD_FACTOR = 2
 HANG_FACTOR = 20
 QUEUE_TIMEOUT = Overloaded("Request timeout expired", reason="queue_timeout")
 DROPPED = Overloaded(
@@ -766,7 +768,8 @@ class Model:
         """Do not let clients wait for an instance that does not come back."""
         if self.state != "READY" or any(i.is_ready for i in self.instances):
             return
-        if self.num_waiting and self._clock() - self._without_instance_since > UNAVAILABLE_AFTER_S:
+        patience_s = max(UNAVAILABLE_AFTER_S, LOAD_FACTOR * self.metrics.load_s)
+        if self.num_waiting and self._clock() - self._without_instance_since > patience_s:
             self._fail_waiting(NotReady(self._not_ready_text()))
 
     def _fail_waiting(self, error: PenstockError) -> None:

@@ -920,6 +920,35 @@ def test_law_every_admitted_request_ends_exactly_once_with_its_own_bytes(config,
         run(config, Chaos(config, seed))
 
 
+@pytest.mark.parametrize(("load_s", "patience_s"), [(1.0, 30.0), (40.0, 80.0)])
+def test_requests_wait_for_a_worker_as_long_as_one_may_be_loading(load_s, patience_s):
+    clock = FakeClock()
+
+    async def scenario() -> None:
+        puppets = Puppets()
+        model = Model(FIXED, start_life=puppets, clock=clock)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        model.metrics.load_s = load_s
+        (worker,) = puppets.alive
+        worker.kill()
+        await settle()
+        request = ask(FIXED, canary(0, (1, 4)))
+        model.submit(request)
+        for seconds, is_refused in ((patience_s - 0.1, False), (0.2, True)):
+            clock.advance(seconds)
+            # As the supervisor does, twice a second.
+            model.hang_limit_s(model.instances[0])
+            assert request.is_done is is_refused
+        assert isinstance(request.sink.error, NotReady)
+        closing = asyncio.ensure_future(model.close())
+        await puppets.step_all()
+        await closing
+
+    asyncio.run(scenario())
+
+
 # What was waited for.
 
 
