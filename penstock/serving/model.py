@@ -1,7 +1,8 @@
 """One version of a model as a Servable: admit, place, batch, dispatch, reply.
 
-Owns the batcher, the slabs and what is in flight; lives on the core's event loop and takes no lock.
-It knows no protocol (requests carry their sink) and no process (the supervisor does).
+Owns the batcher, the slabs and what is in flight; lives on the core's event loop and takes no lock:
+a thread that copies large rows (`copier`) is waited for before a batch leaves. It knows no protocol
+(requests carry their sink) and no process (the supervisor does).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from penstock.errors import (
     TooLarge,
 )
 from penstock.metrics import ModelMetrics, Waits
+from penstock.serving import copier
 from penstock.serving.batcher import Batcher, Sequencer
 from penstock.serving.explain import Explanation, explain
 from penstock.serving.history import History, Record
@@ -124,6 +126,7 @@ class Model:
             max(config.memory.max_slabs, 2 * config.num_instances),
             self._supervisor.add_slab,
         )
+        self._copier = copier.Copier()
         self._column = {
             index: column
             for column, index in enumerate(
@@ -207,6 +210,7 @@ class Model:
         self._fail_waiting(NotReady(f"model '{self.config.name}' is being unloaded"))
         await self._supervisor.stop()
         self._fail_waiting(NotReady(f"model '{self.config.name}' is being unloaded"))
+        self._copier.close()
         self._pool.close()
         self._input_spill.close()
 
@@ -278,7 +282,8 @@ class Model:
         self._finish(request, BackendFailed("the request could not be placed in shared memory"))
 
     def _fill(self, request: Request, place: Place) -> None:
-        """Copy the tensors into their rows; the request's own bytes are no longer needed."""
+        """Copy the tensors into their rows; the request's own bytes are needed no longer than until
+        the copier has them."""
         request.place = place
         plan, view, row = request.fit.plan, place.slab.seg.view, place.row
         inputs = request.inputs
@@ -288,7 +293,11 @@ class Model:
             return
         for (offset, row_bytes), index in zip(plan.geometry.input_columns, plan.order, strict=True):
             start = offset + row * row_bytes
-            view[start : start + place.count * row_bytes] = inputs[index].data
+            end = start + place.count * row_bytes
+            if end - start < copier.MIN_BYTES:
+                view[start:end] = inputs[index].data
+            else:
+                self._copier.copy(view[start:end], inputs[index].data)
         request.inputs = ()
 
     def _fill_padded(self, request: Request, plan: Plan, place: Place) -> None:
@@ -400,6 +409,7 @@ class Model:
 
     def _abandon(self, flight: InFlight, error: PenstockError) -> None:
         """A batch that was never sent ends with an error."""
+        self._copier.wait()
         self._ended(flight)
         self._release_flight(flight)
         for request in flight.requests:
@@ -430,6 +440,7 @@ class Model:
         layout = geometry.layout
         assert layout is not None
         self._place_all(flight, geometry, layout)
+        self._copier.wait()
         runs: list[frames.Run] = []
         slab: Slab | None = None
         start = count = 0
@@ -633,6 +644,9 @@ class Model:
     def _release(self, request: Request, was_dispatched: bool = True) -> None:
         place = request.place
         if place is not None:
+            if not was_dispatched:
+                # The rows are somebody else's next.
+                self._copier.wait()
             request.place = None
             self._pool.release(place, was_dispatched)
 
