@@ -49,6 +49,7 @@ from penstock.backends import Batch, PinsMemory, backend
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+# Repositories, caches of compilers, and what was measured so far.
 WORK = ROOT / ".bench" / "gpu" / "server"
 # What one row may take.
 ROW_S = 240
@@ -108,15 +109,12 @@ def row_names(args: argparse.Namespace) -> list[str]:
 
 def run(args: argparse.Namespace) -> None:
     began = time.monotonic()
-    folder = Path(os.environ.get("OUT", WORK / "results" if args.tiny else RESULTS))
-    out = args.out or folder / f"gpu_server_{args.model}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    found = json.loads(out.read_text()) if out.is_file() else {"model": args.model, "rows": {}}
+    out, kept = args.out or default_output(args), WORK / default_output(args).name
+    known = next((path for path in (kept, out) if path.is_file()), None)
+    found = json.loads(known.read_text()) if known else {"model": args.model, "rows": {}}
     for name in row_names(args):
         key = f"{name}; batch {args.max_batch}"
-        known = found["rows"].get(key, {"failed": "not measured"})
-        is_wanted = args.again or "failed" in known or not is_there(name, args)
-        if args.only not in name or not is_wanted:
+        if not is_wanted(name, found["rows"].get(key), args):
             continue
         if time.monotonic() - began > args.seconds:
             print(f"{key}: no time left; the same command goes on", flush=True)
@@ -125,14 +123,22 @@ def run(args: argparse.Namespace) -> None:
         row = in_a_child(args, name)
         row["took_s"] = round(time.monotonic() - row_began, 1)
         found["rows"][key] = row
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        for path in (kept, out):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{time.monotonic() - began:6.1f} s  {key}  {in_short(row)}", flush=True)
     show(found)
 
 
-def is_there(name: str, args: argparse.Namespace) -> bool:
-    """A repository may be gone although its row is known: another machine wrote it."""
-    return name != "write" or repository_of(args).is_dir()
+def default_output(args: argparse.Namespace) -> Path:
+    folder = Path(os.environ.get("OUT", WORK / "results" if args.tiny else RESULTS))
+    return folder / f"gpu_server_{args.model}{'_tiny' if args.tiny else ''}.json"
+
+
+def is_wanted(name: str, known: dict[str, Any] | None, args: argparse.Namespace) -> bool:
+    if name == "write" and not repository_of(args).is_dir():
+        return True  # It may be gone although its row is known: another machine wrote it.
+    return args.only in name and (args.again or known is None or "failed" in known)
 
 
 def repository_of(args: argparse.Namespace) -> Path:
