@@ -62,6 +62,7 @@ COMPILED = (".ttir", ".ptx", ".py", ".so", ".cpp")
 CPU = re.compile(r'^penstock_process_cpu_seconds{process="(\w+)".*} (\S+)', re.M)
 URL = re.compile(r"http://127\.0\.0\.1:(\d+)/v2")
 BUILT = re.compile(r" was built with (.*)")
+TIMED = re.compile(r"fusion_timed=(\d+)")
 # What must not be in the log of a model that is to be fast.
 SPOILT = re.compile(r"(served one request at a time|not padded): .*")
 
@@ -258,12 +259,15 @@ def starts(root: Path) -> dict[str, Any]:
         shutil.rmtree(empty, ignore_errors=True)
         before = kept_in(where)
         with served(root, 0, where) as server:
+            server.check()
             new = kept_in(where) - before
             compiled = [each for each in new if each.endswith(COMPILED)]
             found[name] = {
                 "ready_s": round(server.ready_s, 2),
                 "num_compiled": len(compiled),
                 "num_new_in_caches": len(new),
+                # Layers whose implementations were timed: 0 where the version says which to take.
+                "num_timed": server.num_timed(),
             }
             found["built"] = server.built()
     shutil.rmtree(empty, ignore_errors=True)
@@ -285,6 +289,10 @@ class Server:
     def built(self) -> str:
         match = BUILT.search(self._log.read_text())
         return match[1] if match else ""
+
+    def num_timed(self) -> int:
+        match = TIMED.search(self.built())
+        return int(match[1]) if match else 0
 
     def check(self) -> None:
         """A model that is not batched as it was asked to be is not worth measuring."""
@@ -417,7 +425,9 @@ def remark_of(row: dict[str, Any]) -> str:
     if "failed" in row or "second" in row:
         if "second" not in row:
             return in_short(row)
-        return f"{in_short(row)}; compiled by the second: {row['second']['num_compiled']}"
+        second = row["second"]
+        did = f"compiled {second['num_compiled']}, timed {second['num_timed']}"
+        return f"{in_short(row)}; the second {did}"
     level = best_level(row.get("levels", ()), row.get("rate"))
     if level is None:
         return row.get("reason", "")
