@@ -1,4 +1,5 @@
-"""A model in this process: the same Model and batcher as the server, with a thread for a worker."""
+"""A model in this process: the same Model and batcher as the server. `LocalModel` has a loop of its
+own and a thread for a worker; `start` is for whoever has a loop."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, InvalidRequest, NotReady, PenstockError
 from penstock.serving.model import Model
 from penstock.serving.placement import place
-from penstock.serving.supervisor import ThreadLife
+from penstock.serving.supervisor import StartLife, ThreadLife
 from penstock.types import (
     DATATYPES,
     Array,
@@ -140,13 +141,7 @@ class LocalModel:
         return self._model.metrics.statistics()
 
     async def _start(self) -> Model:
-        model = Model(self.config, start_life=ThreadLife)
-        try:
-            await model.start()
-        except ConfigError:
-            await model.close()
-            raise
-        return model
+        return await start(self.config, ThreadLife)
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -171,6 +166,22 @@ class LocalModel:
                 f"it takes {', '.join(self._inputs)}"
             )
         return spec
+
+
+async def start(config: ModelConfig, start_life: StartLife) -> Model:
+    """On the running loop, with workers of this kind; ConfigError when they cannot load it."""
+    model = Model(config, start_life=start_life)
+    try:
+        await model.start()
+    except BaseException:
+        await model.close()
+        raise
+    return model
+
+
+def placed(config: ModelConfig) -> ModelConfig:
+    """On the GPUs that there are, where it runs on any; ConfigError if those are others."""
+    return place(config, devices.read_gpus()) if config.uses_gpu else config
 
 
 def _cast(spec: TensorSpec, values: Array) -> Array:
@@ -210,5 +221,4 @@ def _config(path: str, version: str) -> ModelConfig:
         raise ConfigError([f"{path}: no version {version}"])
     if len(names) > 1:
         raise ConfigError([f"{path}: holds {', '.join(names)}; give the folder of one model"])
-    config = configs[-1]
-    return place(config, devices.read_gpus()) if config.uses_gpu else config
+    return placed(configs[-1])

@@ -50,6 +50,8 @@ class Model:
     tiny_inputs: Mapping[str, Tensor] | None = None
 
 
+# Mean and deviation of red, green and blue.
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF = {"penstock.dtype": "fp16"}
 LAST = {**HALF, "penstock.memory_format": "channels_last"}
 GRAPHS = {"penstock.cuda_graphs": "on"}
@@ -163,6 +165,21 @@ class VisionTransformer(nn.Module):
         return {"scores": self.head(self.norm(self.layers(x))[:, 0])}
 
 
+class FromBytes(nn.Module):
+    """Images as decoders give them, a byte for each colour, normalised on the device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        mean, deviation = torch.tensor(IMAGENET).reshape(2, 1, 3, 1, 1)
+        self.register_buffer("scale", 1 / (255 * deviation))
+        self.register_buffer("shift", -mean / deviation)
+
+    def forward(self, image):
+        # Channels last, as they came; in the precision of the buffers.
+        return self.model(image.permute(0, 3, 1, 2) * self.scale + self.shift)
+
+
 @torch.no_grad()
 def _trained(module: nn.Module, seed: int = 7) -> nn.Module:
     """Weights and statistics of the sizes that training leaves; the last convolution of a block
@@ -206,6 +223,14 @@ def vit_b() -> nn.Module:
 
 def vit_tiny() -> nn.Module:
     return _trained(VisionTransformer(image=32, patch=8, width=64, num_heads=2, depth=2))
+
+
+def resnet50_bytes() -> nn.Module:
+    return FromBytes(resnet50()).eval()
+
+
+def resnet_tiny_bytes() -> nn.Module:
+    return FromBytes(resnet_tiny()).eval()
 
 
 MODELS: dict[str, Model] = {

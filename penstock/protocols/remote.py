@@ -20,7 +20,7 @@ from typing import Any
 from penstock import logs
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
 from penstock.protocols.gate import Gate, Keys
-from penstock.protocols.line import Line, Outbox, unpack
+from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.serving.slab import Segment
 from penstock.serving.worker import die_with_parent
 from penstock.types import CANCELLED, Buffer, Parameter, Request, Response, Tensor
@@ -28,6 +28,8 @@ from penstock.wire import frames
 
 # Requests that may wait for memory while the segment is full of others.
 MAX_WAITING = 1024
+# Of a message besides its body; one that travels along still fits the frame.
+MAX_HEAD_BYTES = MAX_SENT_BYTES - 2 * INLINE_BYTES
 
 
 def _kinds(base: type[PenstockError]) -> dict[str, type[PenstockError]]:
@@ -127,9 +129,12 @@ class Remote:
             del self._questions[call]
 
     def forward(self, message: frames.Forward, body: Buffer, deliver: Deliver) -> None:
-        """Let the core answer a message; its `call` is given here. Raises Overloaded."""
+        """Let the core answer a message; its `call` is given here. Raises Overloaded, and TooLarge
+        before anything is held for it: once it waits, nobody is there to be told."""
         message.call = next(self._numbers)
         self._check_waiting()
+        if len(frames.encode(message)) > MAX_HEAD_BYTES:
+            raise TooLarge("the head of the message is too large")
 
         def send(parcel: frames.Parcel) -> None:
             message.parcel = parcel

@@ -1,7 +1,8 @@
 """One version of a model as a Servable: admit, place, batch, dispatch, reply.
 
-Owns the batcher, the slabs and what is in flight; lives on the core's event loop and takes no lock.
-It knows no protocol (requests carry their sink) and no process (the supervisor does).
+Owns the batcher, the slabs and what is in flight; lives on the core's event loop and takes no lock:
+a thread that copies large rows (`copier`) is waited for before a batch leaves. It knows no protocol
+(requests carry their sink) and no process (the supervisor does).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from penstock.errors import (
     TooLarge,
 )
 from penstock.metrics import ModelMetrics, Waits
+from penstock.serving import copier
 from penstock.serving.batcher import Batcher, Sequencer
 from penstock.serving.explain import Explanation, explain
 from penstock.serving.history import History, Record
@@ -48,8 +50,10 @@ VARIABLE_SLAB_BYTES = 4 * MIB
 MAX_PARTS = 256
 # What one dispatch frame may take of a socket buffer.
 MAX_DISPATCH_BYTES = 128 * 1024
-# Queued requests wait this long for the first instance to come back.
+# Queued requests wait this long for the first instance to come back, or as many times as long as
+# the model took to load before: one that is being loaded is on its way.
 UNAVAILABLE_AFTER_S = 30.0
+LOAD_FACTOR = 2
 HANG_FACTOR = 20
 QUEUE_TIMEOUT = Overloaded("Request timeout expired", reason="queue_timeout")
 DROPPED = Overloaded(
@@ -133,6 +137,7 @@ class Model:
             max(config.memory.max_slabs, 2 * config.num_instances),
             self._supervisor.add_slab,
         )
+        self._copier = copier.Copier()
         self._column = {
             index: column
             for column, index in enumerate(
@@ -216,6 +221,7 @@ class Model:
         self._fail_waiting(NotReady(f"model '{self.config.name}' is being unloaded"))
         await self._supervisor.stop()
         self._fail_waiting(NotReady(f"model '{self.config.name}' is being unloaded"))
+        self._copier.close()
         self._pool.close()
         self._input_spill.close()
 
@@ -288,7 +294,8 @@ class Model:
         self._finish(request, BackendFailed("the request could not be placed in shared memory"))
 
     def _fill(self, request: Request, place: Place) -> None:
-        """Copy the tensors into their rows; the request's own bytes are no longer needed."""
+        """Copy the tensors into their rows; the request's own bytes are needed no longer than until
+        the copier has them."""
         request.place = place
         plan, view, row = request.fit.plan, place.slab.seg.view, place.row
         inputs = request.inputs
@@ -298,7 +305,11 @@ class Model:
             return
         for (offset, row_bytes), index in zip(plan.geometry.input_columns, plan.order, strict=True):
             start = offset + row * row_bytes
-            view[start : start + place.count * row_bytes] = inputs[index].data
+            end = start + place.count * row_bytes
+            if end - start < copier.MIN_BYTES:
+                view[start:end] = inputs[index].data
+            else:
+                self._copier.copy(view[start:end], inputs[index].data)
         request.inputs = ()
 
     def _fill_padded(self, request: Request, plan: Plan, place: Place) -> None:
@@ -411,6 +422,7 @@ class Model:
 
     def _abandon(self, flight: InFlight, error: PenstockError) -> None:
         """A batch that was never sent ends with an error."""
+        self._copier.wait()
         self._ended(flight)
         self._release_flight(flight)
         for request in flight.requests:
@@ -441,6 +453,7 @@ class Model:
         layout = geometry.layout
         assert layout is not None
         self._place_all(flight, geometry, layout)
+        self._copier.wait()
         runs: list[frames.Run] = []
         slab: Slab | None = None
         start = count = 0
@@ -648,6 +661,9 @@ class Model:
     def _release(self, request: Request, was_dispatched: bool = True) -> None:
         place = request.place
         if place is not None:
+            if not was_dispatched:
+                # The rows are somebody else's next.
+                self._copier.wait()
             request.place = None
             self._pool.release(place, was_dispatched)
 
@@ -785,7 +801,8 @@ class Model:
         """Do not let clients wait for an instance that does not come back."""
         if self.state != "READY" or any(i.is_ready for i in self.instances):
             return
-        if self.num_waiting and self._clock() - self._without_instance_since > UNAVAILABLE_AFTER_S:
+        patience_s = max(UNAVAILABLE_AFTER_S, LOAD_FACTOR * self.metrics.load_s)
+        if self.num_waiting and self._clock() - self._without_instance_since > patience_s:
             self._fail_waiting(NotReady(self._not_ready_text()))
 
     def _fail_waiting(self, error: PenstockError) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import BackendFailed, Cancelled, Overloaded
-from penstock.protocols.line import INLINE_BYTES, Line
-from penstock.protocols.remote import KINDS, MAX_WAITING, Remote
+from penstock.errors import BackendFailed, Cancelled, Overloaded, TooLarge
+from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line
+from penstock.protocols.remote import KINDS, MAX_HEAD_BYTES, MAX_WAITING, Remote
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import socket_pair
 from penstock.testing import RecordingSink
@@ -84,8 +84,10 @@ async def test_a_ping_is_answered_with_the_number_of_clients(until: Callable[...
     core.close()
 
 
-def forward(core: Core, size: int) -> tuple[frames.Forward, list[bytes]]:
-    message = frames.Forward(0, 1.0, b"GET", b"/", {}, True, False, frames.Parcel())
+def forward(
+    core: Core, size: int, headers: dict[bytes, bytes] | None = None
+) -> tuple[frames.Forward, list[bytes]]:
+    message = frames.Forward(0, 1.0, b"GET", b"/", headers or {}, True, False, frames.Parcel())
     answers: list[bytes] = []
     core.remote.forward(message, bytes(size), lambda data, _: answers.append(data))
     return message, answers
@@ -118,6 +120,24 @@ async def test_a_message_that_waits_for_memory_can_be_taken_back(until: Callable
     with pytest.raises(Overloaded):
         for _ in range(MAX_WAITING + 1):
             forward(core, BIG)
+    core.close()
+
+
+@pytest.mark.parametrize("size", [1, INLINE_BYTES, BIG])
+async def test_a_head_that_fits_no_frame_is_refused_and_holds_nothing(
+    size: int, until: Callable[..., Any]
+):
+    core = Core()
+    held = forward(core, BIG)[0] if size == BIG else None  # There is no room for a second.
+    num_held = core.remote.num_running
+    with pytest.raises(TooLarge, match="head"):
+        forward(core, size, {b"x": bytes(MAX_SENT_BYTES)})
+    assert core.remote.num_running == core.remote.num_extents_held == num_held
+    largest, _ = forward(core, size, {b"x": bytes(MAX_HEAD_BYTES - 100)})
+    if held is not None:
+        await until(lambda: core.heard)
+        core.line.send(frames.Forwarded(held.call, frames.Parcel()))
+    await until(lambda: largest in core.heard)
     core.close()
 
 

@@ -32,7 +32,7 @@ from penstock.errors import (
     TooLarge,
 )
 from penstock.metrics import ModelMetrics
-from penstock.serving import supervisor, worker
+from penstock.serving import copier, supervisor, worker
 from penstock.serving.model import Model
 from penstock.serving.slab import Segment
 from penstock.testing import FakeClock, Puppets, RecordingSink, settle
@@ -774,6 +774,29 @@ def test_slo_mode_survives_failing_batches_and_dying_workers():
     run(config, scenario)
 
 
+def test_rows_that_take_long_to_copy_are_there_when_the_worker_reads_them():
+    shape = (1 << 20,)
+    specs = [TensorSpec(name, "INT64", shape) for name in "xy"]
+    config = replace(FIXED, inputs=(specs[0],), outputs=(specs[1],))
+
+    async def scenario(model, puppets):
+        for turn in range(3):
+            requests = [ask(config, canary(10 * turn + i, (1, *shape))) for i in range(4)]
+            for request in requests:
+                model.submit(request)
+            # Its rows are free for others although they may not be filled yet.
+            model.cancel(requests[1])
+            late = ask(config, canary(10 * turn + 5, (1, *shape)))
+            model.submit(late)
+            await puppets.step_all()
+            assert isinstance(requests.pop(1).sink.error, Cancelled)
+            for request, number in zip([*requests, late], (0, 2, 3, 5), strict=True):
+                expected = canary(10 * turn + number, (1, *shape))
+                np.testing.assert_array_equal(request.sink.outputs[0]["y"], expected)
+
+    run(config, scenario)
+
+
 def test_preserve_ordering_holds_answers_back():
     batching = BatchPolicy(1, is_dynamic=True, preserve_ordering=True)
     config = replace(FIXED, max_batch_size=1, batching=batching, num_instances=2)
@@ -976,11 +999,44 @@ class Chaos:
     ],
 )
 @settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 2**32))
-def test_law_every_admitted_request_ends_exactly_once_with_its_own_bytes(config, seed):
+@given(seed=st.integers(0, 2**32), is_copied_apart=st.booleans())
+def test_law_every_admitted_request_ends_exactly_once_with_its_own_bytes(
+    config, seed, is_copied_apart
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+        if is_copied_apart:
+            patch.setattr(copier, "MIN_BYTES", 1)
         run(config, Chaos(config, seed))
+
+
+@pytest.mark.parametrize(("load_s", "patience_s"), [(1.0, 30.0), (40.0, 80.0)])
+def test_requests_wait_for_a_worker_as_long_as_one_may_be_loading(load_s, patience_s):
+    clock = FakeClock()
+
+    async def scenario() -> None:
+        puppets = Puppets()
+        model = Model(FIXED, start_life=puppets, clock=clock)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        model.metrics.load_s = load_s
+        (worker,) = puppets.alive
+        worker.kill()
+        await settle()
+        request = ask(FIXED, canary(0, (1, 4)))
+        model.submit(request)
+        for seconds, is_refused in ((patience_s - 0.1, False), (0.2, True)):
+            clock.advance(seconds)
+            # As the supervisor does, twice a second.
+            model.hang_limit_s(model.instances[0])
+            assert request.is_done is is_refused
+        assert isinstance(request.sink.error, NotReady)
+        closing = asyncio.ensure_future(model.close())
+        await puppets.step_all()
+        await closing
+
+    asyncio.run(scenario())
 
 
 # What was waited for.

@@ -1,8 +1,9 @@
-"""A model in this process: no network and no protocol, but the same batcher and worker loop as the
+"""A model in this process: no network and no protocol, but the same batcher and workers as the
 server's. What is measured is the model with its batching.
 
-Describing reads files only; `open` loads. The model has threads of its own and shares the
-interpreter with whoever sends: a generator that computes much slows it down.
+Describing reads files only; `open` loads. The batcher lives on the loop of whoever sends, so that
+a request passes from hand to hand without waking anybody; workers are processes, as the server's,
+so that driving a device does not share an interpreter with sending.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ import hashlib
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
 import penstock
+from penstock import local, pbtxt, repository
 from penstock import manifest as manifests
-from penstock import pbtxt, repository
 from penstock.benchmark.exchange import Exchange
 from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters, Description, TargetSpec
 from penstock.benchmark.targets.shared import config_digest, counters_of, in_short, tensors_of
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, NotFound, PenstockError
-from penstock.local import LocalModel
+from penstock.serving.model import Model
+from penstock.serving.supervisor import ProcessLife
 from penstock.types import Request, Response, Tensor, Timings
 
 SWEEP_S = 0.5
@@ -44,33 +45,9 @@ class Item:
         self.form = tuple((tensor.name, tensor.shape, len(tensor.data)) for tensor in tensors)
 
 
-class Reply:
-    """The sink of one exchange: called on the model's thread, where it notes the time."""
-
-    __slots__ = ("_target", "exchange")
-
-    def __init__(self, target: InProcess, exchange: Exchange) -> None:
-        self._target = target
-        self.exchange = exchange
-
-    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
-        self._target.answered(time.monotonic(), self, request, answer)
-
-
-class Answer:
-    """What came back, on its way to the loop of whoever sent it."""
-
-    __slots__ = ("at", "failure", "reply", "timings")
-
-    def __init__(self, at: float, reply: Reply, timings: Timings, failure: str | None) -> None:
-        self.at = at
-        self.reply = reply
-        self.timings = timings
-        self.failure = failure
-
-
 class InProcess:
-    """Invariant: an exchange is in `_open` until it has ended, in the order they were sent."""
+    """The sink of its own requests. Invariant: they are in `_open`, those that were sent first come
+    first, until their exchanges have ended."""
 
     # One model, whatever the load: there is nothing to connect and nothing to wait for.
     num_connections = 1
@@ -79,13 +56,10 @@ class InProcess:
     def __init__(self, spec: TargetSpec) -> None:
         self._spec = spec
         self._form: RequestForm | None = None
-        self._model: LocalModel | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: dict[Reply, Request] = {}
-        self._answers: deque[Answer] = deque()
-        self._is_taking_due = False
+        self._model: Model | None = None
+        self._open: dict[Request, Exchange] = {}
         self._sweep: asyncio.TimerHandle | None = None
-        self._num_sent = 0
+        self._num_answered = 0
         # Seconds that loading took, warm-up of every batch size included.
         self.load_s: float | None = None
 
@@ -110,25 +84,23 @@ class InProcess:
 
     async def counters(self) -> Counters | None:
         """None while the model is not loaded here."""
-        if self._model is None:
-            return None
-        return counters_of(await asyncio.to_thread(self._model.statistics))
+        return None if self._model is None else counters_of(self._model.metrics.statistics())
 
     async def open(self, num_connections: int) -> None:
         if self._model is not None:
             return
         if self._form is None:
             await self.describe()
-        self._loop = asyncio.get_running_loop()
-        folder, config = await asyncio.to_thread(find, self._spec)
+        _, config = await asyncio.to_thread(find, self._spec)
         began = time.monotonic()
         try:
-            self._model = await asyncio.to_thread(LocalModel, str(folder), config.version)
+            placed = await asyncio.to_thread(local.placed, config)
+            self._model = await local.start(placed, ProcessLife)
         except ConfigError as error:
             problems = [f"{self._spec.address}: {problem}" for problem in error.problems]
             raise ConfigError(problems) from None
         self.load_s = time.monotonic() - began
-        self._sweep = self._loop.call_later(SWEEP_S, self._end_late)
+        self._plan_sweep()
 
     def encode(self, sample: Sample) -> Item:
         assert self._form is not None, "inputs are encoded after `describe` or `open`"
@@ -137,79 +109,63 @@ class InProcess:
     def send(self, exchange: Exchange) -> None:
         exchange.sent = now = time.monotonic()
         item: Item = exchange.item
-        reply = Reply(self, exchange)
-        request = Request(reply, item.tensors, now)
+        request = Request(self, item.tensors, now)
         request.form = item.form
-        self._open[reply] = request
+        self._open[request] = exchange
         if self._model is None:
-            asyncio.get_running_loop().call_soon(self._end, reply, "cancelled")
+            asyncio.get_running_loop().call_soon(self._end, request, "cancelled")
             return
-        self._model.send(request)
+        self._model.submit(request)
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        exchange = self._open.pop(request, None)
+        if exchange is None:
+            return  # It was too late.
+        exchange.done = time.monotonic()
+        if isinstance(answer, PenstockError):
+            exchange.failure = failure_text(answer)
+        elif self._spec.timing_every:
+            self._note_phases(exchange, request.timings)
+        exchange.finish(exchange)
 
     async def close(self) -> None:
         model, self._model = self._model, None
         if self._sweep is not None:
             self._sweep.cancel()
-        for reply in list(self._open):
-            self._end(reply, "cancelled")
+        for request in list(self._open):
+            self._end(request, "cancelled")
         if model is not None:
-            await asyncio.to_thread(model.close)
-
-    def answered(
-        self, at: float, reply: Reply, request: Request, answer: Response | PenstockError
-    ) -> None:
-        """On the model's thread. One call wakes the other loop for all that wait."""
-        failure = failure_text(answer) if isinstance(answer, PenstockError) else None
-        self._answers.append(Answer(at, reply, request.timings, failure))
-        if not self._is_taking_due:
-            self._is_taking_due = True
-            assert self._loop is not None
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._take_answers)
-
-    def _take_answers(self) -> None:
-        # First: what is answered from now on wakes this loop again.
-        self._is_taking_due = False
-        for _ in range(len(self._answers)):
-            answer = self._answers.popleft()
-            exchange = answer.reply.exchange
-            if self._open.pop(answer.reply, None) is None:
-                continue  # It was too late.
-            exchange.done = answer.at
-            exchange.failure = answer.failure
-            if answer.failure is None:
-                self._note_phases(exchange, answer.timings)
-            exchange.finish(exchange)
+            await model.close()
 
     def _note_phases(self, exchange: Exchange, timings: Timings) -> None:
-        every = self._spec.timing_every
-        if every:
-            self._num_sent += 1
-            if self._num_sent % every == 0:
-                exchange.phases = phases_of(timings)
+        self._num_answered += 1
+        if self._num_answered % self._spec.timing_every == 0:
+            exchange.phases = phases_of(timings)
+
+    def _plan_sweep(self) -> None:
+        self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._end_late)
 
     def _end_late(self) -> None:
         """Those that were sent first come first."""
-        assert self._loop is not None
         latest = time.monotonic() - self._spec.timeout_s
         is_late = partial(_was_sent_before, latest)
-        for reply, request in list(takewhile(is_late, self._open.items())):
+        for request, _ in list(takewhile(is_late, self._open.items())):
+            self._end(request, f"no answer within {self._spec.timeout_s:g} s")
             if self._model is not None:
                 self._model.cancel(request)
-            self._end(reply, f"no answer within {self._spec.timeout_s:g} s")
-        self._sweep = self._loop.call_later(SWEEP_S, self._end_late)
+        self._plan_sweep()
 
-    def _end(self, reply: Reply, failure: str) -> None:
-        if self._open.pop(reply, None) is None:
+    def _end(self, request: Request, failure: str) -> None:
+        exchange = self._open.pop(request, None)
+        if exchange is None:
             return
-        exchange = reply.exchange
         exchange.done = time.monotonic()
         exchange.failure = failure
         exchange.finish(exchange)
 
 
-def _was_sent_before(moment: float, item: tuple[Reply, Request]) -> bool:
-    return item[0].exchange.sent <= moment
+def _was_sent_before(moment: float, item: tuple[Request, Exchange]) -> bool:
+    return item[1].sent <= moment
 
 
 def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from e2e.served import null_model
 from suites.target import TargetContract
@@ -295,6 +296,44 @@ def test_closing_cancels_what_is_under_way(tmp_path: Path) -> None:
 
     asyncio.run(body())
     assert len(seen) == 3
+
+
+def test_the_worker_is_a_process_that_goes_with_the_target(tmp_path: Path) -> None:
+    null_model(tmp_path, "m")
+    before = set(psutil.Process().children())
+
+    async def body(target: InProcess) -> set[psutil.Process]:
+        return set(psutil.Process().children()) - before
+
+    (worker,) = opened(TargetSpec(str(tmp_path / "m")), body)
+    assert not worker.is_running()
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_process(tmp_path: Path) -> None:
+    null_model(tmp_path, "m", wrong=1)
+    before = set(psutil.Process().children())
+
+    async def body(target: InProcess) -> None:
+        pass
+
+    with pytest.raises(ConfigError):
+        opened(TargetSpec(str(tmp_path / "m")), body)
+    assert set(psutil.Process().children()) == before
+
+
+def test_large_inputs_arrive_whole(tmp_path: Path) -> None:
+    """The model looks at the last row too, which is copied last."""
+    rows = 16 * 1024
+    null_model(tmp_path, "m", max_batch=rows, fail_on=9)
+
+    async def body(target: InProcess) -> None:
+        for last, failure in ((1, None), (9, "backend failed: null.fail_on: a row starts with N")):
+            values = np.ones((rows, 1), np.int32)
+            values[-1] = last
+            (exchange,) = await ended(target, target.encode(Sample({"x": values})))
+            assert exchange.failure == failure
+
+    opened(TargetSpec(str(tmp_path / "m")), body)
 
 
 def test_input_that_does_not_fit_is_refused_in_words(examples: Path) -> None:
