@@ -67,11 +67,13 @@ MAX_CLIENTS = 512
 # Answers of one version by one backend differ by what the size of a batch does to rounding.
 TOLERANCE = 0.02
 INTERRUPT_S = 10.0
+# Of rates that a search did not end with.
+MARK = "*"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds: of one level, its warm-up, one search, one probe, all of it."""
+    """Seconds: of one level, its warm-up, one search, one probe, the start, all of it."""
 
     level: float
     warm_up: float
@@ -81,8 +83,8 @@ class Limits:
     all: float
 
 
-REAL_LIMITS = Limits(2.5, 1.0, 32.0, 10.0, 120.0, 345.0)
-TINY_LIMITS = Limits(1.0, 0.5, 15.0, 10.0, 120.0, 900.0)
+REAL_LIMITS = Limits(2.0, 0.8, 30.0, 8.0, 150.0, 345.0)
+TINY_LIMITS = Limits(1.0, 0.5, 25.0, 10.0, 300.0, 900.0)
 
 
 def main() -> int:
@@ -418,7 +420,7 @@ def highest_rate(run: Run) -> MaxRate | None:
         search.add(level.load, level.windows)
     found = search.max_rate
     if found is not None:
-        found.reason = f"{found.reason}; {run.problem}".strip("; ")
+        found.reason = f"{found.reason}; the search was cut short".strip("; ")
     return found
 
 
@@ -447,7 +449,9 @@ def number(value: float) -> float | None:
 def table_of(found: dict[str, Any]) -> Table:
     searches: dict[str, dict[str, Any]] = found["searches"]
     title = f"highest rate with {SLO}, {found['machine']['name']}; goal: {GOAL} times Triton's"
-    table = Table(title=title, title_justify="left")
+    reasons = dict.fromkeys(each["reason"] for each in searches.values() if each["reason"])
+    caption = f"{MARK} {'; '.join(reasons)}" if reasons else ""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for column in ("batches", "server", "as", "rates, /s", "p99 ms", "rows a batch", "times"):
         table.add_column(column, justify="right" if column == "times" else "left")
     for size, max_batch in found["settings"]["max_batch"].items():
@@ -456,7 +460,9 @@ def table_of(found: dict[str, Any]) -> Table:
             of_side = [each for key, each in searches.items() if key.startswith(f"{size}; {side};")]
             cells = [f"{size}, up to {max_batch}", side.capitalize()]
             cells.append(", ".join(dict.fromkeys(each["variant"] for each in of_side)))
-            cells.append(", ".join(shown(each["rate"]) for each in of_side))
+            cells.append(
+                ", ".join(shown(each["rate"]) + MARK * bool(each["reason"]) for each in of_side)
+            )
             kept = [highest_kept(each) for each in of_side]
             cells.append(", ".join(shown(each.get("p99_ms")) for each in kept))
             cells.append(", ".join(shown(each.get("rows_per_batch"), 1) for each in kept))

@@ -35,8 +35,7 @@ class TritonPythonModel:
         parameters = json.loads(args["model_config"])["parameters"]
         served, name = os.path.split(parameters["served_by_penstock"]["string_value"])
         (config,) = repository.read_one(served, name).configs
-        is_on_gpu = args["model_instance_kind"] == "GPU"
-        device = f"cuda:{args['model_instance_device_id']}" if is_on_gpu else "cpu"
+        device = parameters["device"]["string_value"]
         config = replace(config, device=device, num_instances=1)
         self.length = max(config.padding.buckets)
         self.output = config.outputs[0].name

@@ -162,6 +162,8 @@ def triton(home: Path, repository: Path, work: Path, num_stubs: int) -> Server:
     command += [f"--backend-directory={put_together(server, work)}"]
     command += ["--http-address=127.0.0.1", f"--http-port={port}"]
     command += ["--allow-grpc=false", "--allow-metrics=false", "--model-load-thread-count=8"]
+    # It would start every stub once more, only to ask.
+    command += ["--disable-auto-complete-config"]
     command += [f"--backend-config=python,shm-default-byte-size={shared_bytes(num_stubs)}"]
     return Server("Triton", command, port, work / "triton.log", environment(home, work))
 
@@ -208,6 +210,8 @@ def environment(home: Path, work: Path) -> dict[str, str]:
         # The stub looks for its standard library from the first python3 on the path.
         "PATH": f"{Path(sys.base_prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "LD_LIBRARY_PATH": os.pathsep.join(libraries),
+        # As workers of Penstock have it.
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "BESIDE_TRITON_PACKAGES": os.pathsep.join([*numpy_for_stub(home, work), *packages()]),
     }
 
@@ -306,7 +310,6 @@ def write_model(repository: Path, name: str, served: Path, variant: Variant, dev
         f'{{ name: "{each.name}" data_type: TYPE_{each.datatype} dims: {list(each.shape)} }}'
         for each in config.outputs
     )
-    kind = "kind: KIND_CPU" if device == "cpu" else "kind: KIND_GPU gpus: [ 0 ]"
     batching = ""
     if variant.delay_us:
         batching = (
@@ -318,8 +321,9 @@ backend: "python"
 max_batch_size: {config.max_batch_size}
 input [ {inputs} ]
 output [ {outputs} ]
-instance_group [ {{ count: {variant.num_instances} {kind} }} ]
+instance_group [ {{ count: {variant.num_instances} kind: KIND_MODEL }} ]
 dynamic_batching {{ {batching}}}
 parameters {{ key: "served_by_penstock" value {{ string_value: "{served}" }} }}
+parameters {{ key: "device" value {{ string_value: "{device}" }} }}
 """
     (version.parent / "config.pbtxt").write_text(text)
