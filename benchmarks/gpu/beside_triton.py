@@ -7,12 +7,14 @@ BERT-large as `penstock optimize` leaves it (BF16, packed, our kernels, CUDA gra
 as long as SQuAD's. Both servers run the same version by the same code: Penstock through its
 `pytorch` backend, Triton through that backend inside its Python backend (`triton_model.py`). Small
 batches are of at most 8 rows, large ones of at most 256. Both servers are up all the time and are
-asked in turns, by the same generator (`penstock bench --max-rate`): HTTP, binary tensors, one row a
-request, Poisson arrivals.
+asked in turns, by the same generator: HTTP, binary tensors, one row a request, Poisson arrivals.
+Rates are those of `penstock bench --max-rate`, begun near what a closed loop answered; each is a
+run of `penstock bench` of its own, which ends when everything is answered, so that none begins with
+what an overload left behind.
 
 Triton is given what its users would: a dynamic batcher that takes lengths as they come
 (`allow_ragged_batch`), one instance or two, with or without a delay for fuller batches, whichever
-answers most under a closed loop; pinned memory; rows filled up to the one length of the graphs.
+answers most in the closed loop; pinned memory; rows filled up to the one length of the graphs.
 
 Goal, set before measuring: at least 1.3 times Triton's rate, small batches and large; 2 to reach
 for. The file is written after each part; the same command goes on where it was (`--again` begins
@@ -22,6 +24,7 @@ anew). `$OUT` or benchmarks/results/gpu_beside_triton.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -49,10 +52,10 @@ from triton_side import ROOT, Server, StartError, Variant
 
 from penstock import slo
 from penstock.benchmark import pacer, stats
-from penstock.benchmark.pacer import Open
 from penstock.benchmark.report.run_files import read_run
 from penstock.benchmark.results import Level, Run
 from penstock.benchmark.search import MaxRate, MaxRateSearch
+from penstock.optimizer.passes import half
 
 SLO = "p99 < 130 ms"
 GOAL = 1.3
@@ -67,8 +70,13 @@ MAX_CLIENTS = 512
 # Answers of one version by one backend differ by what the size of a batch does to rounding.
 TOLERANCE = 0.02
 INTERRUPT_S = 10.0
+# Where no closed loop said more.
+UNKNOWN_RATE = 100.0
 # Of rates that a search did not end with.
 MARK = "*"
+# Of what a closed loop answered: where a search begins, and beyond which it does not go.
+FIRST, LAST = 0.8, 1.5
+PRECISION = 0.04
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +252,12 @@ class Comparison:
         options = {**BF16, **PACKED, **(GRAPHS if is_gpu else {})}
         options |= {"penstock.pad": "input_ids[0], attention_mask[0]"}
         options |= {"penstock.pad_buckets": str(self.scale.max_length)}
+        # Rows that share a batch differ by what BF16 rounds; the server would keep them apart.
+        options |= {"penstock.tolerance": str(half.TOLERANCE)}
         if not is_gpu:
             options |= {"intra_op_thread_count": "1"}
         # Of one GPU: batches on their way in one worker, one copied while the other is computed.
-        group = "count: 2 kind: KIND_GPU gpus: [ 0 ]" if is_gpu else "count: 1 kind: KIND_CPU"
+        group = "count: 2 kind: " + ("KIND_GPU gpus: [ 0 ]" if is_gpu else "KIND_CPU")
         parameters = "\n".join(
             f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
             for key, value in options.items()
@@ -274,6 +284,11 @@ dynamic_batching {{ }}
         for server in self.servers.values():
             server.wait_until_ready(self.limits.start)
             self.say(f"{server.name} is ready")
+        # Each would run nearly alone, and the figures would be of that.
+        for line in self.servers["penstock"].lines("WARNING"):
+            print(line, flush=True)
+            if "not padded" in line or "not batched" in line:
+                raise StartError("Penstock keeps requests apart that Triton runs together")
 
     def address(self, side: str, size: str, variant: Variant | None = None) -> str:
         model = size if variant is None else triton_name(size, variant)
@@ -295,41 +310,42 @@ dynamic_batching {{ }}
                 raise StartError("the two servers do not give the same answers")
 
     def probe(self) -> None:
-        """Which way to serve with Triton answers most."""
-        for size, max_batch in self.max_batch.items():
+        """What each answers when it never has to wait for requests; Triton in all its ways."""
+        for size in self.max_batch:
+            self.probe_one("penstock", size, None)
             for variant in VARIANTS:
-                key = f"{size}; {variant.name}"
-                if key in self.found["probes"] or not self.has_time(self.limits.probe):
-                    continue
-                flags = ["--concurrency", str(min(4 * max_batch, MAX_CLIENTS))]
-                address = self.address("triton", size, variant)
-                run = self.bench(address, flags, self.limits.probe)
-                if run is None or not run.levels:
-                    self.say(f"{key}: nothing was measured")
-                    continue
-                level = run.levels[-1]
-                self.found["probes"][key] = figures_of(level)
-                self.save()
-                told = self.found["probes"][key]
-                self.say(f"Triton, {key}: {told['per_s']:,.0f}/s, {told['rows_per_batch']} rows")
+                self.probe_one("triton", size, variant)
+
+    def probe_one(self, side: str, size: str, variant: Variant | None) -> None:
+        key = probe_key(size, variant)
+        if key in self.found["probes"] or not self.has_time(self.limits.probe):
+            return
+        clients = min(4 * self.max_batch[size], MAX_CLIENTS)
+        address = self.address(side, size, variant)
+        run = self.bench(address, ["--concurrency", str(clients)], self.limits.probe)
+        if run is None:
+            self.say(f"{key}: nothing was measured{self.servers[side].tail()}")
+            return
+        told = self.found["probes"][key] = figures_of(run.levels[-1])
+        self.save()
+        self.say(f"closed loop, {key}: {told['per_s']:,.0f}/s, {told['rows_per_batch']} rows")
 
     def best_variant(self, size: str) -> Variant:
         probes = self.found["probes"]
-        tried = [each for each in VARIANTS if f"{size}; {each.name}" in probes]
+        tried = [each for each in VARIANTS if probe_key(size, each) in probes]
         if not tried:
             return VARIANTS[1]
-        return max(tried, key=lambda each: probes[f"{size}; {each.name}"]["per_s"])
+        return max(tried, key=lambda each: probes[probe_key(size, each)]["per_s"])
 
     def search(self) -> None:
         for key in self.missing():
-            if not self.has_time(self.limits.search + INTERRUPT_S):
+            if not self.has_time(self.limits.search):
                 self.say(f"{key}: no time left; the same command goes on")
                 continue
             size, side, _ = key.split("; ")
             variant = self.best_variant(size) if side == "triton" else None
-            flags = ["--max-rate", "--slo", SLO]
-            run = self.bench(self.address(side, size, variant), flags, self.limits.search)
-            if run is None or (rate := highest_rate(run)) is None:
+            levels, rate = self.highest_rate(side, size, variant)
+            if rate is None:
                 self.say(f"{key}: nothing was measured{self.servers[side].tail()}")
                 continue
             self.found["searches"][key] = {
@@ -338,39 +354,68 @@ dynamic_batching {{ }}
                 "low": number(rate.rate.low),
                 "high": number(rate.rate.high),
                 "reason": rate.reason,
-                "levels": [figures_of(level) for level in of_rates(run)],
+                "levels": [figures_of(level) for level in levels],
             }
             self.save()
             self.say(f"{key}: {rate.rate.value:,.0f}/s {rate.reason}")
 
+    def highest_rate(
+        self, side: str, size: str, variant: Variant | None
+    ) -> tuple[list[Level], MaxRate | None]:
+        """What was found when the time was up counts as far as it goes."""
+        probe = self.found["probes"].get(probe_key(size, variant))
+        per_s = probe["per_s"] if probe else UNKNOWN_RATE
+        search = MaxRateSearch(
+            slo.parse(SLO), FIRST * per_s, max_rate=LAST * per_s, precision=PRECISION
+        )
+        levels: list[Level] = []
+        is_cut = False
+        began = time.monotonic()
+        longest_s = 0.0
+        while (load := search.next()) is not None:
+            so_far_s = time.monotonic() - began
+            if is_cut := so_far_s + longest_s > self.limits.search:
+                break
+            flags = ["--rate", f"{pacer.mean_rate(load):.6g}", "--slo", SLO]
+            limit_s = self.limits.search - so_far_s + INTERRUPT_S
+            run = self.bench(self.address(side, size, variant), flags, limit_s, len(levels))
+            if is_cut := run is None:
+                break
+            levels += run.levels
+            search.add(load, run.levels[0].windows)
+            longest_s = max(longest_s, time.monotonic() - began - so_far_s)
+        found = search.max_rate
+        if found is not None and is_cut:
+            found.reason = f"{found.reason}; the search was cut short".strip("; ")
+        return levels, found
+
     def has_time(self, needed_s: float) -> bool:
         return self.elapsed_s() + needed_s <= self.limit_s
 
-    def bench(self, address: str, flags: Sequence[str], limit_s: float) -> Run | None:
-        """What was measured when the time was up counts as far as it goes."""
+    def bench(
+        self, address: str, flags: Sequence[str], limit_s: float, number: int = 0
+    ) -> Run | None:
+        """None, and its output is shown, where nothing was measured to its end."""
         path = self.args.work / "run.json"
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "penstock", "bench", address, *flags]
         command += ["--duration", f"{self.limits.level:g}s", "--json", str(path)]
         command += ["--warm-up", f"{self.limits.warm_up:g}s", "--timeout", "5s"]
-        command += ["--data", str(self.args.work / "rows.jsonl"), "--seed", str(SEED)]
+        command += ["--data", str(self.args.work / "rows.jsonl"), "--seed", str(SEED + number)]
         command += ["--processes", str(self.args.generators)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(triton_side.packages())}
-        with (self.args.work / "bench.log").open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-            try:
-                process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)
-                process.wait(INTERRUPT_S)
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        if not path.is_file():
-            print((self.args.work / "bench.log").read_text(errors="replace")[-1500:], flush=True)
+        log_path = self.args.work / "bench.log"
+        with log_path.open("wb") as log, contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, stdout=log, stderr=log, env=env, timeout=limit_s, check=False)
+        run = read_run(path) if path.is_file() else None
+        if run is None or not run.levels or run.problem == "interrupted":
+            print(log_path.read_text(errors="replace")[-1500:], flush=True)
             return None
-        return read_run(path)
+        return run
+
+
+def probe_key(size: str, variant: Variant | None) -> str:
+    return f"{size}; {'penstock' if variant is None else variant.name}"
 
 
 def triton_name(size: str, variant: Variant) -> str:
@@ -399,29 +444,6 @@ def asked(address: str, row: dict[str, list[int]]) -> np.ndarray:
 
 
 # What was measured.
-
-
-def of_rates(run: Run) -> list[Level]:
-    """Those of the search that were measured to their end."""
-    return [
-        level
-        for level in run.levels
-        if isinstance(level.load, Open) and level.ending != "interrupted"
-    ]
-
-
-def highest_rate(run: Run) -> MaxRate | None:
-    """As found, or as far as the search had come when its time was up."""
-    if run.max_rate is not None:
-        return run.max_rate
-    search = MaxRateSearch(slo.parse(SLO), 1.0)
-    for level in of_rates(run):
-        assert isinstance(level.load, Open)
-        search.add(level.load, level.windows)
-    found = search.max_rate
-    if found is not None:
-        found.reason = f"{found.reason}; the search was cut short".strip("; ")
-    return found
 
 
 def figures_of(level: Level) -> dict[str, Any]:

@@ -119,9 +119,16 @@ class Server:
         finally:
             connection.close()
 
+    def lines(self, word: str) -> list[str]:
+        """Of its log."""
+        return [each for each in self._log() if word in each]
+
+    def _log(self) -> list[str]:
+        return self.log_path.read_text(errors="replace").strip().splitlines()
+
     def tail(self) -> str:
         """Of its log: lines that tell of errors, and the end."""
-        lines = self.log_path.read_text(errors="replace").strip().splitlines()
+        lines = self._log()
         errors = [each for each in lines if ERROR.search(each)][:MAX_ERRORS]
         shown = [each[:MAX_LINE] for each in (*errors, "...", *lines[-TAIL_LINES:])]
         return "; its log:\n  " + "\n  ".join(shown)
