@@ -69,13 +69,14 @@ SIDES = ("penstock", "triton")
 MAX_CLIENTS = 512
 # Answers of one version by one backend differ by what the size of a batch does to rounding.
 TOLERANCE = 0.02
-INTERRUPT_S = 10.0
+# Of a part that takes longer than it should.
+PATIENCE_S = 10.0
 # Where no closed loop said more.
 UNKNOWN_RATE = 100.0
 # Of rates that a search did not end with.
 MARK = "*"
-# Of what a closed loop answered: where a search begins, and beyond which it does not go.
-FIRST, LAST = 0.8, 1.5
+# Of what a closed loop answered: where a search begins.
+FIRST = 0.7
 PRECISION = 0.04
 
 
@@ -287,7 +288,7 @@ dynamic_batching {{ }}
         # Each would run nearly alone, and the figures would be of that.
         for line in self.servers["penstock"].lines("WARNING"):
             print(line, flush=True)
-            if "not padded" in line or "not batched" in line:
+            if "not padded" in line or "one request at a time" in line:
                 raise StartError("Penstock keeps requests apart that Triton runs together")
 
     def address(self, side: str, size: str, variant: Variant | None = None) -> str:
@@ -322,7 +323,8 @@ dynamic_batching {{ }}
             return
         clients = min(4 * self.max_batch[size], MAX_CLIENTS)
         address = self.address(side, size, variant)
-        run = self.bench(address, ["--concurrency", str(clients)], self.limits.probe)
+        limit_s = self.limits.probe + PATIENCE_S
+        run = self.bench(address, ["--concurrency", str(clients)], limit_s)
         if run is None:
             self.say(f"{key}: nothing was measured{self.servers[side].tail()}")
             return
@@ -365,9 +367,7 @@ dynamic_batching {{ }}
         """What was found when the time was up counts as far as it goes."""
         probe = self.found["probes"].get(probe_key(size, variant))
         per_s = probe["per_s"] if probe else UNKNOWN_RATE
-        search = MaxRateSearch(
-            slo.parse(SLO), FIRST * per_s, max_rate=LAST * per_s, precision=PRECISION
-        )
+        search = MaxRateSearch(slo.parse(SLO), FIRST * per_s, precision=PRECISION)
         levels: list[Level] = []
         is_cut = False
         began = time.monotonic()
@@ -377,7 +377,7 @@ dynamic_batching {{ }}
             if is_cut := so_far_s + longest_s > self.limits.search:
                 break
             flags = ["--rate", f"{pacer.mean_rate(load):.6g}", "--slo", SLO]
-            limit_s = self.limits.search - so_far_s + INTERRUPT_S
+            limit_s = self.limits.search - so_far_s + PATIENCE_S
             run = self.bench(self.address(side, size, variant), flags, limit_s, len(levels))
             if is_cut := run is None:
                 break

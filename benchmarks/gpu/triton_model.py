@@ -12,6 +12,8 @@ numpy's before 2.0; in a newer one they would be garbage, and go by DLPack inste
 # ruff: noqa: E402
 
 import json
+import math
+import mmap
 import os
 import sys
 from dataclasses import replace
@@ -41,12 +43,17 @@ class TritonPythonModel:
         self.output = config.outputs[0].name
         self.runner = backend(config.backend)(config)
         shape = (config.max_batch_size, self.length)
-        self.inputs = {
-            spec.name: np.zeros(shape, DATATYPES[spec.datatype].numpy) for spec in config.inputs
-        }
+        dtypes = {spec.name: DATATYPES[spec.datatype].numpy for spec in config.inputs}
+        sizes = [math.prod(shape) * dtype.itemsize for dtype in dtypes.values()]
+        # Pages of its own: the driver pins whole ones.
+        memory = mmap.mmap(-1, sum(sizes))
+        self.inputs, offset = {}, 0
+        for (name, dtype), size in zip(dtypes.items(), sizes, strict=True):
+            flat = np.frombuffer(memory, dtype, math.prod(shape), offset)
+            self.inputs[name] = flat.reshape(shape)
+            offset += size
         if isinstance(self.runner, PinsMemory):
-            for each in self.inputs.values():
-                self.runner.pin(memoryview(each).cast("B"))
+            self.runner.pin(memoryview(memory))
         warm_up_buckets(config, self.runner)
         built = {**self.runner.built(), "tensors": "numpy" if IS_NUMPY_SHARED else "DLPack"}
         facts = ", ".join(f"{key}={value}" for key, value in built.items())
