@@ -77,7 +77,7 @@ UNKNOWN_RATE = 100.0
 MARK = "*"
 # Of what a closed loop answered: where a search begins.
 FIRST = 0.7
-PRECISION = 0.04
+PRECISION = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Limits:
     all: float
 
 
-REAL_LIMITS = Limits(2.0, 0.8, 30.0, 8.0, 150.0, 345.0)
+REAL_LIMITS = Limits(2.0, 0.6, 30.0, 6.0, 150.0, 345.0)
 TINY_LIMITS = Limits(1.0, 0.5, 25.0, 10.0, 300.0, 900.0)
 
 

@@ -171,7 +171,8 @@ def triton(home: Path, repository: Path, work: Path, num_stubs: int) -> Server:
     command += ["--allow-grpc=false", "--allow-metrics=false", "--model-load-thread-count=8"]
     # It would start every stub once more, only to ask.
     command += ["--disable-auto-complete-config"]
-    command += [f"--backend-config=python,shm-default-byte-size={shared_bytes(num_stubs)}"]
+    settings = {"shm-default-byte-size": shared_bytes(num_stubs), "stub-timeout-seconds": 300}
+    command += [f"--backend-config=python,{key}={value}" for key, value in settings.items()]
     return Server("Triton", command, port, work / "triton.log", environment(home, work))
 
 
