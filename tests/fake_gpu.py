@@ -50,6 +50,8 @@ class FakeGpu:
         self.num_shrinks = 0
         self.num_replays = 0
         self.num_captures = 0
+        # What the next captures end with.
+        self.capture_errors: list[Exception] = []
         self.was_lost = False
         self._lane: Lane | None = None
         self._num_marks = 0
@@ -94,6 +96,8 @@ class FakeGpu:
     def capture(self, run):
         if not self.may_capture:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if self.capture_errors:
+            raise self.capture_errors.pop(0)
         self.num_captures += 1
         graph = FakeGraph(self, run)
         return graph, graph.outputs

@@ -20,6 +20,20 @@ MIN_UNUSED_BYTES = 64 << 20
 # Beyond what a worker had when it was warm, that it may grow by for batches of other shapes.
 GROWTH = 0.25
 MIN_GROWTH_BYTES = 256 << 20
+# What libraries say when they find no memory, each in its own way; cuBLAS, cuDNN and Triton know
+# nothing of torch's error for it.
+NO_MEMORY = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "_ALLOCATION_FAILED",
+)
+# What they say of that and of other trouble: believed where the GPU is full.
+PERHAPS_NO_MEMORY = (
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +61,14 @@ def judge(use: Use, limit_bytes: int, *, was_shrunk: bool) -> Verdict:
         return "shrink"
     # Who has not grown would be as large again.
     return "restart" if use.reserved_bytes > limit_bytes else "fine"
+
+
+def tells_of_no_memory(text: str, use: Use | None) -> bool:
+    """Whether an error's text means that there was no room. None: nothing is known of the use."""
+    if any(each in text for each in NO_MEMORY):
+        return True
+    is_tight = use is not None and use.free_bytes < TIGHT_BYTES
+    return is_tight and any(each in text for each in PERHAPS_NO_MEMORY)
 
 
 class Guard:

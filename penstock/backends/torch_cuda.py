@@ -24,7 +24,7 @@ import torch
 
 from penstock.backends import Outputs
 from penstock.backends.checks import first_line
-from penstock.backends.gpu_memory import Guard, Use
+from penstock.backends.gpu_memory import Guard, Use, tells_of_no_memory
 from penstock.types import Array
 
 log = logging.getLogger("penstock.gpu")
@@ -234,6 +234,8 @@ class Pipeline:
     has_empty_rows: bool = False
     # Why shapes run without a graph, by shape.
     problems: dict[object, str] = field(default_factory=dict)
+    # Those whose graphs found no memory, and with which batch they are tried again.
+    postponed: dict[object, int] = field(default_factory=dict)
     _graphs: dict[object, Graph] = field(default_factory=dict)
     _slots: list[Slot] = field(default_factory=list)
     _turn: int = 0
@@ -254,7 +256,9 @@ class Pipeline:
         try:
             try:
                 running = self._start(slot, inputs, (num_rows, num_run), variant)
-            except torch.OutOfMemoryError:
+            except RuntimeError as error:
+                if not self._is_no_memory(error):
+                    raise
                 self._shrink()
                 running = self._start(slot, inputs, (num_rows, num_run), variant)
         except BaseException:
@@ -333,6 +337,8 @@ class Pipeline:
         if self.problems:
             first = next(iter(self.problems.values()))
             facts["without_cuda_graph"] = f"{len(self.problems)} shapes: {first}"
+        if self.postponed:
+            facts["cuda_graphs_postponed"] = f"{len(self.postponed)} shapes: no memory"
         return facts
 
     def _next_slot(self) -> Slot:
@@ -383,14 +389,34 @@ class Pipeline:
         values = self.compute(inputs)
         if shapes in self.problems or len(self._graphs) >= MAX_GRAPHS:
             return values
-        fixed = {name: each.clone() for name, each in inputs.items()}
+        if self._turn < self.postponed.get(shapes, 0):
+            return values
+        self.postponed.pop(shapes, None)
         try:
+            fixed = {name: each.clone() for name, each in inputs.items()}
             replayable, outputs = self.device.capture(lambda: self.compute(fixed))
         except Exception as error:  # Models and libraries raise many types.
-            self.problems[shapes] = first_line(error)
+            if self._is_no_memory(error):
+                self._shrink()
+                self.postponed[shapes] = self._turn + LOOK_EVERY
+            else:
+                self.problems[shapes] = first_line(error)
         else:
             self._graphs[shapes] = Graph(replayable, fixed, outputs)
         return values
+
+    def _is_no_memory(self, error: BaseException) -> bool:
+        """The end of a capture that failed may raise an error of its own about it."""
+        use: Use | None = None
+        # A device that is lost tells nothing.
+        with contextlib.suppress(Exception):
+            use = self.device.memory()
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, torch.OutOfMemoryError) or tells_of_no_memory(str(cause), use):
+                return True
+            cause = cause.__cause__ or cause.__context__
+        return False
 
 
 def alias(array: Array) -> torch.Tensor:

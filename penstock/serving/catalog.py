@@ -50,9 +50,11 @@ class Catalog:
     def __init__(self, start_life: StartLife = ProcessLife, fleet: Fleet | None = None) -> None:
         self._start_life = start_life
         self._fleet = fleet or Fleet()
-        # What was promised room on GPUs and may not have taken it yet.
-        self._promised: list[Share] = []
+        # What each load was promised of the GPUs and may not have taken yet.
+        self._promised: list[list[Share]] = []
         self._arranging = asyncio.Lock()
+        # Something promised was taken, or is not wanted any more.
+        self._settled = asyncio.Event()
         self._models: dict[str, dict[str, Model]] = {}
         self._latest: dict[str, Model] = {}
         self._failures: dict[str, LoadFailure] = {}
@@ -85,20 +87,35 @@ class Catalog:
         try:
             async with asyncio.TaskGroup() as group:
                 for name, configs in by_name.items():
-                    group.create_task(self._replace(name, configs))
+                    group.create_task(self._replace(name, configs, arranged.shares))
         finally:
-            for share in arranged.shares:
-                self._promised.remove(share)
+            self._promised = [each for each in self._promised if each is not arranged.shares]
+            self._settled.set()
 
     async def _arrange(self, configs: Sequence[ModelConfig]) -> Arrangement:
-        """Their devices, and room on them. Those that need no GPU wait for nobody."""
+        """Their devices, and room on them. Those that need no GPU wait for nobody. What others are
+        loading counts as promised, and what they have of it already is not free either: who finds
+        no room for that is asked again when they are done."""
         if not any(config.uses_gpu for config in configs):
             return Arrangement(list(configs))
         async with self._arranging:
-            promised = tuple(self._promised)
-            arranged = await asyncio.to_thread(self._fleet.arrange, configs, promised)
-            self._promised += arranged.shares
-            return arranged
+            while True:
+                self._settled.clear()
+                promised = [share for each in self._promised for share in each]
+                arranged = await asyncio.to_thread(self._fleet.arrange, configs, promised)
+                if not (arranged.is_short and promised):
+                    self._promised.append(arranged.shares)
+                    return arranged
+                await self._settled.wait()
+
+    def _settle(self, shares: list[Share], name: str, version: str = "") -> None:
+        """A model, or one version of it, has taken its memory or will not: the driver tells."""
+        shares[:] = [
+            share
+            for share in shares
+            if share.model != name or (version and share.version != version)
+        ]
+        self._settled.set()
 
     async def unload(self, name: str) -> None:
         """New requests find no such model; those admitted are answered first."""
@@ -183,14 +200,18 @@ class Catalog:
         """Changes of one model happen one after the other."""
         return self._changing.setdefault(name, asyncio.Lock())
 
-    async def _replace(self, name: str, configs: Sequence[ModelConfig]) -> None:
+    async def _replace(
+        self, name: str, configs: Sequence[ModelConfig], promised: list[Share]
+    ) -> None:
         async with self._lock(name):
             started: list[Model] = []
             try:
                 for config in configs:
                     async with self._limit:
                         started.append(await self._start(config))
+                    self._settle(promised, name, config.version)
             except BaseException as error:
+                self._settle(promised, name)
                 for model in started:
                     await model.close()
                 if not isinstance(error, ConfigError):

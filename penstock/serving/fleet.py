@@ -29,6 +29,8 @@ class Arrangement:
     plan: tuple[GpuPlan, ...] = ()
     # Of those that may be loaded.
     shares: list[Share] = field(default_factory=list)
+    # Whether something may not because there is no room for it now.
+    is_short: bool = False
 
 
 class Fleet:
@@ -62,6 +64,7 @@ class Fleet:
             short = self._shortages([*loading, *found.shares, *shares], gpus, shares)
             if short:
                 found.problems[name] = short
+                found.is_short = True
                 continue
             found.configs += placed
             found.shares += shares

@@ -13,6 +13,7 @@ from penstock.backends.gpu_memory import (
     Use,
     judge,
     limit_of,
+    tells_of_no_memory,
 )
 
 GIB = 1 << 30
@@ -41,6 +42,40 @@ SIZES = st.integers(0, 200 * GIB)
 )
 def test_what_is_done(use: Use, was_shrunk: bool, verdict: str) -> None:
     assert judge(use, 4 * GIB, was_shrunk=was_shrunk) == verdict
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    ],
+)
+def test_every_library_has_its_own_words_for_no_memory(text: str) -> None:
+    assert tells_of_no_memory(text, None)
+    assert tells_of_no_memory(text, Use(GIB, GIB, ROOM))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    ],
+)
+def test_what_may_mean_something_else_is_believed_of_a_full_gpu_only(text: str) -> None:
+    assert tells_of_no_memory(text, Use(GIB, GIB, TIGHT_BYTES - 1))
+    assert not tells_of_no_memory(text, Use(GIB, GIB, TIGHT_BYTES))
+    assert not tells_of_no_memory(text, None)
+
+
+def test_other_trouble_is_other_trouble() -> None:
+    for text in ("CUDA error: an illegal memory access was encountered", "shape mismatch", ""):
+        assert not tells_of_no_memory(text, Use(GIB, GIB, 0))
 
 
 def test_the_mark_is_above_what_it_had() -> None:

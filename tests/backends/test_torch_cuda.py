@@ -179,21 +179,26 @@ def test_an_alias_of_nothing():
 
 
 class TestMemory:
-    def failing(self, num_failures: int):
+    NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+    OF_CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+    OF_CUDNN = RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+
+    def failing(self, num_failures: int, error: Exception = NO_MEMORY):
         """Finds no memory so many times."""
         left = [num_failures]
 
         def compute(inputs):
             if left[0]:
                 left[0] -= 1
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise error
             return doubled(inputs)
 
         return compute
 
-    def test_a_batch_without_memory_is_tried_again_with_what_can_be_given_back(self):
+    @pytest.mark.parametrize("error", [NO_MEMORY, OF_CUBLAS, OF_CUDNN])
+    def test_a_batch_without_memory_is_tried_again_with_what_can_be_given_back(self, error):
         gpu = FakeGpu()
-        running = Pipeline(gpu, self.failing(1), 1, False)
+        running = Pipeline(gpu, self.failing(1, error), 1, False)
         found = answers(running.start(rows(2), 2, 2))
         np.testing.assert_array_equal(found["y"], rows(2)["x"].numpy() * 2)
         assert gpu.num_shrinks == 1
@@ -205,6 +210,34 @@ class TestMemory:
             running.start(rows(2), 2, 2)
         found = answers(running.start(rows(2, 50), 2, 2))
         np.testing.assert_array_equal(found["y"], rows(2, 50)["x"].numpy() * 2)
+
+    def test_an_error_that_says_little_is_believed_where_the_gpu_is_full(self):
+        error = RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
+        gpu = FakeGpu()
+        with pytest.raises(RuntimeError, match="INTERNAL"):
+            Pipeline(gpu, self.failing(1, error), 1, False).start(rows(2), 2, 2)
+        assert gpu.num_shrinks == 0
+        gpu.use = Use(1 << 30, 1 << 30, 1 << 20)
+        answers(Pipeline(gpu, self.failing(1, error), 1, False).start(rows(2), 2, 2))
+        assert gpu.num_shrinks == 1
+
+    def test_a_graph_that_found_no_memory_is_captured_later(self):
+        gpu = FakeGpu()
+        ended = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        ended.__context__ = self.OF_CUBLAS
+        gpu.capture_errors = [ended]
+        running = pipeline(gpu, is_captured=True)
+        for start in range(LOOK_EVERY):
+            found = answers(running.start(rows(2, start), 2, 2))
+            np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
+        assert (gpu.num_captures, gpu.num_shrinks) == (0, 1)
+        assert running.facts()["cuda_graphs_postponed"] == "1 shapes: no memory"
+        assert "without_cuda_graph" not in running.facts()
+        for start in range(2):
+            found = answers(running.start(rows(2, start), 2, 2))
+            np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
+        assert (gpu.num_captures, gpu.num_replays) == (1, 1)
+        assert "cuda_graphs_postponed" not in running.facts()
 
     def test_a_batch_that_fails_does_not_give_its_turn_to_a_slot_in_use(self):
         """One is on its way, the next fails, and the one after it must not write over the first."""

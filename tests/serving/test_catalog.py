@@ -40,12 +40,15 @@ class Stage:
         self.puppets = Puppets()
         self.fails: list[Exception | None] = []
         self.gpus = FakeGpus(10 * GIB, 10 * GIB)
+        # What each worker takes of the first of them as soon as it is started.
+        self.taken_bytes = 0
         self.catalog = Catalog(start_life=self._start, fleet=Fleet(0.0, self.gpus))
 
     def _start(self, loop, on_death):
         error = self.fails.pop(0) if self.fails else None
         if error is not None:
             raise error
+        self.gpus.used_bytes[0] += self.taken_bytes
         return self.puppets(loop, on_death)
 
     async def act(self, change) -> None:
@@ -68,6 +71,19 @@ def run(scenario) -> None:
         assert stage.puppets.alive == []
 
     asyncio.run(main())
+
+
+async def until(is_so) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0)
+
+
+def step(life) -> bool:
+    """Let one worker do what it was told, and no other."""
+    if life.has_work:
+        life.step()
+    return True
 
 
 def states(catalog: Catalog, *names: str) -> list[tuple[str, str, str]]:
@@ -321,13 +337,44 @@ def test_a_reload_needs_room_for_both_versions_and_the_old_one_stays_without_it(
 
 def test_loads_at_the_same_time_do_not_get_the_same_memory():
     async def scenario(stage):
+        stage.taken_bytes = 4 * GIB
         names = ["a", "b", "c"]
         loads = [stage.catalog.load(Found([on_gpus(4, "cuda:0", name=name)])) for name in names]
         await stage.act(asyncio.gather(*loads))
         assert len(list(stage.catalog)) == 2
         assert len(stage.catalog.failures) == 1
         # What was promised is given back: the driver tells what is taken.
+        stage.gpus.used_bytes[0] = 0
         await stage.load(on_gpus(10, "cuda:0", name="d"))
         assert stage.catalog.find("d").is_ready
+
+    run(scenario)
+
+
+def test_what_is_loading_counts_once_whether_promised_or_taken():
+    async def scenario(stage):
+        stage.taken_bytes = 5 * GIB
+        names = ["a", "b"]
+        loads = [stage.catalog.load(Found([on_gpus(5, "cuda:0", name=name)])) for name in names]
+        await stage.act(asyncio.gather(*loads))
+        assert [model.config.name for model in stage.catalog] == names
+
+    run(scenario)
+
+
+def test_a_model_that_is_ready_has_its_memory_though_others_of_its_load_have_not():
+    async def scenario(stage):
+        stage.taken_bytes = 4 * GIB
+        first, slow = on_gpus(4, "cuda:0", name="a"), on_gpus(2, "cuda:0", name="slow")
+        loading = asyncio.ensure_future(stage.catalog.load(Found([first, slow])))
+        await until(lambda: len(stage.puppets.alive) == 2)
+        stage.gpus.used_bytes[0] = 4 * GIB
+        quick = stage.puppets.alive[0]
+        await until(lambda: step(quick) and [model.config.name for model in stage.catalog] == ["a"])
+        later = asyncio.ensure_future(stage.catalog.load(Found([on_gpus(4, "cuda:0", name="b")])))
+        await until(lambda: len(stage.puppets.alive) == 3)
+        assert not loading.done()
+        await stage.act(asyncio.gather(loading, later))
+        assert sorted(model.config.name for model in stage.catalog) == ["a", "b", "slow"]
 
     run(scenario)
