@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from penstock import repository
+from penstock import devices, repository
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import (
@@ -64,6 +64,8 @@ MIN_COMPILE_S = 20.0
 # A build that was begun so often and never ended takes the run down with it.
 MAX_BEGUN = 3
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
+# Of each GPU's memory, that must be free for what is tried while servers are kept.
+MIN_FREE = 0.75
 # Passes after which the model is the same, and only served in another way.
 OF_SERVING = ("batching", "instances")
 NO_DATA = (
@@ -107,11 +109,13 @@ class Lab:
         self._original: dict[str, Answers] = {}
         self._spare = Spare()
         self._sitting: Sitting | None = None
+        self._servers = served.Servers()
 
     def close(self) -> None:
         """What runs on a GPU for this run ends."""
         self._rise()
         self._spare.close()
+        self._servers.close()
 
     @property
     def original(self) -> Build:
@@ -227,10 +231,23 @@ class Lab:
             return None
         if self._sitting is None or self._sitting.build.config != config:
             self._rise()
+            self._make_room()
             pairs = arrangements(config, self.machine.num_cores)
             most = max(pair for pair in pairs if _num_workers(config, pair) == 1)
             self._sitting = Sitting(build, most, self._spare)
         return self._sitting
+
+    def _make_room(self) -> None:
+        """Servers that were kept go before they can take memory from what is tried."""
+        gpus = [gpu for gpu in devices.read_gpus() if gpu.total_bytes]
+        if not gpus or any(gpu.free_bytes < MIN_FREE * gpu.total_bytes for gpu in gpus):
+            self._servers.close()
+
+    def _kept(self, builds: Sequence[Build]) -> served.Servers | None:
+        """On GPUs servers take as long to start as a measurement takes, and stay; on CPUs each
+        measurement has the machine, and its memory, for itself."""
+        is_on_gpu = all(build.config.uses_gpu for build in builds)
+        return self._servers if is_on_gpu else None
 
     def _rise(self) -> None:
         """The GPU is free for others."""
@@ -457,9 +474,10 @@ class Lab:
         """At the load of the SLO; several in turns."""
 
         def measure() -> list[Served]:
+            kept = self._kept(builds)
             if len(builds) == 1:
-                return [served.measure(builds[0], self.plan, self.rows, self.watch)]
-            return served.measure_alternately(builds, self.plan, self.rows, self.watch)
+                return [served.measure(builds[0], self.plan, self.rows, self.watch, kept)]
+            return served.measure_alternately(builds, self.plan, self.rows, self.watch, kept)
 
         self.watch("start servers")
         self._settle()
@@ -475,7 +493,8 @@ class Lab:
         """What was measured of each, with its highest rate; looked for in turns."""
 
         def search() -> list[Served]:
-            found = served.max_rates(builds, self.plan, self.rows, self.watch, search_s)
+            kept = self._kept(builds)
+            found = served.max_rates(builds, self.plan, self.rows, self.watch, search_s, kept)
             return [
                 msgspec.structs.replace(each, max_rate=rate, curve=curve)
                 for each, (rate, curve) in zip(servings, found, strict=True)
@@ -494,14 +513,15 @@ class Lab:
         self.watch("start servers for the proof")
         self._settle()
         has_time = left_s is None or left_s > served.MIN_PROOF_S * len(builds)
+
+        def measure() -> list[Served]:
+            rows, limit_s = self.rows, left_s if has_time else 0.0
+            kept = self._kept(builds)
+            return served.prove(builds, self.plan, rows, self.watch, limit_s, kept)
+
+        kind = "proof with rates" if has_time else "proof"
         found = self.journal.remember(
-            "proof with rates" if has_time else "proof",
-            _keys(builds),
-            list[Served],
-            lambda: served.prove(
-                builds, self.plan, self.rows, self.watch, left_s if has_time else 0.0
-            ),
-            keeps_failure=False,
+            kind, _keys(builds), list[Served], measure, keeps_failure=False
         )
         return [served.repriced(each, self.plan) for each in found]
 
