@@ -60,6 +60,9 @@ TF32_TOLERANCE = 5e-3
 MAX_BATCH_S = 10.0
 # Of the time that is left to the search, that one compilation may take; and what it has at least.
 COMPILE_SHARE = 0.5
+# The same of the tuning of convolutions, of which more is known: so many seconds for each size of
+# batches, and nothing else comes near what it gives.
+TUNING_SHARE = 0.8
 MIN_COMPILE_S = 20.0
 # A build that was begun so often and never ended takes the run down with it.
 MAX_BEGUN = 3
@@ -142,9 +145,9 @@ class Lab:
         cache.mkdir(exist_ok=True)
         return Workshop(self.plan, self.machine, self.examples, cache, self._compile_timeout_s)
 
-    def _compile_timeout_s(self) -> float | None:
+    def _compile_timeout_s(self, share: float = COMPILE_SHARE) -> float | None:
         left_s = self.left_s()
-        return None if left_s is None else max(MIN_COMPILE_S, COMPILE_SHARE * left_s)
+        return None if left_s is None else max(MIN_COMPILE_S, share * left_s)
 
     def build(self, candidate: Candidate) -> Build:
         """The candidate's files, made if they are not there; its parents' first. BackendFailed
@@ -185,7 +188,9 @@ class Lab:
             made = _opened(candidate, draft / self.plan.name)
             if {"penstock.compile", "penstock.fuse"} & made.config.options.keys():
                 self.watch("compile")
-                timeout_s = self._compile_timeout_s() or trials.LOAD_TIMEOUT_S
+                is_tuned = "penstock.fuse" in made.config.options
+                share = TUNING_SHARE if is_tuned else COMPILE_SHARE
+                timeout_s = self._compile_timeout_s(share) or trials.LOAD_TIMEOUT_S
                 take = self._spare.take if made.config.uses_gpu else None
                 trials.keep_compiled(made, timeout_s, take)
             os.rename(draft, home)

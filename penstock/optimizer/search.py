@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import goals
-from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
+from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.lab import CHOICE, Lab
 from penstock.optimizer.passes import Pass, Situation
@@ -772,8 +772,15 @@ class Search:
                 best_text="" if best is None else best.speed_text,
                 elapsed_s=self._clock() - self._began,
                 left_s=self.left_s,
+                stages=self._all_stages,
             )
         )
+
+    @property
+    def _all_stages(self) -> tuple[Stage, ...]:
+        """All that there are, in the order of this run."""
+        order = iter(ON_GPU if self._is_on_gpu else MODEL_STAGES)
+        return tuple(next(order) if each in MODEL_STAGES else each for each in STAGES)
 
 
 def _different(

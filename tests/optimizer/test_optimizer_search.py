@@ -14,7 +14,7 @@ from penstock.benchmark.stats import Interval
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.candidates import Build, Candidate, Skip, Step
+from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.lab import KeptLayers
 from penstock.optimizer.machine import Machine
@@ -495,6 +495,18 @@ def test_on_a_gpu_what_is_compiled_begins_with_sixteen_bits() -> None:
     tried = [str(each.candidate) for each in run().findings.tries]
     assert tried[:3] == ["original", "half", "half → compiled"]
     assert "compiled" not in tried
+
+
+@pytest.mark.parametrize(("device", "first"), [("cuda", "precision"), ("cpu", "compile")])
+def test_whoever_watches_knows_the_order(device: str, first: str) -> None:
+    plan = Plan("m.onnx", "m", "out", slo=WISH)
+    lab = MadeLab({"original": 20.0, "half": 12.0}, plan)
+    lab.device = device
+    told: list[Progress] = []
+    Search(lab, told.append, [HALF, *SERVING], lab.clock).run()  # type: ignore[arg-type]
+    lab.watch("anything")
+    assert told[-1].stages[:2] == ("baseline", first)
+    assert set(told[-1].stages) == set(STAGES)
 
 
 def test_on_a_gpu_what_does_not_bear_sixteen_bits_is_compiled_without() -> None:
