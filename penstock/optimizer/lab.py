@@ -238,7 +238,8 @@ class Lab:
             self._rise()
             self._make_room()
             pairs = arrangements(config, self.machine.num_cores)
-            most = max(pair for pair in pairs if _num_workers(config, pair) == 1)
+            alone = [pair for pair in pairs if _num_workers(config, pair) == 1]
+            most = max(alone, default=pairs[0])
             self._sitting = Sitting(build, most, self._spare)
         return self._sitting
 
