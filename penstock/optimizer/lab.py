@@ -18,7 +18,8 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from penstock import repository
+from penstock import devices, repository
+from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import (
     accuracy,
@@ -43,7 +44,9 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.profile.profiler import profile_build
 from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.results import FallbackLayer, Served
+from penstock.optimizer.shapes import arrangements, with_instances
 from penstock.optimizer.simulate import TimeTable
+from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
 from penstock.types import Array
 
@@ -57,10 +60,17 @@ TF32_TOLERANCE = 5e-3
 MAX_BATCH_S = 10.0
 # Of the time that is left to the search, that one compilation may take; and what it has at least.
 COMPILE_SHARE = 0.5
+# The same of the tuning of convolutions, of which more is known: so many seconds for each size of
+# batches, and nothing else comes near what it gives.
+TUNING_SHARE = 0.8
 MIN_COMPILE_S = 20.0
 # A build that was begun so often and never ended takes the run down with it.
 MAX_BEGUN = 3
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
+# Of each GPU's memory, that must be free for what is tried while servers are kept.
+MIN_FREE = 0.75
+# Passes after which the model is the same, and only served in another way.
+OF_SERVING = ("batching", "instances")
 NO_DATA = (
     "no data was given: inputs are drawn from the signature, nothing is quantised, and answers are "
     "compared with the original's on made-up inputs only"
@@ -100,6 +110,15 @@ class Lab:
         self._folder = journal.path.parent
         self._builds: dict[str, Build] = {}
         self._original: dict[str, Answers] = {}
+        self._spare = Spare()
+        self._sitting: Sitting | None = None
+        self._servers = served.Servers()
+
+    def close(self) -> None:
+        """What runs on a GPU for this run ends."""
+        self._rise()
+        self._spare.close()
+        self._servers.close()
 
     @property
     def original(self) -> Build:
@@ -126,9 +145,9 @@ class Lab:
         cache.mkdir(exist_ok=True)
         return Workshop(self.plan, self.machine, self.examples, cache, self._compile_timeout_s)
 
-    def _compile_timeout_s(self) -> float | None:
+    def _compile_timeout_s(self, share: float = COMPILE_SHARE) -> float | None:
         left_s = self.left_s()
-        return None if left_s is None else max(MIN_COMPILE_S, COMPILE_SHARE * left_s)
+        return None if left_s is None else max(MIN_COMPILE_S, share * left_s)
 
     def build(self, candidate: Candidate) -> Build:
         """The candidate's files, made if they are not there; its parents' first. BackendFailed
@@ -155,6 +174,7 @@ class Lab:
     def _make(self, candidate: Candidate, parent: Build) -> bool:
         """Into a folder that nobody looks at, then renamed: half a build is none."""
         self.watch("build")
+        self._rise()
         if self.journal.count("build begun", candidate.key) > MAX_BEGUN:
             raise BackendFailed(f"it was begun {MAX_BEGUN} times and never came to an end")
         step = candidate.steps[-1]
@@ -168,7 +188,11 @@ class Lab:
             made = _opened(candidate, draft / self.plan.name)
             if {"penstock.compile", "penstock.fuse"} & made.config.options.keys():
                 self.watch("compile")
-                trials.keep_compiled(made, self._compile_timeout_s() or trials.LOAD_TIMEOUT_S)
+                is_tuned = "penstock.fuse" in made.config.options
+                share = TUNING_SHARE if is_tuned else COMPILE_SHARE
+                timeout_s = self._compile_timeout_s(share) or trials.LOAD_TIMEOUT_S
+                take = self._spare.take if made.config.uses_gpu else None
+                trials.keep_compiled(made, timeout_s, take)
             os.rename(draft, home)
         except trials.TookTooLong as error:
             raise trials.TookTooLong(f"compiling it takes too long: {error}") from error
@@ -185,9 +209,62 @@ class Lab:
 
     def facts(self, build: Build) -> Facts:
         self.watch("read back")
-        key = build.candidate.key
-        inspect = self._needed(build, lambda: trials.inspect(build))
-        return self.journal.remember("facts", key, Facts, inspect)
+        build = self._read_as(build)
+        return self.journal.remember(
+            "facts", build.candidate.key, Facts, self._needed(build, lambda: self._inspect(build))
+        )
+
+    def _read_as(self, build: Build) -> Build:
+        """On a GPU, what is only served in another way is the model that has been read already:
+        another process would say the same of it. Not so where rows are filled up otherwise."""
+        candidate = build.candidate
+        while candidate.steps and candidate.steps[-1].pass_name in OF_SERVING:
+            candidate = candidate.parent
+        if not build.config.uses_gpu or candidate == build.candidate:
+            return build
+        model = self.build(candidate)
+        return model if build.config.padding in (None, model.config.padding) else build
+
+    def _inspect(self, build: Build) -> Facts:
+        sitting = self._sat(build)
+        return trials.inspect(build) if sitting is None else sitting.inspect()
+
+    def _sat(self, build: Build) -> Sitting | None:
+        """Where the build is loaded already, or will be for all further questions; None on CPUs."""
+        config = build.config
+        if not config.uses_gpu:
+            return None
+        if self._sitting is None or self._sitting.build.config != config:
+            self._rise()
+            self._make_room()
+            pairs = arrangements(config, self.machine.num_cores)
+            alone = [pair for pair in pairs if _num_workers(config, pair) == 1]
+            most = max(alone, default=pairs[0])
+            self._sitting = Sitting(build, most, self._spare)
+        return self._sitting
+
+    def _make_room(self) -> None:
+        """Servers that were kept go before they can take memory from what is tried."""
+        gpus = [gpu for gpu in devices.read_gpus() if gpu.total_bytes]
+        if not gpus or any(gpu.free_bytes < MIN_FREE * gpu.total_bytes for gpu in gpus):
+            self._servers.close()
+
+    def _kept(self, builds: Sequence[Build]) -> served.Servers | None:
+        """On GPUs servers take as long to start as a measurement takes, and stay; on CPUs each
+        measurement has the machine, and its memory, for itself."""
+        is_on_gpu = all(build.config.uses_gpu for build in builds)
+        return self._servers if is_on_gpu else None
+
+    def _rise(self) -> None:
+        """The GPU is free for others."""
+        if self._sitting is not None:
+            self._sitting.close()
+            self._sitting = None
+
+    def _settle(self) -> None:
+        """Nothing of this run but what is measured next does anything."""
+        self._rise()
+        self._spare.settle()
 
     def _needed(self, build: Build, compute: Callable[[], T]) -> Callable[[], T]:
         """Without the original there is nothing to optimise: where it fails, the run ends, and the
@@ -209,10 +286,11 @@ class Lab:
         itself gives, before any postprocessing."""
 
         def compare() -> Numerics:
+            original = self._model_answers
             found = self.answers(_of_the_model(build), self.compared)
             exact = TF32_TOLERANCE if self.original.config.uses_gpu else TOLERANCE
             tolerance = exact if is_exact else None
-            return numerics.compare(self._model_answers, found, tolerance=tolerance)
+            return numerics.compare(original, found, tolerance=tolerance)
 
         self.watch("numerics")
         return self.journal.remember("numerics", build.candidate.key, Numerics, compare)
@@ -225,7 +303,14 @@ class Lab:
         """To these rows. Not kept: they are large and soon made again."""
         rows = [self.rows[index] for index in indices]
         told = self._tell_share(indices)
-        return self._needed(build, lambda: trials.answers(build, rows, told))()
+
+        def ask() -> Answers:
+            sitting = self._sat(build)
+            if sitting is None:
+                return trials.answers(build, rows, told)
+            return sitting.answers(rows, told)
+
+        return self._needed(build, ask)()
 
     def original_answers(self, part: str) -> Answers:
         known = self._original.get(part)
@@ -281,6 +366,7 @@ class Lab:
         """ConfigError, with an explanation, for data that would mislead calibration or the gate."""
         if self.examples is None:
             self.notes.append(NO_DATA)
+            self._ask_ahead()
             return
         self.watch("audit of the data")
         if self.scorer.is_agreement:
@@ -296,6 +382,16 @@ class Lab:
             where = f"eval: {self.plan.evaluator}" if self.plan.evaluator else "data"
             problem = f"not one of {len(scored)} answers of the original can be scored"
             raise ConfigError([f"{where}: {problem} by {self.scorer.metric}"])
+        self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        """On a GPU, all that will be wanted of the original, as long as it is loaded."""
+        if not self.original.config.uses_gpu:
+            return
+        if self.examples is None:
+            self.original_answers(COMPARED)
+        else:
+            self._scores(self.original, HELD_OUT)
 
     def _audit(self) -> audit.Audit:
         predict = self.scorer.predict
@@ -353,8 +449,15 @@ class Lab:
     # Speed.
 
     def times(self, build: Build, num_instances: int, num_threads: int) -> TimeTable:
+        pair = num_instances, num_threads
+
         def measure() -> TimeTable:
-            return trials.times(build, self.rows, num_instances, num_threads, self._longest_s)
+            if not build.config.uses_gpu or _num_workers(build.config, pair) > 1:
+                self._settle()
+                return trials.times(build, self.rows, *pair, self._longest_s)
+            sitting = self._sat(build)
+            assert sitting is not None, "it is on a GPU"
+            return sitting.times(self.rows, pair, self._longest_s)
 
         self.watch(f"batch times, {num_instances} x {num_threads} threads")
         key = f"{build.candidate.key} {num_instances}x{num_threads}"
@@ -368,6 +471,7 @@ class Lab:
 
     def profile(self, build: Build) -> Profile:
         self.watch("profile")
+        self._rise()
         return self.journal.remember(
             "profile", build.candidate.key, Profile, lambda: profile_build(build.folder, self.rows)
         )
@@ -376,11 +480,13 @@ class Lab:
         """At the load of the SLO; several in turns."""
 
         def measure() -> list[Served]:
+            kept = self._kept(builds)
             if len(builds) == 1:
-                return [served.measure(builds[0], self.plan, self.rows, self.watch)]
-            return served.measure_alternately(builds, self.plan, self.rows, self.watch)
+                return [served.measure(builds[0], self.plan, self.rows, self.watch, kept)]
+            return served.measure_alternately(builds, self.plan, self.rows, self.watch, kept)
 
         self.watch("start servers")
+        self._settle()
         asked = self._needed(builds[0], measure) if len(builds) == 1 else measure
         found = self.journal.remember(
             "served", _keys(builds), list[Served], asked, keeps_failure=False
@@ -390,11 +496,14 @@ class Lab:
     def with_rates(self, builds: Sequence[Build], search_s: float) -> list[Served]:
         """At the load of the SLO, and up to the highest rate of each; in turns."""
         self.watch("start servers")
+        self._settle()
         found = self.journal.remember(
             "served with rates",
             _keys(builds),
             list[Served],
-            lambda: served.with_rates(builds, self.plan, self.rows, self.watch, search_s),
+            lambda: served.with_rates(
+                builds, self.plan, self.rows, self.watch, search_s, self._kept(builds)
+            ),
             keeps_failure=False,
         )
         return [served.repriced(each, self.plan) for each in found]
@@ -403,15 +512,17 @@ class Lab:
         """At the load of the SLO and, as far as the time reaches, up to the highest rate of each,
         in turns."""
         self.watch("start servers for the proof")
+        self._settle()
         has_time = left_s is None or left_s > served.MIN_PROOF_S * len(builds)
+
+        def measure() -> list[Served]:
+            rows, limit_s = self.rows, left_s if has_time else 0.0
+            kept = self._kept(builds)
+            return served.prove(builds, self.plan, rows, self.watch, limit_s, kept)
+
+        kind = "proof with rates" if has_time else "proof"
         found = self.journal.remember(
-            "proof with rates" if has_time else "proof",
-            _keys(builds),
-            list[Served],
-            lambda: served.prove(
-                builds, self.plan, self.rows, self.watch, left_s if has_time else 0.0
-            ),
-            keeps_failure=False,
+            kind, _keys(builds), list[Served], measure, keeps_failure=False
         )
         return [served.repriced(each, self.plan) for each in found]
 
@@ -425,6 +536,10 @@ def _opened(candidate: Candidate, folder: Path) -> Build:
 
 def _of_the_model(build: Build) -> Build:
     return replace(build, config=build.config.without_postprocess)
+
+
+def _num_workers(config: ModelConfig, pair: tuple[int, int]) -> int:
+    return len(with_instances(config, *pair).workers)
 
 
 def _keys(builds: Sequence[Build]) -> str:

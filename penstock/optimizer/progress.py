@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.optimizer.candidates import Stage
+from penstock.optimizer.candidates import STAGES, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +19,5 @@ class Progress:
     best_text: str  # "p99 12 ms, about 310/s"
     elapsed_s: float
     left_s: float | None
+    # In the order in which they are gone through.
+    stages: tuple[Stage, ...] = STAGES

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,8 +60,8 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
         run = run_key(plan, machine, subject, examples)
         with Journal(work / run) as journal:
             subject = _placed(subject, work / run / ORIGINAL / plan.name)
-            lab = Lab(plan, machine, subject, examples, journal)
-            return _found(lab, watch, command, run, began)
+            with closing(Lab(plan, machine, subject, examples, journal)) as lab:
+                return _found(lab, watch, command, run, began)
 
 
 def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import goals
-from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
+from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.lab import CHOICE, Lab
 from penstock.optimizer.passes import Pass, Situation
@@ -29,12 +29,16 @@ from penstock.optimizer.simulate import TimeTable
 from penstock.slo import Memory
 
 MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
+# On a GPU sixteen bits are half the work for nothing but a check, and what is compiled is tuned for
+# one precision: whoever begins with it does not have to compile twice.
+ON_GPU: tuple[Stage, ...] = ("precision", "compile", "quantise")
 # Served and measured at most, besides the original.
 MAX_FINALISTS = 3
 # The same after a stage that may be the last.
 NUM_SEMIFINALISTS = 2
-# About what it takes to serve and measure one of them.
+# About what it takes to serve and measure one of them; on a GPU it takes as long again to start.
 SERVED_S = 20.0
+SERVED_ON_GPU_S = 40.0
 # What is to be enough is predicted to answer so many times the rate that is asked for: fully loaded
 # servers keep an SLO on one day and not on the next.
 ROOM = 1.3
@@ -52,8 +56,13 @@ PROOF_S = 80.0
 HOPELESS = 0.6
 # A parent below this share of the best is none for the stage: BF16 may double its rate, INT8 more.
 MIN_PARENT: Mapping[Stage, float] = {"precision": 0.6, "quantise": 0.4}
-# Passes whose later steps are, on a GPU, as fast as the first at best: BF16 and TF32 after FP16.
-ALTERNATIVES = ("half",)
+# Passes whose later steps are, on a GPU, as fast as the first at best: BF16 and TF32 after FP16,
+# FP8 for some products after FP8 for all.
+ALTERNATIVES = ("half", "fp8")
+# Begins anew with the model's own operators, however far others have come without it.
+COMPILER = "torch-compile"
+# A budget of time with room for a profile on a GPU, which measures the device first.
+PROFILE_BUDGET_S = 900.0
 FAR_BEHIND = "what it could start from is far behind the best"
 # Of the machine's, that instances of one candidate may take while they are timed.
 MAX_MEMORY = 0.25
@@ -168,6 +177,7 @@ class Search:
         self._seen: set[str] = set()
         self._asked: set[str] = set()
         self._served: dict[str, Finalist] = {}
+        self._is_on_gpu = False
         # What is being done; a stage, or the proof.
         self._stage: str = "baseline"
         self._model_stage: Stage = "baseline"
@@ -197,11 +207,11 @@ class Search:
         self._start()
         if self._is_enough():
             return
-        for stage in MODEL_STAGES:
+        for stage in ON_GPU if self._is_on_gpu else MODEL_STAGES:
             if stage == "quantise":
                 self._profile()
             self._run_stage(stage)
-            if self._is_in_reach():
+            if self._may_be_enough():
                 self._measure_finalists(NUM_SEMIFINALISTS)
                 if self._is_enough():
                     return
@@ -235,6 +245,14 @@ class Search:
         required = goals.required_rate(self._slo, self._plan.price_per_hour)
         return not best.build.candidate.steps or best.contender.rate >= ROOM * required
 
+    def _may_be_enough(self) -> bool:
+        """Whether a served run may show that the search can end. On a GPU, where servers take long
+        to start, it has to be predicted that it does."""
+        rate, price = self.findings.best.rate, self._plan.price_per_hour
+        if self._is_on_gpu and not self._plan.is_exhaustive:
+            return rate >= ROOM * goals.required_rate(self._slo, price)
+        return self._is_in_reach()
+
     def _is_in_reach(self) -> bool:
         rate = self.findings.best.rate
         return goals.is_within_reach(rate, self._slo, self._plan.price_per_hour)
@@ -244,6 +262,7 @@ class Search:
     def _start(self) -> None:
         """The original is served as it is, in the configuration it came with."""
         original = self._lab.original
+        self._is_on_gpu = original.config.uses_gpu
         self._trying = str(original.candidate)
         facts = self._lab.facts(original)
         contender = self._timed(original, facts, is_lossy=False)
@@ -264,10 +283,13 @@ class Search:
         for each in self._passes:
             if each.stage == stage:
                 self._run_pass(each)
-        self.findings.by_stage.append((stage, self.findings.best))
+                self.findings.by_stage.append((stage, self.findings.best))
 
     def _profile(self) -> None:
         """What binds now. A profiler that fails costs the report a picture, and nothing else."""
+        budget_s = self._plan.budget_s
+        if self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S:
+            return
         self._trying = str(self.findings.best.candidate)
         with contextlib.suppress(PenstockError):
             self.findings.profile = self._lab.profile(self.findings.best.build)
@@ -282,20 +304,27 @@ class Search:
         self._asked.add(each.name)
 
     def _try_each(self, each: Pass, parent: Contender, steps: Sequence[Step]) -> None:
-        """All of them; but what is there for those that do not bear the one before it is left out
-        when that has passed."""
+        """All of them, unless after one of them the others cannot win."""
         for place, step in enumerate(steps):
             record = self._try(each, parent, step)
-            is_passed = record.outcome not in ("rejected", "failed")
-            if is_passed and self._is_one_enough(each, parent):
-                reason = f"{step} has passed, and this would be no faster"
+            reason = self._reason_to_stop(each, step, record)
+            if reason:
                 left = steps[place + 1 :]
                 self.findings.skipped += [Skip(each.name, reason, other) for other in left]
                 return
 
-    def _is_one_enough(self, each: Pass, parent: Contender) -> bool:
-        is_on_gpu = parent.build.config.uses_gpu
-        return each.name in ALTERNATIVES and is_on_gpu and not self._plan.is_exhaustive
+    def _reason_to_stop(self, each: Pass, step: Step, record: Try) -> str:
+        """On a GPU: what is there for those that do not bear the one before it is left out when
+        that has passed; and more time for the same compiler, where its kernels are behind."""
+        if not self._is_on_gpu or self._plan.is_exhaustive:
+            return ""
+        is_passed = record.outcome not in ("rejected", "failed")
+        if each.name in ALTERNATIVES and is_passed:
+            return f"{step} has passed, and this would be no faster"
+        if each.name == COMPILER and "mode" in step.settings and record.outcome != "kept":
+            best = self.findings.best.candidate
+            return f"{step} is not ahead of {best}; tuning the same for longer would not bring it"
+        return ""
 
     def _proposals(self, each: Pass) -> list[tuple[Contender, list[Step]]]:
         """From the best of each family that the pass has steps for."""
@@ -304,7 +333,7 @@ class Search:
             return []
         proposals: dict[tuple[str, bool], tuple[Contender, list[Step]]] = {}
         skips: dict[str, Skip] = {}
-        for parent in sorted(self.findings.contenders, key=lambda contender: -contender.rate):
+        for parent in sorted(self.findings.contenders, key=_from_the_best):
             family = _family(parent.build.config)
             if family in proposals or each.name in _pass_names(parent.candidate):
                 continue
@@ -314,11 +343,18 @@ class Search:
             found = each.propose(self._situation(parent))
             steps = [one for one in found if isinstance(one, Step)]
             skips.update({one.reason: one for one in found if isinstance(one, Skip)})
-            if steps:
+            if steps or self._stands_for_all(each):
                 proposals[family] = (parent, steps)
-        if not proposals:
+        found_any = [each for each in proposals.values() if each[1]]
+        if not found_any:
             self.findings.skipped += skips.values()
-        return list(proposals.values())
+        return found_any
+
+    def _stands_for_all(self, each: Pass) -> bool:
+        """Whether the best of a family has the last word, also when it says no: on a GPU, what adds
+        to what is there is not tried on what is behind it. Compilers begin anew."""
+        is_adding = self._model_stage == "compile" and each.name != COMPILER
+        return self._is_on_gpu and is_adding and not self._plan.is_exhaustive
 
     def _is_far_behind(self, parent: Contender) -> bool:
         """So slow that no precision would bring it to the front. A compiler may do anything."""
@@ -557,7 +593,8 @@ class Search:
         if self.left_s is not None and is_rated:
             fresh = fresh[: max(1, int((self.left_s - PROOF_S) / RATED_S))]
         elif self.left_s is not None:
-            fresh = fresh[: max(1, int(self.left_s / (2 * SERVED_S)))]
+            each_s = SERVED_ON_GPU_S if self._is_on_gpu else SERVED_S
+            fresh = fresh[: max(1, int(self.left_s / (2 * each_s)))]
         if not fresh:
             self._stage = stage
             return
@@ -734,8 +771,15 @@ class Search:
                 best_text="" if best is None else best.speed_text,
                 elapsed_s=self._clock() - self._began,
                 left_s=self.left_s,
+                stages=self._all_stages,
             )
         )
+
+    @property
+    def _all_stages(self) -> tuple[Stage, ...]:
+        """All that there are, in the order of this run."""
+        order = iter(ON_GPU if self._is_on_gpu else MODEL_STAGES)
+        return tuple(next(order) if each in MODEL_STAGES else each for each in STAGES)
 
 
 def _different(
@@ -765,6 +809,11 @@ def _by_accuracy(record: Try) -> tuple[bool, float]:
 def _facts(record: Try) -> Facts:
     assert record.facts is not None
     return record.facts
+
+
+def _from_the_best(contender: Contender) -> tuple[float, float]:
+    """By rate; where none keeps the SLO, by how soon a request is answered that comes alone."""
+    return -contender.rate, 0.0 if contender.rate else contender.alone_s
 
 
 def _simplicity(contender: Contender) -> tuple[bool, int]:

@@ -85,17 +85,25 @@ PATIENCE = 3.0
 libc = ctypes.CDLL(None)
 
 
-def measure(build: Build, plan: Plan, rows: Sequence[Row], watch: Watch) -> Served:
+def measure(
+    build: Build, plan: Plan, rows: Sequence[Row], watch: Watch, servers: Servers | None = None
+) -> Served:
     """At the load of the SLO. With a price and a term on cost, the highest rate is looked for."""
-    (served,) = _measure([build], plan, rows, watch, num_rounds=1)
-    return served
+    with _stage([build], rows, servers) as endpoints:
+        (served,) = _measured(endpoints, plan, watch, num_rounds=1)
+        return served
 
 
 def measure_alternately(
-    builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch
+    builds: Sequence[Build],
+    plan: Plan,
+    rows: Sequence[Row],
+    watch: Watch,
+    servers: Servers | None = None,
 ) -> list[Served]:
     """The same for several, in turns (A B A B), so that a machine that changes changes for all."""
-    return _measure(builds, plan, rows, watch, num_rounds=NUM_ROUNDS)
+    with _stage(builds, rows, servers) as endpoints:
+        return _measured(endpoints, plan, watch, num_rounds=NUM_ROUNDS)
 
 
 def max_rates(
@@ -104,20 +112,26 @@ def max_rates(
     rows: Sequence[Row],
     watch: Watch,
     search_s: float = SEARCH_S,
+    servers: Servers | None = None,
 ) -> list[tuple[Interval, Curve | None]]:
     """The highest rate of each that keeps the latency terms, in turns, and what was measured on the
     way; without such terms, what it answers when it never has to wait for requests. NaN where an
     end is not known. A search that ends after `search_s`, with the level that it is at, has found
     what it has found by then."""
-    with _stage(builds, rows) as endpoints:
+    with _stage(builds, rows, servers) as endpoints:
         return _max_rates(endpoints, plan, watch, search_s)
 
 
 def with_rates(
-    builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch, search_s: float
+    builds: Sequence[Build],
+    plan: Plan,
+    rows: Sequence[Row],
+    watch: Watch,
+    search_s: float,
+    servers: Servers | None = None,
 ) -> list[Served]:
     """Once at the load of the SLO, then up to the highest rate of each, in turns."""
-    with _stage(builds, rows) as endpoints:
+    with _stage(builds, rows, servers) as endpoints:
         found = _in_turns(endpoints, plan, watch, 1)
         return _rated(endpoints, found, plan, watch, search_s)
 
@@ -128,11 +142,12 @@ def prove(
     rows: Sequence[Row],
     watch: Watch,
     left_s: float | None = None,
+    servers: Servers | None = None,
 ) -> list[Served]:
     """At the load of the SLO, and up to the highest rate of each: with rates, costs and curves.
     Rates are left out when there is no time to look for them."""
     began = time.monotonic()
-    with _stage(builds, rows) as endpoints:
+    with _stage(builds, rows, servers) as endpoints:
         found = _in_turns(endpoints, plan, watch, NUM_ROUNDS)
         search_s = SEARCH_S
         if left_s is not None:
@@ -232,6 +247,10 @@ class Endpoint:
         self._stop()
 
     @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
     def memory_bytes(self) -> int:
         """Of all workers; what they share with each other counts once."""
         total = 0
@@ -311,22 +330,68 @@ def _told(progress: Progress) -> str:
     return f"{progress.level}, {progress.phase} {progress.elapsed_s:.0f} s{p99}"
 
 
-@contextlib.contextmanager
-def _stage(builds: Sequence[Build], rows: Sequence[Row]) -> Iterator[list[Endpoint]]:
-    """A server for each build, with the rows in a file. Servers that are not asked sleep."""
-    with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-")))
+class Servers:
+    """A server for each build, with the rows in a file. Those that are not asked sleep, so whoever
+    has the room for it keeps them for the next measurement; all are stopped by `close`."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._endpoints: dict[Path, Endpoint] = {}
         # What rows have to look like is the same for nearly all.
-        files: dict[object, str] = {}
-        endpoints: list[Endpoint] = []
-        for build in builds:
-            form = build.config.inputs, build.config.max_batch_size > 0
-            if form not in files:
-                folder = scratch / str(len(files))
-                folder.mkdir()
-                files[form] = write_rows(rows, build.config, folder)
-            endpoints.append(stack.enter_context(Endpoint(build, files[form])))
-        yield endpoints
+        self._files: dict[object, str] = {}
+        self._scratch: Path | None = None
+
+    def opened(self, builds: Sequence[Build], rows: Sequence[Row]) -> list[Endpoint]:
+        """Started where they do not run; the rows are the same as before."""
+        has_others = bool(self._endpoints)
+        try:
+            return [self._opened(build, rows) for build in builds]
+        except BackendFailed:
+            if not has_others:
+                raise
+            # They may hold the memory that this one needs.
+            self.close()
+            return [self._opened(build, rows) for build in builds]
+
+    def close(self) -> None:
+        self._endpoints.clear()
+        self._files.clear()
+        self._scratch = None
+        self._stack.close()
+
+    def _opened(self, build: Build, rows: Sequence[Row]) -> Endpoint:
+        known = self._endpoints.get(build.folder)
+        if known is not None and known.is_running:
+            return known
+        endpoint = self._stack.enter_context(Endpoint(build, self._written(build.config, rows)))
+        self._endpoints[build.folder] = endpoint
+        return endpoint
+
+    def _written(self, config: ModelConfig, rows: Sequence[Row]) -> str:
+        if self._scratch is None:
+            scratch = tempfile.TemporaryDirectory(prefix="penstock-")
+            self._scratch = Path(self._stack.enter_context(scratch))
+        form = config.inputs, config.max_batch_size > 0
+        if form not in self._files:
+            folder = self._scratch / str(len(self._files))
+            folder.mkdir()
+            self._files[form] = write_rows(rows, config, folder)
+        return self._files[form]
+
+
+@contextlib.contextmanager
+def _stage(
+    builds: Sequence[Build], rows: Sequence[Row], servers: Servers | None
+) -> Iterator[list[Endpoint]]:
+    """Those that are kept stay, unless the measurement fails: who knows in what state they are."""
+    own = Servers() if servers is None else servers
+    try:
+        yield own.opened(builds, rows)
+    except BaseException:
+        own.close()
+        raise
+    if servers is None:
+        own.close()
 
 
 # What is sent.
@@ -461,16 +526,15 @@ class Account:
         self.num_runs += 1
 
 
-def _measure(
-    builds: Sequence[Build], plan: Plan, rows: Sequence[Row], watch: Watch, *, num_rounds: int
+def _measured(
+    endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, *, num_rounds: int
 ) -> list[Served]:
-    with _stage(builds, rows) as endpoints:
-        found = _in_turns(endpoints, plan, watch, num_rounds)
-        is_priced = plan.price_per_hour is not None
-        if is_priced and any(isinstance(term, Cost) for term in _terms(plan)):
-            rates = [rate for rate, _ in _max_rates(endpoints, plan, watch)]
-            found = [priced(each, rate, plan) for each, rate in zip(found, rates, strict=True)]
-        return found
+    found = _in_turns(endpoints, plan, watch, num_rounds)
+    is_priced = plan.price_per_hour is not None
+    if is_priced and any(isinstance(term, Cost) for term in _terms(plan)):
+        rates = [rate for rate, _ in _max_rates(endpoints, plan, watch)]
+        found = [priced(each, rate, plan) for each, rate in zip(found, rates, strict=True)]
+    return found
 
 
 def _in_turns(

@@ -71,6 +71,12 @@ class Values(msgspec.Struct, array_like=True):
         return to_array(Tensor(self.name, self.datatype, self.shape, self.data))
 
 
+class Prepare(msgspec.Struct, tag="prepare"):
+    """Import the backend; nothing is loaded yet."""
+
+    backend: str
+
+
 class Load(msgspec.Struct, tag="load"):
     config: ModelConfig
 
@@ -100,9 +106,11 @@ class Hold(msgspec.Struct, tag="hold"):
 
 
 class Measure(msgspec.Struct, tag="measure"):
-    """Run the batch that is held again and again, for so long."""
+    """Run the batch that is held again and again, for so long, with so many on their way at once
+    (0: as many as the model has instances)."""
 
     duration_s: float
+    num_slots: int = 0
 
 
 class Keep(msgspec.Struct, tag="keep"):
@@ -118,7 +126,11 @@ class Package(msgspec.Struct, tag="package"):
     path: str
 
 
-Question = Load | Inspect | Compute | Hold | Measure | Keep | Package
+Question = Prepare | Load | Inspect | Compute | Hold | Measure | Keep | Package
+
+
+class Prepared(msgspec.Struct, tag="prepared"):
+    pass
 
 
 class Loaded(msgspec.Struct, tag="loaded"):
@@ -160,7 +172,7 @@ class Failed(msgspec.Struct, tag="failed"):
     is_config: bool = False
 
 
-Answer = Loaded | Inspected | Computed | Held | Measured | Kept | Packaged | Failed
+Answer = Prepared | Loaded | Inspected | Computed | Held | Measured | Kept | Packaged | Failed
 
 
 def send(sock: socket.socket, message: Question | Answer) -> None:
@@ -230,15 +242,16 @@ class Trial:
         if time.perf_counter() - began < LONG_RUN_S:
             self._run(self._batch)
 
-    def measure(self, duration_s: float) -> Measured:
+    def measure(self, question: Measure) -> Measured:
         assert self._batch is not None, "nothing is held"
         seconds: list[float] = []
         began = now = time.perf_counter()
         # As many on their way as there are instances: each takes from one end to the next, times
         # those that it shares the device with.
-        num_slots = self._config.num_instances if self._runner.runs_ahead else 1
+        asked = question.num_slots or self._config.num_instances
+        num_slots = asked if self._runner.runs_ahead else 1
         begun = deque(self._runner.start(self._batch) for _ in range(num_slots - 1))
-        while now - began < duration_s or len(seconds) < _min_runs(seconds):
+        while now - began < question.duration_s or len(seconds) < _min_runs(seconds):
             begun.append(self._runner.start(self._batch))
             _only(begun.popleft())
             before, now = now, time.perf_counter()
@@ -345,6 +358,9 @@ class Child:
             send(self._sock, answer)
 
     def _answer(self, question: Question) -> Answer:
+        if isinstance(question, Prepare):
+            backend(question.backend)
+            return Prepared()
         if isinstance(question, Load):
             self._trial = Trial(question.config)
             return Loaded(self._trial.proof, self._trial.load_s)
@@ -361,7 +377,7 @@ class Child:
             return Held()
         if isinstance(question, Keep):
             return Kept(self._trial.keep(question.folder))
-        return self._trial.measure(question.duration_s)
+        return self._trial.measure(question)
 
 
 def main() -> None:

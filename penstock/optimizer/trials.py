@@ -45,6 +45,8 @@ from penstock.optimizer.trial_child import (
     Measured,
     Package,
     Packaged,
+    Prepare,
+    Prepared,
     Question,
     Values,
     receive,
@@ -84,15 +86,25 @@ def inspect(build: Build) -> Facts:
     BackendFailed says why it cannot be loaded."""
     with Child(build.config) as child:
         child.load()
-        child.send(Inspect(build.candidate, str(build.folder)))
-        return child.expect(Inspected).facts
+        return inspected(child, build)
 
 
-def keep_compiled(build: Build, timeout_s: float = LOAD_TIMEOUT_S) -> int:
+def inspected(child: Child, build: Build) -> Facts:
+    """By a child that has loaded it."""
+    child.send(Inspect(build.candidate, str(build.folder)))
+    return child.expect(Inspected).facts
+
+
+def keep_compiled(
+    build: Build,
+    timeout_s: float = LOAD_TIMEOUT_S,
+    take: Callable[[ModelConfig], Child] | None = None,
+) -> int:
     """What is compiled of it, and which kernels were found the fastest, goes into the version's
     folder, so that nobody who loads it on such a machine does that again; how many bytes that are.
-    TookTooLong after so long."""
-    with Child(build.config, timeout_s) as child:
+    TookTooLong after so long. `take` gives the child, where one has been started already."""
+    with (take or Child)(build.config) as child:
+        child.timeout_s = timeout_s
         child.load(timeout_s)
         child.send(Keep(str(build.version_folder)))
         return child.expect(Kept).num_bytes
@@ -113,32 +125,37 @@ def answers(
     filled up to buckets and cut back where it is padded. What a row's neighbours do to it (ranges
     by batch, padding) is in the answers. Rows that have a 1 for their batch have it in their
     answers too. `told` hears how many are done."""
+    with Child(build.config) as child:
+        child.load()
+        return answered(child, build, rows, told)
+
+
+def answered(
+    child: Child, build: Build, rows: Sequence[Row], told: Callable[[int], None] | None = None
+) -> list[dict[str, Array]]:
+    """By a child that has loaded it."""
     config = build.config
     found: list[dict[str, Array]] = [{} for _ in rows]
     num_done = 0
-    with Child(config) as child:
-        child.load()
-        fitting = fitted(rows, config)
-        sent, lengths = _as_served(config, child.is_padded, fitting)
-        # A function behind the model sees its answers as long as they are without padding.
-        crops = () if config.postprocess else child.proof.crops
-        most = MAX_ROWS if child.may_batch else 1
-        for indices in _groups(config, sent, min(most, config.max_batch_size or 1)):
-            values = stacked(config, [sent[index] for index in indices])
-            child.send(Compute(values, len(indices), [lengths[index] for index in indices]))
-            answered = child.expect(Computed).rows
-            if len(answered) != len(indices):
-                text = f"{len(answered)} answers to {len(indices)} rows"
-                raise BackendFailed(f"{build.candidate}: {text}")
-            for index, outputs in zip(indices, answered, strict=True):
-                answer = _cut_back(outputs, crops, lengths[index])
-                has_one = fitting is not rows
-                found[index] = (
-                    answer if has_one else {n: each[0, ...] for n, each in answer.items()}
-                )
-            num_done += len(indices)
-            if told is not None:
-                told(num_done)
+    fitting = fitted(rows, config)
+    sent, lengths = _as_served(config, child.is_padded, fitting)
+    # A function behind the model sees its answers as long as they are without padding.
+    crops = () if config.postprocess else child.proof.crops
+    most = MAX_ROWS if child.may_batch else 1
+    for indices in _groups(config, sent, min(most, config.max_batch_size or 1)):
+        values = stacked(config, [sent[index] for index in indices])
+        child.send(Compute(values, len(indices), [lengths[index] for index in indices]))
+        computed = child.expect(Computed).rows
+        if len(computed) != len(indices):
+            text = f"{len(computed)} answers to {len(indices)} rows"
+            raise BackendFailed(f"{build.candidate}: {text}")
+        for index, outputs in zip(indices, computed, strict=True):
+            answer = _cut_back(outputs, crops, lengths[index])
+            has_one = fitting is not rows
+            found[index] = answer if has_one else {n: each[0, ...] for n, each in answer.items()}
+        num_done += len(indices)
+        if told is not None:
+            told(num_done)
     return found
 
 
@@ -152,42 +169,38 @@ def times(
     """T(b) on the rungs 1, 8 and the largest (by length, where that varies), with so many instances
     computing at once, each with so many threads. Batches that would take longer than `longest_s`
     are left out: no SLO has room for them."""
-    if not rows:
-        raise ConfigError(["batch times: expected at least one row to measure with"])
     config = with_instances(build.config, num_instances, num_threads)
-    rows = fitted(rows, config)
     with contextlib.ExitStack() as stack:
         # Each on its own device.
         seen = [config.of_worker(*worker) for worker in config.workers]
         children = [stack.enter_context(Child(each)) for each in seen]
         for child, each in zip(children, seen, strict=True):
             child.send(Load(each))
-        loaded = [child.expect_loaded() for child in children]
-        crew = Crew(config, children, longest_s)
-        seconds: dict[int, dict[int, float]] = {}
-        for length, chosen in _by_length(config, children[0].is_padded, rows).items():
-            seconds[length] = crew.times(chosen, length)
-        return TimeTable(
-            num_instances,
-            num_threads,
-            seconds,
-            tokens=crew.tokens,
-            memory_bytes=crew.memory_bytes,
-            load_s=max(each.load_s for each in loaded),
-        )
+        for child in children:
+            child.expect_loaded()
+        return Crew(config, children, longest_s).table(rows, (num_instances, num_threads))
 
 
 class Child:
     """A process that tries out one model; killed when the block ends, however it ends."""
 
     def __init__(self, config: ModelConfig, timeout_s: float = LOAD_TIMEOUT_S) -> None:
-        self._config = config
+        # What is loaded, or will be.
+        self.config = config
         self._sock: socket.socket | None = None
         self._decoder = msgspec.msgpack.Decoder(Answer)
-        self._timeout_s = timeout_s
+        # For the next answer.
+        self.timeout_s = timeout_s
         self.proof = Proof()
+        self.load_s = 0.0
 
     def __enter__(self) -> Self:
+        """It may have been started before."""
+        if self._sock is None:
+            self.start()
+        return self
+
+    def start(self) -> None:
         self._output = Output()
         self._sock, theirs = socket.socketpair()
         with theirs:
@@ -201,7 +214,6 @@ class Child:
                 start_new_session=True,
                 env=devices.worker_environment(),
             )
-        return self
 
     def __exit__(
         self,
@@ -209,6 +221,9 @@ class Child:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         assert self._sock is not None
         self._sock.close()
         with contextlib.suppress(ProcessLookupError):
@@ -218,26 +233,33 @@ class Child:
 
     @property
     def may_batch(self) -> bool:
-        return self._config.max_batch_size > 1 and not self.proof.unbatched
+        return self.config.max_batch_size > 1 and not self.proof.unbatched
 
     @property
     def is_padded(self) -> bool:
-        return self._config.padding is not None and not self.proof.unpadded
+        return self.config.padding is not None and not self.proof.unpadded
+
+    def prepare(self) -> None:
+        """Have it import the backend; `expect_prepared` before anything else is asked."""
+        self.send(Prepare(self.config.backend))
+
+    def expect_prepared(self) -> None:
+        self.expect(Prepared)
 
     def load(self, run_timeout_s: float | None = None) -> Loaded:
         """What is asked afterwards has this long for its answer; None: as long as is usual."""
-        self.send(Load(self._config))
+        self.send(Load(self.config))
         return self.expect_loaded(run_timeout_s)
 
     def expect_loaded(self, run_timeout_s: float | None = None) -> Loaded:
         loaded = self.expect(Loaded)
-        self.proof = loaded.proof
-        self._timeout_s = RUN_TIMEOUT_S if run_timeout_s is None else run_timeout_s
+        self.proof, self.load_s = loaded.proof, loaded.load_s
+        self.timeout_s = RUN_TIMEOUT_S if run_timeout_s is None else run_timeout_s
         return loaded
 
     def send(self, question: Question) -> None:
         assert self._sock is not None
-        self._sock.settimeout(self._timeout_s)
+        self._sock.settimeout(self.timeout_s)
         try:
             send(self._sock, question)
         except OSError:
@@ -246,12 +268,12 @@ class Child:
     def expect(self, kind: type[A]) -> A:
         """BackendFailed or ConfigError with what the model said, or how it ended."""
         assert self._sock is not None
-        self._sock.settimeout(self._timeout_s)
+        self._sock.settimeout(self.timeout_s)
         try:
             data = receive(self._sock)
         except TimeoutError:
             raise TookTooLong(
-                f"no answer within {self._timeout_s:.3g} s{self._output.tail('it')}"
+                f"no answer within {self.timeout_s:.3g} s{self._output.tail('it')}"
             ) from None
         except OSError:
             data = None
@@ -278,9 +300,25 @@ class Crew:
     config: ModelConfig
     children: Sequence[Child]
     longest_s: float
+    # Batches on their way at once in each of them; 0: as many as it has instances.
+    num_slots: int = 0
     memory_bytes: int = 0
     # What ran, by length and rows, of a model that does not compute padding.
     tokens: dict[int, dict[int, float]] = field(default_factory=dict)
+    # A batch that was worth a try failed: who knows what that left behind.
+    is_hurt: bool = False
+
+    def table(self, rows: Sequence[Row], pair: tuple[int, int]) -> TimeTable:
+        """Of all lengths, told as that of so many instances with so many threads."""
+        if not rows:
+            raise ConfigError(["batch times: expected at least one row to measure with"])
+        rows = fitted(rows, self.config)
+        by_length = _by_length(self.config, self.children[0].is_padded, rows)
+        seconds = {length: self.times(chosen, length) for length, chosen in by_length.items()}
+        load_s = max(child.load_s for child in self.children)
+        return TimeTable(
+            *pair, seconds, tokens=self.tokens, memory_bytes=self.memory_bytes, load_s=load_s
+        )
 
     def times(self, rows: Sequence[Row], length: int) -> dict[int, float]:
         """By number of rows: the median, mean over the children. Rows are filled up to this length
@@ -301,6 +339,7 @@ class Crew:
                 if rung <= max(1, self.config.max_batch_size):
                     raise
                 # Larger than the model says it can do; it was worth a try.
+                self.is_hurt = True
         return found
 
     @property
@@ -326,7 +365,7 @@ class Crew:
             child.send(Hold(values, rung, [lengths[each] for each in taken]))
         self._heard(Held)
         for child in self.children:
-            child.send(Measure(POINT_S))
+            child.send(Measure(POINT_S, self.num_slots))
         measured = self._heard(Measured)
         self.memory_bytes = max(self.memory_bytes, *(each.memory_bytes for each in measured))
         return statistics.fmean(statistics.median(each.seconds) for each in measured)

@@ -7,18 +7,21 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import fake_nvml
 import msgspec
 import numpy as np
 import onnx
 import onnxruntime
+import psutil
 import pytest
+from served_builds import null_build
 from suites import onnx_models
 
 import penstock
-from penstock import manifest, repository, slo
+from penstock import devices, manifest, repository, slo
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.optimizer import run
+from penstock.optimizer import run, served, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.examples import Examples, Split, open_examples
 from penstock.optimizer.journal import Journal
@@ -31,6 +34,7 @@ from penstock.optimizer.subject import Subject, open_subject
 
 WISH = slo.parse("p99 < 2s at 20/s")
 SIZE = 32
+GPU = devices.Gpu(0, "GPU-0", "none", 80 << 30, 79 << 30)
 
 
 @pytest.fixture
@@ -182,3 +186,41 @@ def test_a_repository_that_cannot_be_written(plan: Plan) -> None:
     Path(plan.out).write_text("a file")
     with pytest.raises(ConfigError, match="models"):
         run.optimize(plan, lambda progress: None, "")
+
+
+def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
+    """A whole run on a GPU that computes nothing: one process for all that is asked of the model,
+    and one server for each way to serve it, from its first measurement to the proof."""
+    (tmp_path / "driver").mkdir()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fake_nvml.build(tmp_path / "driver").parent))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(devices, "read_gpus", lambda: (GPU,))
+    monkeypatch.setattr(served, "WARM_UP_S", 0.3)
+    folder = null_build(tmp_path, a_ms=1, copy_ms=1, gpu_memory_bytes=1 << 20).folder
+    with open(folder / "config.pbtxt", "a") as file:
+        file.write("\ninstance_group { kind: KIND_GPU }\n")
+    loads: list[str] = []
+    servers: list[Path] = []
+    load, enter = trials.Child.load, served.Endpoint.__enter__
+
+    def loaded(self: trials.Child, run_timeout_s: float | None = None):
+        loads.append(self.config.device)
+        return load(self, run_timeout_s)
+
+    def entered(self: served.Endpoint) -> served.Endpoint:
+        servers.append(self.build.folder)
+        return enter(self)
+
+    monkeypatch.setattr(trials.Child, "load", loaded)
+    monkeypatch.setattr(served.Endpoint, "__enter__", entered)
+    before = psutil.Process().children()
+    # Less memory than it takes, so that nothing ends the sequence but its end.
+    wish = slo.parse("p99 < 1s, memory <= 1KiB at 20/s")
+    out = str(tmp_path / "models")
+    plan = Plan(str(folder), "model", out, slo=wish, duration_s=0.5, budget_s=30.0)
+    found = run.optimize(plan, lambda progress: None, "")
+    assert found.outcome == "missed"
+    assert loads == ["cuda"]
+    assert len(servers) == len(set(servers)) > 1
+    assert psutil.Process().children() == before
+    assert found.after is not None and found.after.gpu_memory_bytes == 1 << 20

@@ -14,7 +14,7 @@ from penstock.benchmark.stats import Interval
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.candidates import Build, Candidate, Skip, Step
+from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.lab import KeptLayers
 from penstock.optimizer.machine import Machine
@@ -133,6 +133,7 @@ class MadeLab:
         return TimeTable(num_instances, num_threads, seconds, memory_bytes=self.memory_bytes)
 
     def profile(self, build: Build) -> None:
+        self.asked.append("profile")
         raise BackendFailed("nothing to profile")
 
     def fall_back(self, parent: Build, step: Step, check_time: Callable[[], None]) -> KeptLayers:
@@ -502,13 +503,127 @@ COMPILED = MadePass("compiled", "compile")
 HALF = MadePass("half", "precision", changes_answers=True)
 
 
-def test_on_a_gpu_what_is_compiled_gets_the_next_step_too() -> None:
-    """Slower than the original by itself, faster with what follows."""
-    rows = {"original": 10.0, "compiled": 12.0, "half": 6.0}
-    lab, run = searched(rows, COMPILED, HALF)
-    lab.device, lab.options = "cuda", {"compiled": {"penstock.compile": "default"}}
+def test_on_a_gpu_what_is_compiled_begins_with_sixteen_bits() -> None:
+    lab, run = searched({"original": 20.0, "half": 12.0, "compiled": 11.0}, COMPILED, HALF)
+    lab.device = "cuda"
     tried = [str(each.candidate) for each in run().findings.tries]
-    assert {"half", "compiled", "compiled → half"} <= set(tried)
+    assert tried[:3] == ["original", "half", "half → compiled"]
+    assert "compiled" not in tried
+
+
+@pytest.mark.parametrize(("device", "first"), [("cuda", "precision"), ("cpu", "compile")])
+def test_whoever_watches_knows_the_order(device: str, first: str) -> None:
+    plan = Plan("m.onnx", "m", "out", slo=WISH)
+    lab = MadeLab({"original": 20.0, "half": 12.0}, plan)
+    lab.device = device
+    told: list[Progress] = []
+    Search(lab, told.append, [HALF, *SERVING], lab.clock).run()  # type: ignore[arg-type]
+    lab.watch("anything")
+    assert told[-1].stages[:2] == ("baseline", first)
+    assert set(told[-1].stages) == set(STAGES)
+
+
+def test_on_a_gpu_what_does_not_bear_sixteen_bits_is_compiled_without() -> None:
+    lab, run = searched({"original": 10.0, "half": 6.0, "compiled": 8.0}, COMPILED, HALF)
+    lab.device, lab.losses = "cuda", {"half": 0.5}
+    tried = [str(each.candidate) for each in run().findings.tries]
+    assert tried[:3] == ["original", "half", "compiled"]
+
+
+@dataclass
+class Choosy(MadePass):
+    """Has nothing for what these steps have made."""
+
+    refused: Sequence[str] = ()
+
+    def propose(self, situation: Situation) -> list[Step | Skip]:
+        if last(situation.build.candidate) in self.refused:
+            return [Skip(self.name, "not for this")]
+        return super().propose(situation)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "is_exhaustive", "is_tried"),
+    [
+        ("graphs", "cuda", False, False),
+        ("graphs", "cuda", True, True),
+        ("graphs", "cpu", False, True),
+        ("torch-compile", "cuda", False, True),
+    ],
+)
+def test_on_a_gpu_what_adds_to_the_best_is_not_tried_on_others(
+    name: str, device: str, is_exhaustive: bool, is_tried: bool
+) -> None:
+    rows = {"original": 20.0, "fused": 10.0, name: 15.0}
+    fused, other = MadePass("fused", "compile"), Choosy(name, "compile", refused=("fused",))
+    lab, run = searched(rows, fused, other, is_exhaustive=is_exhaustive)
+    lab.device = device
+    search = run()
+    tried = [str(each.candidate) for each in search.findings.tries]
+    assert (name in tried) == is_tried
+    skipped = [each.reason for each in search.findings.skipped if each.pass_name == name]
+    assert skipped == ([] if is_tried else ["not for this"])
+
+
+@pytest.mark.parametrize(
+    ("fast_ms", "outcome", "is_longer"), [(12.0, "slower", False), (5.0, "kept", True)]
+)
+def test_on_a_gpu_a_compiler_gets_more_time_only_if_it_is_ahead(
+    fast_ms: float, outcome: str, is_longer: bool
+) -> None:
+    @dataclass
+    class Modes(MadePass):
+        def propose(self, situation: Situation) -> list[Step | Skip]:
+            return [Step(self.name, {"mode": each}) for each in self.settings]
+
+    rows = {
+        "original": 10.0,
+        "torch-compile(mode=fast)": fast_ms,
+        "torch-compile(mode=long)": 4.0,
+    }
+    lab, run = searched(rows, Modes("torch-compile", "compile", ("fast", "long")))
+    lab.device = "cuda"
+    search = run()
+    assert outcome_of(search, "fast")[0] == outcome
+    tried = [str(each.candidate) for each in search.findings.tries]
+    assert ("torch-compile(mode=long)" in tried) == is_longer
+    skipped = [str(each.step) for each in search.findings.skipped]
+    assert ("torch-compile(mode=long)" in skipped) == (not is_longer)
+
+
+@pytest.mark.parametrize(("device", "half_ms"), [("cuda", 7.5), ("cpu", 4.2)])
+def test_on_a_gpu_servers_are_started_on_the_way_only_if_that_may_be_the_end(
+    device: str, half_ms: float
+) -> None:
+    """What is near the rate that is asked for, without room, is not the end in any case."""
+    rows = {"original": 20.0, "half": half_ms, "quantised": 2.0}
+    quantised = MadePass("quantised", "quantise", changes_answers=True)
+    lab, run = searched(rows, HALF, quantised)
+    lab.device = device
+    found = run().findings
+    (half,) = [each for each in found.contenders if str(each.candidate) == "half"]
+    assert 0.85 * 200 <= half.rate < 1.3 * 200
+    is_served = any("half" in each and "quantised" not in each for each in lab.served)
+    assert is_served == (device == "cpu")
+    assert any("quantised" in each for each in lab.served)
+
+
+@pytest.mark.parametrize(("budget_s", "is_profiled"), [(360.0, False), (1800.0, True)])
+def test_on_a_gpu_a_short_budget_has_no_room_for_a_profile(
+    budget_s: float, is_profiled: bool
+) -> None:
+    lab, run = searched({"original": 20.0}, budget_s=budget_s)
+    lab.device = "cuda"
+    run()
+    assert ("profile" in lab.asked) == is_profiled
+
+
+def test_each_pass_that_brought_something_is_a_step_of_the_way() -> None:
+    rows = {"original": 20.0, "one": 15.0, "none": 15.0, "two": 10.0}
+    passes = [MadePass(each, "compile") for each in ("one", "none", "two")]
+    search = searched(rows, *passes)[1]()
+    ways = [str(contender.candidate) for _, contender in search.findings.by_stage]
+    assert list(dict.fromkeys(ways)) == ["original", "one", "one → two"]
 
 
 def test_on_a_cpu_the_best_stands_for_its_backend() -> None:

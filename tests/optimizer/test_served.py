@@ -232,6 +232,59 @@ class TestEndpoint:
         assert set(psutil.Process().children(recursive=True)) == before
 
 
+class TestServers:
+    PLAN = a_plan("p99 < 1s", duration_s=0.3)
+
+    def children(self) -> set[psutil.Process]:
+        return set(psutil.Process().children())
+
+    def test_stay_for_the_next_measurement(self, tmp_path: Path, monkeypatch):
+        monkeypatch.setattr(served, "WARM_UP_S", 0.3)
+        build = null_build(tmp_path)
+        before = self.children()
+        servers = served.Servers()
+        served.measure(build, self.PLAN, numbers(3), silent, servers)
+        (running,) = self.children() - before
+        served.measure(build, self.PLAN, numbers(3), silent, servers)
+        assert self.children() - before == {running}
+        # One that has died meanwhile is started again.
+        running.kill()
+        running.wait()
+        served.measure(build, self.PLAN, numbers(3), silent, servers)
+        (fresh,) = self.children() - before
+        assert fresh != running
+        servers.close()
+        assert self.children() == before
+
+    def test_go_when_a_measurement_fails(self, tmp_path: Path):
+        def interrupt(text: str) -> None:
+            raise KeyboardInterrupt
+
+        before = self.children()
+        servers = served.Servers()
+        with pytest.raises(KeyboardInterrupt):
+            served.measure(null_build(tmp_path), self.PLAN, numbers(3), interrupt, servers)
+        assert self.children() == before
+
+    def test_make_room_for_one_that_does_not_start_beside_them(self, tmp_path: Path, monkeypatch):
+        first, second = null_build(tmp_path / "a"), null_build(tmp_path / "b")
+        before = self.children()
+        servers = served.Servers()
+        enter = served.Endpoint.__enter__
+
+        def crowded(self: served.Endpoint) -> served.Endpoint:
+            if len(set(psutil.Process().children()) - before) > 0:
+                raise BackendFailed("no memory")
+            return enter(self)
+
+        monkeypatch.setattr(served.Endpoint, "__enter__", crowded)
+        servers.opened([first], numbers(3))
+        (endpoint,) = servers.opened([second], numbers(3))
+        assert endpoint.build is second and endpoint.is_running
+        servers.close()
+        assert self.children() == before
+
+
 def test_two_builds_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(served, "WARM_UP_S", 0.3)
     quick = null_build(tmp_path / "a", a_ms=1)

@@ -47,6 +47,9 @@ class Instances:
         folders.write(parent, config, target)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        if after.built.get("device", CPU) != CPU:
+            # Threads feed the GPU, and what was read is the model in any number of slots.
+            return []
         asked = step.settings["threads"]
         option = shapes.THREADS.get(after.backend, "")
         for key, value in after.built.items():

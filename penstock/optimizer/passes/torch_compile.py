@@ -21,6 +21,9 @@ COMPILERS = ("g++", "clang++", "c++")
 # For GPUs it writes Triton, which has its few lines of C compiled.
 C_COMPILERS = ("gcc", "clang", "cc")
 AHEAD, AUTOTUNE = "ahead", "max-autotune"
+# On a GPU with CUDA graphs, which are the backend's own: without them, what is compiled waits for
+# its launches, and would lose to what is not.
+USUAL, USUAL_ON_GPU = "default", "reduce-overhead"
 # One tries many kernels for each product, the other has a whole library compiled in C++; with less
 # time than this nothing else would get its turn.
 LONG_MODES = (AUTOTUNE, AHEAD)
@@ -73,10 +76,9 @@ class TorchCompile:
         modes = [] if "penstock.dtype" in config.options else [AHEAD]
         model = config.model
         if all(spec.is_fixed for spec in model.inputs) or model.padding is not None:
-            # On a GPU the step that others build on comes first: a package stays as it is.
-            place = 0 if config.uses_gpu else len(modes)
-            modes[place:place] = ["default"]
-            modes.append(AUTOTUNE)
+            # On a GPU the one that takes seconds comes first: it tells whether others are worth it.
+            usual = [USUAL_ON_GPU, *modes] if config.uses_gpu else [*modes, USUAL]
+            modes = [*usual, AUTOTUNE]
         found: list[Step | Skip] = []
         for mode in modes:
             step = Step(self.name, {"mode": mode})

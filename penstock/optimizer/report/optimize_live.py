@@ -3,6 +3,7 @@ for each thing that begins. A new best stays to be read in both."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -64,19 +65,19 @@ def _activity(progress: Progress) -> str:
 
 def lines(progress: Progress) -> Group:
     """Where it is in the sequence, what is being tried, what is the best."""
-    found = [sequence(progress.stage), _now(progress)]
+    found = [sequence(progress.stage, progress.stages), _now(progress)]
     if progress.best:
         found.append(Text.assemble(("best so far  ", "dim"), *_best_parts(progress)))
     return Group(*found)
 
 
-def sequence(stage: str) -> Text:
+def sequence(stage: str, stages: Sequence[str] = STAGES) -> Text:
     """Stages in their order: those that are over, the present one, those to come."""
-    if stage not in STAGES:
+    if stage not in stages:
         return Text(stage, style="bold")
-    present = STAGES.index(stage)
+    present = stages.index(stage)
     text = Text()
-    for index, name in enumerate(STAGES):
+    for index, name in enumerate(stages):
         text.append(" › " if index else "", style="dim")
         style = "green" if index < present else "reverse bold" if index == present else "dim"
         text.append(f" {name} " if index == present else name, style=style)

@@ -152,7 +152,7 @@ def test_on_a_gpu_it_is_part_of_the_sequence(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     build = on_gpu(scale(tmp_path, monkeypatch, 2, 2))
     modes = [step.settings["mode"] for step in PASS.propose(situation(build, is_exhaustive=False))]
-    assert modes == ["default", "ahead", "max-autotune"]
+    assert modes == ["reduce-overhead", "ahead", "max-autotune"]
 
 
 def test_what_compiles_for_minutes_needs_a_budget_for_it(tmp_path, monkeypatch) -> None:
@@ -170,7 +170,7 @@ def test_lengths_that_come_again_are_compiled_at_load(tmp_path, monkeypatch) -> 
     padding = Padding((PadAxis("x", 0), PadAxis("y", 0)), (2, 4))
     build = on_gpu(scale(tmp_path, monkeypatch, 2, 3), padding=padding)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert Step("torch-compile", {"mode": "default"}) in PASS.propose(situation(build))
+    assert Step("torch-compile", {"mode": "reduce-overhead"}) in PASS.propose(situation(build))
 
 
 def test_kernels_for_gpus_need_only_a_c_compiler(tmp_path, monkeypatch) -> None:

@@ -1,0 +1,138 @@
+"""Builds on a GPU, each loaded once for all that is asked of it.
+
+There a process takes longer to start than most questions take: the import of torch, the device's
+context, the weights. A process that has run other batches is also what a server is, so times that
+are taken in it are those of a server. On CPUs every question has a process of its own (`trials`).
+The lab asks; one sitting at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, ConfigError
+from penstock.optimizer import trials
+from penstock.optimizer.candidates import Build
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.shapes import with_instances
+from penstock.optimizer.simulate import TimeTable
+from penstock.optimizer.trials import Child, Crew, Row
+from penstock.types import Array
+
+T = TypeVar("T")
+# Among the facts: as many as are timed here, not as many as the build has.
+SLOTS = "slots"
+
+
+class Spare:
+    """The next child, which imports its backend while the one before it is asked. Whoever measures
+    waits for it first."""
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+        self._is_ready = False
+
+    def take(self, config: ModelConfig) -> Child:
+        """A child that has nothing loaded; the next one is begun."""
+        self.settle()
+        child, self._child = self._child, None
+        if child is None or child.config.backend != config.backend:
+            self._drop(child)
+            child = Child(config)
+            child.start()
+        child.config = config
+        self._begin(config)
+        return child
+
+    def settle(self) -> None:
+        """Until the next one sleeps. One that did not get so far is none."""
+        if self._child is None or self._is_ready:
+            return
+        try:
+            self._child.expect_prepared()
+            self._is_ready = True
+        except (BackendFailed, ConfigError):
+            self.close()
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        self._drop(child)
+
+    def _begin(self, config: ModelConfig) -> None:
+        self._child, self._is_ready = Child(config), False
+        self._child.start()
+        with contextlib.suppress(BackendFailed):
+            self._child.prepare()
+
+    def _drop(self, child: Child | None) -> None:
+        if child is not None:
+            child.close()
+
+
+class Sitting:
+    """One build. What fails is asked once more of a new process, unless that was new: what came
+    before may be to blame. A model that hangs is not waited for twice."""
+
+    def __init__(self, build: Build, most: tuple[int, int], spare: Spare) -> None:
+        """`most`: instances and threads; fewer instances are timed in the same process, as fewer
+        batches on their way."""
+        self.build = build
+        self._config = with_instances(build.config, *most)
+        self._spare = spare
+        self._child: Child | None = None
+
+    def inspect(self) -> Facts:
+        facts = self._asked(lambda child: trials.inspected(child, self.build))
+        facts.built.pop(SLOTS, None)
+        return facts
+
+    def answers(
+        self, rows: Sequence[Row], told: Callable[[int], None] | None = None
+    ) -> list[dict[str, Array]]:
+        return self._asked(lambda child: trials.answered(child, self.build, rows, told))
+
+    def times(
+        self, rows: Sequence[Row], pair: tuple[int, int], longest_s: float = trials.MAX_BATCH_S
+    ) -> TimeTable:
+        """T(b) with so many instances; its memory is that of all that this process has done."""
+
+        def measured(child: Child) -> TimeTable:
+            self._spare.settle()
+            crew = Crew(self._config, [child], longest_s, num_slots=pair[0])
+            table = crew.table(rows, pair)
+            if crew.is_hurt:
+                self.close()
+            return table
+
+        return self._asked(measured)
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+    def _asked(self, question: Callable[[Child], T]) -> T:
+        is_new = self._child is None
+        try:
+            return question(self._loaded())
+        except (trials.TookTooLong, ConfigError):
+            self.close()
+            raise
+        except BackendFailed:
+            self.close()
+            if is_new:
+                raise
+        except BaseException:
+            # Whoever asks next must not get the answer to this.
+            self.close()
+            raise
+        return self._asked(question)
+
+    def _loaded(self) -> Child:
+        if self._child is None:
+            child = self._child = self._spare.take(self._config)
+            child.load()
+        return self._child

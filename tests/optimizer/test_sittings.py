@@ -1,0 +1,230 @@
+"""Builds that are loaded once for all that is asked of them; a GPU that computes nothing stands in
+for one that does."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from served_builds import null_build, read
+
+from penstock import slo
+from penstock.errors import BackendFailed
+from penstock.optimizer import trials
+from penstock.optimizer.candidates import Build, Candidate, Step
+from penstock.optimizer.examples import signature_examples
+from penstock.optimizer.journal import Journal
+from penstock.optimizer.lab import Lab
+from penstock.optimizer.machine import Machine
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.sittings import Sitting, Spare
+from penstock.optimizer.subject import Subject
+
+MOST = 2, 4
+
+
+def on_gpu(build: Build) -> Build:
+    return replace(build, config=replace(build.config, device="cuda:0"))
+
+
+def numbers(*values: int) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.array([value], np.int32)} for value in values]
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The configurations that children were told to load, by their batches and slots."""
+    seen: list[str] = []
+    load = trials.Child.load
+
+    def counted(self: trials.Child, run_timeout_s: float | None = None):
+        seen.append(f"{self.config.num_instances} slots")
+        return load(self, run_timeout_s)
+
+    monkeypatch.setattr(trials.Child, "load", counted)
+    monkeypatch.setattr(trials, "POINT_S", 0.02)
+    return seen
+
+
+@pytest.fixture
+def spare() -> Iterator[Spare]:
+    before = set(psutil.Process().children())
+    spare = Spare()
+    yield spare
+    spare.close()
+    assert set(psutil.Process().children()) == before
+
+
+@pytest.fixture
+def sit(spare: Spare) -> Iterator:
+    """Makes sittings that end with the test."""
+    made: list[Sitting] = []
+
+    def sitting(build: Build) -> Sitting:
+        made.append(Sitting(on_gpu(build), MOST, spare))
+        return made[-1]
+
+    yield sitting
+    for each in made:
+        each.close()
+
+
+def test_everything_is_asked_of_one_process(tmp_path: Path, loads: list[str], sit) -> None:
+    sitting = sit(null_build(tmp_path, a_ms=20, copy_ms=2))
+    assert sitting.inspect().built["device"] == "cuda:0"
+    assert [each["y"].tolist() for each in sitting.answers(numbers(1, 2, 3))] == [[1], [2], [3]]
+    alone = sitting.times(numbers(1), (1, 4))
+    both = sitting.times(numbers(1), (2, 4))
+    assert loads == ["2 slots"]
+    # One is copied and computed; of two, one is copied while the other is computed.
+    assert alone.seconds[0][1] >= 0.022
+    assert both.seconds[0][1] >= 0.038
+    assert alone.seconds[0][1] < both.seconds[0][1]
+    assert (alone.num_instances, both.num_instances) == (1, 2)
+    assert both.num_threads == 4
+
+
+def test_how_many_slots_it_was_loaded_with_is_no_fact_of_the_build(tmp_path: Path, sit) -> None:
+    assert "slots" not in sit(null_build(tmp_path)).inspect().built
+
+
+def test_what_killed_the_process_does_not_spoil_the_next_question(
+    tmp_path: Path, loads: list[str], sit
+) -> None:
+    sitting = sit(null_build(tmp_path, crash_on=7))
+    with pytest.raises(BackendFailed, match="SIGKILL"):
+        sitting.answers(numbers(7))
+    assert len(loads) == 1
+    assert sitting.answers(numbers(1))[0]["y"].tolist() == [1]
+    assert len(loads) == 2
+
+
+def test_what_fails_after_others_is_asked_once_more_of_a_new_process(
+    tmp_path: Path, loads: list[str], sit
+) -> None:
+    sitting = sit(null_build(tmp_path, fail_on=7))
+    sitting.answers(numbers(1))
+    with pytest.raises(BackendFailed, match="fail_on"):
+        sitting.answers(numbers(7))
+    assert len(loads) == 2
+    # And the one after that is not asked of a process in which something failed.
+    sitting.answers(numbers(1))
+    assert len(loads) == 3
+
+
+def test_a_failure_that_came_of_what_was_before_is_none(tmp_path: Path, sit) -> None:
+    """As of memory that was full."""
+    sitting = sit(null_build(tmp_path))
+    heard: list[str] = []
+
+    def fail_once(num_done: int) -> None:
+        heard.append("asked")
+        if len(heard) == 1:
+            raise BackendFailed("out of memory")
+
+    sitting.answers(numbers(1))
+    assert len(sitting.answers(numbers(1, 2), fail_once)) == 2
+    assert heard == ["asked", "asked"]
+
+
+def test_a_model_that_hangs_is_waited_for_once(
+    tmp_path: Path, loads: list[str], sit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "RUN_TIMEOUT_S", 0.5)
+    sitting = sit(null_build(tmp_path, hang_on=7))
+    sitting.answers(numbers(1))
+    with pytest.raises(trials.TookTooLong):
+        sitting.answers(numbers(7))
+    assert len(loads) == 1
+
+
+def test_an_interruption_ends_the_process(tmp_path: Path, loads: list[str], sit) -> None:
+    def interrupt(num_done: int) -> None:
+        raise KeyboardInterrupt
+
+    sitting = sit(null_build(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        sitting.answers(numbers(1), interrupt)
+    assert sitting.answers(numbers(5))[0]["y"].tolist() == [5]
+    assert len(loads) == 2
+
+
+class TestSpare:
+    def test_the_next_child_is_started_with_the_one_before_it(self, tmp_path: Path, spare: Spare):
+        build = on_gpu(null_build(tmp_path))
+        before = set(psutil.Process().children())
+        with spare.take(build.config):
+            first = set(psutil.Process().children()) - before
+            assert len(first) == 2
+        with spare.take(build.config) as child:
+            # It was there already, and one more was started.
+            (fresh,) = set(psutil.Process().children()) - before - first
+            child.load()
+            assert fresh.is_running()
+
+    def test_of_another_backend_there_is_none(self, tmp_path: Path, spare: Spare):
+        config = on_gpu(null_build(tmp_path)).config
+        with spare.take(replace(config, backend="nothing")):
+            pass
+        with spare.take(config) as child:
+            child.load()
+
+
+class TestLab:
+    """The lab on a GPU: one load for a candidate, however much is asked of it."""
+
+    @pytest.fixture
+    def lab(self, tmp_path: Path) -> Iterator[Lab]:
+        build = on_gpu(null_build(tmp_path / "original"))
+        plan = Plan("m", "model", str(tmp_path), slo=slo.parse("p99 < 1s at 20/s"))
+        machine = Machine("a processor", 4, 1 << 33, ())
+        examples = signature_examples(build.config.inputs, True, 1, 8)
+        with Journal(tmp_path / "run") as journal:
+            lab = Lab(plan, machine, Subject(build, "null", "", ""), examples, journal)
+            yield lab
+            lab.close()
+
+    def candidate(self, folder: Path, name: str) -> Build:
+        build = on_gpu(null_build(folder / name))
+        return replace(build, candidate=Candidate((Step(name),)))
+
+    def ask_all(self, lab: Lab, build: Build) -> None:
+        lab.facts(build)
+        lab.numerics(build, is_exact=True)
+        for pair in ((1, 4), (2, 4)):
+            lab.times(build, *pair)
+
+    def test_one_load_for_each(self, lab: Lab, tmp_path: Path, loads: list[str]):
+        lab.check_data()
+        lab.facts(lab.original)
+        assert loads == ["2 slots"]
+        self.ask_all(lab, self.candidate(tmp_path, "one"))
+        self.ask_all(lab, self.candidate(tmp_path, "other"))
+        assert loads == ["2 slots"] * 3
+
+    def test_what_is_known_loads_nothing(self, lab: Lab, tmp_path: Path, loads: list[str]):
+        build = self.candidate(tmp_path, "one")
+        self.ask_all(lab, build)
+        num = len(loads)
+        self.ask_all(lab, build)
+        assert len(loads) == num
+
+    def test_what_is_only_served_otherwise_is_not_read_again(self, lab: Lab, loads: list[str]):
+        facts = lab.facts(lab.original)
+        batching = Step("batching", {"mode": "fixed", "max_batch": "4"})
+        instances = Step("instances", {"instances": "2", "threads": "4"})
+        served = lab.build(Candidate().then(batching, instances))
+        assert served.config.num_instances == 2
+        assert lab.facts(served) == facts
+        assert loads == ["2 slots"]
+
+    def test_on_a_cpu_every_question_has_a_process_of_its_own(
+        self, lab: Lab, tmp_path: Path, loads: list[str]
+    ):
+        build = read(null_build(tmp_path / "plain").folder)
+        plain = replace(build, candidate=Candidate((Step("plain"),)))
+        lab.facts(plain)
+        lab.answers(plain, (0, 1))
+        assert len(loads) == 2
