@@ -17,6 +17,8 @@ from penstock.optimizer.report.optimize_plots import BETTER, GREY, WHOLE, WORSE
 
 ALONE_COLOUR, LARGEST_COLOUR, HOST_COLOUR = "#8a56c4", BETTER, "#e08e45"
 HATCHED = {"shape": "/", "fillmode": "replace", "solidity": 0.35, "size": 6}
+# Of the plot of gains, and of one of them in it.
+HEAD_PIXELS, PIXELS = 110, 62
 # Letters of a name in a line below a bar, and beside one.
 BELOW, BESIDE = 16, 46
 
@@ -61,7 +63,6 @@ def _gains(gains: Sequence[Gain]) -> Figure | None:
         ("largest", "measured, largest batch", LARGEST_COLOUR, [each.largest for each in gains]),
     )
     for group, name, colour, values in measured:
-        colours = [WORSE if value < 1 else colour for value in values]
         data.append(
             {
                 "type": "bar",
@@ -73,13 +74,16 @@ def _gains(gains: Sequence[Gain]) -> Figure | None:
                 "text": ["" if math.isnan(value) else times(value) for value in values],
                 "textposition": "outside",
                 "cliponaxis": False,
-                "marker": {"color": colours},
+                "marker": {"color": colour},
+                "textfont": {"color": [WORSE if value < 1 else colour for value in values]},
                 "hovertemplate": "%{y}: %{text}<extra>" + name + "</extra>",
             }
         )
     ends = [*lows, *(low + span for low, span in zip(lows, spans, strict=True))]
     ends += [x for trace in data[2:] for x in trace["x"]]
-    return {"data": data, "layout": _doublings([each for each in ends if not math.isnan(each)])}
+    layout = _doublings([each for each in ends if not math.isnan(each)])
+    layout["height"] = HEAD_PIXELS + PIXELS * len(gains)
+    return {"data": data, "layout": layout}
 
 
 def _doublings(ends: Sequence[float]) -> Figure:
@@ -96,6 +100,7 @@ def _doublings(ends: Sequence[float]) -> Figure:
             "range": [low - 0.3, high + 0.4],
         },
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+        "legend": {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
         "shapes": [zero | {"line": {"color": GREY, "width": 1.5}}],
     }
 

@@ -159,13 +159,11 @@ def headline(sections: Sequence[Section]) -> str:
     best, gain, section = max(gains, key=lambda each: each[0])
     name = CLAIMS[gain.technique].name
     text = f"{name} gave most: {drawing.times(best)} on {section.title} ({gain.label})"
-    short = sorted({CLAIMS[g.technique].name for b, g, _ in gains if _is_short(b, g)})
-    return f"{text}. Less than guides claim: {', '.join(short)}" if short else text
-
-
-def _is_short(best: float, gain: techniques.Gain) -> bool:
-    low = CLAIMS[gain.technique].low
-    return low is not None and best < low
+    most: dict[str, float] = {}
+    for value, each, _ in gains:
+        most[each.technique] = max(value, most.get(each.technique, 0.0))
+    short = [CLAIMS[key].name for key, value in most.items() if value < (CLAIMS[key].low or 0.0)]
+    return f"{text}. Nowhere as much as guides claim: {', '.join(short)}" if short else text
 
 
 def machines(sections: Sequence[Section]) -> Iterator[str]:
