@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from penstock.backends import backend
+from penstock.backends import CHOICES, COMPILED, KERNELS, backend
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.types import DATATYPES, TensorSpec
 
@@ -137,6 +137,8 @@ def run(args: argparse.Namespace) -> None:
         for name, technique in shard.techniques.items()
         if args.only in name and (args.again or "batches" not in known.get(name, {}))
     }
+    if args.again or not known:
+        forget(shard)
     print(f"{len(asked)} techniques, about {sum(asked.values()):.0f} s", flush=True)
     if asked and next(iter(shard.techniques)) not in asked and not references(shard):
         in_a_child(args, REFERENCE, args.limit)
@@ -161,6 +163,19 @@ def about_s(technique: Technique, before: Mapping[str, Any]) -> float:
     """As long as it took before, or a guess."""
     guess = ABOUT_S + sum(s for option, s in LONGER_S.items() if option in technique.options)
     return float(before.get("took_s", guess))
+
+
+def forget(shard: Shard) -> None:
+    """Kernels that were chosen and compiled: others may be the fastest now."""
+    for name in (COMPILED, CHOICES, KERNELS):
+        (shard.folder / name).unlink(missing_ok=True)
+
+
+def keep(shard: Shard, runner: Any) -> None:
+    """For the rows that come later, which find the same."""
+    for name, content in runner.compiled().items():
+        if not (shard.folder / name).exists():
+            (shard.folder / name).write_bytes(content)
 
 
 def references(shard: Shard) -> list[Path]:
@@ -213,6 +228,7 @@ def in_this_process(model: str, name: str, device: str) -> dict[str, Any]:
             seconds = TINY_SECONDS if device == "cpu" else SECONDS
             row |= measured(runners, load, technique, seconds)
         rows[load.name] = row
+    keep(shard, runners[0])
     built = {key: text for key, text in runners[0].built().items() if key != "gpu_memory_bytes"}
     machine = "CPU, no figures" if device == "cpu" else torch.cuda.get_device_name(device)
     return {"machine": machine, "load_s": load_s, "built": built, "batches": rows}
