@@ -17,6 +17,8 @@ from penstock.optimizer.report.optimize_plots import BETTER, GREY, WHOLE, WORSE
 
 ALONE_COLOUR, LARGEST_COLOUR, HOST_COLOUR = "#8a56c4", BETTER, "#e08e45"
 HATCHED = {"shape": "/", "fillmode": "replace", "solidity": 0.35, "size": 6}
+# Less is a loss, and not rounding.
+LOST = 0.995
 # Of the plot of gains, and of one of them in it.
 HEAD_PIXELS, PIXELS = 110, 62
 # Letters of a name in a line below a bar, and beside one.
@@ -75,7 +77,7 @@ def _gains(gains: Sequence[Gain]) -> Figure | None:
                 "textposition": "outside",
                 "cliponaxis": False,
                 "marker": {"color": colour},
-                "textfont": {"color": [WORSE if value < 1 else colour for value in values]},
+                "textfont": {"color": [WORSE if value < LOST else colour for value in values]},
                 "hovertemplate": "%{y}: %{text}<extra>" + name + "</extra>",
             }
         )

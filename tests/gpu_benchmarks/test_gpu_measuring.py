@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
-from fake_gpu import FakeGpu  # noqa: E402
+from fake_gpu import FakeGpu
 
-from penstock.backends import pytorch  # noqa: E402
+from penstock.backends import pytorch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "benchmarks" / "gpu"
