@@ -148,6 +148,7 @@ GRAPHS = {"penstock.cuda_graphs": "on"}
 BF16 = {"penstock.dtype": "bf16"}
 FP8_FILE, WEIGHTS = "fp8.json", "model.safetensors"
 FP8 = {"penstock.fp8": FP8_FILE}
+BY_ROW = {"penstock.fp8": "rowwise"}
 COMPILED = {"penstock.compile": "default"}
 PACKED_GRAPHED = Technique(BF16 | PACKED | GRAPHS)
 # The first is what answers are compared with. max-autotune is left out: it compiles for minutes.
@@ -160,9 +161,7 @@ TECHNIQUES: Mapping[str, Technique] = {
     "packed BF16": Technique(BF16 | PACKED),
     "packed BF16, CUDA graphs": PACKED_GRAPHED,
     "packed FP8, CUDA graphs": Technique(BF16 | PACKED | FP8 | GRAPHS),
-    "packed FP8 by rows, CUDA graphs": Technique(
-        BF16 | PACKED | GRAPHS | {"penstock.fp8": "rowwise"}
-    ),
+    "packed FP8 by row, CUDA graphs": Technique(BF16 | PACKED | BY_ROW | GRAPHS),
     **fed("packed BF16, CUDA graphs", PACKED_GRAPHED),
     "padded BF16, compile": Technique(BF16 | COMPILED),
     "padded BF16, compile, CUDA graphs": Technique(BF16 | COMPILED | GRAPHS),

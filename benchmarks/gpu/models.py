@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +96,17 @@ FOR_IMAGES = {
     "fp16 compile, graphs": Technique({**COMPILED, **GRAPHS}, "FP16"),
     **fed("fp16 fused, graphs", FUSED_GRAPHED),
 }
-# Of transformers, which have next to no convolutions.
+# Of the same length all: nothing to pack.
 FOR_PATCHES = {
     "fp32 eager": Technique({}),
     "tf32 eager": Technique({"penstock.dtype": "tf32"}),
     "fp16 eager": Technique(HALF, "FP16"),
     "bf16 eager": Technique(BF16, "FP16"),
-    "fp16 eager, graphs": Technique(GRAPHED, "FP16"),
+    "fp16 graphs": Technique(GRAPHED, "FP16"),
+    "bf16 graphs": Technique({**BF16, **GRAPHS}, "FP16"),
     "fp16 compile": Technique({**HALF, "penstock.compile": "default"}, "FP16"),
     "fp16 compile, graphs": Technique({**GRAPHED, "penstock.compile": "default"}, "FP16"),
-    **fed("fp16 eager, graphs", Technique(GRAPHED, "FP16")),
+    **fed("fp16 graphs", Technique(GRAPHED, "FP16")),
 }
 
 
@@ -155,6 +157,45 @@ class ResNet(nn.Module):
         return {"scores": self.fc(torch.flatten(self.avgpool(self.layers(x)), 1))}
 
 
+class EncoderLayer(nn.Module):
+    """Norms before attention and before the two products."""
+
+    def __init__(self, width: int, num_heads: int, inner: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.first_norm, self.last_norm = nn.LayerNorm(width, 1e-6), nn.LayerNorm(width, 1e-6)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.inner, self.outer = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        heads = self.qkv(self.first_norm(x)).unflatten(2, (3, self.num_heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.outer(functional.gelu(self.inner(self.last_norm(x))))
+
+
+class VisionTransformer(nn.Module):
+    """Patches of an image as tokens, one more in front that the classes are read from."""
+
+    def __init__(self, image: int, patch: int, width: int, num_heads: int, depth: int) -> None:
+        super().__init__()
+        num_tokens = (image // patch) ** 2 + 1
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.first = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, num_tokens, width))
+        layers = (EncoderLayer(width, num_heads, 4 * width) for _ in range(depth))
+        self.layers = nn.Sequential(*layers)
+        self.norm = nn.LayerNorm(width, 1e-6)
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, image):
+        patches = self.patches(image).flatten(2).transpose(1, 2)
+        first = self.first.expand(len(image), -1, -1)
+        x = torch.cat((first, patches), 1) + self.positions
+        return {"scores": self.head(self.norm(self.layers(x))[:, 0])}
+
+
 @torch.no_grad()
 def _trained(module: nn.Module, seed: int = 7) -> nn.Module:
     """Weights and statistics of the sizes that training leaves; the last convolution of a block
@@ -164,6 +205,8 @@ def _trained(module: nn.Module, seed: int = 7) -> nn.Module:
         if isinstance(each, nn.Conv2d):
             fan = each.in_channels * each.kernel_size[0] * each.kernel_size[1]
             each.weight.normal_(0, (2 / fan) ** 0.5, generator=generator)
+            if each.bias is not None:
+                each.bias.zero_()
         elif isinstance(each, nn.BatchNorm2d):
             low = 0.25 if name.endswith("bn3") else 0.75
             each.weight.uniform_(low, low + 0.5, generator=generator)
@@ -173,6 +216,12 @@ def _trained(module: nn.Module, seed: int = 7) -> nn.Module:
         elif isinstance(each, nn.Linear):
             each.weight.normal_(0, 0.02, generator=generator)
             each.bias.zero_()
+        elif isinstance(each, nn.LayerNorm):
+            each.weight.uniform_(0.75, 1.25, generator=generator)
+            each.bias.normal_(0, 0.1, generator=generator)
+        elif isinstance(each, VisionTransformer):
+            each.first.normal_(0, 0.02, generator=generator)
+            each.positions.normal_(0, 0.02, generator=generator)
     return module.eval()
 
 
@@ -184,6 +233,14 @@ def resnet_tiny() -> nn.Module:
     return _trained(ResNet((2, 1), width=32))
 
 
+def vit_b() -> nn.Module:
+    return _trained(VisionTransformer(image=224, patch=16, width=768, num_heads=12, depth=12))
+
+
+def vit_tiny() -> nn.Module:
+    return _trained(VisionTransformer(image=32, patch=8, width=64, num_heads=2, depth=2))
+
+
 MODELS: dict[str, Model] = {
     "resnet50": Model(
         "resnet50",
@@ -192,6 +249,15 @@ MODELS: dict[str, Model] = {
         FOR_IMAGES,
         (1, 32, 256),
         "resnet_tiny",
+        {"image": Tensor("FP32", (3, 32, 32))},
+    ),
+    "vit_b": Model(
+        "vit_b",
+        {"image": Tensor("FP32", (3, 224, 224))},
+        {"scores": Tensor("FP32", (1000,))},
+        FOR_PATCHES,
+        (1, 32, 256),
+        "vit_tiny",
         {"image": Tensor("FP32", (3, 32, 32))},
     ),
 }

@@ -1,7 +1,7 @@
 """What each technique gives on a GPU, for one model at a time:
 
     python benchmarks/gpu/run.py --model resnet50                 about five minutes on an H200
-    python benchmarks/gpu/run.py --model bert-large               about three
+    python benchmarks/gpu/run.py --model bert-large               about four; vit-b about three
     python benchmarks/gpu/run.py --model resnet50 --device cpu    does it run? tiny, no figures
     python benchmarks/gpu/page.py benchmarks/results/gpu_*.json --html gpu.html
 

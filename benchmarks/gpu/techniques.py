@@ -165,14 +165,15 @@ STEPS: tuple[Step, ...] = (
     Step("channels-last", "fp16 eager", "fp16 channels-last"),
     Step("compile", "fp16 channels-last", "fp16 compile"),
     Step("compile", "fp16 eager", "fp16 compile"),
-    Step("graphs", "fp16 eager", "fp16 eager, graphs"),
+    Step("graphs", "fp16 eager", "fp16 graphs"),
+    Step("graphs", "bf16 eager", "bf16 graphs"),
     Step("graphs", "fp16 channels-last", "fp16 channels-last, graphs"),
     Step("graphs", "fp16 compile", "fp16 compile, graphs"),
     Step("fused", "fp16 channels-last", "fp16 fused"),
     Step("fused", "fp16 channels-last, graphs", "fp16 fused, graphs"),
     Step("graphs", "fp16 fused", "fp16 fused, graphs"),
     *_fed("fp16 fused, graphs"),
-    *_fed("fp16 eager, graphs"),
+    *_fed("fp16 graphs"),
     Step("tf32", "padded FP32", "padded TF32"),
     Step("half", "padded FP32", "padded FP16"),
     Step("half", "padded FP32", "padded BF16"),
@@ -183,7 +184,7 @@ STEPS: tuple[Step, ...] = (
     Step("packing", "padded BF16, CUDA graphs", "packed BF16, CUDA graphs"),
     Step("graphs", "packed BF16", "packed BF16, CUDA graphs"),
     Step("fp8", "packed BF16, CUDA graphs", "packed FP8, CUDA graphs"),
-    Step("fp8", "packed BF16, CUDA graphs", "packed FP8 by rows, CUDA graphs"),
+    Step("fp8", "packed BF16, CUDA graphs", "packed FP8 by row, CUDA graphs"),
     *_fed("packed BF16, CUDA graphs"),
 )
 # Rows of which each builds on the one before: a waterfall.
@@ -195,7 +196,7 @@ CHAINS: tuple[tuple[str, ...], ...] = (
         "fp16 channels-last, graphs",
         "fp16 fused, graphs",
     ),
-    ("fp32 eager", "tf32 eager", "fp16 eager", "fp16 eager, graphs", "fp16 compile, graphs"),
+    ("fp32 eager", "tf32 eager", "fp16 eager", "fp16 graphs", "fp16 compile, graphs"),
     (
         "padded FP32",
         "padded TF32",
@@ -206,7 +207,7 @@ CHAINS: tuple[tuple[str, ...], ...] = (
     ),
 )
 # Where more requests at a time are looked at.
-BATCHED = ("fp16 fused, graphs", "fp16 eager, graphs", "packed BF16, CUDA graphs")
+BATCHED = ("fp16 fused, graphs", "fp16 graphs", "packed BF16, CUDA graphs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ import pytest
 
 from penstock.backends import Batch, backend
 from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding
-from penstock.errors import ConfigError
 from penstock.optimizer import accuracy, budget, numerics
 from penstock.types import TensorSpec
 
@@ -44,6 +43,11 @@ only_gpu = pytest.mark.skipif(not HAS_GPU, reason="there is no GPU")
 has_fp8 = pytest.mark.skipif(
     not HAS_GPU or torch.cuda.get_device_capability() < (8, 9), reason="no GPU with FP8"
 )
+
+
+# Without ranges: each token by its own.
+BY_ROW = getattr(torch_packing, "ROWWISE", "")
+has_rows = pytest.mark.skipif(not BY_ROW, reason="FP8 by row is not there")
 
 
 def loaded_script(name: str) -> ModuleType:
@@ -227,8 +231,9 @@ def check_reviews(real, kept, embeddings) -> Callable[[np.ndarray, float, float]
         assert cosines(found, embeddings).min() >= least_cosine
         before, after = classes(real, embeddings), classes(real, found)
         assert (before == after).mean() >= agreement
-        lost = (before == labels).mean() - (after == labels).mean()
-        assert lost <= 0.02, f"{lost:.1%} of the reviews more are wrong"
+        lost = int((before == labels).sum()) - int((after == labels).sum())
+        # Of a few, one is chance.
+        assert lost <= max(1, 0.02 * len(labels)), f"{lost} of the reviews more are wrong"
 
     return check
 
@@ -277,19 +282,19 @@ def test_minilm_in_fp8_by_static_ranges(real, reviews, check_reviews, ranges) ->
     check_reviews(found, 0.97, 0.93)
 
 
+@has_rows
+def test_minilm_in_fp8_by_row(real, reviews, check_reviews) -> None:
+    found = packed_answers(minilm(real, {}), reviews, BY_ROW, name="embedding")
+    check_reviews(found, 0.97, 0.93)
+
+
 @has_fp8
-@pytest.mark.parametrize("kind", ["fp8.json", "rowwise"])
+@pytest.mark.parametrize("kind", ["fp8.json", pytest.param(BY_ROW, id="by row", marks=has_rows)])
 def test_minilm_in_fp8_as_it_is_served(real, reviews, check_reviews, ranges, kind) -> None:
     options = {"penstock.dtype": "bf16", "penstock.fp8": kind, **PACKED, **GRAPHS}
     config = minilm(real, options)
     Path(config.artifact).with_name("fp8.json").write_text(json.dumps(ranges))
-    try:
-        found = answers(config, reviews)
-    except ConfigError as error:
-        if kind == "rowwise" and "cannot be read" in str(error):
-            pytest.skip("FP8 by rows is not there")
-        raise
-    check_reviews(found, 0.97, 0.93)
+    check_reviews(answers(config, reviews), 0.97, 0.93)
 
 
 # Planted outliers.
@@ -305,14 +310,14 @@ def calibrated(config: ModelConfig, batches: list[Rows], name: str = "y") -> dic
 
 
 def packed_answers(
-    config: ModelConfig, rows: Rows, ranges: Mapping[str, float] | None, name: str = "y"
+    config: ModelConfig, rows: Rows, ranges: Mapping[str, float] | str | None, name: str = "y"
 ) -> np.ndarray:
-    """In BF16, with products in FP8 where there are ranges."""
+    """In BF16, with products in FP8 where there are ranges, or by row."""
     packing, call, close = packed(config, torch.bfloat16, name)
     if ranges is not None:
+        kind = ranges if isinstance(ranges, str) else "fp8.json"
         Path(config.artifact).with_name("fp8.json").write_text(json.dumps(ranges))
-        options = {"penstock.fp8": "fp8.json"}
-        torch_packing.quantise(packing, replace(config, options=options))
+        torch_packing.quantise(packing, replace(config, options={"penstock.fp8": kind}))
     given = there(rows)
     with torch.inference_mode():
         packing.lay_out(given, int(rows["attention_mask"].sum()))
@@ -321,9 +326,12 @@ def packed_answers(
     return found
 
 
-def plain_answers(config: ModelConfig, rows: Rows) -> np.ndarray:
+def plain_answers(
+    config: ModelConfig, rows: Rows, change: Callable[[Any], None] = lambda module: None
+) -> np.ndarray:
     """Padded, in FP32, on the CPU."""
     loaded = load_module(replace(config, device="cpu"))
+    change(loaded.module)
     with torch.inference_mode():
         found = loaded.call({name: torch.from_numpy(each) for name, each in rows.items()})
     loaded.close()
@@ -418,22 +426,39 @@ def test_outlier_channels_that_calibration_sees_cost_fp8_nothing_more(tmp_path, 
     assert in_integers(config, rows, ranges, wanted) > 3 * in_fp8
 
 
+# What the products of a packed layer are in the plain one.
+PARTS = {
+    "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "out": ("attention.output.dense",),
+    "inner": ("intermediate.dense",),
+    "outer": ("output.dense",),
+}
+
+
 def in_integers(config: ModelConfig, rows: Rows, ranges: Mapping[str, float], wanted) -> float:
     """How far answers are when the inputs of the products are rounded to 255 steps instead."""
-    packing, call, close = packed(config, torch.float32, "y")
-    for name, product in packing.stack.products().items():
-        step = ranges[name] / 127
 
-        def rounded(_, given, step=step):
-            return (torch.round(given[0] / step).clamp(-127, 127) * step, *given[1:])
+    def change(module) -> None:
+        for name, largest in ranges.items():
+            number, _, product = name.partition(".")
 
-        product.register_forward_pre_hook(rounded)
-    given = there(rows)
-    with torch.inference_mode():
-        packing.lay_out(given, int(rows["attention_mask"].sum()))
-        found = call(given)["y"].cpu().numpy()
-    close()
-    return relative(found, wanted)
+            def rounded(_, given, step=largest / 127):
+                return ((given[0] / step).round().clamp(-127, 127) * step,)
+
+            for part in PARTS[product]:
+                layer = module.get_submodule(f"encoder.layer.{number}.{part}")
+                layer.register_forward_pre_hook(rounded)
+
+    return relative(plain_answers(config, rows, change), wanted)
+
+
+def gates(wanted: np.ndarray, found: np.ndarray):
+    """What the optimiser's gates say of them."""
+    before, after = ([{"y": row} for row in each] for each in (wanted, found))
+    agreed = numerics.agreements(before, after, ["y"])
+    allowed = budget.parse("agreement drop <= 3 %")
+    judged = accuracy.judge(np.ones(len(agreed)), agreed, allowed)
+    return numerics.compare(before, after, tolerance=0.1), judged
 
 
 def test_outliers_that_calibration_does_not_see_are_cut_off_and_rejected(tmp_path) -> None:
@@ -445,19 +470,19 @@ def test_outliers_that_calibration_does_not_see_are_cut_off_and_rejected(tmp_pat
     wanted = plain_answers(config, rows)
     seen = calibrated(config, [rows])
     assert seen["0.outer"] > 20 * ranges["0.outer"]
-
-    def gates(found: np.ndarray):
-        before, after = ([{"y": row} for row in each] for each in (wanted, found))
-        agreed = numerics.agreements(before, after, ["y"])
-        allowed = budget.parse("agreement drop <= 3 %")
-        judged = accuracy.judge(np.ones(len(agreed)), agreed, allowed)
-        return numerics.compare(before, after, tolerance=0.1), judged
-
-    numeric, judged = gates(packed_answers(config, rows, None))
+    numeric, judged = gates(wanted, packed_answers(config, rows, None))
     assert numeric.problems == [] and judged.is_passed, judged.text
-    numeric, judged = gates(packed_answers(config, rows, ranges))
+    numeric, judged = gates(wanted, packed_answers(config, rows, ranges))
     assert numeric.problems and not judged.is_passed
     assert "agreement" in judged.text and numeric.max_relative > 0.1
     both = {name: max(ranges[name], seen[name]) for name in ranges}
-    numeric, judged = gates(packed_answers(config, rows, both))
+    numeric, judged = gates(wanted, packed_answers(config, rows, both))
+    assert numeric.problems == [] and judged.is_passed, judged.text
+
+
+@has_rows
+def test_outliers_of_single_tokens_are_kept_by_row(tmp_path) -> None:
+    config = planted(tmp_path / "m", rare_outlier)
+    rows = with_rare_word(texts(LENGTHS * 15, seed=10))
+    numeric, judged = gates(plain_answers(config, rows), packed_answers(config, rows, BY_ROW))
     assert numeric.problems == [] and judged.is_passed, judged.text
