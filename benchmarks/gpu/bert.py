@@ -1,26 +1,16 @@
-"""BERT-large on one GPU, technique by technique: what padding costs and what packing, CUDA graphs
-and FP8 give back. Random weights of the true shape; sequences as long as SQuAD's (seeded, 177
-tokens on average, at most 384).
+"""BERT-large on one GPU: what padding costs and what packing, CUDA graphs and FP8 give back. Random
+weights of the true shape; sequences as long as SQuAD's (seeded, 177 tokens on average, 384 at
+most). `run.py --model bert-large` measures it.
 
-    python benchmarks/gpu/bert.py                    # about three minutes; JSON to bert.json
-    python benchmarks/gpu/bert.py --tiny --device cpu  # every row, tiny, without a GPU
-
-Each row is one technique through the backend that serves it, host-fed: inputs in the host's memory,
-two batches on their way. Rows called resident replay one batch that stays on the device. `error` is
-the relative distance from the padded model in FP32 on other sequences.
+Rates are of sequences of the mean length: batches differ a little. Batches of packed techniques are
+made for a number of tokens, those of padded ones for a number of rows.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import json
-import statistics
 import sys
-import tempfile
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +19,12 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from penstock.backends import Batch, backend, torch_packing
+from measuring import Load
+from models import Technique, fed, runs_on
+
+from penstock.backends import torch_packing
 from penstock.backends.pytorch import load_module
 from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding
 from penstock.types import TensorSpec
@@ -148,21 +142,30 @@ TINY = Scale((64, 2, 128, 2, 500, 64), 12, 24, 4, 64, (24, 8))
 SPREAD = 0.42
 # Sequences that errors are measured on, and that ranges are found on.
 NUM_CHECKED, SEED, CHECK_SEED, RANGE_SEED = 8, 7, 17, 99
+NUM_FEW = 32
 PACKED = {"penstock.pack": "tokens"}
 GRAPHS = {"penstock.cuda_graphs": "on"}
 BF16 = {"penstock.dtype": "bf16"}
-FP8 = {"penstock.fp8": "fp8.json"}
+FP8_FILE, WEIGHTS = "fp8.json", "model.safetensors"
+FP8 = {"penstock.fp8": FP8_FILE}
 BY_ROW = {"penstock.fp8": "rowwise"}
-# Name, options, whether batches are made for packing.
-TECHNIQUES: tuple[tuple[str, Mapping[str, str], bool], ...] = (
-    ("padded FP32", {}, False),
-    ("padded BF16", BF16, False),
-    ("padded BF16, CUDA graphs", BF16 | GRAPHS, False),
-    ("packed BF16", BF16 | PACKED, True),
-    ("packed BF16, CUDA graphs", BF16 | PACKED | GRAPHS, True),
-    ("packed FP8, CUDA graphs", BF16 | PACKED | FP8 | GRAPHS, True),
-    ("packed FP8 by row, CUDA graphs", BF16 | PACKED | BY_ROW | GRAPHS, True),
-)
+COMPILED = {"penstock.compile": "default"}
+PACKED_GRAPHED = Technique(BF16 | PACKED | GRAPHS)
+# The first is what answers are compared with. max-autotune is left out: it compiles for minutes.
+TECHNIQUES: Mapping[str, Technique] = {
+    "padded FP32": Technique({"penstock.dtype": "fp32"}),
+    "padded TF32": Technique({"penstock.dtype": "tf32"}),
+    "padded FP16": Technique({"penstock.dtype": "fp16"}),
+    "padded BF16": Technique(BF16),
+    "padded BF16, CUDA graphs": Technique(BF16 | GRAPHS),
+    "packed BF16": Technique(BF16 | PACKED),
+    "packed BF16, CUDA graphs": PACKED_GRAPHED,
+    "packed FP8, CUDA graphs": Technique(BF16 | PACKED | FP8 | GRAPHS),
+    "packed FP8 by row, CUDA graphs": Technique(BF16 | PACKED | BY_ROW | GRAPHS),
+    **fed("packed BF16, CUDA graphs", PACKED_GRAPHED),
+    "padded BF16, compile": Technique(BF16 | COMPILED),
+    "padded BF16, compile, CUDA graphs": Technique(BF16 | COMPILED | GRAPHS),
+}
 
 
 def draw_lengths(scale: Scale, count: int, seed: int) -> np.ndarray:
@@ -197,7 +200,13 @@ def write_model(folder: Path, scale: Scale) -> ModelConfig:
         weight.data.normal_(0.0, 0.1 if is_norm else 0.03, generator=generator)
         if is_norm and name.endswith("weight"):
             weight.data += 1
-    save_file(module.state_dict(), folder / "model.safetensors")
+    # Whole or not at all: others look whether it is there.
+    save_file(module.state_dict(), folder / "model.part")
+    (folder / "model.part").rename(folder / WEIGHTS)
+    return config_of(folder, scale)
+
+
+def config_of(folder: Path, scale: Scale) -> ModelConfig:
     most = max(scale.num_rows, 2 * scale.num_tokens // scale.mean_length)
     axes = (PadAxis("input_ids", 0), PadAxis("attention_mask", 0))
     return ModelConfig(
@@ -214,205 +223,74 @@ def write_model(folder: Path, scale: Scale) -> ModelConfig:
     )
 
 
-class Bench:
-    def __init__(self, config: ModelConfig, scale: Scale, device: str, seconds: float) -> None:
-        self.config = replace(config, device=device)
-        self.scale = scale
+class Sequences:
+    """The model, in a folder that it keeps, and what is sent to it."""
+
+    def __init__(self, device: str, folder: Path) -> None:
         self.device = device
-        self.seconds = seconds
-        self.checked = batch_of(scale, draw_lengths(scale, NUM_CHECKED, CHECK_SEED), CHECK_SEED)
-        self.is_token = self.checked["attention_mask"] != 0
-        self.wanted: np.ndarray | None = None
+        self.scale = TINY if device == "cpu" else LARGE
+        self.techniques = {name: each for name, each in TECHNIQUES.items() if runs_on(each, device)}
+        self.folder = folder / ("bert-tiny" if device == "cpu" else "bert-large") / "1"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        is_written = (self.folder / WEIGHTS).is_file()
+        self._config = (config_of if is_written else write_model)(self.folder, self.scale)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """One measurement after the other; what fails is one too."""
-        yield {"name": "calibration", **self.attempt(self.calibrate)}
-        for name, options, is_packed in TECHNIQUES:
-            if self.device == "cpu":
-                options = {k: v for k, v in options.items() if k != "penstock.cuda_graphs"}
-                if "penstock.fp8" in options:
-                    continue
+    def config(self, technique: Technique) -> ModelConfig:
+        options = dict(technique.options)
+        if self.device == "cpu":
+            options.pop("penstock.cuda_graphs", None)
+        if options.get("penstock.fp8") == FP8_FILE:
+            self.calibrate()
+        slots = technique.num_slots
+        return replace(self._config, device=self.device, num_instances=slots, options=options)
 
-            def measure(options=options, is_packed=is_packed):
-                return self.technique(options, is_packed)
+    def loads(self, technique: Technique) -> list[Load]:
+        scale = self.scale
+        checked = draw_lengths(scale, NUM_CHECKED, CHECK_SEED)
+        if "penstock.pack" in technique.options:
+            lengths = draw_lengths(scale, scale.num_tokens // scale.mean_length, SEED)
+            full = lengths[np.cumsum(lengths) <= scale.num_tokens]
+        else:
+            full = draw_lengths(scale, scale.num_rows, SEED)
+        few = draw_lengths(scale, min(NUM_FEW, scale.num_rows), SEED)
+        alone, short = (np.array([length]) for length in scale.alone)
+        return [
+            replace(self._load("checked", checked, CHECK_SEED), is_checked_only=True),
+            replace(self._load("1 short", short, SEED), amount=1.0),
+            replace(self._load("1", alone, SEED), amount=1.0),
+            self._load(str(len(few)), few, SEED),
+            self._load("full", full, SEED),
+        ]
 
-            yield {"name": name, **self.attempt(measure)}
-        if self.device != "cpu":
-            yield {"name": "packed BF16, resident", **self.attempt(lambda: self.resident({}))}
-            yield {"name": "packed FP8, resident", **self.attempt(lambda: self.resident(FP8))}
-            by_row = self.attempt(lambda: self.resident(BY_ROW))
-            yield {"name": "packed FP8 by row, resident", **by_row}
+    def _load(self, name: str, lengths: np.ndarray, seed: int) -> Load:
+        num_tokens = int(lengths.sum())
+        inputs = batch_of(self.scale, lengths, seed)
+        amount = num_tokens / self.scale.mean_length
+        return Load(name, inputs, len(lengths), amount, num_tokens)
 
-    def attempt(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        began = time.perf_counter()
-        try:
-            found = measure()
-        except Exception as error:
-            found = {"failed": f"{type(error).__name__}: {error}"[:300]}
-        # A runner and what it computes with know each other.
-        gc.collect()
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
-        return found | {"took_s": round(time.perf_counter() - began, 1)}
+    def compared(self, load: Load, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Other loads are not of the same sequences. What the mask leaves out may be anything."""
+        if not load.is_checked_only:
+            return {}
+        is_token = load.inputs["attention_mask"][: len(outputs["logits"])] != 0
+        return {name: each[is_token] for name, each in outputs.items()}
 
-    def calibrate(self) -> dict[str, Any]:
-        packing, call, close = self.module(torch.float32)
+    def calibrate(self) -> None:
+        """Ranges for FP8, from other sequences than those that are measured."""
+        packing, call, close = self.packed(torch.float32)
         rows = batch_of(self.scale, draw_lengths(self.scale, 32, RANGE_SEED), RANGE_SEED)
-        ranges = torch_packing.calibrated(packing, call, [self.on_device(rows)])
-        Path(self.config.artifact).with_name("fp8.json").write_text(json.dumps(ranges))
+        there = {name: torch.from_numpy(each).to(self.device) for name, each in rows.items()}
+        ranges = torch_packing.calibrated(packing, call, [there])
+        (self.folder / FP8_FILE).write_text(json.dumps(ranges))
         close()
-        return {"largest": max(ranges.values())}
 
-    def module(self, dtype: torch.dtype) -> tuple[torch_packing.Packing, Any, Callable[[], None]]:
+    def packed(self, dtype: torch.dtype) -> tuple[torch_packing.Packing, Any, Callable[[], None]]:
         """The packed module by itself."""
-        loaded = load_module(replace(self.config, device="cpu"))
+        loaded = load_module(replace(self._config, device="cpu"))
 
         def call(inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
             return loaded.module(**inputs)
 
-        packing = torch_packing.pack(loaded.module, call, self.config)
+        packing = torch_packing.pack(loaded.module, call, self._config)
         loaded.module.to(self.device, dtype)
         return packing, call, loaded.close
-
-    def on_device(self, batch: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        return {name: torch.from_numpy(each).to(self.device) for name, each in batch.items()}
-
-    def packed_batch(self, seed: int) -> dict[str, np.ndarray]:
-        """As many sequences as fit the tokens."""
-        scale = self.scale
-        lengths = draw_lengths(scale, scale.num_tokens // scale.mean_length, seed)
-        return batch_of(scale, lengths[np.cumsum(lengths) <= scale.num_tokens], seed)
-
-    def technique(self, options: Mapping[str, str], is_packed: bool) -> dict[str, Any]:
-        began = time.perf_counter()
-        runner = backend("pytorch")(replace(self.config, options=dict(options)))
-        found: dict[str, Any] = {"load_s": round(time.perf_counter() - began, 1)}
-        found["error"] = self.error(run(runner, self.checked))
-        scale = self.scale
-        if is_packed:
-            batches = [self.packed_batch(SEED + number) for number in range(3)]
-        else:
-            lengths = [draw_lengths(scale, scale.num_rows, SEED + number) for number in range(3)]
-            batches = [batch_of(scale, each, SEED) for each in lengths]
-        found |= self.rate(runner, batches)
-        for length in scale.alone:
-            alone = batch_of(scale, np.array([length]), SEED)
-            seconds = median_s(lambda alone=alone: run(runner, alone), self.seconds / 4)
-            found[f"ms_at_{length}"] = 1e3 * seconds
-        found["built"] = dict(runner.built())
-        runner.close()
-        return found
-
-    def error(self, logits: np.ndarray) -> float:
-        kept = logits[self.is_token]
-        if self.wanted is None:
-            self.wanted = kept
-        return float(np.linalg.norm(kept - self.wanted) / np.linalg.norm(self.wanted))
-
-    def rate(self, runner: Any, batches: list[dict[str, np.ndarray]]) -> dict[str, float]:
-        """Two on their way, as two instances of a model are."""
-        num_tokens = [int(each["attention_mask"].sum()) for each in batches]
-        for each in batches:
-            for _ in range(2):
-                run(runner, each)
-        begun: deque[Any] = deque()
-        sequences = tokens = number = 0
-        began = time.perf_counter()
-        while time.perf_counter() - began < self.seconds or not sequences:
-            each = batches[number % len(batches)]
-            begun.append(runner.start(Batch(each, len(each["attention_mask"]))))
-            if len(begun) == 2:
-                list(begun.popleft().wait())
-            sequences += len(each["attention_mask"])
-            tokens += num_tokens[number % len(batches)]
-            number += 1
-        for execution in begun:
-            list(execution.wait())
-        took_s = time.perf_counter() - began
-        return {
-            "sequences_per_s": sequences / took_s,
-            "tokens_per_s": tokens / took_s,
-            # Of sequences of just the mean length: batches differ a little.
-            "sequences_per_s_at_mean": tokens / took_s / self.scale.mean_length,
-        }
-
-    def resident(self, options: Mapping[str, str]) -> dict[str, Any]:
-        """One packed batch, replayed from a graph."""
-        packing, call, close = self.module(torch.bfloat16)
-        torch_packing.on_device(packing, replace(self.config, options=dict(options)))
-        batch = self.packed_batch(SEED)
-        inputs = self.on_device(batch)
-        num_tokens = int(batch["attention_mask"].sum())
-
-        def compute() -> None:
-            packing.lay_out(inputs, self.scale.num_tokens)
-            call(inputs)
-
-        with torch.inference_mode():
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    compute()
-            stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                compute()
-
-        def replay() -> None:
-            graph.replay()
-            torch.cuda.synchronize()
-
-        took_s = median_s(replay, self.seconds)
-        close()
-        return {
-            "ms": 1e3 * took_s,
-            "sequences_per_s": len(batch["input_ids"]) / took_s,
-            "tokens_per_s": num_tokens / took_s,
-            "sequences_per_s_at_mean": num_tokens / took_s / self.scale.mean_length,
-        }
-
-
-def run(runner: Any, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    (outputs,) = runner.start(Batch(batch, len(batch["attention_mask"]))).wait()
-    return np.array(outputs["logits"])
-
-
-def median_s(run: Callable[[], object], seconds: float) -> float:
-    for _ in range(3):
-        run()
-    times: list[float] = []
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds or len(times) < 3:
-        before = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - before)
-    return statistics.median(times)
-
-
-def measurements(device: str, scale: Scale, seconds: float) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        config = write_model(Path(folder), scale)
-        yield from Bench(config, scale, device, seconds).rows()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda", help="cpu to try it out without a GPU")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs")
-    parser.add_argument(
-        "--seconds", type=float, default=3.0, help="of each rate; more for less noise"
-    )
-    parser.add_argument("--json", default="bert.json", help="where the rows go")
-    asked = parser.parse_args()
-    on = torch.cuda.get_device_name() if asked.device != "cpu" else "CPU"
-    found: list[dict[str, Any]] = []
-    for row in measurements(asked.device, TINY if asked.tiny else LARGE, asked.seconds):
-        found.append(row)
-        shown = {k: round(v, 4) for k, v in row.items() if isinstance(v, float)}
-        print(row["name"], shown, row.get("failed", ""), flush=True)
-        document = {"device": on, "torch": torch.__version__, "rows": found}
-        Path(asked.json).write_text(json.dumps(document, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ A new model is a factory and a row of MODELS.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,10 +32,16 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """Options of the backend, and the datatype that floats are sent in."""
+    """Options of the backend, the datatype that floats are sent in, and how the host feeds it."""
 
     options: Mapping[str, str]
     floats: str = "FP32"
+    # Batches on their way at a time.
+    num_slots: int = 2
+    # Whether batches lie in memory that the device knows.
+    is_pinned: bool = True
+    # The model so often on the device, each with streams of its own.
+    num_copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +63,52 @@ LAST = {**HALF, "penstock.memory_format": "channels_last"}
 GRAPHS = {"penstock.cuda_graphs": "on"}
 FUSED = {**HALF, "penstock.fuse": "convolutions"}
 COMPILED = {**LAST, "penstock.compile": "default"}
+GRAPHED = {**HALF, **GRAPHS}
+BF16 = {"penstock.dtype": "bf16"}
+
+
+def fed(name: str, technique: Technique) -> dict[str, Technique]:
+    """A technique as the host may feed it otherwise."""
+    return {
+        f"{name}, pageable": replace(technique, is_pinned=False, num_slots=1),
+        f"{name}, one slot": replace(technique, num_slots=1),
+        f"{name}, two copies": replace(technique, num_copies=2),
+    }
+
+
+def runs_on(technique: Technique, device: str) -> bool:
+    """Some are of GPUs only."""
+    is_of_gpus = technique.options.get("penstock.dtype") == "tf32"
+    return device != "cpu" or not (is_of_gpus or "penstock.fp8" in technique.options)
+
+
+FUSED_GRAPHED = Technique({**FUSED, **GRAPHS}, "FP16")
+# The first is what answers are compared with. max-autotune is left out: it compiles for minutes.
 FOR_IMAGES = {
     "fp32 eager": Technique({}),
+    "fp32 without tf32": Technique({"penstock.dtype": "fp32"}),
     "fp16 eager": Technique(HALF, "FP16"),
+    "bf16 eager": Technique(BF16, "FP16"),
     "fp16 channels-last": Technique(LAST, "FP16"),
     "fp16 channels-last, graphs": Technique({**LAST, **GRAPHS}, "FP16"),
     "fp16 fused": Technique(FUSED, "FP16"),
-    "fp16 fused, graphs": Technique({**FUSED, **GRAPHS}, "FP16"),
-    "bf16 fused, graphs": Technique({**FUSED, **GRAPHS, "penstock.dtype": "bf16"}, "FP16"),
+    "fp16 fused, graphs": FUSED_GRAPHED,
+    "bf16 fused, graphs": Technique({**FUSED, **GRAPHS, **BF16}, "FP16"),
     "fp16 compile": Technique(COMPILED, "FP16"),
     "fp16 compile, graphs": Technique({**COMPILED, **GRAPHS}, "FP16"),
+    **fed("fp16 fused, graphs", FUSED_GRAPHED),
 }
 # Of the same length all: nothing to pack.
 FOR_PATCHES = {
     "fp32 eager": Technique({}),
+    "tf32 eager": Technique({"penstock.dtype": "tf32"}),
     "fp16 eager": Technique(HALF, "FP16"),
-    "fp16 graphs": Technique({**HALF, **GRAPHS}, "FP16"),
-    "bf16 graphs": Technique({"penstock.dtype": "bf16", **GRAPHS}, "FP16"),
+    "bf16 eager": Technique(BF16, "FP16"),
+    "fp16 graphs": Technique(GRAPHED, "FP16"),
+    "bf16 graphs": Technique({**BF16, **GRAPHS}, "FP16"),
     "fp16 compile": Technique({**HALF, "penstock.compile": "default"}, "FP16"),
-    "fp16 compile, graphs": Technique({**HALF, "penstock.compile": "default", **GRAPHS}, "FP16"),
+    "fp16 compile, graphs": Technique({**GRAPHED, "penstock.compile": "default"}, "FP16"),
+    **fed("fp16 graphs", Technique(GRAPHED, "FP16")),
 }
 
 
@@ -239,7 +272,7 @@ MODELS: dict[str, Model] = {
         {"image": Tensor("FP32", (3, 224, 224))},
         {"scores": Tensor("FP32", (1000,))},
         FOR_IMAGES,
-        (1, 256),
+        (1, 32, 256),
         "resnet_tiny",
         {"image": Tensor("FP32", (3, 32, 32))},
     ),
@@ -248,7 +281,7 @@ MODELS: dict[str, Model] = {
         {"image": Tensor("FP32", (3, 224, 224))},
         {"scores": Tensor("FP32", (1000,))},
         FOR_PATCHES,
-        (1, 256),
+        (1, 32, 256),
         "vit_tiny",
         {"image": Tensor("FP32", (3, 32, 32))},
     ),

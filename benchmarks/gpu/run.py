@@ -1,89 +1,192 @@
 """What each technique gives on a GPU, for one model at a time:
 
-    python benchmarks/gpu/run.py --model resnet50                 under four minutes on an H200
+    python benchmarks/gpu/run.py --model resnet50                 about five minutes on an H200
+    python benchmarks/gpu/run.py --model bert-large               about four; vit-b about three
     python benchmarks/gpu/run.py --model resnet50 --device cpu    does it run? tiny, no figures
+    python benchmarks/gpu/page.py benchmarks/results/gpu_*.json --html gpu.html
 
 Every technique is a process of its own that loads the model through the `pytorch` backend. Two
 figures for each batch size: inputs that are on the device already (back to back, and one by one
 with a wait for each), and inputs in the host's memory, copied in and out while others compute. How
 far answers are from those of FP32 eager is beside them (of the norm). Random weights of the true
 shape: the figures are of speed. The file is written after every technique; what it has is not
-measured again (`--again` does).
+measured again (`--again` does). Models are rows of `models.py`, and `bert.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import bert
 import models
 import numpy as np
 import torch
-from models import MODELS, Model, Technique
+from measuring import Arrays, Load, answers, error_of, measured
+from models import MODELS, Model, Technique, runs_on
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from penstock.backends import Batch, backend
+from penstock.backends import CHOICES, COMPILED, KERNELS, backend
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.types import DATATYPES, TensorSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-# Rows whose answers are compared.
-NUM_COMPARED = 8
-NUM_SLOTS = 2
+BERT = "bert-large"
+NAMES = sorted({BERT, *(name.replace("_", "-") for name in MODELS)})
+# Of a rate; of a technique, where nothing says otherwise.
+SECONDS, TINY_SECONDS, ABOUT_S = 1.0, 0.05, 15.0
+# More of a technique with these options.
+LONGER_S = {"penstock.compile": 60.0, "penstock.fuse": 25.0, "penstock.pack": 10.0}
+# Answers of the first technique, by themselves.
+REFERENCE = "reference"
+
+
+class Shard(Protocol):
+    """One model: its techniques, how each is loaded, what is sent."""
+
+    techniques: Mapping[str, Technique]
+    # Where the version lies, and what answers are compared with.
+    folder: Path
+
+    def config(self, technique: Technique) -> ModelConfig: ...
+    def loads(self, technique: Technique) -> list[Load]: ...
+    def compared(self, load: Load, outputs: Arrays) -> Arrays:
+        """Of the answers, what must be the same whatever the technique."""
+
+
+class Images:
+    def __init__(self, model: Model, device: str) -> None:
+        self.is_tiny = device == "cpu"
+        self.device = device
+        self.model = model
+        self.techniques = {n: t for n, t in model.techniques.items() if runs_on(t, device)}
+        self.folder = made(model, self.is_tiny)
+        self.batches = (1, 2) if self.is_tiny else model.batches
+
+    def config(self, technique: Technique) -> ModelConfig:
+        most = max(self.batches)
+        return configured(self.model, technique, self.folder, self.device, most)
+
+    def loads(self, technique: Technique) -> list[Load]:
+        specs = self.config(technique).inputs
+        drawn = tensors(self.model, self.is_tiny).values()
+        return [
+            Load(
+                str(batch),
+                {
+                    spec.name: tensor.drawn(batch, DATATYPES[spec.datatype].numpy, seed=batch)
+                    for spec, tensor in zip(specs, drawn, strict=True)
+                },
+                batch,
+            )
+            for batch in self.batches
+        ]
+
+    def compared(self, load: Load, outputs: Arrays) -> Arrays:
+        return outputs
+
+
+def open_shard(name: str, device: str) -> Shard:
+    if name == BERT:
+        return bert.Sequences(device, ROOT / ".bench" / "gpu")
+    return Images(MODELS.get(name) or MODELS[name.replace("-", "_")], device)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=sorted(MODELS), required=True)
+    parser.add_argument("--model", choices=NAMES, required=True)
     parser.add_argument("--device", default="cuda", help="cpu: tiny, to see whether it runs")
-    parser.add_argument("--seconds", type=float, default=240, help="no technique begins after it")
+    parser.add_argument(
+        "--seconds", type=float, default=400, help="no technique begins after it; less for a call"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=120, help="of one technique; more where compiling is slow"
+    )
     parser.add_argument("--only", default="", help="techniques with this in their name")
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu_MODEL.json")
     parser.add_argument("--technique", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.technique:
-        print(json.dumps(measured(args.model, args.technique, args.device)))
+        print(json.dumps(in_this_process(args.model, args.technique, args.device)))
         return
     run(args)
 
 
 def run(args: argparse.Namespace) -> None:
     began = time.monotonic()
-    is_real = args.device != "cpu"
-    folder = Path(os.environ.get("OUT", RESULTS if is_real else ROOT / ".bench" / "gpu"))
-    out = args.out or folder / f"gpu_{args.model}.json"
+    out = args.out or folder_of(args.device) / f"gpu_{args.model}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     found = json.loads(out.read_text()) if out.is_file() else {"model": args.model}
-    techniques = found.setdefault("techniques", {})
-    for name in MODELS[args.model].techniques:
-        is_known = name in techniques and "error" not in techniques[name]
-        if args.only not in name or (is_known and not args.again):
-            continue
+    known = found.setdefault("techniques", {})
+    shard = open_shard(args.model, args.device)
+    asked = {
+        name: about_s(technique, known.get(name, {}))
+        for name, technique in shard.techniques.items()
+        if args.only in name and (args.again or "batches" not in known.get(name, {}))
+    }
+    if args.again or not known:
+        forget(shard)
+    print(f"{len(asked)} techniques, about {sum(asked.values()):.0f} s", flush=True)
+    if asked and next(iter(shard.techniques)) not in asked and not references(shard):
+        in_a_child(args, REFERENCE, args.limit)
+    for name, about in asked.items():
         left_s = args.seconds - (time.monotonic() - began)
         if left_s <= 0:
             print(f"{name}: no time left; the same command goes on", flush=True)
             continue
-        techniques[name] = in_a_child(args, name, left_s + 60)
+        known[name] = in_a_child(args, name, min(args.limit, left_s + 60))
         out.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{time.monotonic() - began:6.1f} s  {name}", flush=True)
+        took, problem = known[name]["took_s"], known[name].get("error", "")
+        print(f"{name}: {took:.0f} s (about {about:.0f}) {problem[-300:]}", flush=True)
     show(found)
 
 
-def in_a_child(args: argparse.Namespace, name: str, limit_s: float) -> dict[str, object]:
+def folder_of(device: str) -> Path:
+    """`$OUT`, where a machine hands files back from there."""
+    return Path(os.environ.get("OUT", RESULTS if device != "cpu" else ROOT / ".bench" / "gpu"))
+
+
+def about_s(technique: Technique, before: Mapping[str, Any]) -> float:
+    """As long as it took before, or a guess."""
+    guess = ABOUT_S + sum(s for option, s in LONGER_S.items() if option in technique.options)
+    return float(before.get("took_s", guess))
+
+
+def forget(shard: Shard) -> None:
+    """Kernels that were chosen and compiled: others may be the fastest now."""
+    for name in (COMPILED, CHOICES, KERNELS):
+        (shard.folder / name).unlink(missing_ok=True)
+
+
+def keep(shard: Shard, runner: Any) -> None:
+    """For the rows that come later, which find the same."""
+    for name, content in runner.compiled().items():
+        if not (shard.folder / name).exists():
+            (shard.folder / name).write_bytes(content)
+
+
+def references(shard: Shard) -> list[Path]:
+    return list(shard.folder.glob("reference_*.npz"))
+
+
+def in_a_child(args: argparse.Namespace, name: str, limit_s: float) -> dict[str, Any]:
     command = [sys.executable, __file__, "--model", args.model, "--device", args.device]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    began = time.monotonic()
+    answer: dict[str, Any] = {}
     try:
         ended = subprocess.run(
             [*command, "--technique", name],
@@ -94,40 +197,40 @@ def in_a_child(args: argparse.Namespace, name: str, limit_s: float) -> dict[str,
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"not done in {limit_s:.0f} s"}
-    if ended.returncode:
-        return {"error": ended.stderr.strip()[-1500:]}
-    answer: dict[str, object] = json.loads(ended.stdout.splitlines()[-1])
-    return answer
+        answer = {"error": f"not done in {limit_s:.0f} s"}
+    else:
+        if ended.returncode:
+            answer = {"error": ended.stderr.strip()[-1500:]}
+        else:
+            answer = json.loads(ended.stdout.splitlines()[-1])
+    return {**answer, "took_s": round(time.monotonic() - began, 1)}
 
 
-def measured(model_name: str, technique_name: str, device: str) -> dict[str, object]:
+def in_this_process(model: str, name: str, device: str) -> dict[str, Any]:
     """In the child: one technique, all batch sizes."""
-    model, is_tiny = MODELS[model_name], device == "cpu"
-    technique = model.techniques[technique_name]
-    version = made(model, is_tiny)
-    batches = (1, 2) if is_tiny else model.batches
-    config = configured(model, technique, version, device, max(batches))
+    shard = open_shard(model, device)
+    first = next(iter(shard.techniques))
+    technique = shard.techniques[first if name == REFERENCE else name]
+    config = shard.config(technique)
     began = time.monotonic()
-    runner = backend("pytorch")(config)
+    runners = [backend("pytorch")(config) for _ in range(technique.num_copies)]
     load_s = time.monotonic() - began
     rows = {}
-    for batch in batches:
-        inputs = {
-            spec.name: tensor.drawn(batch, DATATYPES[spec.datatype].numpy, seed=batch)
-            for spec, tensor in zip(config.inputs, tensors(model, is_tiny).values(), strict=True)
-        }
+    for load in shard.loads(technique):
+        reference = shard.folder / f"reference_{load.name.replace(' ', '_')}.npz"
         began = time.monotonic()
-        # The first is tuned and captured, the second replays it.
-        answers = [answer(runner, inputs, batch) for _ in range(3)][-1]
-        rows[str(batch)] = {
-            "ready_s": time.monotonic() - began,
-            "error": error_of(answers, version / f"reference_{batch}.npz", technique_name, model),
-            **on_device(runner, inputs, batch),
-            **from_host(runner, inputs, batch, is_tiny),
-        }
-    built = {key: text for key, text in runner.built().items() if key != "gpu_memory_bytes"}
-    machine = torch.cuda.get_device_name(device) if not is_tiny else "CPU, no figures"
+        found = shard.compared(load, [answers(runner, load) for runner in runners][0])
+        ready_s = time.monotonic() - began
+        if found and name in (first, REFERENCE):
+            np.savez(reference, **found)
+        row = {"ready_s": ready_s, "error": error_of(found, reference)}
+        if name != REFERENCE:
+            seconds = TINY_SECONDS if device == "cpu" else SECONDS
+            row |= measured(runners, load, technique, seconds)
+        rows[load.name] = row
+    keep(shard, runners[0])
+    built = {key: text for key, text in runners[0].built().items() if key != "gpu_memory_bytes"}
+    machine = "CPU, no figures" if device == "cpu" else torch.cuda.get_device_name(device)
     return {"machine": machine, "load_s": load_s, "built": built, "batches": rows}
 
 
@@ -171,105 +274,23 @@ def configured(
         max_batch_size=max_batch,
         batching=BatchPolicy(max_batch, is_dynamic=True),
         device=device,
-        num_instances=NUM_SLOTS,
+        num_instances=technique.num_slots,
         options=options,
     )
 
 
-def answer(runner, inputs, batch: int) -> dict[str, np.ndarray]:
-    (outputs,) = runner.start(Batch(inputs, batch)).wait()
-    return {name: array[:NUM_COMPARED].copy() for name, array in outputs.items()}
-
-
-def error_of(answers, reference: Path, technique: str, model: Model) -> float | None:
-    """Against the first technique of the model, which is the plain one."""
-    if technique == next(iter(model.techniques)):
-        np.savez(reference, **answers)
-        return 0.0
-    if not reference.is_file():
-        return None
-    wanted = np.load(reference)
-    errors = [
-        np.linalg.norm(answers[name].astype(np.float64) - wanted[name])
-        / np.linalg.norm(wanted[name])
-        for name in answers
-    ]
-    return float(max(errors))
-
-
-def on_device(runner, inputs, batch: int) -> dict[str, float]:
-    """Inputs that are there already. Nothing on a CPU, where there is no way to it."""
-    pipeline = runner.pipeline
-    if pipeline is None:
-        return {}
-    there = {name: torch.from_numpy(array).to("cuda") for name, array in inputs.items()}
-    torch.cuda.synchronize()
-    with torch.inference_mode():
-        for _ in range(5):
-            pipeline.run(there)
-        torch.cuda.synchronize()
-        waited = []
-        for _ in range(100 if batch < 32 else 10):
-            began = time.perf_counter()
-            pipeline.run(there)
-            torch.cuda.synchronize()
-            waited.append(time.perf_counter() - began)
-        count = max(10, int(1.0 / statistics.median(waited)))
-        begin = pipeline.device.mark("compute")
-        for _ in range(count):
-            pipeline.run(there)
-        end = pipeline.device.mark("compute")
-        end.synchronize()
-        each_s = begin.elapsed_time(end) / 1e3 / count
-    return {
-        "device_ms": each_s * 1e3,
-        "device_per_s": batch / each_s,
-        "waited_ms": statistics.median(waited) * 1e3,
-    }
-
-
-# Memory that the device was told of stays where it is.
-PINNED: list[mmap.mmap] = []
-
-
-def from_host(runner, inputs, batch: int, is_tiny: bool) -> dict[str, float]:
-    """Batches in shared memory, as many on their way as there are slots."""
-    batches = [Batch(pinned(runner, inputs), batch) for _ in range(NUM_SLOTS)]
-    duration_s = 0.1 if is_tiny else 1.5
-    began = time.perf_counter()
-    begun = deque(runner.start(each) for each in batches)
-    num_done = 0
-    while begun:
-        list(begun.popleft().wait())
-        num_done += 1
-        if time.perf_counter() - began < duration_s:
-            begun.append(runner.start(batches[num_done % NUM_SLOTS]))
-    each_s = (time.perf_counter() - began) / num_done
-    return {"host_ms": each_s * 1e3, "host_per_s": batch / each_s}
-
-
-def pinned(runner, inputs) -> dict[str, np.ndarray]:
-    arrays = {}
-    for name, array in inputs.items():
-        memory = mmap.mmap(-1, array.nbytes)
-        runner.pin(memoryview(memory))
-        PINNED.append(memory)
-        arrays[name] = np.frombuffer(memory, array.dtype).reshape(array.shape)
-        arrays[name][:] = array
-    return arrays
-
-
-def show(found: dict) -> None:
+def show(found: dict[str, Any]) -> None:
     table = Table(title=found["model"])
-    for name in ("technique", "batch", "device ms", "device /s", "host-fed /s", "error", "ready s"):
+    heads = ("technique", "batch", "waited ms", "device /s", "host-fed /s", "error", "ready s")
+    for name in heads:
         table.add_column(name, justify="left" if name == "technique" else "right")
     for name, technique in found["techniques"].items():
         for batch, row in technique.get("batches", {}).items():
-            figures = [row.get(key) for key in ("device_ms", "device_per_s", "host_per_s")]
+            figures = [row.get(key) for key in ("waited_ms", "device_per_s", "host_per_s")]
             shown = ["-" if value is None else f"{value:,.3f}" for value in figures[:1]]
             shown += ["-" if value is None else f"{value:,.0f}" for value in figures[1:]]
-            error = "-" if row["error"] is None else f"{row['error']:.1e}"
-            table.add_row(name, batch, *shown, error, f"{row['ready_s']:.1f}")
+            error = "-" if row.get("error") is None else f"{row['error']:.1e}"
+            table.add_row(name, batch, *shown, error, f"{row.get('ready_s', 0.0):.1f}")
         if "error" in technique:
             table.add_row(name, "", f"failed: {technique['error'].splitlines()[-1][:60]}")
     Console(width=110).print(table)

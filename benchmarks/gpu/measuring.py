@@ -1,0 +1,180 @@
+"""How a loaded model is measured: with inputs that are on the device already, and with inputs in
+the host's memory. Knows nothing of which model it is."""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from models import Technique
+
+from penstock.backends import Batch
+
+# Rows whose answers are compared.
+NUM_COMPARED = 8
+# The first is tuned and captured, the second replays it.
+NUM_WARM = 3
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One batch, sent again and again."""
+
+    name: str
+    inputs: Arrays
+    num_rows: int
+    # What is counted, where that is not rows: sequences of the mean length.
+    amount: float = 0.0
+    num_tokens: int = 0
+    # Answers are compared and nothing else.
+    is_checked_only: bool = False
+
+    @property
+    def counted(self) -> float:
+        return self.amount or self.num_rows
+
+
+def measured(
+    runners: Sequence[Any], load: Load, technique: Technique, seconds: float
+) -> dict[str, float]:
+    if load.is_checked_only:
+        return {}
+    found = on_device(runners[0], load, seconds) if technique.is_pinned else {}
+    return {**found, **from_host(runners, load, technique, seconds)}
+
+
+def answers(runner: Any, load: Load) -> Arrays:
+    for _ in range(NUM_WARM):
+        (outputs,) = runner.start(Batch(load.inputs, load.num_rows)).wait()
+    return {name: array[:NUM_COMPARED].copy() for name, array in outputs.items()}
+
+
+def error_of(found: Arrays, reference: Path) -> float | None:
+    """The largest distance from what was kept there, of its norm. None: there is nothing."""
+    if not found or not reference.is_file():
+        return None
+    with np.load(reference) as wanted:
+        errors = [
+            np.linalg.norm(found[name].astype(np.float64) - wanted[name])
+            / np.linalg.norm(wanted[name])
+            for name in found
+        ]
+    return float(max(errors))
+
+
+def on_device(runner: Any, load: Load, seconds: float) -> dict[str, float]:
+    """Inputs that are there already. Nothing on a CPU, where there is no way to it."""
+    pipeline = runner.pipeline
+    if pipeline is None:
+        return {}
+    there = placed(pipeline, load)
+    with torch.inference_mode():
+
+        def waited() -> None:
+            pipeline.run(there)
+            pipeline.device.mark("compute").synchronize()
+
+        waited_s = median_s(waited, seconds / 4)
+        count = max(5, int(seconds / waited_s))
+        begin = pipeline.device.mark("compute")
+        for _ in range(count):
+            pipeline.run(there)
+        end = pipeline.device.mark("compute")
+        end.synchronize()
+        each_s = begin.elapsed_time(end) / 1e3 / count
+    return {"waited_ms": waited_s * 1e3, **rates("device", load, each_s)}
+
+
+def from_host(
+    runners: Sequence[Any], load: Load, technique: Technique, seconds: float
+) -> dict[str, float]:
+    """Batches in memory that the device knows, as many on their way as there are slots; or, as it
+    is done without further thought, in memory that it does not know, one after the other."""
+    if not technique.is_pinned:
+        return unpinned(runners[0], load, seconds)
+    number = technique.num_slots * len(runners)
+    ready = [
+        (runner, Batch(pinned(runner, load.inputs), load.num_rows))
+        for _ in range(technique.num_slots)
+        for runner in runners
+    ]
+    runner, batch = ready[0]
+    waited_s = median_s(lambda: list(runner.start(batch).wait()), seconds / 4)
+    began = time.perf_counter()
+    begun = deque(each.start(batch) for each, batch in ready)
+    num_done = 0
+    while begun:
+        list(begun.popleft().wait())
+        num_done += 1
+        if time.perf_counter() - began < seconds:
+            runner, batch = ready[(num_done - 1) % number]
+            begun.append(runner.start(batch))
+    each_s = (time.perf_counter() - began) / num_done
+    return {"host_waited_ms": waited_s * 1e3, **rates("host", load, each_s)}
+
+
+def unpinned(runner: Any, load: Load, seconds: float) -> dict[str, float]:
+    pipeline = runner.pipeline
+
+    def run() -> None:
+        if pipeline is None:
+            list(runner.start(Batch(load.inputs, load.num_rows)).wait())
+            return
+        with torch.inference_mode():
+            outputs = pipeline.run(placed(pipeline, load))
+            with pipeline.device.lane("compute"):
+                for each in outputs.values():
+                    each.cpu()
+
+    each_s = median_s(run, seconds)
+    return {"host_waited_ms": each_s * 1e3, **rates("host", load, each_s)}
+
+
+def placed(pipeline: Any, load: Load) -> dict[str, torch.Tensor]:
+    """On the device, copied there and waited for as torch does it by itself."""
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    with pipeline.device.lane("compute"):
+        return {name: torch.from_numpy(each).to(place) for name, each in load.inputs.items()}
+
+
+def rates(where: str, load: Load, each_s: float) -> dict[str, float]:
+    found = {f"{where}_ms": each_s * 1e3, f"{where}_per_s": load.counted / each_s}
+    if load.num_tokens:
+        found[f"{where}_tokens_per_s"] = load.num_tokens / each_s
+    return found
+
+
+# Memory that the device was told of stays where it is.
+PINNED: list[mmap.mmap] = []
+
+
+def pinned(runner: Any, inputs: Arrays) -> Arrays:
+    arrays = {}
+    for name, array in inputs.items():
+        memory = mmap.mmap(-1, array.nbytes)
+        runner.pin(memoryview(memory))
+        PINNED.append(memory)
+        arrays[name] = np.frombuffer(memory, array.dtype).reshape(array.shape)
+        arrays[name][:] = array
+    return arrays
+
+
+def median_s(run: Callable[[], object], seconds: float) -> float:
+    for _ in range(3):
+        run()
+    times: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds or len(times) < 3:
+        before = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - before)
+    return statistics.median(times)

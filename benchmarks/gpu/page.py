@@ -1,0 +1,245 @@
+"""The GPU benchmarks as one page that needs nothing else, from the files that `run.py` and
+`optimize.py` write; on any machine.
+
+    python benchmarks/gpu/page.py benchmarks/results/gpu_*.json --html gpu.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import drawing
+import techniques
+from techniques import ALONE, CLAIMS, Found
+
+from penstock.benchmark.report import units
+from penstock.benchmark.report.page import Card, Cell, rendered
+from penstock.errors import ConfigError
+
+HERE = Path(__file__).resolve().parent
+TITLES = {"resnet50": "ResNet-50", "bert-large": "BERT-large", "vit-b": "ViT-B/16"}
+UNITS = {"bert-large": "sequences/s"}
+OPTIMIZED = "gpu_optimize_"
+EXPECTED = "expected what benchmarks/gpu/run.py or optimize.py writes"
+PLOTS = (
+    (
+        "gains",
+        "Claimed and measured",
+        "Grey is what guides say, hatched up to their best case. Left of 1x is a loss.",
+    ),
+    (
+        "waterfall",
+        "What each step adds",
+        "Answers per second at the largest batch. Hatched: host-fed.",
+    ),
+    ("latency", "One alone", "How long it takes; shorter is better."),
+    (
+        "rates",
+        "The largest batch",
+        "With inputs on the device, and with inputs copied from the host while others compute.",
+    ),
+    (
+        "errors",
+        "How far answers are from FP32",
+        "Random weights: what rounding does to sums. Left is better.",
+    ),
+    (
+        "chosen",
+        "What optimize chose",
+        "Each step that was kept, through a real server. Hatched: predicted.",
+    ),
+)
+
+
+@dataclass
+class Section:
+    """One model: its measurements, and what `penstock optimize` made of it."""
+
+    model: str
+    found: dict[str, Any] = field(default_factory=lambda: {"techniques": {}})
+    optimized: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.model, self.model)
+
+    @property
+    def key(self) -> str:
+        return self.model.replace("-", "_")
+
+    @property
+    def unit(self) -> str:
+        return UNITS.get(self.model, "images/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", nargs="+", type=Path, help="files of run.py and optimize.py")
+    parser.add_argument("--html", type=Path, required=True, help="where the page goes")
+    args = parser.parse_args()
+    try:
+        text = page(read(args.results))
+    except ConfigError as error:
+        raise SystemExit("\n".join(error.problems)) from None
+    args.html.write_text(text)
+    print(args.html)
+
+
+def read(paths: Sequence[Path]) -> list[Section]:
+    """ConfigError with all files that are none of ours."""
+    sections: dict[str, Section] = {}
+    problems = []
+    for path in paths:
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            problems.append(f"{path}: {error}; {EXPECTED}")
+            continue
+        if path.stem.startswith(OPTIMIZED) and isinstance(found, dict) and "tries" in found:
+            model = path.stem.removeprefix(OPTIMIZED).replace("_", "-")
+            sections.setdefault(model, Section(model)).optimized = found
+        elif isinstance(found, dict) and isinstance(found.get("techniques"), dict):
+            model = str(found.get("model", path.stem))
+            sections.setdefault(model, Section(model)).found = found
+        else:
+            problems.append(f"{path}: {EXPECTED}")
+    if problems:
+        raise ConfigError(problems)
+    return list(sections.values())
+
+
+def page(sections: Sequence[Section]) -> str:
+    figures: dict[str, list[Any]] = {}
+    for each in sections:
+        drawn = drawing.figures_of(each.found) | {"chosen": drawing.chosen_steps(each.optimized)}
+        figures |= {f"{name}_{each.key}": [figure] for name, figure in drawn.items()}
+    values = {
+        "headline": headline(sections),
+        "machines": ", ".join(sorted(set(machines(sections)))) or "no machine",
+        "cards": [card for each in sections for card in cards(each)],
+        "sections": [
+            {
+                "title": each.title,
+                "plots": [(f"{name}_{each.key}", *words) for name, *words in PLOTS],
+                "head": ["row", "batch", "waited, ms", f"on the device, {each.unit}"]
+                + [f"host-fed, {each.unit}", "error"],
+                "rows": list(table(each.found)),
+                "failed": failed(each.found),
+                "chosen": chosen_text(each.optimized),
+                "tries": list(tries(each.optimized)),
+            }
+            for each in sections
+        ],
+        "claims": CLAIMS.values(),
+        "unmeasured": unmeasured(sections),
+    }
+    return rendered("gpu.html.jinja", values, figures, HERE)
+
+
+def headline(sections: Sequence[Section]) -> str:
+    """The largest gain and the largest loss against what guides say, in one sentence."""
+    gains = [
+        (max(g for g in (each.alone, each.largest) if not math.isnan(g)), each, section)
+        for section in sections
+        for each in techniques.gains(section.found)
+        if each.technique != "batching"
+    ]
+    if not gains:
+        return "Nothing was measured"
+    best, gain, section = max(gains, key=lambda each: each[0])
+    name = CLAIMS[gain.technique].name
+    text = f"{name} gave most: {drawing.times(best)} on {section.title} ({gain.label})"
+    most: dict[str, float] = {}
+    for value, each, _ in gains:
+        most[each.technique] = max(value, most.get(each.technique, 0.0))
+    short = [CLAIMS[key].name for key, value in most.items() if value < (CLAIMS[key].low or 0.0)]
+    return f"{text}. Nowhere as much as guides claim: {', '.join(short)}" if short else text
+
+
+def machines(sections: Sequence[Section]) -> Iterator[str]:
+    for section in sections:
+        for each in section.found["techniques"].values():
+            if "machine" in each:
+                version = each.get("built", {}).get("torch", "")
+                yield f"{each['machine']}, torch {version}" if version else str(each["machine"])
+
+
+def cards(section: Section) -> Iterator[Card]:
+    rows = techniques.rows_of(section.found)
+    for key, where in (("device_per_s", "inputs on the device"), ("host_per_s", "host-fed")):
+        found = [(techniques.last(loads).get(key) or 0.0, name) for name, loads in rows.items()]
+        if found and max(found)[0]:
+            best, name = max(found)
+            yield Card(f"{section.title}, {where}", f"{best:,.0f}/s", name)
+    waited = [
+        (loads[ALONE][key], name)
+        for name, loads in rows.items()
+        for key in ("waited_ms", "host_waited_ms")
+        if loads.get(ALONE, {}).get(key)
+    ]
+    if waited:
+        best, name = min(waited)
+        yield Card(f"{section.title}, one alone", units.duration(best / 1e3), name)
+
+
+def table(found: Found) -> Iterator[list[Cell]]:
+    keys = ("waited_ms", "device_per_s", "host_per_s")
+    for name, loads in techniques.rows_of(found).items():
+        for load, row in loads.items():
+            figures = [row.get(key) for key in keys]
+            texts = [units.UNKNOWN if not each else _figure(each) for each in figures]
+            error = row.get("error")
+            last = units.UNKNOWN if error is None else f"{error:.1e}"
+            yield [Cell(name), Cell(load), *map(Cell, texts), Cell(last)]
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else units.number(value)
+
+
+def failed(found: Found) -> list[tuple[str, str]]:
+    return [
+        (name, each["error"].strip().splitlines()[-1])
+        for name, each in found["techniques"].items()
+        if each.get("error")
+    ]
+
+
+def chosen_text(found: Mapping[str, Any]) -> str:
+    steps = (found.get("chosen") or {}).get("steps") or []
+    return " → ".join(_step(each) for each in steps) if steps else ""
+
+
+def _step(step: Mapping[str, Any]) -> str:
+    listed = ", ".join(f"{key}={value}" for key, value in (step.get("settings") or {}).items())
+    return f"{step['pass_name']}({listed})" if listed else str(step["pass_name"])
+
+
+def tries(found: Mapping[str, Any]) -> Iterator[list[Cell]]:
+    for each in found.get("tries") or []:
+        steps = (each.get("candidate") or {}).get("steps") or []
+        name = " → ".join(map(_step, steps)) or "original"
+        style = {"kept": "kept-text", "rejected": "missed-text", "failed": "missed-text"}
+        outcome = str(each.get("outcome", ""))
+        reason = Cell(str(each.get("reason", "")), style="words")
+        yield [Cell(name, style="words"), Cell(outcome, style=style.get(outcome, "")), reason]
+
+
+def unmeasured(sections: Sequence[Section]) -> list[str]:
+    """Techniques with a claim and without a row."""
+    seen = {each.technique for section in sections for each in techniques.gains(section.found)}
+    return [claim.name for key, claim in CLAIMS.items() if key not in seen]
+
+
+if __name__ == "__main__":
+    main()
