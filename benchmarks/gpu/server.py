@@ -55,6 +55,8 @@ WORK = ROOT / ".bench" / "gpu" / "server"
 ROW_S = 240
 # Of tiny models on a CPU, which is for seeing whether it runs.
 TINY_SLO = "p99 < 2 s"
+# Who waits longer has no answer: an overrun server is not waited for.
+PATIENCE = "3s"
 # By compilers, into the folders that they keep what they compile in. What a version brings along
 # is put there too, but without the stages in between.
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -343,7 +345,7 @@ def highest_rate(
         slo = TINY_SLO if args.tiny else subject.slo
         command += ["--slo", slo, "--data", str(repositories.data_of(root))]
         command += ["--duration", f"{args.duration}s", "--warm-up", f"{args.duration / 2:g}s"]
-        command += ["--processes", str(num_processes), "--json", str(path)]
+        command += ["--processes", str(num_processes), "--timeout", PATIENCE, "--json", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"bench failed: {(done.stdout + done.stderr)[-1500:]}")

@@ -315,6 +315,8 @@ class Crew:
         rows = fitted(rows, self.config)
         by_length = _by_length(self.config, self.children[0].is_padded, rows)
         seconds = {length: self.times(chosen, length) for length, chosen in by_length.items()}
+        if not self.is_on_gpu:
+            seconds = undisturbed(seconds)
         load_s = max(child.load_s for child in self.children)
         return TimeTable(
             *pair, seconds, tokens=self.tokens, memory_bytes=self.memory_bytes, load_s=load_s
@@ -387,6 +389,23 @@ class Crew:
 def _taken(number: int, rung: int, num_rows: int) -> list[int]:
     """The rows of a child's batch."""
     return [(number * rung + offset) % num_rows for offset in range(rung)]
+
+
+def undisturbed(seconds: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
+    """By length and rows. What took longer than something that is longer and has more rows was held
+    up by somebody else: others on the machine only ever make a batch slower."""
+    return {
+        length: {
+            rung: min(
+                seconds[other][more]
+                for other in seconds
+                for more in seconds[other]
+                if other >= length and more >= rung
+            )
+            for rung in seconds[length]
+        }
+        for length in seconds
+    }
 
 
 def would_take_s(found: Mapping[int, float], rung: int, *, is_on_gpu: bool) -> float:

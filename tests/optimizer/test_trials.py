@@ -51,6 +51,23 @@ def numbers(*values: int) -> list[dict[str, np.ndarray]]:
     return [{"x": np.array([value], np.int32)} for value in values]
 
 
+class TestUndisturbed:
+    """Of times that others on the machine got in the way of."""
+
+    def test_what_grows_with_the_work_stays(self):
+        seconds = {8: {1: 0.002, 8: 0.007}, 32: {1: 0.005, 8: 0.025}}
+        assert trials.undisturbed(seconds) == seconds
+
+    def test_less_work_takes_no_longer(self):
+        seconds = {8: {1: 0.008, 8: 0.018}, 48: {1: 0.016, 8: 0.046}, 128: {1: 0.014}}
+        assert trials.undisturbed(seconds) == {**seconds, 48: {1: 0.014, 8: 0.046}}
+
+    def test_of_two_kinds_of_work_neither_says_anything_of_the_other(self):
+        # More rows, and shorter ones.
+        seconds = {8: {8: 0.003}, 64: {1: 0.009}}
+        assert trials.undisturbed(seconds) == seconds
+
+
 class TestWouldTake:
     """What a batch that was not run would take."""
 
