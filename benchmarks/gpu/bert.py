@@ -217,6 +217,11 @@ def write_model(folder: Path, scale: Scale) -> ModelConfig:
 class Bench:
     def __init__(self, config: ModelConfig, scale: Scale, device: str, seconds: float) -> None:
         self.config = replace(config, device=device)
+        # As many as make this GPU's batches full.
+        if device != "cpu" and scale is not TINY:
+            properties = torch.cuda.get_device_properties(device)
+            full = torch_packing.full_batch(properties.multi_processor_count)
+            scale = replace(scale, num_tokens=full)
         self.scale = scale
         self.device = device
         self.seconds = seconds

@@ -250,7 +250,10 @@ class TorchRunner:
             return
         name = self._packing.mask
         is_captured = self.pipeline is not None and self.pipeline.is_captured
-        for mask in torch_packing.rehearsals(batch.inputs[name], is_captured=is_captured):
+        full = self._packing.full
+        for mask in torch_packing.rehearsals(
+            batch.inputs[name], is_captured=is_captured, full=full
+        ):
             yield Batch({**batch.inputs, name: mask}, batch.num_rows, batch.requests)
 
     def _token_budget(self, batch: Batch, num_run: int) -> int:
@@ -261,7 +264,7 @@ class TorchRunner:
         if self.pipeline is None:
             return num_tokens
         length = batch.inputs[self._packing.mask].shape[1]
-        return torch_packing.budget(num_tokens, num_run * length)
+        return torch_packing.budget(num_tokens, num_run * length, full=self._packing.full)
 
     def stop_filling(self) -> None:
         self._rungs = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -84,9 +85,12 @@ LAYER_TOLERANCE, MODEL_TOLERANCE = 1e-4, 1e-3
 KERNEL_TOLERANCE = 5e-2
 # Made-up integers are below this, so that every vocabulary has them; kinds of sequence are fewer.
 INTEGERS, KINDS = 100, 2
-# Token counts that batches run as: multiples of this, and so many between a power of two and the
-# next. More of them compute less that nobody asked for, and take more graphs.
+# Token counts that batches run as: multiples of this, and so many between one and its double. More
+# of them compute less that nobody asked for, and take more graphs.
 STEP, PER_OCTAVE = 64, 8
+# Rows of the largest tiles of a product, of which each multiprocessor takes one at a time; and a
+# full batch where nobody knows how many of those there are.
+TILE_ROWS, FULL = 256, 32768
 # Fuller than one in so many: what batches are made ready for when a model is loaded.
 SPARSEST = 4
 # Of a model's embeddings, by name; the last is not always there.
@@ -114,12 +118,21 @@ class Packing:
     def num_tokens(self, inputs: Mapping[str, Array]) -> int:
         return max(1, int(np.count_nonzero(inputs[self.mask])))
 
+    @property
+    def full(self) -> int:
+        """Tokens of a full batch, where the model is."""
+        device = self.stack.layers[0].qkv.weight.device
+        if device.type != "cuda":
+            return FULL
+        return full_batch(torch.cuda.get_device_properties(device).multi_processor_count)
+
     def facts(self) -> dict[str, str]:
         products = self.stack.products()
         num_small = sum(isinstance(each, Fp8Product) for each in products.values())
         facts = {
             "pack": f"{TOKENS}: {'embeddings, ' * bool(self.stack.embeddings)}"
             f"{len(self.stack.layers)} layers",
+            "full_batch": f"{self.full} tokens",
             "packed_against_padded": f"{self.largest_difference:.1e} of the largest value",
         }
         if num_small:
@@ -134,29 +147,45 @@ class Packing:
         return facts
 
 
-def budget(num_tokens: int, num_places: int) -> int:
-    """How many tokens to run for so many: the next of a ladder, so that graphs are few."""
-    rungs = token_ladder(num_places)
-    return rungs[min(bisect_left(rungs, num_tokens), len(rungs) - 1)]
+def budget(
+    num_tokens: int, num_places: int, max_tokens: int | None = None, full: int = FULL
+) -> int:
+    """How many tokens to run for so many: the next of the buckets, so that graphs are few."""
+    buckets = token_buckets(num_places, max_tokens, full)
+    return buckets[min(bisect_left(buckets, num_tokens), len(buckets) - 1)]
 
 
-def token_ladder(num_places: int) -> list[int]:
-    """64, 128, ... by 64 up to 1024, from there on by an eighth of the power of two below; up to
-    all places."""
-    rungs, rung = list[int](), STEP
-    while rung < num_places:
-        rungs.append(rung)
-        rung += max(STEP, (1 << rung.bit_length() - 1) // PER_OCTAVE)
-    return [*rungs, max(1, num_places)]
+def full_batch(num_processors: int) -> int:
+    """The tokens of a batch whose products end with no multiprocessor idle: on an H200 (132 of
+    them) 33,792 take less time than 32,768, which leave some without a tile in the last round."""
+    return num_processors * TILE_ROWS or FULL
 
 
-def rehearsals(mask: Array, *, is_captured: bool) -> Iterator[Array]:
+def token_buckets(num_places: int, max_tokens: int | None = None, full: int = FULL) -> list[int]:
+    """By 64 at first, from there on by an eighth of a full batch, or of its half, its quarter and
+    so on below: tiles of products then fill a GPU. Up to all places; the most tokens that batches
+    are given are among them."""
+    octave = float(full)
+    while octave > STEP * PER_OCTAVE:
+        octave /= 2
+    found = set(range(STEP, math.ceil(octave), STEP))
+    while octave < num_places:
+        steps = (octave * (1 + part / PER_OCTAVE) for part in range(PER_OCTAVE))
+        found |= {STEP * math.ceil(each / STEP) for each in steps}
+        octave *= 2
+    most = num_places if max_tokens is None else min(max_tokens, num_places)
+    return sorted(
+        {each for each in found if each < num_places} | {max(1, most), max(1, num_places)}
+    )
+
+
+def rehearsals(
+    mask: Array, *, is_captured: bool, max_tokens: int | None = None, full: int = FULL
+) -> Iterator[Array]:
     """Masks like this one, of the token counts that are to be ready; the fullest comes last."""
-    num_places = mask.size
-    wanted = [
-        rung for rung in token_ladder(num_places) if is_captured and rung * SPARSEST > num_places
-    ]
-    for count in [*wanted[:-1], num_places]:
+    most = mask.size if max_tokens is None else min(mask.size, max_tokens)
+    buckets = token_buckets(mask.size, max_tokens, full) if is_captured else []
+    for count in [*(each for each in buckets if most < each * SPARSEST < most * SPARSEST), most]:
         filled = np.zeros(mask.shape, mask.dtype)
         share, rest = divmod(count, len(mask))
         filled[:, :share] = 1

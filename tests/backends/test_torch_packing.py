@@ -261,15 +261,37 @@ def test_more_positions_than_there_are_is_an_error_and_no_look_behind_the_end(tm
 
 
 class TestTokens:
-    def test_the_ladder_ends_with_all_places(self) -> None:
-        assert torch_packing.token_ladder(384) == [64, 128, 192, 256, 320, 384]
-        assert torch_packing.token_ladder(20) == [20]
-        rungs = torch_packing.token_ladder(64 * 384)
+    def test_the_buckets_end_with_all_places(self) -> None:
+        assert torch_packing.token_buckets(384) == [64, 128, 192, 256, 320, 384]
+        assert torch_packing.token_buckets(20) == [20]
+        rungs = torch_packing.token_buckets(64 * 384)
         assert rungs[-1] == 64 * 384 and len(rungs) < 64
         pairs = list(zip(rungs, rungs[1:], strict=False))
         assert all(a < b for a, b in pairs)
         assert all(b <= 1.125 * a for a, b in pairs if a >= 512)
         assert {2048, 4096, 16384} <= set(rungs)
+
+    @pytest.mark.parametrize("num_processors", [132, 108, 58, 20])
+    def test_on_a_gpu_full_batches_leave_no_multiprocessor_without_a_tile(
+        self, num_processors
+    ) -> None:
+        full = torch_packing.full_batch(num_processors)
+        assert full == num_processors * 256
+        rungs = torch_packing.token_buckets(3 * full, full=full)
+        assert {full, full * 5 // 4, full * 2} <= set(rungs)
+        assert all(each % 64 == 0 for each in rungs)
+        pairs = list(zip(rungs, rungs[1:], strict=False))
+        assert all(a < b <= 1.125 * a + 64 for a, b in pairs)
+        (half,) = [each for each in rungs if full // 2 <= each < full // 2 + 64]
+        assert torch_packing.budget(full // 2, 3 * full, full=full) == half
+
+    def test_the_most_tokens_that_batches_are_given_are_a_bucket(self) -> None:
+        assert 3000 in torch_packing.token_buckets(6144, 3000)
+        assert torch_packing.budget(2990, 6144, 3000) == 3000
+        assert torch_packing.token_buckets(384, 3000) == torch_packing.token_buckets(384)
+        mask = np.zeros((16, 384), np.int64)
+        masks = torch_packing.rehearsals(mask, is_captured=True, max_tokens=3000)
+        assert max(int(each.sum()) for each in masks) == 3000
 
     @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 1000, 6143, 6144])
     def test_a_budget_holds_what_it_is_for(self, num_tokens) -> None:
