@@ -356,8 +356,9 @@ class Bench:
         with torch.inference_mode():
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
-                for _ in range(2):
-                    compute()
+                compute()
+                packing.prepare(self.scale.num_tokens, compute)
+                compute()
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):

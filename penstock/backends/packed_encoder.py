@@ -20,6 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.backends import torch_products
+from penstock.backends.torch_products import Multiplier
+from penstock.kernels.cublaslt import Form, Operands
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # The least that a value's range is taken for: of all zeros there is none.
@@ -189,6 +193,8 @@ class Product(nn.Module):
     """x W^T + b."""
 
     scaling: Scaling | None = None
+    # Who chooses how it is computed, where there is a choice.
+    multiplier: Multiplier | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
@@ -202,19 +208,32 @@ class Product(nn.Module):
         if self.largest is not None:
             is_real = layout.places < layout.is_token.numel()
             self.largest = max(self.largest, float(x[is_real].abs().amax()))
-        return torch.addmm(self.bias, x, self.weight.t())
+        return self._multiplied(x, has_gelu=False)
 
     def gelu(self, taken: Taken) -> Tensor:
         """Of the product, in the form with tanh; on GPUs before a sum leaves its registers."""
-        x = taken.values
-        if x.is_cuda:
+        return self._multiplied(taken.values, has_gelu=True)
+
+    def _multiplied(self, x: Tensor, *, has_gelu: bool) -> Tensor:
+        by_torch = functools.partial(self._by_torch, has_gelu=has_gelu)
+        if self.multiplier is None or x.dtype not in KERNEL_TYPES:
+            return by_torch(x)
+        form = Form(len(x), x.shape[1], len(self.weight), x.dtype, x.dtype, has_gelu)
+        operands = Operands(x, self.weight, self.bias)
+        return self.multiplier.run(torch_products.Product(form, operands, by_torch))
+
+    def _by_torch(self, x: Tensor, *, has_gelu: bool) -> Tensor:
+        if has_gelu and x.is_cuda:
             return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)
-        return F.gelu(torch.addmm(self.bias, x, self.weight.t()), approximate="tanh")
+        y = torch.addmm(self.bias, x, self.weight.t())
+        return F.gelu(y, approximate="tanh") if has_gelu else y
 
 
 class Fp8Product(nn.Module):
     """The same in e4m3: inputs by one scale that is known beforehand or (without a largest value)
     each token by its own, weights by one for each channel of the output."""
+
+    multiplier: Multiplier | None = None
 
     def __init__(self, product: Product, largest: float | None) -> None:
         super().__init__()
@@ -235,6 +254,15 @@ class Fp8Product(nn.Module):
     def forward(self, taken: Taken, layout: Layout) -> Tensor:
         x = taken.values
         rows = layout.ones if taken.scales is None else taken.scales
+        by_torch = functools.partial(self._by_torch, rows)
+        if self.multiplier is None:
+            return by_torch(x)
+        sizes = len(x), x.shape[1], len(self.weight)
+        form = Form(*sizes, FP8, self.bias.dtype, scaling="rows")
+        operands = Operands(x, self.weight, self.bias, rows, self.scales)
+        return self.multiplier.run(torch_products.Product(form, operands, by_torch))
+
+    def _by_torch(self, rows: Tensor, x: Tensor) -> Tensor:
         if x.is_cuda:
             return torch._scaled_mm(
                 x,
@@ -356,6 +384,9 @@ class PackedStack(nn.Module):
         self.layout: Layout | None = None
         # How far the form of GELU with tanh is away, where it is used.
         self.gelu_gap: GeluGap | None = None
+        # Who chooses how products are computed; or why nobody does.
+        self.multiplier: Multiplier | None = None
+        self.no_multiplier = ""
         # Of the model, where they are packed too. In a tuple: they are the model's to move.
         self.embeddings: tuple[PackedEmbeddings, ...] = ()
 
@@ -383,6 +414,12 @@ class PackedStack(nn.Module):
             for name in PRODUCTS
         }
 
+    def multiply_by(self, multiplier: Multiplier) -> None:
+        """From now on it chooses how products are computed."""
+        self.multiplier = multiplier
+        for product in self.products().values():
+            product.multiplier = multiplier
+
     def watch(self) -> None:
         """From now on each product keeps its largest input."""
         for product in self.products().values():
@@ -401,4 +438,6 @@ class PackedStack(nn.Module):
             for name in PRODUCTS:
                 if f"{number}.{name}" in ranges:
                     product = getattr(layer, name)
-                    setattr(layer, name, Fp8Product(product, ranges[f"{number}.{name}"]))
+                    small = Fp8Product(product, ranges[f"{number}.{name}"])
+                    small.multiplier = product.multiplier
+                    setattr(layer, name, small)

@@ -39,6 +39,7 @@ from penstock.backends.packed_encoder import (
     Taken,
     lay_out,
 )
+from penstock.backends.torch_products import Unavailable, open_multiplier
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array
@@ -118,6 +119,22 @@ class Packing:
     def num_tokens(self, inputs: Mapping[str, Array]) -> int:
         return max(1, int(np.count_nonzero(inputs[self.mask])))
 
+    def prepare(self, num_tokens: int, call: Callable[[], object]) -> None:
+        """Before so many tokens are run for the first time: the ways to their products are timed,
+        as long as nobody waits for answers."""
+        if self.stack.multiplier is not None:
+            self.stack.multiplier.prepare(num_tokens, call)
+
+    def settle(self) -> None:
+        """From now on somebody waits."""
+        if self.stack.multiplier is not None:
+            self.stack.multiplier.is_open = False
+
+    def files(self) -> dict[str, bytes]:
+        """For the version's folder."""
+        multiplier = self.stack.multiplier
+        return {} if multiplier is None else multiplier.files()
+
     @property
     def full(self) -> int:
         """Tokens of a full batch, where the model is."""
@@ -144,7 +161,9 @@ class Packing:
             gap = self.stack.gelu_gap
             facts["gelu"] = f"with tanh: {gap.fast:.1e} away; exact, of what was rounded: "
             facts["gelu"] += f"{gap.exact:.1e}"
-        return facts
+        if self.stack.no_multiplier:
+            facts["products"] = f"by torch: {self.stack.no_multiplier}"
+        return facts if self.stack.multiplier is None else facts | self.stack.multiplier.facts()
 
 
 def budget(
@@ -250,6 +269,7 @@ def on_device(packing: Packing, config: ModelConfig) -> None:
     """Once the model is where it will run, in the datatype it computes in."""
     if config.device != "cpu":
         choose_gelu(packing)
+        choose_products(packing, Path(config.artifact).parent)
         check_kernels(packing)
     if FP8_OPTION not in config.options:
         return
@@ -257,6 +277,17 @@ def on_device(packing: Packing, config: ModelConfig) -> None:
         problem = f"'{config.device}' does not multiply in FP8; expected a GPU of capability 8.9"
         raise ConfigError([f"parameters.{FP8_OPTION}: {problem}"])
     quantise(packing, config)
+
+
+def choose_products(packing: Packing, folder: Path) -> None:
+    """Have the ways to products timed, in 16 bits; torch's are the only ones without cuBLASLt."""
+    stack = packing.stack
+    weight = stack.layers[0].qkv.weight
+    if weight.dtype in KERNEL_TYPES:
+        try:
+            stack.multiply_by(open_multiplier(weight.device, folder))
+        except Unavailable as error:
+            stack.no_multiplier = str(error)
 
 
 def choose_gelu(packing: Packing) -> None:
@@ -293,11 +324,13 @@ def check_kernels(packing: Packing) -> None:
     x = torch.randn(len(layout.places), weight.shape[1], generator=generator)
     with torch.inference_mode():
         given = x.to(weight.device, weight.dtype)
+        # By the products that were chosen.
+        packing.prepare(len(x), lambda: layer(given, Taken(given), layout, None))
         found = layer(given, Taken(given), layout, None)[0].float().cpu()
         wanted = copy.deepcopy(layer).float().cpu()
         plain = lay_out(mask, int(mask.sum()))
-        given = given.float().cpu()
-        expected = wanted(given, Taken(given), plain, None)[0]
+        exact = given.float().cpu()
+        expected = wanted(exact, Taken(exact), plain, None)[0]
     gap = _gap(expected, found)
     if not gap <= KERNEL_TOLERANCE:
         raise BackendFailed(

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.backends import Batch, Rehearses, backend
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import BackendFailed, ConfigError
 from penstock.serving.model import Model
 from penstock.serving.proof import prove
 from penstock.serving.worker import warm_up_all
@@ -20,6 +20,7 @@ from penstock.types import Request, TensorSpec, from_array
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+from fake_cublaslt import FakeCublasLt  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 from packable import answer, texts, write  # noqa: E402
 
@@ -34,6 +35,8 @@ from penstock.backends.packed_encoder import (  # noqa: E402
     to_fp8,
 )
 from penstock.backends.pytorch import Options, TorchRunner, load_module  # noqa: E402
+from penstock.backends.torch_products import Multiplier  # noqa: E402
+from penstock.kernels.cublaslt import Products  # noqa: E402
 
 PACKED = {"penstock.pack": "tokens"}
 
@@ -502,6 +505,69 @@ class TestGelu:
         packing.lay_out(given, 32 + 9 + 17)
         found = loaded_call(loaded)(given)["y"].detach().float().numpy()
         np.testing.assert_allclose(found, wanted, atol=5e-2)
+
+
+class TestProducts:
+    """As on a GPU, with a fake cuBLASLt and a fake clock, by which its second algorithm is best."""
+
+    @pytest.fixture
+    def library(self, monkeypatch: pytest.MonkeyPatch) -> FakeCublasLt:
+        library = FakeCublasLt(num_algorithms=2)
+        monkeypatch.setattr("penstock.kernels.cublaslt.ALIGNMENT", 64)
+
+        class Clock:
+            def seconds(self, call) -> float:
+                before = len(library.used)
+                call()
+                return 1.0 - sum(library.used[before:])
+
+            def done(self) -> None: ...
+
+        def opened(device, folder) -> Multiplier:
+            return Multiplier(Products(library, device), Clock())
+
+        monkeypatch.setattr(torch_packing, "open_multiplier", opened)
+        return library
+
+    def test_all_products_of_a_layer_are_the_fastest_ones(self, tmp_path: Path, library) -> None:
+        config = write(tmp_path)
+        wanted = answer(backend("pytorch")(config), texts((32, 9, 17)))
+        packing, loaded = packed_module(config)
+        loaded.module.half()
+        torch_packing.choose_products(packing, tmp_path)
+        given = tensors((32, 9, 17))
+        packing.lay_out(given, 32 + 9 + 17)
+        call = loaded_call(loaded)
+        packing.prepare(32 + 9 + 17, lambda: call(given))
+        before = len(library.used)
+        found = call(given)["y"].detach().float().numpy()
+        np.testing.assert_allclose(found, wanted, atol=2e-2)
+        assert library.used[before:] == [1] * len(packing.stack.products())
+        assert packing.facts()["products"] == "4 by cublaslt"
+        assert set(packing.files()) == {"fusion.json"}
+
+    def test_a_wrong_answer_is_not_served(self, tmp_path: Path, library) -> None:
+        packing, loaded = packed_module(write(tmp_path))
+        loaded.module.half()
+        torch_packing.choose_products(packing, tmp_path)
+        torch_packing.check_kernels(packing)
+        assert library.used[-1] == 1
+        library.wrong = frozenset({1})
+        with pytest.raises(BackendFailed, match="of the largest value away"):
+            torch_packing.check_kernels(packing)
+
+    def test_in_fp32_there_is_nothing_to_choose(self, tmp_path: Path, library) -> None:
+        packing, _ = packed_module(write(tmp_path))
+        torch_packing.choose_products(packing, tmp_path)
+        assert packing.stack.multiplier is None and packing.files() == {}
+
+    def test_without_the_library_torch_multiplies_and_why_is_said(self, tmp_path: Path) -> None:
+        packing, loaded = packed_module(write(tmp_path))
+        loaded.module.half()
+        torch_packing.choose_products(packing, tmp_path)
+        torch_packing.check_kernels(packing)
+        packing.settle()
+        assert packing.facts()["products"] == "by torch: 'cpu' is no NVIDIA GPU"
 
 
 def sums_in_fp32(product: Product, taken: Taken):
