@@ -14,7 +14,7 @@ import json
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,14 @@ from penstock.backends.packed_encoder import (
     PRODUCTS,
     Fp8Product,
     GeluGap,
+    GeluToFp8,
     PackedEmbeddings,
     PackedLayer,
     PackedStack,
     Product,
     Taken,
     lay_out,
+    to_fp8,
 )
 from penstock.backends.torch_products import Unavailable, open_multiplier
 from penstock.config import ModelConfig
@@ -78,6 +80,8 @@ SEED = 20
 NUM_TOKENS, MAX_LENGTH = 5, 24
 # Of made-up tokens whose GELU is compared.
 NUM_FOR_GELU = 256
+# So much more than the present error is no more than what tokens make of it.
+MOST_MORE = 1.02
 # The usual ones first: the first that fits ends the search.
 HEAD_SIZES = (64, 32, 128, *(size for size in range(8, 257, 4) if size not in (32, 64, 128)))
 # Of the largest value. Both compute in FP32, in another order.
@@ -157,6 +161,9 @@ class Packing:
             scalings = [each.scaling for each in products.values() if each.scaling is not None]
             if all(each.inverse is None for each in scalings):
                 facts["fp8"] += ", each token by its own range"
+            num_fused = sum(layer.gelu_to_fp8 is not None for layer in self.stack.layers)
+            if num_fused:
+                facts["fp8_gelu"] = f"inside the product, where that is faster: {num_fused} layers"
         if self.stack.gelu_gap is not None:
             gap = self.stack.gelu_gap
             facts["gelu"] = f"with tanh: {gap.fast:.1e} away; exact, of what was rounded: "
@@ -356,7 +363,52 @@ def quantise(packing: Packing, config: ModelConfig) -> None:
         problems.append(f"computes with {weights.dtype} beside; expected penstock.dtype bf16")
     if problems:
         raise ConfigError([f"parameters.{FP8_OPTION}: {problem}" for problem in problems])
+    originals = [layer.inner for layer in packing.stack.layers]
     packing.stack.quantise(ranges)
+    if packing.stack.multiplier is not None:
+        choose_epilogues(packing, originals)
+
+
+def choose_epilogues(packing: Packing, originals: Sequence[Product]) -> None:
+    """GELU and the rounding to e4m3 inside the product, for layers where that is no less exact than
+    one after the other, whose weights have a scale for each channel."""
+    for layer, original in zip(packing.stack.layers, originals, strict=True):
+        products = layer.inner, layer.outer
+        is_small = all(isinstance(each, Fp8Product) for each in products)
+        if layer.activation == "relu" or not is_small or None in [p.inverse for p in products]:
+            continue
+        fused = GeluToFp8(original, layer.inner, layer.outer)
+        gaps = _epilogue_gaps(layer, original, fused)
+        if gaps.fused <= gaps.apart * MOST_MORE:
+            layer.gelu_to_fp8 = fused
+
+
+@dataclass(frozen=True, slots=True)
+class EpilogueGaps:
+    """How far GELU in e4m3 is from the exact one, of the norm, on average over channels."""
+
+    fused: float
+    apart: float
+
+
+def _epilogue_gaps(layer: PackedLayer, original: Product, fused: GeluToFp8) -> EpilogueGaps:
+    """On made-up tokens. By channel, so that a large one does not hide what the others lose."""
+    weight, inverse = original.weight, layer.outer.inverse
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(NUM_FOR_GELU, weight.shape[1], generator=generator)
+    with torch.inference_mode():
+        given = layer.first_norm(x.to(weight.device, weight.dtype))
+        sums = given.double() @ weight.double().t() + original.bias.double()
+        wanted = ACTIVATIONS[layer.activation](sums)
+        small = to_fp8(given, layer.inner.inverse)
+        rounded = layer.inner.plain(small, torch.ones(1, 1, device=weight.device)).float()
+        apart = to_fp8(functional.gelu(rounded, approximate="tanh"), inverse)
+
+        def gap(found: torch.Tensor) -> float:
+            off = (found.double() / inverse.double() - wanted).norm(dim=0)
+            return float((off / wanted.norm(dim=0).clamp(min=1e-12)).clamp(max=1.0).mean())
+
+        return EpilogueGaps(gap(fused.plain(small)), gap(apart))
 
 
 def has_fp8(device: str) -> bool:

@@ -556,6 +556,54 @@ class TestProducts:
         with pytest.raises(BackendFailed, match="of the largest value away"):
             torch_packing.check_kernels(packing)
 
+    @pytest.mark.parametrize("is_planted", [False, True])
+    def test_gelu_in_fp8_is_inside_the_product_where_that_is_no_less_exact(
+        self, tmp_path: Path, library, is_planted
+    ) -> None:
+        config = write(tmp_path, inner=128)
+        packing, loaded = packed_module(config)
+        call = loaded_call(loaded)
+        if is_planted:
+            # A weight of something that is always 0; with one scale for all, it would leave the
+            # other channels of this layer next to nothing.
+            layer = packing.stack.layers[0]
+            layer.first_norm.weight.data[3] = layer.first_norm.bias.data[3] = 0
+            layer.inner.weight.data[7, 3] = 1e4
+        given = tensors((32, 20, 3), seed=8)
+        ranges = torch_packing.calibrated(packing, call, [given])
+        packing.lay_out(given, 55)
+        wanted = call(given)["y"].detach().float()
+        loaded.module.bfloat16()
+        torch_packing.choose_products(packing, tmp_path)
+        torch_packing.quantise(packing, with_ranges(config, ranges))
+        num_layers = len(packing.stack.layers)
+        num_fused = num_layers - is_planted
+        assert packing.facts()["fp8_gelu"].endswith(f": {num_fused} layers")
+        packing.prepare(55, lambda: call(given))
+        before = len(library.used)
+        found = call(given)["y"].detach().float()
+        # Four of each layer: GELU takes no step of its own.
+        assert library.used[before:] == [1] * 4 * num_layers
+        assert float((found - wanted).norm() / wanted.norm()) < 0.15
+
+    @pytest.mark.parametrize("ranges", ["rowwise", "without the second"])
+    def test_gelu_without_a_known_range_behind_it_stays_apart(
+        self, tmp_path: Path, library, ranges
+    ) -> None:
+        config = write(tmp_path, inner=128)
+        packing, loaded = packed_module(config)
+        loaded.module.bfloat16()
+        torch_packing.choose_products(packing, tmp_path)
+        names = [each for each in packing.stack.products() if not each.endswith("outer")]
+        asked = replace(config, options={"penstock.fp8": "rowwise"})
+        if ranges != "rowwise":
+            asked = with_ranges(config, dict.fromkeys(names, 4.0))
+        torch_packing.quantise(packing, asked)
+        assert "fp8_gelu" not in packing.facts()
+        given = tensors((32, 20, 3))
+        packing.lay_out(given, 55)
+        assert loaded_call(loaded)(given)["y"].isfinite().all()
+
     def test_in_fp32_there_is_nothing_to_choose(self, tmp_path: Path, library) -> None:
         packing, _ = packed_module(write(tmp_path))
         torch_packing.choose_products(packing, tmp_path)
