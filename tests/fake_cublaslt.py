@@ -23,6 +23,8 @@ class FakeCublasLt:
     version: int = 130_000
     num_algorithms: int = 3
     wrong: frozenset[int] = frozenset()
+    # Whether what is too large for e4m3 becomes its largest number.
+    saturates: bool = True
     num_products: int = 0
     used: list[int] = field(default_factory=list)
     destroyed: int = 0
@@ -126,6 +128,8 @@ class FakeCublasLt:
         types = {HALF: torch.float16, 14: torch.bfloat16, E4M3: torch.float8_e4m3fn}
         tensor = torch.from_numpy(np.ascontiguousarray(result.T).astype(np.float32))
         if made["kind"] == E4M3:
-            tensor = tensor.clamp(-448, 448)
+            is_beyond = tensor.abs() > 448
+            tensor = tensor.clamp(-448, 448) if self.saturates else tensor
+            tensor = tensor if self.saturates else tensor.masked_fill(is_beyond, float("nan"))
         small = tensor.to(types[made["kind"]]).contiguous()
         ctypes.memmove(pointer.value, small.data_ptr(), small.numel() * small.element_size())

@@ -52,9 +52,13 @@ class Product:
     by_torch: Callable[[torch.Tensor], torch.Tensor]
 
     def drawn(self) -> Product:
-        """With an x made up: GPUs are faster on what is all alike, as at a warm-up."""
+        """With an x made up: GPUs are faster on what is all alike, as at a warm-up. In e4m3 one row
+        is as large as can be: results beyond the range are to be its end, and not NaN."""
         x = self.operands.x
-        made = torch.randn(x.shape, device=x.device) * (SPREAD if x.dtype == E4M3 else 1.0)
+        made = torch.randn(x.shape, device=x.device)
+        if x.dtype == E4M3:
+            made *= SPREAD
+            made[0] = torch.finfo(E4M3).max
         return replace(self, operands=replace(self.operands, x=made.to(x.dtype)))
 
 

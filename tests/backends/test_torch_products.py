@@ -18,7 +18,7 @@ from penstock.backends.torch_products import (  # noqa: E402
     Unavailable,
     open_multiplier,
 )
-from penstock.kernels.cublaslt import Form, Operands, Products  # noqa: E402
+from penstock.kernels.cublaslt import E4M3, Form, Operands, Products  # noqa: E402
 
 HALF = torch.float16
 CPU = torch.device("cpu")
@@ -191,6 +191,30 @@ def test_one_product_may_be_part_of_torchs_way_to_another():
     multiplier.tune()
     assert len(choices(multiplier)) == 2
     assert torch.allclose(multiplier.run(outer), wanted, atol=2e-2)
+
+
+@pytest.mark.parametrize("saturates", [True, False])
+def test_what_gives_nan_beyond_the_range_of_e4m3_is_dropped(saturates):
+    multiplier, library, _ = a_multiplier(saturates=saturates)
+    torch.manual_seed(0)
+    x, weight = (torch.randn(each).mul(50).to(E4M3) for each in ((64, 16), (32, 16)))
+    bias, scale, factor = (
+        torch.zeros(32, dtype=HALF),
+        torch.full((1,), 0.02),
+        torch.full((1,), 50.0),
+    )
+
+    def by_torch(x):
+        sums = x.float() @ weight.float().t() * scale * scale + bias.float()
+        bent = torch.nn.functional.gelu(sums, approximate="tanh") * factor
+        return bent.clamp(-448, 448).to(E4M3)
+
+    form = Form(64, 16, 32, E4M3, E4M3, True, "one")
+    product = Product(form, Operands(x, weight, bias, scale, scale, factor), by_torch)
+    multiplier.run(product)
+    multiplier.tune()
+    assert list(choices(multiplier).values()) == ["cublaslt 1" if saturates else "torch"]
+    assert ("products_dropped" in multiplier.facts()) != saturates
 
 
 def test_tensors_that_begin_elsewhere_go_torchs_way():
