@@ -211,6 +211,8 @@ def test_options_that_make_no_sense_are_refused_together(tmp_path: Path) -> None
     config = write(tmp_path)
     assert "'rows' is not tokens" in reason(config, **{"penstock.pack": "rows"})
     assert "not together with penstock.compile" in reason(config, **{"penstock.compile": "default"})
+    fused = {"penstock.fuse": "convolutions"}
+    assert "not together with penstock.fuse" in reason(config, **fused)
     assert "not a file of" in reason(config, **{"penstock.fp8": "../fp8.json"})
     with pytest.raises(ConfigError, match="only with penstock.pack"):
         backend("pytorch")(replace(config, options={"penstock.fp8": "fp8.json"}))
