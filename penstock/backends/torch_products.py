@@ -168,7 +168,7 @@ class Multiplier:
         x = product.operands.x
         wanted = product.by_torch(x)
         times: dict[int | None, float] = {None: self.timer.seconds(partial(product.by_torch, x))}
-        for number in range(self.products.num_algorithms(product.form, product.operands)):
+        for number in range(self._num_algorithms(product)):
             call = partial(self.products.multiply, product.form, product.operands, number)
             try:
                 self._check(product, number, wanted)
@@ -176,6 +176,14 @@ class Multiplier:
             except Exception as error:  # What one algorithm cannot do, another can.
                 self.problems[f"{product.form}: {_name(number)}"] = first_line(error)
         return min(times, key=lambda number: times[number])
+
+    def _num_algorithms(self, product: Product) -> int:
+        """None of an older library that does not know all that is asked for."""
+        try:
+            return self.products.num_algorithms(product.form, product.operands)
+        except Unavailable as error:
+            self.problems[str(product.form)] = str(error)
+            return 0
 
     def _check(self, product: Product, number: int, wanted: torch.Tensor) -> None:
         found = self.products.multiply(product.form, product.operands, number).float()

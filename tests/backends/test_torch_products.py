@@ -217,6 +217,16 @@ def test_what_gives_nan_beyond_the_range_of_e4m3_is_dropped(saturates):
     assert ("products_dropped" in multiplier.facts()) != saturates
 
 
+def test_an_older_library_that_knows_less_leaves_it_to_torch(monkeypatch):
+    multiplier, library, _ = a_multiplier()
+    monkeypatch.setattr(library, "cublasLtMatmulDescSetAttribute", lambda *given: 7, raising=False)
+    product = a_product()
+    wanted = multiplier.run(product)
+    multiplier.tune()
+    assert torch.equal(multiplier.run(product), wanted)
+    assert "gives status 7" in multiplier.facts()["products_dropped"]
+
+
 def test_tensors_that_begin_elsewhere_go_torchs_way():
     multiplier, library, _ = a_multiplier()
     product = a_product()
