@@ -223,12 +223,19 @@ def config_of(folder: Path, scale: Scale) -> ModelConfig:
     )
 
 
+def filling(scale: Scale, device: str) -> Scale:
+    """With as many tokens as make this GPU's batches full."""
+    properties = torch.cuda.get_device_properties(device)
+    full = torch_packing.full_batch(properties.multi_processor_count)
+    return replace(scale, num_tokens=full)
+
+
 class Sequences:
     """The model, in a folder that it keeps, and what is sent to it."""
 
     def __init__(self, device: str, folder: Path) -> None:
         self.device = device
-        self.scale = TINY if device == "cpu" else LARGE
+        self.scale = TINY if device == "cpu" else filling(LARGE, device)
         self.techniques = {name: each for name, each in TECHNIQUES.items() if runs_on(each, device)}
         self.folder = folder / ("bert-tiny" if device == "cpu" else "bert-large") / "1"
         self.folder.mkdir(parents=True, exist_ok=True)

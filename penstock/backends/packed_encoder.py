@@ -20,6 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.backends import torch_products
+from penstock.backends.torch_products import Multiplier
+from penstock.kernels.cublaslt import Form, Operands
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # The least that a value's range is taken for: of all zeros there is none.
@@ -189,6 +193,8 @@ class Product(nn.Module):
     """x W^T + b."""
 
     scaling: Scaling | None = None
+    # Who chooses how it is computed, where there is a choice.
+    multiplier: Multiplier | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
@@ -202,19 +208,32 @@ class Product(nn.Module):
         if self.largest is not None:
             is_real = layout.places < layout.is_token.numel()
             self.largest = max(self.largest, float(x[is_real].abs().amax()))
-        return torch.addmm(self.bias, x, self.weight.t())
+        return self._multiplied(x, has_gelu=False)
 
     def gelu(self, taken: Taken) -> Tensor:
         """Of the product, in the form with tanh; on GPUs before a sum leaves its registers."""
-        x = taken.values
-        if x.is_cuda:
+        return self._multiplied(taken.values, has_gelu=True)
+
+    def _multiplied(self, x: Tensor, *, has_gelu: bool) -> Tensor:
+        by_torch = functools.partial(self._by_torch, has_gelu=has_gelu)
+        if self.multiplier is None or x.dtype not in KERNEL_TYPES:
+            return by_torch(x)
+        form = Form(len(x), x.shape[1], len(self.weight), x.dtype, x.dtype, has_gelu)
+        operands = Operands(x, self.weight, self.bias)
+        return self.multiplier.run(torch_products.Product(form, operands, by_torch))
+
+    def _by_torch(self, x: Tensor, *, has_gelu: bool) -> Tensor:
+        if has_gelu and x.is_cuda:
             return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)
-        return F.gelu(torch.addmm(self.bias, x, self.weight.t()), approximate="tanh")
+        y = torch.addmm(self.bias, x, self.weight.t())
+        return F.gelu(y, approximate="tanh") if has_gelu else y
 
 
 class Fp8Product(nn.Module):
     """The same in e4m3: inputs by one scale that is known beforehand or (without a largest value)
     each token by its own, weights by one for each channel of the output."""
+
+    multiplier: Multiplier | None = None
 
     def __init__(self, product: Product, largest: float | None) -> None:
         super().__init__()
@@ -235,6 +254,15 @@ class Fp8Product(nn.Module):
     def forward(self, taken: Taken, layout: Layout) -> Tensor:
         x = taken.values
         rows = layout.ones if taken.scales is None else taken.scales
+        by_torch = functools.partial(self._by_torch, rows)
+        if self.multiplier is None:
+            return by_torch(x)
+        sizes = len(x), x.shape[1], len(self.weight)
+        form = Form(*sizes, FP8, self.bias.dtype, scaling="rows")
+        operands = Operands(x, self.weight, self.bias, rows, self.scales)
+        return self.multiplier.run(torch_products.Product(form, operands, by_torch))
+
+    def _by_torch(self, rows: Tensor, x: Tensor) -> Tensor:
         if x.is_cuda:
             return torch._scaled_mm(
                 x,
@@ -245,8 +273,43 @@ class Fp8Product(nn.Module):
                 out_dtype=self.bias.dtype,
                 use_fast_accum=True,
             )
+        return self.plain(x, rows)
+
+    def plain(self, x: Tensor, rows: Tensor) -> Tensor:
         product = x.float() @ self.weight.t().float() * self.scales * rows
         return (product + self.bias.float()).to(self.bias.dtype)
+
+
+class GeluToFp8(nn.Module):
+    """The first of a layer's two large products with GELU behind it (in the form with tanh), in one
+    pass to what the second takes in e4m3. Its weights have one scale: a product that writes e4m3
+    knows no other. They are rounded from the original, for those that are rounded twice are
+    noticeably worse."""
+
+    def __init__(self, original: Product, inner: Fp8Product, outer: Fp8Product) -> None:
+        super().__init__()
+        assert inner.inverse is not None and outer.inverse is not None
+        weight = original.weight.float()
+        scale = weight.abs().amax().clamp(min=SMALLEST).reshape(1) / FP8_MAX
+        self.weight = nn.Parameter(to_fp8(weight, 1 / scale), requires_grad=False)
+        self.bias = original.bias
+        self.multiplier = original.multiplier
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("x_scale", 1 / inner.inverse)
+        self.register_buffer("factor", outer.inverse)
+
+    def forward(self, x: Tensor, apart: Callable[[Tensor], Tensor]) -> Tensor:
+        """`apart` is the same by two passes, which may be faster."""
+        if self.multiplier is None:
+            return apart(x)
+        form = Form(len(x), x.shape[1], len(self.weight), FP8, FP8, True, "one")
+        scales = self.x_scale, self.weight_scale, self.factor
+        operands = Operands(x, self.weight, self.bias, *scales)
+        return self.multiplier.run(torch_products.Product(form, operands, apart))
+
+    def plain(self, x: Tensor) -> Tensor:
+        sums = x.float() @ self.weight.t().float() * self.x_scale * self.weight_scale
+        return to_fp8(F.gelu(sums + self.bias.float(), approximate="tanh"), self.factor)
 
 
 class PackedLayer(nn.Module):
@@ -264,6 +327,8 @@ class PackedLayer(nn.Module):
         self.activation = activation
         # Whether the form with tanh may stand for GELU, in 16 bits.
         self.has_fast_gelu = activation == "gelu_tanh"
+        # Both at once in FP8, where that is no less exact.
+        self.gelu_to_fp8: GeluToFp8 | None = None
 
     def forward(
         self, x: Tensor, taken: Taken, layout: Layout, next_scaling: Scaling | None
@@ -277,6 +342,15 @@ class PackedLayer(nn.Module):
 
     def _bent(self, taken: Taken, layout: Layout) -> Taken:
         """The activation of the first of the two products, as the second takes it."""
+        if self.gelu_to_fp8 is None:
+            return self._bent_apart(taken, layout)
+
+        def apart(x: Tensor) -> Tensor:
+            return self._bent_apart(Taken(x), layout).values
+
+        return Taken(self.gelu_to_fp8(taken.values, apart))
+
+    def _bent_apart(self, taken: Taken, layout: Layout) -> Taken:
         scaling, product = self.outer.scaling, self.inner
         is_half = taken.values.dtype in KERNEL_TYPES
         if is_half and self.has_fast_gelu and scaling is None and product.largest is None:
@@ -356,6 +430,9 @@ class PackedStack(nn.Module):
         self.layout: Layout | None = None
         # How far the form of GELU with tanh is away, where it is used.
         self.gelu_gap: GeluGap | None = None
+        # Who chooses how products are computed; or why nobody does.
+        self.multiplier: Multiplier | None = None
+        self.no_multiplier = ""
         # Of the model, where they are packed too. In a tuple: they are the model's to move.
         self.embeddings: tuple[PackedEmbeddings, ...] = ()
 
@@ -383,6 +460,12 @@ class PackedStack(nn.Module):
             for name in PRODUCTS
         }
 
+    def multiply_by(self, multiplier: Multiplier) -> None:
+        """From now on it chooses how products are computed."""
+        self.multiplier = multiplier
+        for product in self.products().values():
+            product.multiplier = multiplier
+
     def watch(self) -> None:
         """From now on each product keeps its largest input."""
         for product in self.products().values():
@@ -401,4 +484,6 @@ class PackedStack(nn.Module):
             for name in PRODUCTS:
                 if f"{number}.{name}" in ranges:
                     product = getattr(layer, name)
-                    setattr(layer, name, Fp8Product(product, ranges[f"{number}.{name}"]))
+                    small = Fp8Product(product, ranges[f"{number}.{name}"])
+                    small.multiplier = product.multiplier
+                    setattr(layer, name, small)

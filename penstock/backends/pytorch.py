@@ -225,6 +225,8 @@ class TorchRunner:
             self.pipeline.pin(memory)
 
     def settle(self) -> None:
+        if self._packing is not None:
+            self._packing.settle()
         if self.pipeline is not None:
             self.pipeline.settle()
 
@@ -240,8 +242,9 @@ class TorchRunner:
         """Kernels, and which of them are the fastest; for this GPU and this torch."""
         found = torch.compiler.save_cache_artifacts() if self._options.compile_mode else None
         files = {COMPILED: found[0]} if found is not None else {}
-        fusion = self._loaded.fusion
-        return {**files, **fusion.files()} if fusion is not None else files
+        for chooser in (self._loaded.fusion, self._packing):
+            files |= {} if chooser is None else chooser.files()
+        return files
 
     def rehearsals(self, batch: Batch) -> Iterator[Batch]:
         """A packed model takes as long as there are tokens, whose numbers have graphs each."""
@@ -250,9 +253,9 @@ class TorchRunner:
             return
         name = self._packing.mask
         is_captured = self.pipeline is not None and self.pipeline.is_captured
-        most = self._config.batching.max_tokens
+        most, full = self._config.batching.max_tokens, self._packing.full
         for mask in torch_packing.rehearsals(
-            batch.inputs[name], is_captured=is_captured, max_tokens=most
+            batch.inputs[name], is_captured=is_captured, max_tokens=most, full=full
         ):
             yield Batch({**batch.inputs, name: mask}, batch.num_rows, batch.requests)
 
@@ -264,7 +267,8 @@ class TorchRunner:
         if self.pipeline is None:
             return num_tokens
         length = batch.inputs[self._packing.mask].shape[1]
-        return torch_packing.budget(num_tokens, num_run * length, self._config.batching.max_tokens)
+        most = self._config.batching.max_tokens
+        return torch_packing.budget(num_tokens, num_run * length, most, self._packing.full)
 
     def stop_filling(self) -> None:
         self._rungs = []
@@ -294,6 +298,7 @@ class TorchRunner:
         given = {name: self._given(tensor) for name, tensor in tensors.items()}
         if self._packing is not None:
             self._packing.lay_out(given, self._num_tokens)
+            self._packing.prepare(self._num_tokens, lambda: self._run.call(given))
         if self._loaded.fusion is not None:
             self._loaded.fusion.prepare(given, lambda: self._run.call(given))
         values = by_name(self._run.call(given), [spec.name for spec in self._config.outputs])
@@ -481,6 +486,8 @@ def _is_packed(config: ModelConfig, problems: list[str]) -> bool:
         problems.append("parameters.penstock.pack: only for module.py")
     if text and config.options.get("penstock.compile"):
         problems.append("parameters.penstock.pack: not together with penstock.compile")
+    if text and config.options.get("penstock.fuse"):
+        problems.append("parameters.penstock.pack: not together with penstock.fuse")
     if fp8 and not text:
         problems.append("parameters.penstock.fp8: only with penstock.pack")
     if fp8 and Path(fp8).name != fp8:

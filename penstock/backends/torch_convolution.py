@@ -78,8 +78,11 @@ class Layer(Protocol):
 class GpuTimer:
     """By CUDA graphs, as batches are run: launches one by one would take longer than the work."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, num_calls: int = NUM_CALLS, num_runs: int = NUM_RUNS
+    ) -> None:
         self._device = device
+        self._num_calls, self._num_runs = num_calls, num_runs
         self._stream = torch.cuda.Stream(device)
 
     def seconds(self, call: Callable[[], object]) -> float:
@@ -92,17 +95,17 @@ class GpuTimer:
             stream.synchronize()
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                for _ in range(NUM_CALLS):
+                for _ in range(self._num_calls):
                     call()
             finally:
                 graph.capture_end()
             graph.replay()
-            times = [self._replayed(graph) for _ in range(NUM_RUNS)]
+            times = [self._replayed(graph) for _ in range(self._num_runs)]
         del graph
         # Each graph had memory of its own, which is given back only when it is asked for.
         if self._spare_bytes() > SPARE_BYTES:
             torch.cuda.empty_cache()
-        return statistics.median(times) / NUM_CALLS
+        return statistics.median(times) / self._num_calls
 
     def _spare_bytes(self) -> int:
         reserved: int = torch.cuda.memory_reserved(self._device)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,16 @@ from penstock.backends.packed_encoder import (
     PRODUCTS,
     Fp8Product,
     GeluGap,
+    GeluToFp8,
     PackedEmbeddings,
     PackedLayer,
     PackedStack,
     Product,
     Taken,
     lay_out,
+    to_fp8,
 )
+from penstock.backends.torch_products import Unavailable, open_multiplier
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array
@@ -76,6 +80,8 @@ SEED = 20
 NUM_TOKENS, MAX_LENGTH = 5, 24
 # Of made-up tokens whose GELU is compared.
 NUM_FOR_GELU = 256
+# So much more than the present error is no more than what tokens make of it.
+MOST_MORE = 1.02
 # The usual ones first: the first that fits ends the search.
 HEAD_SIZES = (64, 32, 128, *(size for size in range(8, 257, 4) if size not in (32, 64, 128)))
 # Of the largest value. Both compute in FP32, in another order.
@@ -84,9 +90,12 @@ LAYER_TOLERANCE, MODEL_TOLERANCE = 1e-4, 1e-3
 KERNEL_TOLERANCE = 5e-2
 # Made-up integers are below this, so that every vocabulary has them; kinds of sequence are fewer.
 INTEGERS, KINDS = 100, 2
-# Token counts that batches run as: multiples of this, and so many between a power of two and the
-# next. More of them compute less that nobody asked for, and take more graphs.
+# Token counts that batches run as: multiples of this, and so many between one and its double. More
+# of them compute less that nobody asked for, and take more graphs.
 STEP, PER_OCTAVE = 64, 8
+# Rows of the largest tiles of a product, of which each multiprocessor takes one at a time; and a
+# full batch where nobody knows how many of those there are.
+TILE_ROWS, FULL = 256, 32768
 # Fuller than one in so many: what batches are made ready for when a model is loaded.
 SPARSEST = 4
 # Of a model's embeddings, by name; the last is not always there.
@@ -114,12 +123,37 @@ class Packing:
     def num_tokens(self, inputs: Mapping[str, Array]) -> int:
         return max(1, int(np.count_nonzero(inputs[self.mask])))
 
+    def prepare(self, num_tokens: int, call: Callable[[], object]) -> None:
+        """Before so many tokens are run for the first time: the ways to their products are timed,
+        as long as nobody waits for answers."""
+        if self.stack.multiplier is not None:
+            self.stack.multiplier.prepare(num_tokens, call)
+
+    def settle(self) -> None:
+        """From now on somebody waits."""
+        if self.stack.multiplier is not None:
+            self.stack.multiplier.is_open = False
+
+    def files(self) -> dict[str, bytes]:
+        """For the version's folder."""
+        multiplier = self.stack.multiplier
+        return {} if multiplier is None else multiplier.files()
+
+    @property
+    def full(self) -> int:
+        """Tokens of a full batch, where the model is."""
+        device = self.stack.layers[0].qkv.weight.device
+        if device.type != "cuda":
+            return FULL
+        return full_batch(torch.cuda.get_device_properties(device).multi_processor_count)
+
     def facts(self) -> dict[str, str]:
         products = self.stack.products()
         num_small = sum(isinstance(each, Fp8Product) for each in products.values())
         facts = {
             "pack": f"{TOKENS}: {'embeddings, ' * bool(self.stack.embeddings)}"
             f"{len(self.stack.layers)} layers",
+            "full_batch": f"{self.full} tokens",
             "packed_against_padded": f"{self.largest_difference:.1e} of the largest value",
         }
         if num_small:
@@ -127,35 +161,57 @@ class Packing:
             scalings = [each.scaling for each in products.values() if each.scaling is not None]
             if all(each.inverse is None for each in scalings):
                 facts["fp8"] += ", each token by its own range"
+            num_fused = sum(layer.gelu_to_fp8 is not None for layer in self.stack.layers)
+            if num_fused:
+                facts["fp8_gelu"] = f"inside the product, where that is faster: {num_fused} layers"
         if self.stack.gelu_gap is not None:
             gap = self.stack.gelu_gap
             facts["gelu"] = f"with tanh: {gap.fast:.1e} away; exact, of what was rounded: "
             facts["gelu"] += f"{gap.exact:.1e}"
-        return facts
+        if self.stack.no_multiplier:
+            facts["products"] = f"by torch: {self.stack.no_multiplier}"
+        return facts if self.stack.multiplier is None else facts | self.stack.multiplier.facts()
 
 
-def budget(num_tokens: int, num_places: int, max_tokens: int | None = None) -> int:
-    """How many tokens to run for so many: the next of a ladder, so that graphs are few."""
-    rungs = token_ladder(num_places, max_tokens)
-    return rungs[min(bisect_left(rungs, num_tokens), len(rungs) - 1)]
+def budget(
+    num_tokens: int, num_places: int, max_tokens: int | None = None, full: int = FULL
+) -> int:
+    """How many tokens to run for so many: the next of the buckets, so that graphs are few."""
+    buckets = token_buckets(num_places, max_tokens, full)
+    return buckets[min(bisect_left(buckets, num_tokens), len(buckets) - 1)]
 
 
-def token_ladder(num_places: int, max_tokens: int | None = None) -> list[int]:
-    """64, 128, ... by 64 up to 1024, from there on by an eighth of the power of two below; up to
-    all places. The most tokens that batches are given are among them, for full batches."""
-    rungs, rung = list[int](), STEP
-    while rung < num_places:
-        rungs.append(rung)
-        rung += max(STEP, (1 << rung.bit_length() - 1) // PER_OCTAVE)
-    full = max_tokens if max_tokens is not None and max_tokens < num_places else num_places
-    return sorted({*rungs, max(1, full), max(1, num_places)})
+def full_batch(num_processors: int) -> int:
+    """The tokens of a batch whose products end with no multiprocessor idle: on an H200 (132 of
+    them) 33,792 take less time than 32,768, which leave some without a tile in the last round."""
+    return num_processors * TILE_ROWS or FULL
 
 
-def rehearsals(mask: Array, *, is_captured: bool, max_tokens: int | None = None) -> Iterator[Array]:
+def token_buckets(num_places: int, max_tokens: int | None = None, full: int = FULL) -> list[int]:
+    """By 64 at first, from there on by an eighth of a full batch, or of its half, its quarter and
+    so on below: tiles of products then fill a GPU. Up to all places; the most tokens that batches
+    are given are among them."""
+    octave = float(full)
+    while octave > STEP * PER_OCTAVE:
+        octave /= 2
+    found = set(range(STEP, math.ceil(octave), STEP))
+    while octave < num_places:
+        steps = (octave * (1 + part / PER_OCTAVE) for part in range(PER_OCTAVE))
+        found |= {STEP * math.ceil(each / STEP) for each in steps}
+        octave *= 2
+    most = num_places if max_tokens is None else min(max_tokens, num_places)
+    return sorted(
+        {each for each in found if each < num_places} | {max(1, most), max(1, num_places)}
+    )
+
+
+def rehearsals(
+    mask: Array, *, is_captured: bool, max_tokens: int | None = None, full: int = FULL
+) -> Iterator[Array]:
     """Masks like this one, of the token counts that are to be ready; the fullest comes last."""
     most = mask.size if max_tokens is None else min(mask.size, max_tokens)
-    rungs = token_ladder(mask.size, max_tokens) if is_captured else []
-    for count in [*(rung for rung in rungs if most < rung * SPARSEST < most * SPARSEST), most]:
+    buckets = token_buckets(mask.size, max_tokens, full) if is_captured else []
+    for count in [*(each for each in buckets if most < each * SPARSEST < most * SPARSEST), most]:
         filled = np.zeros(mask.shape, mask.dtype)
         share, rest = divmod(count, len(mask))
         filled[:, :share] = 1
@@ -220,6 +276,7 @@ def on_device(packing: Packing, config: ModelConfig) -> None:
     """Once the model is where it will run, in the datatype it computes in."""
     if config.device != "cpu":
         choose_gelu(packing)
+        choose_products(packing, Path(config.artifact).parent)
         check_kernels(packing)
     if FP8_OPTION not in config.options:
         return
@@ -227,6 +284,17 @@ def on_device(packing: Packing, config: ModelConfig) -> None:
         problem = f"'{config.device}' does not multiply in FP8; expected a GPU of capability 8.9"
         raise ConfigError([f"parameters.{FP8_OPTION}: {problem}"])
     quantise(packing, config)
+
+
+def choose_products(packing: Packing, folder: Path) -> None:
+    """Have the ways to products timed, in 16 bits; torch's are the only ones without cuBLASLt."""
+    stack = packing.stack
+    weight = stack.layers[0].qkv.weight
+    if weight.dtype in KERNEL_TYPES:
+        try:
+            stack.multiply_by(open_multiplier(weight.device, folder))
+        except Unavailable as error:
+            stack.no_multiplier = str(error)
 
 
 def choose_gelu(packing: Packing) -> None:
@@ -263,11 +331,13 @@ def check_kernels(packing: Packing) -> None:
     x = torch.randn(len(layout.places), weight.shape[1], generator=generator)
     with torch.inference_mode():
         given = x.to(weight.device, weight.dtype)
+        # By the products that were chosen.
+        packing.prepare(len(x), lambda: layer(given, Taken(given), layout, None))
         found = layer(given, Taken(given), layout, None)[0].float().cpu()
         wanted = copy.deepcopy(layer).float().cpu()
         plain = lay_out(mask, int(mask.sum()))
-        given = given.float().cpu()
-        expected = wanted(given, Taken(given), plain, None)[0]
+        exact = given.float().cpu()
+        expected = wanted(exact, Taken(exact), plain, None)[0]
     gap = _gap(expected, found)
     if not gap <= KERNEL_TOLERANCE:
         raise BackendFailed(
@@ -293,7 +363,52 @@ def quantise(packing: Packing, config: ModelConfig) -> None:
         problems.append(f"computes with {weights.dtype} beside; expected penstock.dtype bf16")
     if problems:
         raise ConfigError([f"parameters.{FP8_OPTION}: {problem}" for problem in problems])
+    originals = [layer.inner for layer in packing.stack.layers]
     packing.stack.quantise(ranges)
+    if packing.stack.multiplier is not None:
+        choose_epilogues(packing, originals)
+
+
+def choose_epilogues(packing: Packing, originals: Sequence[Product]) -> None:
+    """GELU and the rounding to e4m3 inside the product, for layers where that is no less exact than
+    one after the other, whose weights have a scale for each channel."""
+    for layer, original in zip(packing.stack.layers, originals, strict=True):
+        products = layer.inner, layer.outer
+        is_small = all(isinstance(each, Fp8Product) for each in products)
+        if layer.activation == "relu" or not is_small or None in [p.inverse for p in products]:
+            continue
+        fused = GeluToFp8(original, layer.inner, layer.outer)
+        gaps = _epilogue_gaps(layer, original, fused)
+        if gaps.fused <= gaps.apart * MOST_MORE:
+            layer.gelu_to_fp8 = fused
+
+
+@dataclass(frozen=True, slots=True)
+class EpilogueGaps:
+    """How far GELU in e4m3 is from the exact one, of the norm, on average over channels."""
+
+    fused: float
+    apart: float
+
+
+def _epilogue_gaps(layer: PackedLayer, original: Product, fused: GeluToFp8) -> EpilogueGaps:
+    """On made-up tokens. By channel, so that a large one does not hide what the others lose."""
+    weight, inverse = original.weight, layer.outer.inverse
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(NUM_FOR_GELU, weight.shape[1], generator=generator)
+    with torch.inference_mode():
+        given = layer.first_norm(x.to(weight.device, weight.dtype))
+        sums = given.double() @ weight.double().t() + original.bias.double()
+        wanted = ACTIVATIONS[layer.activation](sums)
+        small = to_fp8(given, layer.inner.inverse)
+        rounded = layer.inner.plain(small, torch.ones(1, 1, device=weight.device)).float()
+        apart = to_fp8(functional.gelu(rounded, approximate="tanh"), inverse)
+
+        def gap(found: torch.Tensor) -> float:
+            off = (found.double() / inverse.double() - wanted).norm(dim=0)
+            return float((off / wanted.norm(dim=0).clamp(min=1e-12)).clamp(max=1.0).mean())
+
+        return EpilogueGaps(gap(fused.plain(small)), gap(apart))
 
 
 def has_fp8(device: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.backends import Batch, Rehearses, backend
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import BackendFailed, ConfigError
 from penstock.serving.model import Model
 from penstock.serving.proof import prove
 from penstock.serving.worker import warm_up_all
@@ -20,6 +20,7 @@ from penstock.types import Request, TensorSpec, from_array
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
+from fake_cublaslt import FakeCublasLt  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 from packable import answer, texts, write  # noqa: E402
 
@@ -34,6 +35,8 @@ from penstock.backends.packed_encoder import (  # noqa: E402
     to_fp8,
 )
 from penstock.backends.pytorch import Options, TorchRunner, load_module  # noqa: E402
+from penstock.backends.torch_products import Multiplier  # noqa: E402
+from penstock.kernels.cublaslt import Products  # noqa: E402
 
 PACKED = {"penstock.pack": "tokens"}
 
@@ -208,6 +211,8 @@ def test_options_that_make_no_sense_are_refused_together(tmp_path: Path) -> None
     config = write(tmp_path)
     assert "'rows' is not tokens" in reason(config, **{"penstock.pack": "rows"})
     assert "not together with penstock.compile" in reason(config, **{"penstock.compile": "default"})
+    fused = {"penstock.fuse": "convolutions"}
+    assert "not together with penstock.fuse" in reason(config, **fused)
     assert "not a file of" in reason(config, **{"penstock.fp8": "../fp8.json"})
     with pytest.raises(ConfigError, match="only with penstock.pack"):
         backend("pytorch")(replace(config, options={"penstock.fp8": "fp8.json"}))
@@ -261,15 +266,37 @@ def test_more_positions_than_there_are_is_an_error_and_no_look_behind_the_end(tm
 
 
 class TestTokens:
-    def test_the_ladder_ends_with_all_places(self) -> None:
-        assert torch_packing.token_ladder(384) == [64, 128, 192, 256, 320, 384]
-        assert torch_packing.token_ladder(20) == [20]
-        rungs = torch_packing.token_ladder(64 * 384)
+    def test_the_buckets_end_with_all_places(self) -> None:
+        assert torch_packing.token_buckets(384) == [64, 128, 192, 256, 320, 384]
+        assert torch_packing.token_buckets(20) == [20]
+        rungs = torch_packing.token_buckets(64 * 384)
         assert rungs[-1] == 64 * 384 and len(rungs) < 64
         pairs = list(zip(rungs, rungs[1:], strict=False))
         assert all(a < b for a, b in pairs)
         assert all(b <= 1.125 * a for a, b in pairs if a >= 512)
         assert {2048, 4096, 16384} <= set(rungs)
+
+    @pytest.mark.parametrize("num_processors", [132, 108, 58, 20])
+    def test_on_a_gpu_full_batches_leave_no_multiprocessor_without_a_tile(
+        self, num_processors
+    ) -> None:
+        full = torch_packing.full_batch(num_processors)
+        assert full == num_processors * 256
+        rungs = torch_packing.token_buckets(3 * full, full=full)
+        assert {full, full * 5 // 4, full * 2} <= set(rungs)
+        assert all(each % 64 == 0 for each in rungs)
+        pairs = list(zip(rungs, rungs[1:], strict=False))
+        assert all(a < b <= 1.125 * a + 64 for a, b in pairs)
+        (half,) = [each for each in rungs if full // 2 <= each < full // 2 + 64]
+        assert torch_packing.budget(full // 2, 3 * full, full=full) == half
+
+    def test_the_most_tokens_that_batches_are_given_are_a_bucket(self) -> None:
+        assert 3000 in torch_packing.token_buckets(6144, 3000)
+        assert torch_packing.budget(2990, 6144, 3000) == 3000
+        assert torch_packing.token_buckets(384, 3000) == torch_packing.token_buckets(384)
+        mask = np.zeros((16, 384), np.int64)
+        masks = torch_packing.rehearsals(mask, is_captured=True, max_tokens=3000)
+        assert max(int(each.sum()) for each in masks) == 3000
 
     @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 1000, 6143, 6144])
     def test_a_budget_holds_what_it_is_for(self, num_tokens) -> None:
@@ -285,11 +312,11 @@ class TestTokens:
         assert only.all()
 
     def test_a_full_batch_runs_as_what_it_may_have_at_most(self) -> None:
-        rungs = torch_packing.token_ladder(6144, 3000)
+        rungs = torch_packing.token_buckets(6144, 3000)
         assert 3000 in rungs and rungs[-1] == 6144
         assert torch_packing.budget(2900, 6144, 3000) == 3000
         assert torch_packing.budget(3001, 6144, 3000) > 3001, "whoever has more by itself"
-        assert torch_packing.token_ladder(384, 3000) == torch_packing.token_ladder(384)
+        assert torch_packing.token_buckets(384, 3000) == torch_packing.token_buckets(384)
 
     @pytest.mark.parametrize("is_captured", [True, False])
     def test_no_more_than_that_is_rehearsed(self, is_captured) -> None:
@@ -517,6 +544,117 @@ class TestGelu:
         packing.lay_out(given, 32 + 9 + 17)
         found = loaded_call(loaded)(given)["y"].detach().float().numpy()
         np.testing.assert_allclose(found, wanted, atol=5e-2)
+
+
+class TestProducts:
+    """As on a GPU, with a fake cuBLASLt and a fake clock, by which its second algorithm is best."""
+
+    @pytest.fixture
+    def library(self, monkeypatch: pytest.MonkeyPatch) -> FakeCublasLt:
+        library = FakeCublasLt(num_algorithms=2)
+        monkeypatch.setattr("penstock.kernels.cublaslt.ALIGNMENT", 64)
+
+        class Clock:
+            def seconds(self, call) -> float:
+                before = len(library.used)
+                call()
+                return 1.0 - sum(library.used[before:])
+
+            def done(self) -> None: ...
+
+        def opened(device, folder) -> Multiplier:
+            return Multiplier(Products(library, device), Clock())
+
+        monkeypatch.setattr(torch_packing, "open_multiplier", opened)
+        return library
+
+    def test_all_products_of_a_layer_are_the_fastest_ones(self, tmp_path: Path, library) -> None:
+        config = write(tmp_path)
+        wanted = answer(backend("pytorch")(config), texts((32, 9, 17)))
+        packing, loaded = packed_module(config)
+        loaded.module.half()
+        torch_packing.choose_products(packing, tmp_path)
+        given = tensors((32, 9, 17))
+        packing.lay_out(given, 32 + 9 + 17)
+        call = loaded_call(loaded)
+        packing.prepare(32 + 9 + 17, lambda: call(given))
+        before = len(library.used)
+        found = call(given)["y"].detach().float().numpy()
+        np.testing.assert_allclose(found, wanted, atol=2e-2)
+        assert library.used[before:] == [1] * len(packing.stack.products())
+        assert packing.facts()["products"] == "4 by cublaslt"
+        assert set(packing.files()) == {"fusion.json"}
+
+    def test_a_wrong_answer_is_not_served(self, tmp_path: Path, library) -> None:
+        packing, loaded = packed_module(write(tmp_path))
+        loaded.module.half()
+        torch_packing.choose_products(packing, tmp_path)
+        torch_packing.check_kernels(packing)
+        assert library.used[-1] == 1
+        library.wrong = frozenset({1})
+        with pytest.raises(BackendFailed, match="of the largest value away"):
+            torch_packing.check_kernels(packing)
+
+    @pytest.mark.parametrize("is_planted", [False, True])
+    def test_gelu_in_fp8_is_inside_the_product_where_that_is_no_less_exact(
+        self, tmp_path: Path, library, is_planted
+    ) -> None:
+        config = write(tmp_path, inner=128)
+        packing, loaded = packed_module(config)
+        call = loaded_call(loaded)
+        if is_planted:
+            # A weight of something that is always 0; with one scale for all, it would leave the
+            # other channels of this layer next to nothing.
+            layer = packing.stack.layers[0]
+            layer.first_norm.weight.data[3] = layer.first_norm.bias.data[3] = 0
+            layer.inner.weight.data[7, 3] = 1e4
+        given = tensors((32, 20, 3), seed=8)
+        ranges = torch_packing.calibrated(packing, call, [given])
+        packing.lay_out(given, 55)
+        wanted = call(given)["y"].detach().float()
+        loaded.module.bfloat16()
+        torch_packing.choose_products(packing, tmp_path)
+        torch_packing.quantise(packing, with_ranges(config, ranges))
+        num_layers = len(packing.stack.layers)
+        num_fused = num_layers - is_planted
+        assert packing.facts()["fp8_gelu"].endswith(f": {num_fused} layers")
+        packing.prepare(55, lambda: call(given))
+        before = len(library.used)
+        found = call(given)["y"].detach().float()
+        # Four of each layer: GELU takes no step of its own.
+        assert library.used[before:] == [1] * 4 * num_layers
+        assert float((found - wanted).norm() / wanted.norm()) < 0.15
+
+    @pytest.mark.parametrize("ranges", ["rowwise", "without the second"])
+    def test_gelu_without_a_known_range_behind_it_stays_apart(
+        self, tmp_path: Path, library, ranges
+    ) -> None:
+        config = write(tmp_path, inner=128)
+        packing, loaded = packed_module(config)
+        loaded.module.bfloat16()
+        torch_packing.choose_products(packing, tmp_path)
+        names = [each for each in packing.stack.products() if not each.endswith("outer")]
+        asked = replace(config, options={"penstock.fp8": "rowwise"})
+        if ranges != "rowwise":
+            asked = with_ranges(config, dict.fromkeys(names, 4.0))
+        torch_packing.quantise(packing, asked)
+        assert "fp8_gelu" not in packing.facts()
+        given = tensors((32, 20, 3))
+        packing.lay_out(given, 55)
+        assert loaded_call(loaded)(given)["y"].isfinite().all()
+
+    def test_in_fp32_there_is_nothing_to_choose(self, tmp_path: Path, library) -> None:
+        packing, _ = packed_module(write(tmp_path))
+        torch_packing.choose_products(packing, tmp_path)
+        assert packing.stack.multiplier is None and packing.files() == {}
+
+    def test_without_the_library_torch_multiplies_and_why_is_said(self, tmp_path: Path) -> None:
+        packing, loaded = packed_module(write(tmp_path))
+        loaded.module.half()
+        torch_packing.choose_products(packing, tmp_path)
+        torch_packing.check_kernels(packing)
+        packing.settle()
+        assert packing.facts()["products"] == "by torch: 'cpu' is no NVIDIA GPU"
 
 
 def sums_in_fp32(product: Product, taken: Taken):

@@ -300,6 +300,7 @@ def test_fp8_under_graphs_is_near(config):
     options = PACKED | {"penstock.dtype": "bf16", "penstock.fp8": "fp8.json"}
     runner = backend("pytorch")(replace(config, device="cuda", options=options))
     assert runner.built()["fp8"] == "24 of 24 products"
+    assert runner.built()["fp8_gelu"].endswith(": 6 layers")
     plain = backend("pytorch")(config)
     for lengths in ((32, 1, 7, 20), (32,) * 16, (32, 1, 7, 20)):
         inputs = texts(lengths)

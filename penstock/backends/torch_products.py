@@ -1,0 +1,208 @@
+"""Which algorithm multiplies: torch's own way to a product, or one of those that cuBLASLt proposes,
+whichever is the fastest for its sizes on this GPU.
+
+They are timed while a model is loaded, on a GPU that is warm, as it will be; one whose results are
+off is dropped. What was chosen is kept with the version, so a second start times nothing: it only
+looks once more whether results are right. What comes later, in sizes that nobody rehearsed, goes
+torch's way. `packed_encoder` asks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from penstock.backends import CHOICES
+from penstock.backends.checks import first_line
+from penstock.backends.torch_convolution import (
+    REFERENCE,
+    GpuTimer,
+    Remembered,
+    Timer,
+    made_for,
+    remembered,
+)
+from penstock.kernels import cublaslt
+from penstock.kernels.cublaslt import E4M3, Form, Operands, Unavailable
+
+# How far results may be from torch's, by datatype; of the norm. Two ways to e4m3 may round a value
+# to two sides.
+TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, E4M3: 0.1}
+# Calls of one timed graph, and how often it runs: products are long.
+NUM_CALLS, NUM_RUNS = 4, 3
+# What is computed before anything is timed, so that the GPU is as fast as under load: about 0.1 s.
+WARM_OPERATIONS, MAX_WARM_CALLS = 5e13, 256
+# How large made-up operands in e4m3 are.
+SPREAD = 50.0
+PREFIX = "cublaslt"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One that is asked for, and torch's way to it from x."""
+
+    form: Form
+    operands: Operands
+    by_torch: Callable[[torch.Tensor], torch.Tensor]
+
+    def drawn(self) -> Product:
+        """With an x made up: GPUs are faster on what is all alike, as at a warm-up. In e4m3 one row
+        is as large as can be: results beyond the range are to be its end, and not NaN."""
+        x = self.operands.x
+        made = torch.randn(x.shape, device=x.device)
+        if x.dtype == E4M3:
+            made *= SPREAD
+            made[0] = torch.finfo(E4M3).max
+        return replace(self, operands=replace(self.operands, x=made.to(x.dtype)))
+
+
+@dataclass(slots=True)
+class Multiplier:
+    """The algorithms of one runner. `told` are choices of an earlier start."""
+
+    products: cublaslt.Products
+    timer: Timer
+    told: Mapping[str, str] = field(default_factory=dict)
+    # Why algorithms were dropped, by form and number.
+    problems: dict[str, str] = field(default_factory=dict)
+    num_timed: int = 0
+    # Whether forms that are new wait to be timed.
+    is_open: bool = True
+    # None: torch's way.
+    _chosen: dict[Form, int | None] = field(default_factory=dict)
+    _waiting: dict[Form, Product] = field(default_factory=dict)
+    _seen: set[int] = field(default_factory=set)
+
+    def __deepcopy__(self, memo: object) -> Multiplier:
+        """Copies of a layer share it."""
+        return self
+
+    def run(self, product: Product) -> torch.Tensor:
+        form = product.form
+        if form not in self._chosen and self.is_open:
+            self._waiting.setdefault(form, product)
+        number = self._chosen.get(form)
+        if number is None or not product.operands.are_aligned:
+            return product.by_torch(product.operands.x)
+        return self.products.multiply(form, product.operands, number)
+
+    def prepare(self, num_tokens: int, call: Callable[[], object]) -> None:
+        """Before batches of so many tokens are run for the first time."""
+        if self.is_open and num_tokens not in self._seen:
+            # Products tell what they are called with.
+            call()
+            self.tune()
+            self._seen.add(num_tokens)
+
+    def tune(self) -> None:
+        """All that has come by."""
+        if not self._waiting:
+            return
+        self._warm_up(max(self._waiting.values(), key=lambda each: each.form.num_operations))
+        # The last one first: one product may be part of torch's way to another.
+        while self._waiting:
+            form, product = self._waiting.popitem()
+            self._chosen[form] = None
+            try:
+                drawn = product.drawn()
+                number = self._recalled(drawn)
+                self._chosen[form] = self._fastest(drawn) if number is None else number
+            except torch.OutOfMemoryError as error:
+                self.problems[str(form)] = first_line(error)
+        self.timer.done()
+
+    def files(self) -> dict[str, bytes]:
+        """For the version's folder."""
+        if not self._chosen:
+            return {}
+        choices = {self._key(form): _name(number) for form, number in self._chosen.items()}
+        found = Remembered(made_for(self.products.device), dict(sorted(choices.items())))
+        return {CHOICES: msgspec.json.format(msgspec.json.encode(found), indent=1)}
+
+    def facts(self) -> dict[str, str]:
+        counts = Counter(_name(number).partition(" ")[0] for number in self._chosen.values())
+        text = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items()))
+        facts = {
+            "products": text or "none yet",
+            "products_timed": f"{self.num_timed} forms",
+            "cublaslt": str(self.products.version),
+        }
+        if self.problems:
+            case, problem = next(iter(self.problems.items()))
+            facts["products_dropped"] = f"{len(self.problems)}: {case}: {problem}"
+        return facts
+
+    def _key(self, form: Form) -> str:
+        return f"{PREFIX} {self.products.version} {form}"
+
+    def _warm_up(self, product: Product) -> None:
+        drawn = product.drawn()
+        count = min(MAX_WARM_CALLS, int(WARM_OPERATIONS / product.form.num_operations))
+        # On a CPU nothing gets warm.
+        for _ in range(count if drawn.operands.x.is_cuda else 0):
+            drawn.by_torch(drawn.operands.x)
+
+    def _recalled(self, product: Product) -> int | None:
+        """What an earlier start chose, where its results are right here too."""
+        name = self.told.get(self._key(product.form), "")
+        number = name.removeprefix(f"{PREFIX} ")
+        if name == number or not number.isdecimal():
+            return None
+        try:
+            self._check(product, int(number), product.by_torch(product.operands.x))
+        except Exception as error:
+            self.problems[f"{product.form}: {name}"] = first_line(error)
+            return None
+        return int(number)
+
+    def _fastest(self, product: Product) -> int | None:
+        if self.told.get(self._key(product.form)) == REFERENCE:
+            return None
+        self.num_timed += 1
+        x = product.operands.x
+        wanted = product.by_torch(x)
+        times: dict[int | None, float] = {None: self.timer.seconds(partial(product.by_torch, x))}
+        for number in range(self._num_algorithms(product)):
+            call = partial(self.products.multiply, product.form, product.operands, number)
+            try:
+                self._check(product, number, wanted)
+                times[number] = self.timer.seconds(call)
+            except Exception as error:  # What one algorithm cannot do, another can.
+                self.problems[f"{product.form}: {_name(number)}"] = first_line(error)
+        return min(times, key=lambda number: times[number])
+
+    def _num_algorithms(self, product: Product) -> int:
+        """None of an older library that does not know all that is asked for."""
+        try:
+            return self.products.num_algorithms(product.form, product.operands)
+        except Unavailable as error:
+            self.problems[str(product.form)] = str(error)
+            return 0
+
+    def _check(self, product: Product, number: int, wanted: torch.Tensor) -> None:
+        found = self.products.multiply(product.form, product.operands, number).float()
+        wanted = wanted.float()
+        off = float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
+        if not off <= TOLERANCE[product.form.out]:
+            raise ArithmeticError(f"its results are off by {off:.2g}")
+
+
+def open_multiplier(device: torch.device, folder: Path) -> Multiplier:
+    """With the choices in a version's folder. Unavailable says why there is none."""
+    products = cublaslt.open_products(device)
+    path = folder / CHOICES
+    told = remembered(path.read_bytes(), device) if path.is_file() else {}
+    return Multiplier(products, GpuTimer(device, NUM_CALLS, NUM_RUNS), told)
+
+
+def _name(number: int | None) -> str:
+    return REFERENCE if number is None else f"{PREFIX} {number}"
+
+
+__all__ = ["Multiplier", "Product", "Unavailable", "open_multiplier"]

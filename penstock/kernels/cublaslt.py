@@ -1,0 +1,273 @@
+"""Products of cuBLASLt, with bias and GELU inside: the library that torch has loaded, called by
+hand. torch takes the algorithm that cuBLASLt guesses to be the fastest; here whoever calls says
+which of those that it proposes. Nothing is allocated but the result, so a CUDA graph can hold it.
+
+cuBLASLt counts by columns: what is [rows, columns] here is its own transpose there, and x W^T is
+asked for as W x^T.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+# How operands in e4m3 are scaled: by one number each, or each of their rows. Others are not.
+Scaling = Literal["", "one", "rows"]
+E4M3 = torch.float8_e4m3fn
+# cudaDataType.
+TYPES = {torch.float16: 2, torch.bfloat16: 14, E4M3: 28}
+# From here on cublasLt.h.
+FLOAT, COMPUTE_FLOAT = 0, 68
+TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS_POINTER, BIAS_TYPE = 3, 4, 7, 8, 26
+A_SCALE, B_SCALE, D_SCALE, FAST_SUMS, A_SCALE_MODE, B_SCALE_MODE = 17, 18, 20, 25, 31, 32
+WITH_BIAS, WITH_GELU_AND_BIAS = 4, 36
+SCALE_MODES: dict[Scaling, int] = {"one": 0, "rows": 3}
+MAX_WORKSPACE_BYTES = 1
+VERSION_OF_MAJOR = 10_000
+# As much as torch gives it on Hopper.
+WORKSPACE_BYTES = 32 << 20
+# Algorithms that it is asked for.
+NUM_ALGORITHMS = 8
+# What it takes for granted of addresses.
+ALIGNMENT = 256
+OLDEST = 12
+
+
+class Unavailable(Exception):
+    """Why cuBLASLt cannot be called, or refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """All that the choice of an algorithm depends on."""
+
+    num_rows: int
+    depth: int
+    width: int
+    dtype: torch.dtype
+    out: torch.dtype
+    # In the form with tanh.
+    has_gelu: bool = False
+    scaling: Scaling = ""
+
+    def __str__(self) -> str:
+        kinds = [str(each).removeprefix("torch.") for each in (self.dtype, self.out)]
+        size = f"{self.num_rows}x{self.depth} to {self.width}, {kinds[0]} to {kinds[1]}"
+        return f"{size}{f', scales: {self.scaling}' * bool(self.scaling)}{', gelu' * self.has_gelu}"
+
+    @property
+    def num_operations(self) -> int:
+        return 2 * self.num_rows * self.depth * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """x [rows, depth], weight [width, depth], bias [width]; what those in e4m3 are multiplied by
+    (FP32), and what a result in e4m3 is multiplied by before it is rounded."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    x_scale: torch.Tensor | None = None
+    weight_scale: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+
+    @property
+    def are_aligned(self) -> bool:
+        tensors = (self.x, self.weight, self.bias)
+        return all(each.is_contiguous() and each.data_ptr() % ALIGNMENT == 0 for each in tensors)
+
+
+class _Found(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("num_waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    description: ctypes.c_void_p
+    # Of the weight, x, what would be added, and the result.
+    layouts: tuple[ctypes.c_void_p, ...]
+    algorithms: Sequence[_Found]
+
+
+class Products:
+    """Of one device and one stream at a time, for they share a workspace. `calls` is the
+    library."""
+
+    def __init__(self, calls: Any, device: torch.device | str) -> None:
+        self._calls = calls
+        self.device = torch.device(device)
+        self.version = int(calls.cublasLtGetVersion())
+        self._plans: dict[Form, _Plan] = {}
+        self._handle = self._made("cublasLtCreate")
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        # Not when Python ends: CUDA may be gone by then.
+        weakref.finalize(self, calls.cublasLtDestroy, self._handle).atexit = False
+
+    def num_algorithms(self, form: Form, operands: Operands) -> int:
+        """How many there are; 0 where cuBLASLt has none."""
+        return len(self._plan(form, operands).algorithms)
+
+    def multiply(self, form: Form, operands: Operands, number: int) -> torch.Tensor:
+        """By one of the algorithms, on the current stream."""
+        assert operands.are_aligned
+        plan = self._plan(form, operands)
+        if not 0 <= number < len(plan.algorithms):
+            raise Unavailable(f"{form}: no algorithm {number} among {len(plan.algorithms)}")
+        self._point(plan.description, form, operands)
+        x = operands.x
+        out = torch.empty(form.num_rows, form.width, dtype=form.out, device=x.device)
+        weight_layout, x_layout, added_layout, out_layout = plan.layouts
+        # Times 0, and of another type where the result is in e4m3.
+        added = None if form.out == E4M3 else _address(out)
+        status = self._calls.cublasLtMatmul(
+            self._handle,
+            plan.description,
+            ctypes.byref(ctypes.c_float(1.0)),
+            _address(operands.weight),
+            weight_layout,
+            _address(x),
+            x_layout,
+            ctypes.byref(ctypes.c_float(0.0)),
+            added,
+            added_layout,
+            _address(out),
+            out_layout,
+            ctypes.byref(plan.algorithms[number].algorithm),
+            _address(self._workspace),
+            ctypes.c_size_t(WORKSPACE_BYTES),
+            ctypes.c_void_p(_stream(x)),
+        )
+        _check("cublasLtMatmul", status)
+        return out
+
+    def _plan(self, form: Form, operands: Operands) -> _Plan:
+        if form not in self._plans:
+            description = self._description(form, operands)
+            layouts = self._layouts(form)
+            found = self._proposed(description, layouts)
+            self._plans[form] = _Plan(description, layouts, found)
+        return self._plans[form]
+
+    def _description(self, form: Form, operands: Operands) -> ctypes.c_void_p:
+        description = self._made("cublasLtMatmulDescCreate", COMPUTE_FLOAT, FLOAT)
+        epilogue = WITH_GELU_AND_BIAS if form.has_gelu else WITH_BIAS
+        self._set(description, TRANSPOSE_A, ctypes.c_int32(1))
+        self._set(description, TRANSPOSE_B, ctypes.c_int32(0))
+        self._set(description, EPILOGUE, ctypes.c_int32(epilogue))
+        self._set(description, BIAS_TYPE, ctypes.c_int32(TYPES[operands.bias.dtype]))
+        if form.scaling:
+            self._set(description, FAST_SUMS, ctypes.c_int8(1))
+            for attribute in (A_SCALE_MODE, B_SCALE_MODE):
+                self._set(description, attribute, ctypes.c_int32(SCALE_MODES[form.scaling]))
+        self._point(description, form, operands)
+        return description
+
+    def _point(self, description: ctypes.c_void_p, form: Form, operands: Operands) -> None:
+        """To the vectors of this very product."""
+        self._set(description, BIAS_POINTER, _address(operands.bias))
+        if form.scaling:
+            scales = operands.weight_scale, operands.x_scale, operands.factor
+            for attribute, each in zip((A_SCALE, B_SCALE, D_SCALE), scales, strict=True):
+                if each is not None:
+                    self._set(description, attribute, _address(each))
+
+    def _layouts(self, form: Form) -> tuple[ctypes.c_void_p, ...]:
+        added = torch.bfloat16 if form.out == E4M3 else form.out
+        sizes = (
+            (form.dtype, form.depth, form.width),
+            (form.dtype, form.depth, form.num_rows),
+            (added, form.width, form.num_rows),
+            (form.out, form.width, form.num_rows),
+        )
+        return tuple(
+            self._made(
+                "cublasLtMatrixLayoutCreate",
+                TYPES[dtype],
+                ctypes.c_uint64(high),
+                ctypes.c_uint64(wide),
+                ctypes.c_int64(high),
+            )
+            for dtype, high, wide in sizes
+        )
+
+    def _proposed(
+        self, description: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...]
+    ) -> list[_Found]:
+        calls = self._calls
+        preference = self._made("cublasLtMatmulPreferenceCreate")
+        size = ctypes.c_size_t(WORKSPACE_BYTES)
+        status = calls.cublasLtMatmulPreferenceSetAttribute(
+            preference, MAX_WORKSPACE_BYTES, ctypes.byref(size), ctypes.c_size_t(8)
+        )
+        _check("cublasLtMatmulPreferenceSetAttribute", status)
+        found, num = (_Found * NUM_ALGORITHMS)(), ctypes.c_int()
+        status = calls.cublasLtMatmulAlgoGetHeuristic(
+            self._handle,
+            description,
+            *layouts,
+            preference,
+            NUM_ALGORITHMS,
+            found,
+            ctypes.byref(num),
+        )
+        calls.cublasLtMatmulPreferenceDestroy(preference)
+        # A form that it does not support is an error here, and for us one without algorithms.
+        usable = [] if status else list(found)[: num.value]
+        return [each for each in usable if each.state == 0]
+
+    def _made(self, name: str, *arguments: object) -> ctypes.c_void_p:
+        made = ctypes.c_void_p()
+        _check(name, getattr(self._calls, name)(ctypes.byref(made), *arguments))
+        return made
+
+    def _set(self, description: ctypes.c_void_p, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        status = self._calls.cublasLtMatmulDescSetAttribute(
+            description, attribute, ctypes.byref(value), size
+        )
+        _check(f"cublasLtMatmulDescSetAttribute {attribute}", status)
+
+
+def open_products(device: torch.device) -> Products:
+    """Unavailable where there is no such library, or another one than torch's."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        raise Unavailable(f"'{device}' is no NVIDIA GPU")
+    major = int(torch.version.cuda.partition(".")[0])
+    name = f"libcublasLt.so.{major}"
+    try:
+        calls = ctypes.CDLL(name)
+        calls.cublasLtGetVersion.restype = ctypes.c_size_t
+        version = int(calls.cublasLtGetVersion())
+    except (OSError, AttributeError) as error:
+        raise Unavailable(f"{name}: {error}") from None
+    if major < OLDEST or version // VERSION_OF_MAJOR != major:
+        raise Unavailable(f"{name} is version {version}; expected one of {max(major, OLDEST)}")
+    with torch.cuda.device(device):
+        return Products(calls, device)
+
+
+def _check(name: str, status: int) -> None:
+    if status:
+        raise Unavailable(f"{name} gives status {status}")
+
+
+def _address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _stream(x: torch.Tensor) -> int:
+    return int(torch.cuda.current_stream(x.device).cuda_stream) if x.is_cuda else 0

@@ -1,0 +1,262 @@
+"""Which way products are computed, with a fake cuBLASLt and a fake clock; tests/gpu has the real
+one."""
+
+import copy
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fake_cublaslt import FakeCublasLt  # noqa: E402
+
+from penstock.backends.torch_convolution import remembered  # noqa: E402
+from penstock.backends.torch_products import (  # noqa: E402
+    Multiplier,
+    Product,
+    Unavailable,
+    open_multiplier,
+)
+from penstock.kernels.cublaslt import E4M3, Form, Operands, Products  # noqa: E402
+
+HALF = torch.float16
+CPU = torch.device("cpu")
+
+
+@dataclass
+class FakeTimer:
+    """Seconds by algorithm; -1 is torch's way."""
+
+    library: FakeCublasLt
+    seconds_of: dict[int, float]
+    num_timed: int = 0
+    num_done: int = 0
+    order: list[int] = field(default_factory=list)
+
+    def seconds(self, call) -> float:
+        before = self.library.num_products
+        call()
+        self.num_timed += 1
+        is_its = self.library.num_products > before
+        self.order.append(self.library.used[-1] if is_its else -1)
+        return self.seconds_of[self.order[-1]]
+
+    def done(self) -> None:
+        self.num_done += 1
+
+
+@pytest.fixture(autouse=True)
+def _alignment(monkeypatch):
+    """That of torch's tensors on a CPU."""
+    monkeypatch.setattr("penstock.kernels.cublaslt.ALIGNMENT", 64)
+
+
+def a_multiplier(told=None, times=None, **library):
+    library = FakeCublasLt(**library)
+    timer = FakeTimer(library, times or {-1: 4.0, 0: 3.0, 1: 1.0, 2: 2.0})
+    return Multiplier(Products(library, CPU), timer, told or {}), library, timer
+
+
+def a_product(num_rows=8, seed=0):
+    torch.manual_seed(seed)
+    x, weight, bias = (torch.randn(each, dtype=HALF) for each in ((num_rows, 16), (24, 16), (24,)))
+    form = Form(num_rows, 16, 24, HALF, HALF)
+    return Product(form, Operands(x, weight, bias), lambda x: torch.addmm(bias, x, weight.t()))
+
+
+def choices(multiplier) -> dict[str, str]:
+    (content,) = multiplier.files().values()
+    return remembered(content, CPU)
+
+
+def test_the_fastest_runs_from_then_on():
+    multiplier, library, timer = a_multiplier()
+    product = a_product()
+    wanted = multiplier.run(product)
+    assert library.num_products == 0
+    multiplier.tune()
+    assert timer.num_timed == 4 and timer.num_done == 1
+    found = multiplier.run(product)
+    assert library.used[-1] == 1 and torch.allclose(found, wanted, atol=2e-2)
+    facts = multiplier.facts()
+    assert facts["products"] == "1 by cublaslt" and facts["products_timed"] == "1 forms"
+    assert facts["cublaslt"] == "130000" and "products_dropped" not in facts
+
+
+def test_torch_stays_where_it_is_the_fastest():
+    multiplier, library, _ = a_multiplier(times={-1: 0.5, 0: 3.0, 1: 1.0, 2: 2.0})
+    multiplier.run(a_product())
+    multiplier.tune()
+    before = library.num_products
+    multiplier.run(a_product())
+    assert library.num_products == before
+    assert list(choices(multiplier).values()) == ["torch"]
+
+
+def test_what_is_wrong_is_never_chosen_and_told():
+    multiplier, library, timer = a_multiplier(wrong=frozenset({1}))
+    multiplier.run(a_product())
+    multiplier.tune()
+    multiplier.run(a_product())
+    assert library.used[-1] == 2 and 1 not in timer.order
+    assert multiplier.facts()["products_dropped"].endswith("its results are off by 2")
+
+
+def test_a_second_start_times_nothing():
+    first, _, _ = a_multiplier()
+    first.run(a_product())
+    first.tune()
+    second, library, timer = a_multiplier(told=choices(first))
+    second.run(a_product())
+    second.tune()
+    second.run(a_product())
+    assert timer.num_timed == 0 and library.used == [1, 1]
+    assert second.facts()["products_timed"] == "0 forms"
+    assert second.files() == first.files()
+
+
+def test_of_a_second_start_torch_is_not_timed_either():
+    slow = {-1: 0.5, 0: 3.0, 1: 1.0, 2: 2.0}
+    first, _, _ = a_multiplier(times=slow)
+    first.run(a_product())
+    first.tune()
+    second, library, timer = a_multiplier(told=choices(first))
+    second.run(a_product())
+    second.tune()
+    assert timer.num_timed == 0 and library.num_products == 0
+
+
+def test_what_was_right_once_is_looked_at_again():
+    first, _, _ = a_multiplier()
+    first.run(a_product())
+    first.tune()
+    second, library, timer = a_multiplier(told=choices(first), wrong=frozenset({1}))
+    second.run(a_product())
+    second.tune()
+    second.run(a_product())
+    assert timer.num_timed == 3 and library.used[-1] == 2
+
+
+@pytest.mark.parametrize("name", ["cublaslt 9", "cublaslt x", "cublaslt -1", "else", ""])
+def test_choices_that_make_no_sense_are_made_anew(name):
+    first, _, _ = a_multiplier()
+    first.run(a_product())
+    first.tune()
+    second, library, timer = a_multiplier(told=dict.fromkeys(choices(first), name))
+    second.run(a_product())
+    second.tune()
+    assert timer.num_timed == 4
+
+
+def test_of_another_library_nothing_is_taken_over():
+    first, _, _ = a_multiplier()
+    first.run(a_product())
+    first.tune()
+    second, _, timer = a_multiplier(told=choices(first), version=130_100)
+    second.run(a_product())
+    second.tune()
+    assert timer.num_timed == 4
+
+
+def test_each_number_of_tokens_is_prepared_once_and_only_before_answers_are_waited_for():
+    multiplier, library, timer = a_multiplier()
+    calls = []
+
+    def call(num_rows):
+        calls.append(num_rows)
+        multiplier.run(a_product(num_rows))
+
+    multiplier.prepare(8, lambda: call(8))
+    multiplier.prepare(8, lambda: call(8))
+    assert calls == [8] and timer.num_timed == 4
+    multiplier.is_open = False
+    multiplier.prepare(16, lambda: call(16))
+    multiplier.run(a_product(16))
+    multiplier.tune()
+    assert calls == [8] and timer.num_timed == 4 and len(choices(multiplier)) == 1
+
+
+def test_one_product_may_be_part_of_torchs_way_to_another():
+    multiplier, library, timer = a_multiplier()
+    inner = a_product()
+    form = replace(inner.form, has_gelu=True)
+
+    def by_torch(x):
+        part = replace(inner, operands=replace(inner.operands, x=x))
+        return torch.nn.functional.gelu(multiplier.run(part), approximate="tanh")
+
+    outer = Product(form, inner.operands, by_torch)
+    wanted = multiplier.run(outer)
+    multiplier.tune()
+    assert len(choices(multiplier)) == 2
+    assert torch.allclose(multiplier.run(outer), wanted, atol=2e-2)
+
+
+@pytest.mark.parametrize("saturates", [True, False])
+def test_what_gives_nan_beyond_the_range_of_e4m3_is_dropped(saturates):
+    multiplier, library, _ = a_multiplier(saturates=saturates)
+    torch.manual_seed(0)
+    x, weight = (torch.randn(each).mul(50).to(E4M3) for each in ((64, 16), (32, 16)))
+    bias, scale, factor = (
+        torch.zeros(32, dtype=HALF),
+        torch.full((1,), 0.02),
+        torch.full((1,), 50.0),
+    )
+
+    def by_torch(x):
+        sums = x.float() @ weight.float().t() * scale * scale + bias.float()
+        bent = torch.nn.functional.gelu(sums, approximate="tanh") * factor
+        return bent.clamp(-448, 448).to(E4M3)
+
+    form = Form(64, 16, 32, E4M3, E4M3, True, "one")
+    product = Product(form, Operands(x, weight, bias, scale, scale, factor), by_torch)
+    multiplier.run(product)
+    multiplier.tune()
+    assert list(choices(multiplier).values()) == ["cublaslt 1" if saturates else "torch"]
+    assert ("products_dropped" in multiplier.facts()) != saturates
+
+
+def test_an_older_library_that_knows_less_leaves_it_to_torch(monkeypatch):
+    multiplier, library, _ = a_multiplier()
+    monkeypatch.setattr(library, "cublasLtMatmulDescSetAttribute", lambda *given: 7, raising=False)
+    product = a_product()
+    wanted = multiplier.run(product)
+    multiplier.tune()
+    assert torch.equal(multiplier.run(product), wanted)
+    assert "gives status 7" in multiplier.facts()["products_dropped"]
+
+
+def test_tensors_that_begin_elsewhere_go_torchs_way():
+    multiplier, library, _ = a_multiplier()
+    product = a_product()
+    multiplier.run(product)
+    multiplier.tune()
+    before = library.num_products
+    room = torch.empty(8 * 16 + 1, dtype=HALF)
+    x = room[1:].view(8, 16).copy_(product.operands.x)
+    found = multiplier.run(replace(product, operands=replace(product.operands, x=x)))
+    assert library.num_products == before
+    assert torch.equal(found, product.by_torch(x))
+
+
+def test_copies_of_a_layer_share_it():
+    multiplier, _, _ = a_multiplier()
+    assert copy.deepcopy({"multiplier": multiplier})["multiplier"] is multiplier
+
+
+def test_files_are_those_of_this_machine():
+    multiplier, _, _ = a_multiplier()
+    assert multiplier.files() == {}
+    multiplier.run(a_product())
+    multiplier.tune()
+    (name, content), *_ = multiplier.files().items()
+    assert name == "fusion.json"
+    assert msgspec.json.decode(content)["made_for"]["device"] == "CPU"
+    key = "cublaslt 130000 8x16 to 24, float16 to float16"
+    assert remembered(content, CPU) == {key: "cublaslt 1"}
+
+
+def test_without_a_gpu_there_is_none(tmp_path):
+    with pytest.raises(Unavailable, match="no NVIDIA GPU"):
+        open_multiplier(CPU, tmp_path)
