@@ -751,7 +751,8 @@ class Search:
         """Without what is kept for the end."""
         if self.left_s is None or self._plan.budget_s is None:
             return None
-        is_far = bool(self.findings.contenders) and not self._is_in_reach()
+        # On GPUs the first steps are far from what the last ones reach, and servers stay up.
+        is_far = not self._is_on_gpu and self.findings.contenders and not self._is_in_reach()
         return self.left_s - (RESERVE_FOR_RATES if is_far else RESERVE) * self._plan.budget_s
 
     def _check_time(self) -> None:

@@ -53,7 +53,7 @@ def test_a_module_is_optimised_where_it_will_be_served(tmp_path: Path) -> None:
         "--out",
         "models",
     ]
-    command += ["--accuracy", "agreement drop <= 5 %", "--duration", "2s", "--budget", "5m"]
+    command += ["--accuracy", "agreement drop <= 5 %", "--duration", "2s", "--budget", "3m"]
     ended = subprocess.run(
         [*command, "--name", "net", "--json", "found.json"],
         cwd=tmp_path,

@@ -662,6 +662,13 @@ def test_far_from_the_slo_more_is_kept_for_the_end() -> None:
     lab, run = searched({"original": 20.0}, budget_s=100.0)
     run()
     assert lab.left_s() == pytest.approx(50.0)
+
+
+def test_on_a_gpu_the_first_steps_do_not_say_how_far_the_slo_is() -> None:
+    lab, run = searched({"original": 20.0}, budget_s=100.0)
+    lab.device = "cuda:0"
+    run()
+    assert lab.left_s() == pytest.approx(70.0)
     lab, run = searched({"original": 20.0})
     run()
     assert lab.left_s() is None
