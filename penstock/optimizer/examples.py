@@ -22,10 +22,9 @@ from penstock.benchmark.inputs.random_tensors import RandomTensors
 from penstock.benchmark.inputs.samples import InputSpec, RequestForm
 from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.sent import LENGTHS_NAME
 from penstock.types import Array, TensorSpec
 
-# How long each row of an array is that was filled up to the longest.
-LENGTHS_NAME = "lengths"
 # Ranges do not get better with more; judging does.
 MAX_CALIBRATION = 300
 CALIBRATION_SHARE = 0.2

@@ -17,6 +17,8 @@ from penstock.types import DATATYPES, Array, TensorSpec
 Row = dict[str, Array]
 # As many are looked at.
 MAX_ROWS = 256
+# The array of an `.npz` that says how long rows were before they were filled up.
+LENGTHS_NAME = "lengths"
 # Numbers of JSON and of Python have no size of their own.
 DEFAULTS: dict[str, np.dtype[Any]] = {"f": np.dtype(np.float32), "i": np.dtype(np.int64)}
 
@@ -48,6 +50,23 @@ def without_labels(rows: Sequence[Row], taken: Collection[str] = ()) -> list[Row
     """Without what counts as labels when nobody names them, unless the model takes it."""
     label = next((n for n in LABEL_NAMES if rows and n in rows[0] and n not in taken), None)
     return [{name: array for name, array in row.items() if name != label} for row in rows]
+
+
+def as_long_as_told(rows: Sequence[Row], taken: Collection[str]) -> list[Row]:
+    """Rows that were filled up are cut along their first axis, where it is long enough, to what
+    `lengths` beside them says, unless the model takes that itself."""
+    if not rows or LENGTHS_NAME not in rows[0] or LENGTHS_NAME in taken:
+        return list(rows)
+    lengths = [int(row[LENGTHS_NAME][0]) for row in rows]
+    is_cut = {name: len(array) >= max(1, *lengths) > 1 for name, array in rows[0].items()}
+    return [
+        {
+            name: array[:length] if is_cut[name] else array
+            for name, array in row.items()
+            if name != LENGTHS_NAME
+        }
+        for row, length in zip(rows, lengths, strict=True)
+    ]
 
 
 def specs_of(rows: Sequence[Mapping[str, Array]], kind: str = "input") -> tuple[TensorSpec, ...]:

@@ -66,7 +66,8 @@ def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelCo
         got = type(module).__name__
         raise ConfigError([f"model: {text}() gave a {got}, expected a torch.nn.Module"])
     taken = inspect.signature(module.forward).parameters
-    rows = sent.without_labels(rows, taken) or _example_rows(found, text)
+    rows = sent.as_long_as_told(sent.without_labels(rows, taken), taken)
+    rows = rows or _example_rows(found, text)
     note = _write_factory(found, version)
     _save(module.eval(), version)
     return _config(module, sent.specs_of(rows), _tensors_by_name, version), note

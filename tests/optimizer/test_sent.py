@@ -8,7 +8,13 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.sent import MAX_ROWS, read_sent, specs_of, without_labels
+from penstock.optimizer.sent import (
+    MAX_ROWS,
+    as_long_as_told,
+    read_sent,
+    specs_of,
+    without_labels,
+)
 from penstock.types import TensorSpec
 
 
@@ -85,3 +91,21 @@ def test_rows_that_do_not_agree_are_told_all_at_once() -> None:
         "input 'b': examples differ in datatype or number of axes",
         "input 'c': complex64 is no datatype of the protocol",
     )
+
+
+def filled(*lengths: int) -> list[dict[str, np.ndarray]]:
+    return [
+        {"ids": np.arange(4), "size": np.zeros(2), "lengths": np.array([each])} for each in lengths
+    ]
+
+
+def test_filled_up_rows_are_as_long_as_told() -> None:
+    rows = as_long_as_told(filled(4, 3, 1), ("ids", "size"))
+    assert [row["ids"].tolist() for row in rows] == [[0, 1, 2, 3], [0, 1, 2], [0]]
+    assert all(list(row) == ["ids", "size"] for row in rows)
+    assert specs_of(rows) == (TensorSpec("ids", "INT64", (-1,)), TensorSpec("size", "FP64", (2,)))
+
+
+def test_a_model_that_takes_lengths_gets_them() -> None:
+    rows = filled(4, 3)
+    assert as_long_as_told(rows, ("ids", "lengths")) == rows
