@@ -1,6 +1,6 @@
 """FP8 for packed encoders: the four products of each layer in e4m3, inputs by ranges from
-calibration, weights by channel. Half as many bytes and twice the rate of sixteen bits, on GPUs that
-have it."""
+calibration or each token by its own, weights by channel. Half as many bytes and twice the rate of
+sixteen bits, on GPUs that have it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ PACK = "penstock.pack"
 # Of each layer. The input of the last comes from the activation, whose few large values cost most.
 PRODUCTS = ("qkv", "out", "inner", "outer")
 SEPARATOR = ","
+# Each token by its own range: a little slower, and nothing is cut off that calibration never saw.
+BY_ROW = "rowwise"
 # How far rows may move each other, for the proof at load: a value on the edge of a step of e4m3
 # falls to either side with the order in which sums are made.
 TOLERANCE = 0.1
@@ -39,10 +41,10 @@ class Fp8:
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]:
         config = situation.build.config
-        steps = [
-            Step(self.name, {"products": SEPARATOR.join(PRODUCTS)}),
-            Step(self.name, {"products": SEPARATOR.join(PRODUCTS[:3])}),
-        ]
+        whole = {"products": SEPARATOR.join(PRODUCTS)}
+        by_row = Step(self.name, {**whole, "scaling": BY_ROW})
+        part = Step(self.name, {"products": SEPARATOR.join(PRODUCTS[:3])})
+        steps = [Step(self.name, whole), by_row, part]
         if config.backend != "pytorch" or PACK not in config.options:
             return [Skip(self.name, "only the products of packed encoders (pass packing)")]
         if OPTION in config.options:
@@ -51,24 +53,20 @@ class Fp8:
             reason = "needs a GPU that multiplies in FP8 (compute capability 8.9)"
             return [Skip(self.name, reason, steps[0])]
         if situation.examples is None or not situation.examples.split.calibration:
-            return [Skip(self.name, "there are no examples to calibrate with", steps[0])]
+            return [Skip(self.name, "there are no examples to calibrate with", steps[0]), by_row]
         return steps
 
     def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
-        if workshop.examples is None:
-            raise ConfigError(["fp8: there are no examples to calibrate with"])
-        indices = workshop.examples.split.calibration
-        rows = calibration.model_rows(parent.config, workshop.examples, indices)
-        asked = step.settings["products"].split(SEPARATOR)
-        ranges = {
-            name: largest
-            for name, largest in _ranges(parent.config, rows).items()
-            if name.partition(".")[2] in asked
-        }
-        version = folders.carry_over(parent, target, {FILE})
-        (version / FILE).write_text(json.dumps(ranges, indent=1))
+        if step.settings.get("scaling") == BY_ROW:
+            folders.carry_over(parent, target)
+            chosen = BY_ROW
+        else:
+            ranges = _calibrated(parent.config, step, workshop)
+            version = folders.carry_over(parent, target, {FILE})
+            (version / FILE).write_text(json.dumps(ranges, indent=1))
+            chosen = FILE
         # What it computes with beside has the range of FP32.
-        options = {**parent.config.options, OPTION: FILE, "penstock.dtype": "bf16"}
+        options = {**parent.config.options, OPTION: chosen, "penstock.dtype": "bf16"}
         tolerance = max(parent.config.tolerance or 0.0, TOLERANCE)
         config = replace(parent.config, options=options, tolerance=tolerance)
         folders.write_config(target, config)
@@ -79,6 +77,17 @@ class Fp8:
         counts = [int(word) for word in found.split() if word.isdigit()]
         is_so = len(counts) == 2 and counts[0] * len(PRODUCTS) == counts[1] * num_asked
         return [] if is_so else [f"asked for {num_asked} products of each layer, got {found}"]
+
+
+def _calibrated(config: ModelConfig, step: Step, workshop: Workshop) -> dict[str, float]:
+    """Of the products that are asked for."""
+    if workshop.examples is None:
+        raise ConfigError(["fp8: there are no examples to calibrate with"])
+    indices = workshop.examples.split.calibration
+    rows = calibration.model_rows(config, workshop.examples, indices)
+    asked = step.settings["products"].split(SEPARATOR)
+    ranges = _ranges(config, rows)
+    return {name: largest for name, largest in ranges.items() if name.partition(".")[2] in asked}
 
 
 def _has_fp8() -> bool:

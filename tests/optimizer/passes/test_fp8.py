@@ -23,6 +23,7 @@ from penstock.optimizer.passes.fp8 import Fp8
 PASS = Fp8()
 ALL = Step("fp8", {"products": "qkv,out,inner,outer"})
 THREE = Step("fp8", {"products": "qkv,out,inner"})
+BY_ROW = Step("fp8", {"products": "qkv,out,inner,outer", "scaling": "rowwise"})
 PACKED = {"penstock.pack": "tokens"}
 
 
@@ -73,6 +74,35 @@ def test_ranges_are_found_in_the_calibration_part(tmp_path: Path) -> None:
     others = json.loads((tmp_path / "u" / "m" / "1" / "fp8.json").read_text())
     assert len(others) == 8
     assert all(others[name] <= each + 1e-6 for name, each in ranges.items())
+
+
+@pytest.fixture
+def gpu_with_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+
+
+@pytest.mark.usefixtures("gpu_with_fp8")
+def test_what_is_fastest_is_proposed_first(tmp_path: Path) -> None:
+    examples = Examples(rows(), None, Split((0, 1, 2), (3,), ()), "", "")
+    config = replace(write(tmp_path), device="cuda", options=PACKED)
+    situation = replace(a_situation(config), examples=examples)
+    assert PASS.propose(situation) == [ALL, BY_ROW, THREE]
+
+
+@pytest.mark.usefixtures("gpu_with_fp8")
+def test_without_calibration_each_token_has_its_own_range(tmp_path: Path) -> None:
+    config = replace(write(tmp_path), device="cuda", options=PACKED)
+    skip, step = PASS.propose(replace(a_situation(config), examples=None))
+    assert isinstance(skip, Skip) and "calibrate" in skip.reason
+    assert step == BY_ROW
+    PASS.build(parent_of(tmp_path), BY_ROW, tmp_path / "t" / "m", workshop(tmp_path))
+    made = opened(tmp_path / "t" / "m")
+    assert made.config.options["penstock.fp8"] == "rowwise"
+    assert made.config.options["penstock.dtype"] == "bf16"
+    assert not (made.version_folder / "fp8.json").exists()
+    built = {"fp8": "96 of 96 products, each token by its own range"}
+    assert PASS.check(BY_ROW, Facts("pytorch"), Facts("pytorch", built=built)) == []
 
 
 def test_without_examples_there_is_nothing_to_go_by(tmp_path: Path) -> None:
