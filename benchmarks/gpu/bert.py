@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -224,6 +224,22 @@ def config_of(folder: Path, scale: Scale) -> ModelConfig:
     )
 
 
+def calibrate(config: ModelConfig, scale: Scale, device: str) -> None:
+    """Ranges for FP8 beside the module, from other sequences than those that are measured."""
+    loaded = load_module(replace(config, device="cpu"))
+
+    def call(inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return loaded.module(**inputs)
+
+    packing = torch_packing.pack(loaded.module, call, config)
+    loaded.module.to(device)
+    rows = batch_of(scale, draw_lengths(scale, 32, RANGE_SEED), RANGE_SEED)
+    there = {name: torch.from_numpy(each).to(device) for name, each in rows.items()}
+    ranges = torch_packing.calibrated(packing, call, [there])
+    Path(config.artifact).with_name(FP8_FILE).write_text(json.dumps(ranges))
+    loaded.close()
+
+
 def filling(scale: Scale, device: str) -> Scale:
     """With as many tokens as make this GPU's batches full."""
     properties = torch.cuda.get_device_properties(device)
@@ -248,7 +264,7 @@ class Sequences:
         if self.device == "cpu":
             options.pop("penstock.cuda_graphs", None)
         if options.get("penstock.fp8") == FP8_FILE:
-            self.calibrate()
+            calibrate(self._config, self.scale, self.device)
         slots = technique.num_slots
         return replace(self._config, device=self.device, num_instances=slots, options=options)
 
@@ -282,23 +298,3 @@ class Sequences:
             return {}
         is_token = load.inputs["attention_mask"][: len(outputs["logits"])] != 0
         return {name: each[is_token] for name, each in outputs.items()}
-
-    def calibrate(self) -> None:
-        """Ranges for FP8, from other sequences than those that are measured."""
-        packing, call, close = self.packed(torch.float32)
-        rows = batch_of(self.scale, draw_lengths(self.scale, 32, RANGE_SEED), RANGE_SEED)
-        there = {name: torch.from_numpy(each).to(self.device) for name, each in rows.items()}
-        ranges = torch_packing.calibrated(packing, call, [there])
-        (self.folder / FP8_FILE).write_text(json.dumps(ranges))
-        close()
-
-    def packed(self, dtype: torch.dtype) -> tuple[torch_packing.Packing, Any, Callable[[], None]]:
-        """The packed module by itself."""
-        loaded = load_module(replace(self._config, device="cpu"))
-
-        def call(inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-            return loaded.module(**inputs)
-
-        packing = torch_packing.pack(loaded.module, call, self._config)
-        loaded.module.to(self.device, dtype)
-        return packing, call, loaded.close

@@ -82,22 +82,31 @@ def resnet_files(folder: Path, is_tiny: bool, device: str) -> ModelConfig:
 
 
 def bert_files(folder: Path, is_tiny: bool, device: str) -> ModelConfig:
-    config = bert.write_model(folder, bert.TINY if is_tiny else bert.LARGE)
+    """In batches of as many tokens as fill the GPU."""
+    scale = scale_on(device)
+    config = bert.write_model(folder, scale)
     options = {**bert.BF16, **bert.PACKED, **bert.GRAPHS}
-    return replace(config, name="bert-large", options=options, tolerance=half.TOLERANCE)
+    batching = replace(config.batching, max_tokens=scale.num_tokens)
+    tolerance = half.TOLERANCE
+    return replace(
+        config, name="bert-large", options=options, tolerance=tolerance, batching=batching
+    )
+
+
+def scale_on(device: str) -> bert.Scale:
+    return bert.TINY if device == CPU else bert.filling(bert.LARGE, device)
 
 
 def bert_fp8_files(folder: Path, is_tiny: bool, device: str) -> ModelConfig:
     config = bert_files(folder, is_tiny, device)
-    scale = bert.TINY if is_tiny else bert.LARGE
-    bert.Bench(replace(config, options={}), scale, device, 0.0).calibrate()
+    bert.calibrate(replace(config, options={}), scale_on(device), device)
     return replace(config, options={**config.options, **bert.FP8}, tolerance=fp8.TOLERANCE)
 
 
 SUBJECTS: Mapping[str, Subject] = {
     "resnet50": Subject("p99 < 15 ms", 128, resnet_files, image_rows),
-    "bert-large": Subject("p99 < 130 ms", 128, bert_files, sequence_rows),
-    "bert-large-fp8": Subject("p99 < 130 ms", 128, bert_fp8_files, sequence_rows, needs_gpu=True),
+    "bert-large": Subject("p99 < 130 ms", 256, bert_files, sequence_rows),
+    "bert-large-fp8": Subject("p99 < 130 ms", 256, bert_fp8_files, sequence_rows, needs_gpu=True),
 }
 
 
@@ -122,7 +131,7 @@ def served_as(config: ModelConfig, max_batch: int, device: str) -> ModelConfig:
     return replace(
         config,
         max_batch_size=max_batch,
-        batching=BatchPolicy(max_batch, is_dynamic=True),
+        batching=replace(config.batching, max_batch_size=max_batch),
         device=EACH_GPU if is_on_gpu else CPU,
         num_instances=2 if is_on_gpu else 1,
         options=options,

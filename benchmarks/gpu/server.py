@@ -46,6 +46,7 @@ from rich.table import Table
 
 from penstock import local
 from penstock.backends import Batch, PinsMemory, backend
+from penstock.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -207,36 +208,46 @@ def offline(root: Path, seconds: float) -> dict[str, Any]:
     (device, num_slots), *_ = config.workers
     config = config.of_worker(device, num_slots)
     runner = backend(config.backend)(config)
-    num_rows = config.max_batch_size
-    batches = [Batch(each, num_rows) for each in pinned_batches(runner, root, num_rows)]
+    batches = list(pinned_batches(runner, root, config))
     for batch in batches:
         for _ in range(3):
             list(runner.start(batch).wait())
     began = time.perf_counter()
     begun: deque[Any] = deque()
-    num_begun = 0
+    num_begun = num_rows = 0
     while time.perf_counter() - began < seconds or begun:
         if time.perf_counter() - began < seconds:
-            begun.append(runner.start(batches[num_begun % len(batches)]))
+            batch = batches[num_begun % len(batches)]
+            begun.append(runner.start(batch))
             num_begun += 1
+            num_rows += batch.num_rows
         if len(begun) == num_slots or time.perf_counter() - began >= seconds:
             list(begun.popleft().wait())
     took_s = time.perf_counter() - began
     built = dict(runner.built())
-    return {"rate": num_begun * num_rows / took_s, "ms": 1e3 * took_s / num_begun, "built": built}
+    return {"rate": num_rows / took_s, "ms": 1e3 * took_s / num_begun, "built": built}
 
 
+NUM_BATCHES = 8
 # Memory that a device was told of stays where it is.
 PINNED: list[mmap.mmap] = []
 
 
-def pinned_batches(runner: object, root: Path, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
-    """Of rows as they are sent, one behind the other; as a worker has them in shared memory."""
+def pinned_batches(runner: object, root: Path, config: ModelConfig) -> Iterator[Batch]:
+    """Of rows as they are sent, one behind the other, as a worker has them in shared memory; each
+    as large as the configuration allows."""
     rows = repositories.rows_of(root)
     count = len(next(iter(rows.values())))
-    for first in range(max(1, min(count, 8 * num_rows) // num_rows)):
-        places = np.arange(first * num_rows, (first + 1) * num_rows) % count
-        yield {name: pinned(runner, array[places]) for name, array in rows.items()}
+    mask = rows.get("attention_mask")
+    sizes = np.ones(count, int) if mask is None else mask.sum(1)
+    most = config.batching.max_tokens or int(sizes.sum()) * config.max_batch_size
+    first = 0
+    for _ in range(NUM_BATCHES):
+        places = np.arange(first, first + config.max_batch_size) % count
+        places = places[np.cumsum(sizes[places]) <= most]
+        first += len(places)
+        inputs = {name: pinned(runner, array[places]) for name, array in rows.items()}
+        yield Batch(inputs, len(places))
 
 
 def pinned(runner: object, array: np.ndarray) -> np.ndarray:
