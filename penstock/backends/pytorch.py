@@ -284,9 +284,14 @@ class TorchRunner:
         padding = self._config.padding
         if padding is None or self._config.batching.max_tokens is None:
             return rung
-        axis = padding.axes[0]
+        # An optional input may not be there.
+        lengths = [
+            batch.inputs[each.input].shape[1 + each.axis]
+            for each in padding.axes
+            if each.input in batch.inputs
+        ]
         # No more than the budget of tokens allows, which is warm as well.
-        most = self._config.max_rows(batch.inputs[axis.input].shape[1 + axis.axis])
+        most = self._config.max_rows(max(lengths, default=1))
         return max(batch.num_rows, min(rung, most))
 
     def _seen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
