@@ -236,6 +236,8 @@ class TorchRunner:
 
     def close(self) -> None:
         self._loaded.close()
+        # Graphs and packed layers hold memory too, beyond whoever holds on to this.
+        self._packing = self.pipeline = None
         del self._run, self._loaded
 
     def compiled(self) -> Mapping[str, bytes]:

@@ -1,7 +1,9 @@
 """Packed gives what padded gives; what is no encoder, or none such, is refused with the reason."""
 
 import asyncio
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -388,6 +390,28 @@ class TestOnADevice:
         for lengths in ((32,) * 16, (20,) * 16, (9, 30, 4, 2), (5,), (31,)):
             answer(packed, texts(lengths))
         assert gpu.num_captures == before
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_what_is_closed_holds_no_weights(tmp_path: Path, monkeypatch, is_on_gpu: bool) -> None:
+    if is_on_gpu:
+        monkeypatch.setattr("penstock.backends.pytorch.open_device", lambda name: FakeGpu())
+    made: list[weakref.ref] = []
+    pack = torch_packing.pack
+
+    def watched(*given):
+        packing = pack(*given)
+        made.append(weakref.ref(packing.stack.layers[0].qkv.weight))
+        return packing
+
+    monkeypatch.setattr(torch_packing, "pack", watched)
+    config = write(tmp_path / "m")
+    runner = backend("pytorch")(replace(config, options={"penstock.pack": "tokens"}))
+    answer(runner, texts((5, 3)))
+    assert made[0]() is not None
+    runner.close()
+    gc.collect()
+    assert made[0]() is None, "the runner, which is still there, holds on to it"
 
 
 class TestFp8:
