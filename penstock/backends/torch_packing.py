@@ -423,11 +423,13 @@ def read_ranges(path: Path) -> dict[str, float]:
     except (OSError, ValueError) as error:
         raise ConfigError([f"{where}: cannot be read: {first_line(error)}"]) from None
     is_known = isinstance(found, dict) and all(
-        isinstance(each, int | float) and not isinstance(each, bool) and each >= 0
+        isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < math.inf
         for each in found.values()
     )
     if not is_known:
-        raise ConfigError([f"{where}: expected an object of numbers, the largest inputs by name"])
+        raise ConfigError(
+            [f"{where}: expected an object of finite numbers, the largest inputs by name"]
+        )
     return {name: float(each) for name, each in found.items()}
 
 

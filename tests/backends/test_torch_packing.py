@@ -417,7 +417,8 @@ def test_what_is_closed_holds_no_weights(tmp_path: Path, monkeypatch, is_on_gpu:
 class TestFp8:
     def test_ranges_are_read_strictly(self, tmp_path: Path) -> None:
         path = tmp_path / "fp8.json"
-        for text in ("[]", '{"0.qkv": "1"}', '{"0.qkv": -1}', '{"0.qkv": true}', "{"):
+        values = ('"1"', "-1", "true", "Infinity", "NaN", "1e999")
+        for text in ("[]", *(f'{{"0.qkv": {each}}}' for each in values), "{"):
             path.write_text(text)
             with pytest.raises(ConfigError, match="fp8.json"):
                 torch_packing.read_ranges(path)
