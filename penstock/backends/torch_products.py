@@ -2,8 +2,8 @@
 whichever is the fastest for its sizes on this GPU.
 
 They are timed while a model is loaded, on a GPU that is warm, as it will be; one whose results are
-off is dropped. What was chosen is kept with the version, so a second start times nothing: it only
-looks once more whether results are right. What comes later, in sizes that nobody rehearsed, goes
+off is dropped. Where what an earlier start chose lies with the version nothing is timed: it is only
+looked once more whether results are right. What comes later, in sizes that nobody rehearsed, goes
 torch's way. `packed_encoder` asks.
 """
 
