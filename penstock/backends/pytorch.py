@@ -225,8 +225,9 @@ class TorchRunner:
             self.pipeline.pin(memory)
 
     def settle(self) -> None:
-        if self._packing is not None:
-            self._packing.settle()
+        for chooser in (self._loaded.fusion, self._packing):
+            if chooser is not None:
+                chooser.settle()
         if self.pipeline is not None:
             self.pipeline.settle()
 
