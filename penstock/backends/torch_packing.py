@@ -331,8 +331,10 @@ def check_kernels(packing: Packing) -> None:
     x = torch.randn(len(layout.places), weight.shape[1], generator=generator)
     with torch.inference_mode():
         given = x.to(weight.device, weight.dtype)
-        # By the products that were chosen.
-        packing.prepare(len(x), lambda: layer(given, Taken(given), layout, None))
+        if packing.stack.multiplier is not None:
+            # By the products that are then chosen.
+            layer(given, Taken(given), layout, None)
+            packing.stack.multiplier.tune()
         found = layer(given, Taken(given), layout, None)[0].float().cpu()
         wanted = copy.deepcopy(layer).float().cpu()
         plain = lay_out(mask, int(mask.sum()))

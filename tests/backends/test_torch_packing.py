@@ -620,6 +620,23 @@ class TestProducts:
         with pytest.raises(BackendFailed, match="of the largest value away"):
             torch_packing.check_kernels(packing)
 
+    def test_what_one_layer_was_checked_with_is_no_batch_that_was_prepared(
+        self, tmp_path: Path, library
+    ) -> None:
+        """In FP8 its products are others than those of the check, which is made before."""
+        config = write(tmp_path, inner=128)
+        packing, loaded = packed_module(config)
+        call = loaded_call(loaded)
+        loaded.module.bfloat16()
+        torch_packing.choose_products(packing, tmp_path)
+        torch_packing.check_kernels(packing)
+        assert packing.facts()["products_timed"] == "4 forms"
+        torch_packing.quantise(packing, replace(config, options={"penstock.fp8": "rowwise"}))
+        given = tensors((32, 32, 32, 32, 32, 32, 4))
+        packing.lay_out(given, 196)
+        packing.prepare(196, lambda: call(given))
+        assert packing.facts()["products_timed"] == "8 forms"
+
     @pytest.mark.parametrize("is_planted", [False, True])
     def test_gelu_in_fp8_is_inside_the_product_where_that_is_no_less_exact(
         self, tmp_path: Path, library, is_planted
