@@ -177,7 +177,7 @@ def add_norm(
     added: Tensor, residual: Tensor, norm: nn.LayerNorm, scaling: Scaling | None
 ) -> tuple[Tensor, Taken]:
     """The normalised sum, and what the next product takes of it: itself, or in FP8."""
-    if not uses_kernels(added):
+    if not uses_kernels(added) or norm.bias is None:
         x = norm(added + residual)
         return x, taken_of(x, scaling)
     from penstock.kernels import encoder

@@ -225,8 +225,9 @@ class TorchRunner:
             self.pipeline.pin(memory)
 
     def settle(self) -> None:
-        if self._packing is not None:
-            self._packing.settle()
+        for chooser in (self._loaded.fusion, self._packing):
+            if chooser is not None:
+                chooser.settle()
         if self.pipeline is not None:
             self.pipeline.settle()
 
@@ -236,6 +237,8 @@ class TorchRunner:
 
     def close(self) -> None:
         self._loaded.close()
+        # Graphs and packed layers hold memory too, beyond whoever holds on to this.
+        self._packing = self.pipeline = None
         del self._run, self._loaded
 
     def compiled(self) -> Mapping[str, bytes]:
@@ -284,9 +287,14 @@ class TorchRunner:
         padding = self._config.padding
         if padding is None or self._config.batching.max_tokens is None:
             return rung
-        axis = padding.axes[0]
+        # An optional input may not be there.
+        lengths = [
+            batch.inputs[each.input].shape[1 + each.axis]
+            for each in padding.axes
+            if each.input in batch.inputs
+        ]
         # No more than the budget of tokens allows, which is warm as well.
-        most = self._config.max_rows(batch.inputs[axis.input].shape[1 + axis.axis])
+        most = self._config.max_rows(max(lengths, default=1))
         return max(batch.num_rows, min(rung, most))
 
     def _seen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

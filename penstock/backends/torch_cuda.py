@@ -84,6 +84,8 @@ class Cuda:
 
     def __init__(self, name: str) -> None:
         self._device = torch.device(name)
+        # Lanes do not wait for the stream that weights were made ready on.
+        torch.cuda.synchronize(self._device)
         self._streams: dict[Lane, torch.cuda.Stream] = {
             "in": torch.cuda.Stream(self._device),
             "compute": torch.cuda.Stream(self._device),

@@ -51,17 +51,24 @@ class Fusion:
 
     module: Any
     tuner: Tuner | None
+    # Whether new shapes are timed.
+    is_open: bool = True
     _seen: set[object] = field(default_factory=set)
 
     def prepare(self, tensors: Mapping[str, torch.Tensor], call: Callable[[], object]) -> None:
-        """Before inputs of new shapes are run: the layers' implementations are timed."""
+        """Before inputs of new shapes are run: the layers' implementations are timed, as long as
+        nobody waits for answers."""
         shapes = tuple((name, tuple(each.shape)) for name, each in tensors.items())
-        if self.tuner is None or shapes in self._seen:
+        if self.tuner is None or not self.is_open or shapes in self._seen:
             return
         # Layers tell what they are called with.
         call()
         self.tuner.tune()
         self._seen.add(shapes)
+
+    def settle(self) -> None:
+        """From now on somebody waits."""
+        self.is_open = False
 
     @property
     def layers(self) -> list[Convolution]:

@@ -331,8 +331,10 @@ def check_kernels(packing: Packing) -> None:
     x = torch.randn(len(layout.places), weight.shape[1], generator=generator)
     with torch.inference_mode():
         given = x.to(weight.device, weight.dtype)
-        # By the products that were chosen.
-        packing.prepare(len(x), lambda: layer(given, Taken(given), layout, None))
+        if packing.stack.multiplier is not None:
+            # By the products that are then chosen.
+            layer(given, Taken(given), layout, None)
+            packing.stack.multiplier.tune()
         found = layer(given, Taken(given), layout, None)[0].float().cpu()
         wanted = copy.deepcopy(layer).float().cpu()
         plain = lay_out(mask, int(mask.sum()))
@@ -423,11 +425,13 @@ def read_ranges(path: Path) -> dict[str, float]:
     except (OSError, ValueError) as error:
         raise ConfigError([f"{where}: cannot be read: {first_line(error)}"]) from None
     is_known = isinstance(found, dict) and all(
-        isinstance(each, int | float) and not isinstance(each, bool) and each >= 0
+        isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < math.inf
         for each in found.values()
     )
     if not is_known:
-        raise ConfigError([f"{where}: expected an object of numbers, the largest inputs by name"])
+        raise ConfigError(
+            [f"{where}: expected an object of finite numbers, the largest inputs by name"]
+        )
     return {name: float(each) for name, each in found.items()}
 
 

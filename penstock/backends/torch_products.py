@@ -2,13 +2,14 @@
 whichever is the fastest for its sizes on this GPU.
 
 They are timed while a model is loaded, on a GPU that is warm, as it will be; one whose results are
-off is dropped. What was chosen is kept with the version, so a second start times nothing: it only
-looks once more whether results are right. What comes later, in sizes that nobody rehearsed, goes
+off is dropped. Where what an earlier start chose lies with the version nothing is timed: it is only
+looked once more whether results are right. What comes later, in sizes that nobody rehearsed, goes
 torch's way. `packed_encoder` asks.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,8 @@ class Multiplier:
     is_open: bool = True
     # None: torch's way.
     _chosen: dict[Form, int | None] = field(default_factory=dict)
+    # Of these, those that nothing is known of.
+    _untried: set[Form] = field(default_factory=set)
     _waiting: dict[Form, Product] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
 
@@ -104,7 +107,7 @@ class Multiplier:
         """All that has come by."""
         if not self._waiting:
             return
-        self._warm_up(max(self._waiting.values(), key=lambda each: each.form.num_operations))
+        self._warm_up()
         # The last one first: one product may be part of torch's way to another.
         while self._waiting:
             form, product = self._waiting.popitem()
@@ -113,15 +116,20 @@ class Multiplier:
                 drawn = product.drawn()
                 number = self._recalled(drawn)
                 self._chosen[form] = self._fastest(drawn) if number is None else number
-            except torch.OutOfMemoryError as error:
+            except Exception as error:  # Mostly of memory: the model itself may need less.
+                self._untried.add(form)
                 self.problems[str(form)] = first_line(error)
         self.timer.done()
 
     def files(self) -> dict[str, bytes]:
-        """For the version's folder."""
-        if not self._chosen:
+        """For the version's folder; what could not be tried out is another start's to choose."""
+        choices = {
+            self._key(form): _name(number)
+            for form, number in self._chosen.items()
+            if form not in self._untried
+        }
+        if not choices:
             return {}
-        choices = {self._key(form): _name(number) for form, number in self._chosen.items()}
         found = Remembered(made_for(self.products.device), dict(sorted(choices.items())))
         return {CHOICES: msgspec.json.format(msgspec.json.encode(found), indent=1)}
 
@@ -141,12 +149,18 @@ class Multiplier:
     def _key(self, form: Form) -> str:
         return f"{PREFIX} {self.products.version} {form}"
 
-    def _warm_up(self, product: Product) -> None:
-        drawn = product.drawn()
+    def _warm_up(self) -> None:
+        """For what will be timed, if anything."""
+        new = [each for form, each in self._waiting.items() if self._key(form) not in self.told]
+        if not new:
+            return
+        product = max(new, key=lambda each: each.form.num_operations)
         count = min(MAX_WARM_CALLS, int(WARM_OPERATIONS / product.form.num_operations))
-        # On a CPU nothing gets warm.
-        for _ in range(count if drawn.operands.x.is_cuda else 0):
-            drawn.by_torch(drawn.operands.x)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            drawn = product.drawn()
+            # On a CPU nothing gets warm.
+            for _ in range(count if drawn.operands.x.is_cuda else 0):
+                drawn.by_torch(drawn.operands.x)
 
     def _recalled(self, product: Product) -> int | None:
         """What an earlier start chose, where its results are right here too."""

@@ -33,13 +33,23 @@ VERSION_OF_MAJOR = 10_000
 WORKSPACE_BYTES = 32 << 20
 # Algorithms that it is asked for.
 NUM_ALGORITHMS = 8
+# cublasStatus_t, by the names that everybody looks for.
+STATUSES = {
+    1: "CUBLAS_STATUS_NOT_INITIALIZED",
+    3: "CUBLAS_STATUS_ALLOC_FAILED",
+    7: "CUBLAS_STATUS_INVALID_VALUE",
+    8: "CUBLAS_STATUS_ARCH_MISMATCH",
+    13: "CUBLAS_STATUS_EXECUTION_FAILED",
+    14: "CUBLAS_STATUS_INTERNAL_ERROR",
+    15: "CUBLAS_STATUS_NOT_SUPPORTED",
+}
 # What it takes for granted of addresses.
 ALIGNMENT = 256
 OLDEST = 12
 
 
-class Unavailable(Exception):
-    """Why cuBLASLt cannot be called, or refuses."""
+class Unavailable(RuntimeError):
+    """Why cuBLASLt cannot be called, or refuses; as torch tells of what its libraries refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +272,7 @@ def open_products(device: torch.device) -> Products:
 
 def _check(name: str, status: int) -> None:
     if status:
-        raise Unavailable(f"{name} gives status {status}")
+        raise Unavailable(f"{name} gives status {status} ({STATUSES.get(status, 'of no name')})")
 
 
 def _address(tensor: torch.Tensor) -> ctypes.c_void_p:

@@ -1,6 +1,6 @@
 """Attention over sequences laid end to end, without a single padded position: the softmax is
 computed while keys and values stream by, block by block, and every block of queries looks only at
-its own sequence. `torch_packing` calls it; `torch_packing.padded_attention` is the same in plain
+its own sequence. `packed_encoder` calls it; `packed_encoder.padded_attention` is the same in plain
 torch.
 """
 

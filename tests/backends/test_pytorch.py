@@ -92,6 +92,30 @@ def test_a_batch_is_filled_up_to_a_rung_on_a_gpu(tmp_path, fake_gpu, num_rows):
     assert num_run(backend("pytorch")(config)) == num_rows
 
 
+def test_a_padded_input_that_is_optional_may_be_absent_under_a_budget(tmp_path, fake_gpu):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import torch\n"
+        "class Lengths(torch.nn.Module):\n"
+        "    def forward(self, ids, x=None):\n"
+        "        return torch.full((len(ids), 2), float(len(ids)))\n"
+        "factory = Lengths\n"
+    )
+    inputs = TensorSpec("x", "INT64", (-1,), is_optional=True), TensorSpec("ids", "INT64", (-1,))
+    config = torch_config(path, inputs=inputs, max_batch_size=8)
+    config = replace(
+        config,
+        batching=replace(config.batching, is_dynamic=True, max_tokens=48),
+        padding=Padding((PadAxis("x", 0), PadAxis("ids", 0)), (16,)),
+    )
+    runner = backend("pytorch")(config)
+    # Three rows of 16 are the budget; four would be the next rung.
+    for num_rows, num_run in ((1, 1), (3, 3), (5, 5)):
+        ids = np.ones((num_rows, 16), np.int64)
+        (outputs,) = runner.start(Batch({"ids": ids}, num_rows)).wait()
+        np.testing.assert_array_equal(outputs["y"], np.full((num_rows, 2), num_run))
+
+
 def problems_of(config: ModelConfig) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         backend("pytorch")(config)

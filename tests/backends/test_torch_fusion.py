@@ -442,6 +442,26 @@ def test_the_backend_times_each_size_once_and_a_second_start_nothing(config, mon
     assert second.built()["fusion_timed"] == "0 cases" and timers == []
 
 
+def test_nobody_who_waits_for_an_answer_waits_for_the_timing(config, monkeypatch):
+    """Requests with as many rows as they like, of which some come that were not warmed up."""
+    timer, cpu = CountingTimer(), torch.device("cpu")
+    monkeypatch.setattr("penstock.backends.pytorch.open_device", lambda name: FakeGpu())
+    monkeypatch.setattr(
+        "penstock.backends.pytorch.open_tuner", lambda config: convolution.Tuner(timer, cpu)
+    )
+    config = replace(config, batching=BatchPolicy(4, is_dynamic=False))
+    plain, _ = answer(replace(config, options={}))
+    runner = backend("pytorch")(replace(config, options={"penstock.fuse": "convolutions"}))
+    rows = images(3, 3, 12).numpy()
+    runner.start(Batch({"image": rows[:2]}, 2)).wait()
+    runner.settle()
+    before = timer.num_timed
+    assert before > 0
+    (outputs,) = runner.start(Batch({"image": rows}, 3)).wait()
+    np.testing.assert_allclose(outputs["scores"], plain, atol=1e-3)
+    assert timer.num_timed == before
+
+
 def test_options_that_do_not_go_together(config, tmp_path):
     options = {"penstock.fuse": "convolutions", "penstock.compile": "default"}
     with pytest.raises(ConfigError, match="penstock.fuse: not together with penstock.compile"):

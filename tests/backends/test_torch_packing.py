@@ -1,7 +1,9 @@
 """Packed gives what padded gives; what is no encoder, or none such, is refused with the reason."""
 
 import asyncio
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -390,10 +392,33 @@ class TestOnADevice:
         assert gpu.num_captures == before
 
 
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_what_is_closed_holds_no_weights(tmp_path: Path, monkeypatch, is_on_gpu: bool) -> None:
+    if is_on_gpu:
+        monkeypatch.setattr("penstock.backends.pytorch.open_device", lambda name: FakeGpu())
+    made: list[weakref.ref] = []
+    pack = torch_packing.pack
+
+    def watched(*given):
+        packing = pack(*given)
+        made.append(weakref.ref(packing.stack.layers[0].qkv.weight))
+        return packing
+
+    monkeypatch.setattr(torch_packing, "pack", watched)
+    config = write(tmp_path / "m")
+    runner = backend("pytorch")(replace(config, options={"penstock.pack": "tokens"}))
+    answer(runner, texts((5, 3)))
+    assert made[0]() is not None
+    runner.close()
+    gc.collect()
+    assert made[0]() is None, "the runner, which is still there, holds on to it"
+
+
 class TestFp8:
     def test_ranges_are_read_strictly(self, tmp_path: Path) -> None:
         path = tmp_path / "fp8.json"
-        for text in ("[]", '{"0.qkv": "1"}', '{"0.qkv": -1}', '{"0.qkv": true}', "{"):
+        values = ('"1"', "-1", "true", "Infinity", "NaN", "1e999")
+        for text in ("[]", *(f'{{"0.qkv": {each}}}' for each in values), "{"):
             path.write_text(text)
             with pytest.raises(ConfigError, match="fp8.json"):
                 torch_packing.read_ranges(path)
@@ -594,6 +619,23 @@ class TestProducts:
         library.wrong = frozenset({1})
         with pytest.raises(BackendFailed, match="of the largest value away"):
             torch_packing.check_kernels(packing)
+
+    def test_what_one_layer_was_checked_with_is_no_batch_that_was_prepared(
+        self, tmp_path: Path, library
+    ) -> None:
+        """In FP8 its products are others than those of the check, which is made before."""
+        config = write(tmp_path, inner=128)
+        packing, loaded = packed_module(config)
+        call = loaded_call(loaded)
+        loaded.module.bfloat16()
+        torch_packing.choose_products(packing, tmp_path)
+        torch_packing.check_kernels(packing)
+        assert packing.facts()["products_timed"] == "4 forms"
+        torch_packing.quantise(packing, replace(config, options={"penstock.fp8": "rowwise"}))
+        given = tensors((32, 32, 32, 32, 32, 32, 4))
+        packing.lay_out(given, 196)
+        packing.prepare(196, lambda: call(given))
+        assert packing.facts()["products_timed"] == "8 forms"
 
     @pytest.mark.parametrize("is_planted", [False, True])
     def test_gelu_in_fp8_is_inside_the_product_where_that_is_no_less_exact(

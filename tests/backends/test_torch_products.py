@@ -227,6 +227,40 @@ def test_an_older_library_that_knows_less_leaves_it_to_torch(monkeypatch):
     assert "gives status 7" in multiplier.facts()["products_dropped"]
 
 
+class FailingTimer(FakeTimer):
+    """The end of a capture that found no memory tells of the capture."""
+
+    def seconds(self, call) -> float:
+        raise RuntimeError("capture was invalidated")
+
+
+def test_what_cannot_be_tried_out_goes_torchs_way_and_is_left_to_the_next_start():
+    library = FakeCublasLt()
+    multiplier = Multiplier(Products(library, CPU), FailingTimer(library, {}))
+    product = a_product()
+    wanted = multiplier.run(product)
+    multiplier.tune()
+    assert torch.equal(multiplier.run(product), wanted)
+    assert multiplier.facts()["products"] == "1 by torch"
+    assert multiplier.facts()["products_dropped"].endswith("capture was invalidated")
+    assert multiplier.files() == {}
+
+
+def test_a_gpu_without_room_to_try_anything_out_still_runs_the_model(monkeypatch):
+    multiplier, library, timer = a_multiplier()
+    product = a_product()
+    wanted = multiplier.run(product)
+
+    def full(*sizes, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.randn", full)
+        multiplier.tune()
+    assert torch.equal(multiplier.run(product), wanted)
+    assert timer.num_timed == 0 and multiplier.files() == {}
+
+
 def test_tensors_that_begin_elsewhere_go_torchs_way():
     multiplier, library, _ = a_multiplier()
     product = a_product()

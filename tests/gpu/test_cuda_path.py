@@ -16,6 +16,7 @@ from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 
 torch = pytest.importorskip("torch")
+open_device = pytest.importorskip("penstock.backends.torch_cuda").open_device
 save_file = pytest.importorskip("safetensors.torch").save_file
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -101,6 +102,17 @@ def test_graphs_give_what_the_model_gives(config):
                 answer(runner, values), wanted(config, values), rtol=1e-2, atol=1e-3
             )
     assert runner.built()["cuda_graphs"] == "3"
+
+
+def test_lanes_begin_when_weights_are_ready():
+    """They do not wait for the stream of whoever loads."""
+    x = torch.ones(8192, 8192, device="cuda:0")
+    torch.cuda.synchronize()
+    for _ in range(40):
+        torch.mm(x, x)
+    assert not torch.cuda.default_stream().query()
+    open_device("cuda:0")
+    assert torch.cuda.default_stream().query()
 
 
 def test_what_cannot_be_captured_runs_without_and_says_so(config):

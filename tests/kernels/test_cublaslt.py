@@ -7,8 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_cublaslt import FakeCublasLt  # noqa: E402
+from fake_gpu import FakeGpu  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from penstock.backends.torch_cuda import Pipeline  # noqa: E402
 from penstock.kernels import cublaslt  # noqa: E402
 from penstock.kernels.cublaslt import E4M3, Form, Operands, Products, Unavailable  # noqa: E402
 
@@ -100,8 +102,26 @@ def test_an_error_is_told():
             return 13
 
     products = Products(Failing(), "cpu")
-    with pytest.raises(Unavailable, match="cublasLtMatmul gives status 13"):
+    with pytest.raises(Unavailable, match="cublasLtMatmul gives status 13 .CUBLAS_STATUS_EXEC"):
         products.multiply(Form(5, 16, 24, torch.float16, torch.float16), operands(), 0)
+
+
+def test_what_finds_no_memory_is_tried_once_more():
+    """As a batch is where one of torch's own libraries finds none."""
+
+    class Full(FakeCublasLt):
+        statuses = [3]
+
+        def cublasLtMatmul(self, *arguments):
+            return self.statuses.pop() if self.statuses else super().cublasLtMatmul(*arguments)
+
+    products, given, gpu = Products(Full(), "cpu"), operands(), FakeGpu()
+    form = Form(5, 16, 24, torch.float16, torch.float16)
+    pipeline = Pipeline(gpu, lambda _: {"y": products.multiply(form, given, 0)}, 1, False)
+    (found,) = pipeline.start({"x": torch.zeros(5, 1)}, 5, 5).wait()
+    wanted = given.x.float() @ given.weight.float().t() + given.bias.float()
+    assert torch.allclose(torch.from_numpy(found["y"]).float(), wanted, rtol=1e-2, atol=2e-2)
+    assert gpu.num_shrinks == 1
 
 
 def test_without_a_gpu_there_is_none():

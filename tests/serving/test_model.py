@@ -243,6 +243,24 @@ def test_no_more_than_the_budget_is_warmed_up():
     assert warmed(replace(BUDGET, batching=three))[64] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(("options", "num_runs"), [({"null.copy_ms": "0"}, 2), ({}, 1)])
+def test_of_a_gpu_a_long_first_run_is_no_batch_time(monkeypatch, options, num_runs):
+    """Kernels are compiled, tried out and captured then; on a CPU what is long stays long."""
+    monkeypatch.setattr("penstock.serving.worker.LONG_WARM_UP_S", 0.0)
+    config = replace(FIXED, options=options)
+    runner = NullRunner(config)
+    ran: list[int] = []
+    start = runner.start
+
+    def counted(batch):
+        ran.append(batch.num_rows)
+        return start(batch)
+
+    monkeypatch.setattr(runner, "start", counted)
+    timings, _ = worker.warm_up_all(config, runner, frames.Proof())
+    assert ran == [rows for rows in timings for _ in range(num_runs)]
+
+
 def test_what_fits_no_bucket_runs_with_others_of_its_shape():
     async def scenario(model, puppets):
         requests = [ask(PADDED, canary(i, (1, n))) for i, n in enumerate([65, 65, 66])]
