@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from penstock import devices, repository
+from penstock.backends import CHOICES
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import (
@@ -206,6 +207,17 @@ class Lab:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return True
+
+    def keep_chosen(self, build: Build) -> None:
+        """Products of packed models are timed at load; what was found the fastest goes with the
+        version, so that no start of it does that again. Only of the one that is kept: each load
+        with all its token counts takes as long as a measurement."""
+        is_packed = build.config.uses_gpu and "penstock.pack" in build.config.options
+        if not is_packed or (build.version_folder / CHOICES).exists():
+            return
+        self.watch("keep which products are the fastest")
+        self._rise()
+        trials.keep_compiled(build)
 
     def facts(self, build: Build) -> Facts:
         self.watch("read back")

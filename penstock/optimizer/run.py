@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from penstock import repository
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.optimizer import evidence, folders, passes, shapes
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
@@ -73,10 +73,15 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
         # Interrupted before the original had been measured: there is nothing to keep.
         raise KeyboardInterrupt
     found = conclude(lab, search, command, created)
+    assert found.chosen is not None
+    build = _as_committed(lab, found.chosen)
+    try:
+        lab.keep_chosen(build)
+    except PenstockError as error:
+        found.notes.append(f"every start of the version times its products again: {error}")
     found.elapsed_s = time.monotonic() - began
     found.headline = headline(found)
-    assert found.chosen is not None
-    found.version = evidence.commit(_as_committed(lab, found.chosen), found, run)
+    found.version = evidence.commit(build, found, run)
     found.num_measured = lab.journal.num_measured
     found.num_remembered = lab.journal.num_remembered
     return found

@@ -224,3 +224,35 @@ def test_on_a_gpu_nothing_is_started_twice(tmp_path: Path, monkeypatch) -> None:
     assert len(servers) == len(set(servers)) > 1
     assert psutil.Process().children() == before
     assert found.after is not None and found.after.gpu_memory_bytes == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "is_kept"),
+    [
+        ("cuda", {"penstock.pack": "tokens"}, True),
+        ("cuda", {}, False),
+        ("cpu", {"penstock.pack": "tokens"}, False),
+    ],
+)
+def test_which_products_are_the_fastest_goes_with_the_version(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, options, is_kept
+) -> None:
+    kept: list[Path] = []
+
+    def keep(build: Build) -> int:
+        kept.append(build.version_folder)
+        (build.version_folder / "fusion.json").write_text("{}")
+        return 2
+
+    monkeypatch.setattr(trials, "keep_compiled", keep)
+    subject = open_subject(plan, tmp_path / "work" / "small")
+    examples = open_examples(plan, subject.build.config.inputs, True)
+    config = replace(subject.build.config, device=device, options=options)
+    build = replace(subject.build, config=config)
+    with Journal(tmp_path / "journal") as journal:
+        lab = Lab(plan, MACHINE, subject, examples, journal)
+        lab.keep_chosen(build)
+        assert kept == [build.version_folder] * is_kept
+        # A run that goes on has them.
+        lab.keep_chosen(build)
+        assert len(kept) == is_kept
