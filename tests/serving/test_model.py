@@ -29,6 +29,7 @@ from penstock.errors import (
     InvalidRequest,
     NotReady,
     Overloaded,
+    PenstockError,
     TooLarge,
 )
 from penstock.metrics import ModelMetrics
@@ -414,6 +415,39 @@ def test_inputs_larger_than_the_spill_are_refused_by_name():
         assert "penstock.spill_bytes" in str(request.sink.error)
 
     run(UNBATCHED, scenario)
+
+
+class Insistent(RecordingSink):
+    """Sends the next request as soon as it has the answer to one."""
+
+    def __init__(self, model: Model, requests: list[Request]) -> None:
+        super().__init__()
+        self._model = model
+        self._requests = requests
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        super().respond(request, answer, final)
+        if self._requests:
+            request = self._requests.pop()
+            request.sink = self
+            self._model.submit(request)
+
+
+def test_a_request_sent_on_an_answer_finds_the_room_of_that_answer():
+    memory = MemoryPolicy(slab_bytes=1024, max_slabs=2, spill_bytes=1024)
+    config = replace(VARIABLE, memory=memory)
+
+    async def scenario(model, puppets):
+        sink = Insistent(model, [ask(config, canary(i, (1, 100))) for i in range(3)])
+        first = ask(config, canary(3, (1, 100)))
+        first.sink = sink
+        model.submit(first)
+        await puppets.step_all()
+        assert [answer["y"].tolist() for answer in sink.outputs] == [
+            canary(i, (1, 100)).tolist() for i in (3, 2, 1, 0)
+        ]
+
+    run(config, scenario)
 
 
 def test_outputs_larger_than_the_spill_fail_only_their_request():
@@ -898,6 +932,21 @@ def test_drain_returns_when_the_last_answer_is_out():
         assert request.is_done
 
     run(FIXED, scenario)
+
+
+def test_drain_returns_when_the_last_request_cannot_be_sent():
+    batching = BatchPolicy(8, is_dynamic=True, max_queue_delay_s=0.01)
+    config = replace(VARIABLE, batching=batching)
+
+    async def scenario(model, puppets):
+        request = ask(config, canary(1, (1, 3)))
+        request.parameters = {"p": "x" * (frames.MAX_FRAME_BYTES // 2)}
+        model.submit(request)
+        async with asyncio.timeout(30):
+            await model.drain()
+        assert isinstance(request.sink.error, TooLarge)
+
+    run(config, scenario)
 
 
 class Chaos:
