@@ -831,6 +831,26 @@ def test_rows_that_take_long_to_copy_are_there_when_the_worker_reads_them():
     run(config, scenario)
 
 
+def test_rows_that_nobody_waits_for_are_not_written_over_those_of_the_next():
+    shape = (4096,)
+    specs = [TensorSpec(name, "INT64", shape) for name in "xy"]
+    config = replace(FIXED, inputs=(specs[0],), outputs=(specs[1],))
+
+    async def scenario(model, puppets):
+        for turn in range(3):
+            many = ask(config, np.zeros((8, *shape), np.int64))
+            one = ask(config, canary(turn, (1, *shape)))
+            assert len(many.inputs[0].data) >= copier.MIN_BYTES > len(one.inputs[0].data)
+            model.submit(many)
+            model.cancel(many)
+            # Their slab is empty again, and this one has the same rows.
+            model.submit(one)
+            await puppets.step_all()
+            np.testing.assert_array_equal(one.sink.outputs[0]["y"], canary(turn, (1, *shape)))
+
+    run(config, scenario)
+
+
 def test_preserve_ordering_holds_answers_back():
     batching = BatchPolicy(1, is_dynamic=True, preserve_ordering=True)
     config = replace(FIXED, max_batch_size=1, batching=batching, num_instances=2)
@@ -1033,6 +1053,25 @@ class Chaos:
         ),
         SHARED,
         replace(MIXED, device="cuda", num_instances=3),
+        replace(
+            BUDGET,
+            num_instances=2,
+            batching=replace(
+                BUDGET.batching,
+                num_priorities=3,
+                default_priority=2,
+                preferred_batch_sizes=(4,),
+                max_queue_delay_s=0.001,
+                policies=(QueuePolicy(), QueuePolicy(), QueuePolicy("DELAY", 0.0001)),
+            ),
+        ),
+        replace(
+            BUDGET,
+            device="cuda",
+            num_instances=3,
+            batching=replace(BUDGET.batching, slo_latency_s=0.5),
+            options={"penstock.pack": "tokens"},
+        ),
     ],
     ids=[
         "fixed",
@@ -1045,6 +1084,8 @@ class Chaos:
         "ordered",
         "shared",
         "shared mixed",
+        "budget",
+        "budget and slo",
     ],
 )
 @settings(deadline=None, max_examples=40)
