@@ -162,10 +162,14 @@ class BatchTimes:
             self._guess()
             return
         predicted_s = means[low] + share * (means[high] - means[low])
-        error_s = _believed(duration_s, predicted_s, count) - predicted_s
+        if predicted_s <= 0:
+            means[low] = means[high] = duration_s
+            return
+        # In proportion: what one neighbour is wrong by would push the other below zero.
         weight = max(SMOOTHING, 1 / (count + 1))
-        means[high] += weight * share * error_s
-        means[low] += weight * (1 - share) * error_s
+        off = weight * (_believed(duration_s, predicted_s, count) / predicted_s - 1)
+        means[high] *= 1 + share * off
+        means[low] *= 1 + (1 - share) * off
 
     def _guess(self) -> None:
         """Rungs that never ran: as slow as the next larger known one, else on a line beyond."""
@@ -223,6 +227,6 @@ def _on_lines(sizes: list[int], means: list[float], size: float) -> float:
 
 
 def _believed(duration_s: float, predicted_s: float, num_seen: int) -> float:
-    if num_seen < NUM_TRUSTED:
+    if num_seen < NUM_TRUSTED or predicted_s <= 0:
         return duration_s
     return min(max(duration_s, predicted_s / MAX_SURPRISE), predicted_s * MAX_SURPRISE)

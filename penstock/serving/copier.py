@@ -40,8 +40,7 @@ class Copier:
         if pair[0].size != pair[1].size:
             raise ValueError(f"{pair[1].size} bytes for a place of {pair[0].size}")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
+            self._start()
         self._due.append(pair)
         self._calls.put(True)
 
@@ -59,6 +58,14 @@ class Copier:
             self._calls.put(False)
             self._thread.join()
             self._thread = None
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return  # The process may have no more threads now: whoever waits copies.
+        self._thread = thread
 
     def _run(self) -> None:
         while self._calls.get():

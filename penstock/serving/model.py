@@ -148,6 +148,7 @@ class Model:
         self._batch_ids = itertools.count(1)
         self._recent: dict[int, deque[float]] = {}
         self._is_pump_due = False
+        self._is_answering = False
         self._last_num_requests = 0
         self._timer: asyncio.TimerHandle | None = None
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
@@ -268,7 +269,8 @@ class Model:
 
     def _wake(self) -> None:
         """Something may be dispatched now."""
-        if self._last_num_requests == 1 and self._batcher.num_waiting == 1:
+        is_alone = self._last_num_requests == 1 and self._batcher.num_waiting == 1
+        if is_alone and not self._is_answering:
             # Nothing came together lately: waiting for company would only cost time.
             self._pump()
         elif not self._is_pump_due:
@@ -429,6 +431,7 @@ class Model:
             if not _has_ended(request):
                 self.metrics.failed("OTHER")
                 self._finish(request, error)
+        self._check_idle()
 
     def _ended(self, flight: InFlight) -> None:
         """No time can be learnt from this batch."""
@@ -534,6 +537,17 @@ class Model:
     # Answers.
 
     def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None:
+        # Who hears of an answer may send the next request at once: it runs after the worker has
+        # its spill back.
+        self._is_answering = True
+        try:
+            self._answer(instance, frame)
+        finally:
+            self._is_answering = False
+        self._pump_if_waiting()
+        self._check_idle()
+
+    def _answer(self, instance: Instance, frame: frames.FromWorker) -> None:
         flight = _taken(instance, frame)
         if flight is not None and isinstance(frame, frames.Done):
             self._deliver(instance, flight, frame)
@@ -543,8 +557,6 @@ class Model:
             self._ended(flight)
             self._note_batch(flight, now, flight.waits(), 0.0, "the model failed")
             self._fail_batch(flight, frame.error)
-        self._pump_if_waiting()
-        self._check_idle()
 
     def _deliver(self, instance: Instance, flight: InFlight, frame: frames.Done) -> None:
         now = instance.answered_at = self._clock()

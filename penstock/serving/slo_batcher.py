@@ -59,6 +59,10 @@ class Pace:
     def unit_s(self) -> float:
         return self.target_s / self.target_size
 
+    def work_s(self, size: int) -> float:
+        """Of a request among others; one that is larger than the batch aimed at has its own."""
+        return self.unit_s * size if size <= self.target_size else self.times.mean_s(size)
+
     def aim(self, limit_s: float, max_size: int) -> None:
         """The largest batch that takes no longer than this."""
         self.target_size = min(max_size, self.times.largest_within(limit_s))
@@ -169,7 +173,7 @@ class SloBatcher:
         if self._lanes.num_waiting or len(self._running) >= self.num_executors:
             self._check(request, geometry, pace, now)
         self._lanes.append(request, geometry)
-        self._work_s += self._size(request) * pace.unit_s
+        self._work_s += pace.work_s(self._size(request))
         if self._turn_began is None:
             self._turn_began = now
         self._expect(request)
@@ -284,17 +288,21 @@ class SloBatcher:
 
     def _full_batch(self, lane: Lane | None, pace: Pace) -> tuple[int, float]:
         """Size and time of the batches that the lane makes: as aimed at, or less where the most
-        rows that a batch may have are shorter than that."""
-        num_rows = sum(lane.rows) if lane is not None and self._has_budget else 0
-        if lane is None or num_rows < self._max_rows:
+        rows that a batch may have are shorter than that, but never less than a request."""
+        if lane is None:
             return pace.target_size, pace.target_s
-        size = max(1, self._max_rows * sum(lane.tokens) // num_rows)
-        if size >= pace.target_size:
-            return pace.target_size, pace.target_s
+        size, waiting = pace.target_size, sum(self._sizes(lane))
+        num_rows = sum(lane.rows) if self._has_budget else 0
+        if num_rows >= self._max_rows:
+            size = min(size, max(1, self._max_rows * waiting // num_rows))
+        size = max(size, -(-waiting // lane.num_live))
+        if size == pace.target_size:
+            return size, pace.target_s
         return size, pace.times.mean_s(size)
 
     def _waiting_s(self, lane: Lane) -> float:
-        return sum(self._sizes(lane)) * self._pace(lane.geometry).unit_s
+        size, batch_s = self._full_batch(lane, self._pace(lane.geometry))
+        return sum(self._sizes(lane)) * batch_s / size
 
     def _allowed_s(self, request: Request) -> float:
         asked = request.timeout_s
@@ -350,9 +358,10 @@ class SloBatcher:
     def _is_backlogged(self, lane: Lane, pace: Pace) -> bool:
         """More waits than the batch aimed at, and it will not pass: several executors that together
         are fast enough serve more without drops, in batches as large as the head allows."""
-        if sum(self._sizes(lane)) <= pace.target_size and sum(lane.rows) <= self._max_rows:
+        size, batch_s = self._full_batch(lane, pace)
+        if sum(self._sizes(lane)) <= size and sum(lane.rows) <= self._max_rows:
             return False
-        load = pace.arrivals_per_s * pace.unit_s
+        load = pace.arrivals_per_s * batch_s / size
         return self.num_executors == 1 or load > self.num_executors
 
     def _form_from_backlog(self, lane: Lane, pace: Pace, now: float) -> list[Request]:

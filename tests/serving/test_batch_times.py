@@ -162,3 +162,29 @@ def test_the_rung_to_try_again_is_the_one_not_seen_for_longest():
     assert table.stale_rung(1, STALE_AFTER_S + 1.5) is None
     assert table.stale_rung(0, 1e9) is None
     assert table.stale_rung(8, STALE_AFTER_S + 3.5, min_size=3) == 4
+
+
+@given(
+    st.sampled_from([0.1, 0.5, 2.0, 10.0]),
+    st.sets(st.integers(1, 8), min_size=1),
+    st.integers(0, 2**32),
+)
+def test_a_warm_up_far_off_is_forgotten_whatever_sizes_run(factor, sizes, seed):
+    """Also where no rung runs itself: its neighbours together are right, and neither is absurd."""
+    table = learnt(times=lambda rows: factor * line(rows))
+    chance = random.Random(seed)
+    for batch in range(400):
+        num_rows = chance.choice(sorted(sizes))
+        table.observe(num_rows, line(num_rows), float(batch))
+        assert min(table.means_s.values()) > 0
+    for num_rows in sizes:
+        assert table.mean_s(num_rows) == pytest.approx(line(num_rows), rel=0.5)
+
+
+def test_times_that_were_none_are_learnt():
+    table = BatchTimes(8)
+    for _ in range(5):
+        table.observe(3, 0.0, 0.0)
+    for _ in range(60):
+        table.observe(3, line(3), 0.0)
+    assert table.mean_s(3) == pytest.approx(line(3), rel=0.01)

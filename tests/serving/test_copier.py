@@ -45,6 +45,25 @@ def test_what_is_closed_is_done_and_its_thread_has_gone():
     assert threading.active_count() == before
 
 
+def test_without_a_thread_to_be_had_whoever_waits_copies(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    target = memoryview(bytearray(SIZE))
+    copier = Copier()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        copier.copy(target, bytes([7]) * SIZE)
+        copier.wait()
+        assert target == bytes([7]) * SIZE
+    before = threading.active_count()
+    copier.copy(target, bytes([8]) * SIZE)
+    assert threading.active_count() == before + 1
+    copier.close()
+    assert target == bytes([8]) * SIZE
+    assert threading.active_count() == before
+
+
 def test_sizes_that_differ_are_refused_at_once():
     copier = Copier()
     with pytest.raises(ValueError, match="3 bytes for a place of 4"):

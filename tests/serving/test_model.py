@@ -29,6 +29,7 @@ from penstock.errors import (
     InvalidRequest,
     NotReady,
     Overloaded,
+    PenstockError,
     TooLarge,
 )
 from penstock.metrics import ModelMetrics
@@ -434,6 +435,39 @@ def test_inputs_larger_than_the_spill_are_refused_by_name():
     run(UNBATCHED, scenario)
 
 
+class Insistent(RecordingSink):
+    """Sends the next request as soon as it has the answer to one."""
+
+    def __init__(self, model: Model, requests: list[Request]) -> None:
+        super().__init__()
+        self._model = model
+        self._requests = requests
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        super().respond(request, answer, final)
+        if self._requests:
+            request = self._requests.pop()
+            request.sink = self
+            self._model.submit(request)
+
+
+def test_a_request_sent_on_an_answer_finds_the_room_of_that_answer():
+    memory = MemoryPolicy(slab_bytes=1024, max_slabs=2, spill_bytes=1024)
+    config = replace(VARIABLE, memory=memory)
+
+    async def scenario(model, puppets):
+        sink = Insistent(model, [ask(config, canary(i, (1, 100))) for i in range(3)])
+        first = ask(config, canary(3, (1, 100)))
+        first.sink = sink
+        model.submit(first)
+        await puppets.step_all()
+        assert [answer["y"].tolist() for answer in sink.outputs] == [
+            canary(i, (1, 100)).tolist() for i in (3, 2, 1, 0)
+        ]
+
+    run(config, scenario)
+
+
 def test_outputs_larger_than_the_spill_fail_only_their_request():
     config = replace(
         FIXED,
@@ -815,6 +849,26 @@ def test_rows_that_take_long_to_copy_are_there_when_the_worker_reads_them():
     run(config, scenario)
 
 
+def test_rows_that_nobody_waits_for_are_not_written_over_those_of_the_next():
+    shape = (4096,)
+    specs = [TensorSpec(name, "INT64", shape) for name in "xy"]
+    config = replace(FIXED, inputs=(specs[0],), outputs=(specs[1],))
+
+    async def scenario(model, puppets):
+        for turn in range(3):
+            many = ask(config, np.zeros((8, *shape), np.int64))
+            one = ask(config, canary(turn, (1, *shape)))
+            assert len(many.inputs[0].data) >= copier.MIN_BYTES > len(one.inputs[0].data)
+            model.submit(many)
+            model.cancel(many)
+            # Their slab is empty again, and this one has the same rows.
+            model.submit(one)
+            await puppets.step_all()
+            np.testing.assert_array_equal(one.sink.outputs[0]["y"], canary(turn, (1, *shape)))
+
+    run(config, scenario)
+
+
 def test_preserve_ordering_holds_answers_back():
     batching = BatchPolicy(1, is_dynamic=True, preserve_ordering=True)
     config = replace(FIXED, max_batch_size=1, batching=batching, num_instances=2)
@@ -918,6 +972,21 @@ def test_drain_returns_when_the_last_answer_is_out():
     run(FIXED, scenario)
 
 
+def test_drain_returns_when_the_last_request_cannot_be_sent():
+    batching = BatchPolicy(8, is_dynamic=True, max_queue_delay_s=0.01)
+    config = replace(VARIABLE, batching=batching)
+
+    async def scenario(model, puppets):
+        request = ask(config, canary(1, (1, 3)))
+        request.parameters = {"p": "x" * (frames.MAX_FRAME_BYTES // 2)}
+        model.submit(request)
+        async with asyncio.timeout(30):
+            await model.drain()
+        assert isinstance(request.sink.error, TooLarge)
+
+    run(config, scenario)
+
+
 class Chaos:
     """Random requests, cancels, steps and deaths; then everything must come to an end."""
 
@@ -1002,6 +1071,25 @@ class Chaos:
         ),
         SHARED,
         replace(MIXED, device="cuda", num_instances=3),
+        replace(
+            BUDGET,
+            num_instances=2,
+            batching=replace(
+                BUDGET.batching,
+                num_priorities=3,
+                default_priority=2,
+                preferred_batch_sizes=(4,),
+                max_queue_delay_s=0.001,
+                policies=(QueuePolicy(), QueuePolicy(), QueuePolicy("DELAY", 0.0001)),
+            ),
+        ),
+        replace(
+            BUDGET,
+            device="cuda",
+            num_instances=3,
+            batching=replace(BUDGET.batching, slo_latency_s=0.5),
+            options={"penstock.pack": "tokens"},
+        ),
     ],
     ids=[
         "fixed",
@@ -1014,6 +1102,8 @@ class Chaos:
         "ordered",
         "shared",
         "shared mixed",
+        "budget",
+        "budget and slo",
     ],
 )
 @settings(deadline=None, max_examples=40)

@@ -378,6 +378,36 @@ class TestTokens:
         assert batcher.paces["a"].times.means_s == before
         assert len(add_tokens(batcher, [5], now=5.0)) == 1
 
+    def test_a_wrong_prediction_locks_nobody_out(self):
+        """Of fewer tokens than were warmed up only a guess is known, as slow as those."""
+        batcher = SloBatcher(TOKENS)
+        batcher.seed({40: 0.1, 80: 0.2}, "a")
+        num_run = 0
+        for turn in range(40):
+            add_tokens(batcher, [40], now=turn)
+            if batcher.next(turn):
+                batcher.observe("a", 40, turn, turn + tokens_s(40))
+                num_run += 1
+        assert num_run == 40
+        assert batcher.paces["a"].times.mean_s(40) == pytest.approx(tokens_s(40), rel=0.5)
+
+    def test_a_request_larger_than_the_size_aimed_at_is_one_batch_to_those_behind_it(self):
+        batcher = SloBatcher(replace(TOKENS, slo_latency_s=0.1))
+        batcher.seed({40: 0.03, 80: 0.06}, "long")
+        batcher.seed({1: 0.004, 80: 0.008}, "short")
+        assert batcher.paces["long"].target_size == 1
+        for shape, now in (("long", 0.0), ("long", 0.045), ("short", 0.045)):
+            request = make(now)
+            request.num_tokens = 40 if shape == "long" else 4
+            batcher.add(request, shape, now)
+            if now == 0.0:
+                assert batcher.next(now) == [request]
+        # What was waiting when it came: the rest of one long batch, and another.
+        with pytest.raises(Overloaded, match=r"would be answered in 99\.\d ms"):
+            request = make(0.045)
+            request.num_tokens = 40
+            batcher.add(request, "long", 0.045)
+
     def test_goodput_where_lengths_differ_by_much(self):
         """What is predicted by rows is wrong for every batch, and more is late or refused."""
         chance = random.Random(7)
