@@ -553,8 +553,10 @@ class Search:
     def _measure_finalists(self, limit: int, *, is_fresh: bool = False) -> None:
         """Where the SLO is out of reach, the best is what keeps its latency at the highest rate:
         servers that are overrun all look the same. Predictions are off by more than builds differ,
-        so that the best of different builds are asked."""
-        if self._is_in_reach() or self._slo.latency_s is None:
+        so that the best of different builds are asked. Where no rate is predicted to keep it, none
+        is looked for: who answers soonest is the best."""
+        has_rates = self._slo.latency_s is not None and self.findings.best.rate > 0
+        if self._is_in_reach() or not has_rates:
             self._measure(self._nearest(limit, is_fresh=is_fresh))
             return
         ranked = sorted(self.findings.contenders, key=lambda one: -one.rate)

@@ -273,6 +273,16 @@ def test_far_from_the_slo_the_best_of_different_builds_are_asked() -> None:
     assert model_step(search.findings.finalists[0].build.candidate) == "solid"
 
 
+def test_where_no_rate_keeps_the_slo_whoever_answers_soonest_is_served() -> None:
+    rows = {"original": 200.0, "one": 190.0, "two": 180.0, "three": 170.0, "solid": 60.0}
+    passes = [MadePass(each, "compile") for each in ("one", "two", "three", "solid")]
+    lab, run = searched(rows, *passes, budget_s=100.0)
+    search = run()
+    assert all(each.rate == 0 for each in search.findings.contenders)
+    assert not lab.rated
+    assert model_step(search.findings.finalists[0].build.candidate) == "solid"
+
+
 @pytest.mark.parametrize(("budget_s", "num_rated"), [(100.0, 1), (180.0, 2)])
 def test_rates_are_looked_for_as_long_as_there_is_time(budget_s: float, num_rated: int) -> None:
     # Some is kept for the proof.
