@@ -184,7 +184,7 @@ class Search:
         self._trying = ""
         self.findings = Findings()
         lab.watch = self._tell
-        lab.left_s = self._search_left_s
+        lab.left_s = self._left_to_build_s
 
     def run(self) -> Findings:
         """An interruption or the end of the time ends the search, not what was found; a second
@@ -321,7 +321,11 @@ class Search:
         is_passed = record.outcome not in ("rejected", "failed")
         if each.name in ALTERNATIVES and is_passed:
             return f"{step} has passed, and this would be no faster"
-        if each.name == COMPILER and "mode" in step.settings and record.outcome != "kept":
+        if each.name != COMPILER or "mode" not in step.settings:
+            return ""
+        if not is_passed:
+            return f"{step} {record.outcome}: the same compiler with more time is not tried"
+        if record.outcome != "kept":
             best = self.findings.best.candidate
             return f"{step} is not ahead of {best}; tuning the same for longer would not bring it"
         return ""
@@ -490,11 +494,13 @@ class Search:
         return contender
 
     def _is_hopeless(self, contender: Contender) -> bool:
-        """With one instance, beside the best with one."""
+        """With as few instances as there may be, beside the best with as few."""
         if not self.findings.contenders or self._plan.is_exhaustive:
             return False
         contender.shapes = shapes(self._situation(contender))
-        alone = [rate for steps, rate in self.findings.best.shapes if _num_instances(steps) == 1]
+        fewest = min(num_instances for num_instances, _ in contender.times)
+        best = self.findings.best.shapes
+        alone = [rate for steps, rate in best if _num_instances(steps) == fewest]
         return contender.rate < HOPELESS * max(alone, default=0.0)
 
     def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
@@ -755,6 +761,14 @@ class Search:
             return None
         is_far = bool(self.findings.contenders) and not self._is_in_reach()
         return self.left_s - (RESERVE_FOR_RATES if is_far else RESERVE) * self._plan.budget_s
+
+    def _left_to_build_s(self) -> float | None:
+        """What is served may have to be compiled for its batches first: that is what time was kept
+        for, but for the proof."""
+        left_s = self._search_left_s()
+        if left_s is None or self.left_s is None or self._stage != "batching":
+            return left_s
+        return max(left_s, self.left_s - PROOF_S)
 
     def _check_time(self) -> None:
         left_s = self._search_left_s()
