@@ -108,10 +108,7 @@ class MadeLab:
         backend = "null" if self.device == "cpu" else "pytorch"
         options = self.options.get(model_step(candidate), {})
         config = ModelConfig("m", "1", backend, "", tensors, tensors, 8, batching, options=options)
-        if self.spread:
-            config = config.on(self.spread)
-        else:
-            config = replace(config, device=self.device)
+        config = config.on(self.spread) if self.spread else replace(config, device=self.device)
         return Build(candidate, Path("m"), config)
 
     def facts(self, build: Build) -> Facts:
