@@ -10,6 +10,7 @@ may come from the journal: the same answers lead to the same choice.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -592,17 +593,12 @@ class Search:
         """Contenders in serving configurations, in turns. What keeps the SLO already runs along
         with them. `is_rated` looks for the highest rate of each, too."""
         stage, self._stage = self._stage, "batching"
-        fresh = [
-            (contender, build)
-            for contender, build in self._shaped(chosen)
-            if build.candidate.key not in self._served
-        ]
-        # As many as there is time for, and one in any case.
-        if self.left_s is not None and is_rated:
-            fresh = fresh[: max(1, int((self.left_s - PROOF_S) / RATED_S))]
-        elif self.left_s is not None:
-            each_s = SERVED_ON_GPU_S if self._is_on_gpu else SERVED_S
-            fresh = fresh[: max(1, int(self.left_s / (2 * each_s)))]
+        fresh: list[tuple[Contender, Build]] = []
+        for contender, build in self._shaped(chosen):
+            # As many as there is time for, and one in any case; others are not even built.
+            fresh.append((contender, build))
+            if len(fresh) >= self._num_measurable(is_rated=is_rated):
+                break
         if not fresh:
             self._stage = stage
             return
@@ -615,6 +611,13 @@ class Search:
             self._add_served(contender, build, served)
             self._note_served(build, served)
         self._stage = stage
+
+    def _num_measurable(self, *, is_rated: bool) -> float:
+        if self.left_s is None:
+            return math.inf
+        if is_rated:
+            return (self.left_s - PROOF_S) // RATED_S
+        return self.left_s // (2 * (SERVED_ON_GPU_S if self._is_on_gpu else SERVED_S))
 
     def _serve_rated(self, builds: Sequence[Build]) -> list[Served]:
         return self._lab.with_rates(builds, RATE_S)
@@ -715,8 +718,11 @@ class Search:
     def _shaped(
         self, chosen: Sequence[tuple[Contender, tuple[Step, ...]]]
     ) -> Iterator[tuple[Contender, Build]]:
+        """What has not been served so far, each built when it is its turn."""
         for contender, steps in chosen:
             candidate = contender.candidate.then(*steps)
+            if candidate.key in self._served:
+                continue
             try:
                 yield contender, self._build_shape(contender, candidate, steps)
             except PenstockError as error:

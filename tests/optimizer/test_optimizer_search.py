@@ -290,8 +290,13 @@ def test_where_no_rate_keeps_the_slo_whoever_answers_soonest_is_served() -> None
 def test_rates_are_looked_for_as_long_as_there_is_time(budget_s: float, num_rated: int) -> None:
     # Some is kept for the proof.
     lab, run = searched({"original": 90.0, "solid": 10.1, "hollow": 9.9}, *PAIR, budget_s=budget_s)
+    built: list[str] = []
+    build = lab.build
+    lab.build = lambda each: (built.append(last(each)), build(each))[1]  # type: ignore[method-assign]
     run()
     assert len(lab.rated) == num_rated
+    # What would not be measured is not built either.
+    assert sum(each.startswith("instances") for each in built) == num_rated
 
 
 def test_where_the_time_is_up_far_from_the_slo_rates_are_looked_for_too() -> None:
