@@ -63,7 +63,7 @@ def _beats(one: Served, other: Served) -> bool:
         return one.is_met
     if one.is_sure != other.is_sure:
         return one.is_sure
-    if one.max_rate is not None and other.max_rate is not None:
+    if one.max_rate is not None and other.max_rate is not None and _has_rate(one, other):
         return _is_above(one.max_rate, other.max_rate)
     if one.is_met:
         return _is_below(one.p99, other.p99)
@@ -74,6 +74,12 @@ def _beats(one: Served, other: Served) -> bool:
     if _is_above(one.throughput, other.throughput) or _is_above(other.throughput, one.throughput):
         return _is_above(one.throughput, other.throughput)
     return _is_below(one.p50, other.p50)
+
+
+def _has_rate(*servings: Served) -> bool:
+    """Whether one was found for any of them."""
+    rates = [each.max_rate for each in servings if each.max_rate is not None]
+    return not all(math.isnan(rate.value) for rate in rates)
 
 
 def _is_below(one: Interval, other: Interval) -> bool:

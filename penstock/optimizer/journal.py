@@ -93,7 +93,14 @@ class Journal:
     def count(self, kind: str, key: str) -> int:
         """How often this was called, in all runs; called before what may end the process, it tells
         the next run."""
-        num = 1 + int(self._known.get((kind, key), {}).get("value", 0))
+        return self._counted(kind, key, 1)
+
+    def discount(self, kind: str, key: str) -> int:
+        """The last call was none."""
+        return self._counted(kind, key, -1)
+
+    def _counted(self, kind: str, key: str, more: int) -> int:
+        num = more + int(self._known.get((kind, key), {}).get("value", 0))
         self._known[kind, key] = record = {"kind": kind, "key": key, "value": num}
         self._append(record)
         return num

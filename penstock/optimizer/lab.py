@@ -179,16 +179,20 @@ class Lab:
         if self.journal.count("build begun", candidate.key) > MAX_BEGUN:
             raise BackendFailed(f"it was begun {MAX_BEGUN} times and never came to an end")
         step = candidate.steps[-1]
+        made_by = passes.find(step.pass_name)
+        if not made_by.is_config_only:
+            self._make_room(parent.config)
         home = self._folder / "builds" / candidate.key
         draft = home.with_name(f".{home.name}")
         for old in (draft, home):
             shutil.rmtree(old, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
-            passes.find(step.pass_name).build(parent, step, draft / self.plan.name, self.workshop)
+            made_by.build(parent, step, draft / self.plan.name, self.workshop)
             made = _opened(candidate, draft / self.plan.name)
             if {"penstock.compile", "penstock.fuse"} & made.config.options.keys():
                 self.watch("compile")
+                self._make_room(made.config)
                 is_tuned = "penstock.fuse" in made.config.options
                 share = TUNING_SHARE if is_tuned else COMPILE_SHARE
                 timeout_s = self._compile_timeout_s(share) or trials.LOAD_TIMEOUT_S
@@ -196,6 +200,8 @@ class Lab:
                 trials.keep_compiled(made, timeout_s, take)
             os.rename(draft, home)
         except trials.TookTooLong as error:
+            # It did come to an end, and the run with more time is not to count this one.
+            self.journal.discount("build begun", candidate.key)
             raise trials.TookTooLong(f"compiling it takes too long: {error}") from error
         except PenstockError as error:
             raise BackendFailed(str(error)) from error
@@ -248,15 +254,17 @@ class Lab:
             return None
         if self._sitting is None or self._sitting.build.config != config:
             self._rise()
-            self._make_room()
+            self._make_room(config)
             pairs = arrangements(config, self.machine.num_cores)
             alone = [pair for pair in pairs if _num_workers(config, pair) == 1]
             most = max(alone, default=pairs[0])
             self._sitting = Sitting(build, most, self._spare)
         return self._sitting
 
-    def _make_room(self) -> None:
+    def _make_room(self, config: ModelConfig) -> None:
         """Servers that were kept go before they can take memory from what is tried."""
+        if not config.uses_gpu:
+            return
         gpus = [gpu for gpu in devices.read_gpus() if gpu.total_bytes]
         if not gpus or any(gpu.free_bytes < MIN_FREE * gpu.total_bytes for gpu in gpus):
             self._servers.close()
@@ -466,6 +474,7 @@ class Lab:
         def measure() -> TimeTable:
             if not build.config.uses_gpu or _num_workers(build.config, pair) > 1:
                 self._settle()
+                self._make_room(build.config)
                 return trials.times(build, self.rows, *pair, self._longest_s)
             sitting = self._sat(build)
             assert sitting is not None, "it is on a GPU"
@@ -482,11 +491,13 @@ class Lab:
         return trials.MAX_BATCH_S if limit_s is None else min(MAX_BATCH_S, 1.5 * limit_s)
 
     def profile(self, build: Build) -> Profile:
+        def measure() -> Profile:
+            self._rise()
+            self._make_room(build.config)
+            return profile_build(build.folder, self.rows)
+
         self.watch("profile")
-        self._rise()
-        return self.journal.remember(
-            "profile", build.candidate.key, Profile, lambda: profile_build(build.folder, self.rows)
-        )
+        return self.journal.remember("profile", build.candidate.key, Profile, measure)
 
     def serve(self, builds: Sequence[Build]) -> list[Served]:
         """At the load of the SLO; several in turns."""

@@ -10,6 +10,7 @@ may come from the journal: the same answers lead to the same choice.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -184,7 +185,7 @@ class Search:
         self._trying = ""
         self.findings = Findings()
         lab.watch = self._tell
-        lab.left_s = self._search_left_s
+        lab.left_s = self._left_to_build_s
 
     def run(self) -> Findings:
         """An interruption or the end of the time ends the search, not what was found; a second
@@ -321,7 +322,11 @@ class Search:
         is_passed = record.outcome not in ("rejected", "failed")
         if each.name in ALTERNATIVES and is_passed:
             return f"{step} has passed, and this would be no faster"
-        if each.name == COMPILER and "mode" in step.settings and record.outcome != "kept":
+        if each.name != COMPILER or "mode" not in step.settings:
+            return ""
+        if not is_passed:
+            return f"{step} {record.outcome}: the same compiler with more time is not tried"
+        if record.outcome != "kept":
             best = self.findings.best.candidate
             return f"{step} is not ahead of {best}; tuning the same for longer would not bring it"
         return ""
@@ -490,11 +495,13 @@ class Search:
         return contender
 
     def _is_hopeless(self, contender: Contender) -> bool:
-        """With one instance, beside the best with one."""
+        """With as few instances as there may be, beside the best with as few."""
         if not self.findings.contenders or self._plan.is_exhaustive:
             return False
         contender.shapes = shapes(self._situation(contender))
-        alone = [rate for steps, rate in self.findings.best.shapes if _num_instances(steps) == 1]
+        fewest = min(num_instances for num_instances, _ in contender.times)
+        best = self.findings.best.shapes
+        alone = [rate for steps, rate in best if _num_instances(steps) == fewest]
         return contender.rate < HOPELESS * max(alone, default=0.0)
 
     def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
@@ -553,8 +560,10 @@ class Search:
     def _measure_finalists(self, limit: int, *, is_fresh: bool = False) -> None:
         """Where the SLO is out of reach, the best is what keeps its latency at the highest rate:
         servers that are overrun all look the same. Predictions are off by more than builds differ,
-        so that the best of different builds are asked."""
-        if self._is_in_reach() or self._slo.latency_s is None:
+        so that the best of different builds are asked. Where no rate is predicted to keep it, none
+        is looked for: who answers soonest is the best."""
+        has_rates = self._slo.latency_s is not None and self.findings.best.rate > 0
+        if self._is_in_reach() or not has_rates:
             self._measure(self._nearest(limit, is_fresh=is_fresh))
             return
         ranked = sorted(self.findings.contenders, key=lambda one: -one.rate)
@@ -584,17 +593,12 @@ class Search:
         """Contenders in serving configurations, in turns. What keeps the SLO already runs along
         with them. `is_rated` looks for the highest rate of each, too."""
         stage, self._stage = self._stage, "batching"
-        fresh = [
-            (contender, build)
-            for contender, build in self._shaped(chosen)
-            if build.candidate.key not in self._served
-        ]
-        # As many as there is time for, and one in any case.
-        if self.left_s is not None and is_rated:
-            fresh = fresh[: max(1, int((self.left_s - PROOF_S) / RATED_S))]
-        elif self.left_s is not None:
-            each_s = SERVED_ON_GPU_S if self._is_on_gpu else SERVED_S
-            fresh = fresh[: max(1, int(self.left_s / (2 * each_s)))]
+        fresh: list[tuple[Contender, Build]] = []
+        for contender, build in self._shaped(chosen):
+            # As many as there is time for, and one in any case; others are not even built.
+            fresh.append((contender, build))
+            if len(fresh) >= self._num_measurable(is_rated=is_rated):
+                break
         if not fresh:
             self._stage = stage
             return
@@ -607,6 +611,13 @@ class Search:
             self._add_served(contender, build, served)
             self._note_served(build, served)
         self._stage = stage
+
+    def _num_measurable(self, *, is_rated: bool) -> float:
+        if self.left_s is None:
+            return math.inf
+        if is_rated:
+            return (self.left_s - PROOF_S) // RATED_S
+        return self.left_s // (2 * (SERVED_ON_GPU_S if self._is_on_gpu else SERVED_S))
 
     def _serve_rated(self, builds: Sequence[Build]) -> list[Served]:
         return self._lab.with_rates(builds, RATE_S)
@@ -707,8 +718,11 @@ class Search:
     def _shaped(
         self, chosen: Sequence[tuple[Contender, tuple[Step, ...]]]
     ) -> Iterator[tuple[Contender, Build]]:
+        """What has not been served so far, each built when it is its turn."""
         for contender, steps in chosen:
             candidate = contender.candidate.then(*steps)
+            if candidate.key in self._served:
+                continue
             try:
                 yield contender, self._build_shape(contender, candidate, steps)
             except PenstockError as error:
@@ -754,6 +768,14 @@ class Search:
         # On GPUs the first steps are far from what the last ones reach, and servers stay up.
         is_far = not self._is_on_gpu and self.findings.contenders and not self._is_in_reach()
         return self.left_s - (RESERVE_FOR_RATES if is_far else RESERVE) * self._plan.budget_s
+
+    def _left_to_build_s(self) -> float | None:
+        """What is served may have to be compiled for its batches first: that is what time was kept
+        for, but for the proof."""
+        left_s = self._search_left_s()
+        if left_s is None or self.left_s is None or self._stage != "batching":
+            return left_s
+        return max(left_s, self.left_s - PROOF_S)
 
     def _check_time(self) -> None:
         left_s = self._search_left_s()

@@ -106,22 +106,6 @@ def measure_alternately(
         return _measured(endpoints, plan, watch, num_rounds=NUM_ROUNDS)
 
 
-def max_rates(
-    builds: Sequence[Build],
-    plan: Plan,
-    rows: Sequence[Row],
-    watch: Watch,
-    search_s: float = SEARCH_S,
-    servers: Servers | None = None,
-) -> list[tuple[Interval, Curve | None]]:
-    """The highest rate of each that keeps the latency terms, in turns, and what was measured on the
-    way; without such terms, what it answers when it never has to wait for requests. NaN where an
-    end is not known. A search that ends after `search_s`, with the level that it is at, has found
-    what it has found by then."""
-    with _stage(builds, rows, servers) as endpoints:
-        return _max_rates(endpoints, plan, watch, search_s)
-
-
 def with_rates(
     builds: Sequence[Build],
     plan: Plan,
@@ -130,7 +114,8 @@ def with_rates(
     search_s: float,
     servers: Servers | None = None,
 ) -> list[Served]:
-    """Once at the load of the SLO, then up to the highest rate of each, in turns."""
+    """Once at the load of the SLO, then up to the highest rate of each, in turns. A search that
+    ends after `search_s`, with the level that it is at, has found what it has found by then."""
     with _stage(builds, rows, servers) as endpoints:
         found = _in_turns(endpoints, plan, watch, 1)
         return _rated(endpoints, found, plan, watch, search_s)
@@ -665,7 +650,9 @@ def _max_rates(
     watch: Watch,
     search_s: float = SEARCH_S,
 ) -> list[tuple[Interval, Curve | None]]:
-    """With what was measured on the way, as a curve."""
+    """The highest rate of each that keeps the latency terms, and what was measured on the way, as
+    a curve; without such terms, what it answers when it never has to wait for requests. NaN where
+    an end is not known."""
     has_limits = any(isinstance(term, Latency | Goodput) for term in _terms(plan))
     probes = [_saturated(endpoint, plan, watch) for endpoint in endpoints]
     if not has_limits:

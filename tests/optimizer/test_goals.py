@@ -1,5 +1,7 @@
 """What an SLO asks of a candidate, and which of several is the best."""
 
+import math
+
 import pytest
 
 from penstock import slo
@@ -75,6 +77,12 @@ def test_simpler_goes_first_within_the_noise() -> None:
 
 def test_the_highest_rate_decides_where_it_is_known() -> None:
     pair = [served(0.010, max_rate=300), served(0.012, max_rate=400)]
+    assert goals.order(pair, [0, 1]) == [1, 0]
+
+
+def test_where_no_rate_was_found_for_either_the_rest_decides() -> None:
+    """As of an SLO that nothing keeps at any rate."""
+    pair = [served(each, is_met=False, max_rate=math.nan) for each in (0.060, 0.015)]
     assert goals.order(pair, [0, 1]) == [1, 0]
 
 

@@ -86,6 +86,7 @@ class MadeLab:
         self.interrupt_at = ""
         self.served: list[str] = []
         self.device = "cpu"
+        self.spread: Sequence[str] = ()
         self.options: dict[str, dict[str, str]] = {}
         self.memory_bytes = 0
         self.left_s: Callable[[], float | None] = lambda: None
@@ -107,7 +108,8 @@ class MadeLab:
         backend = "null" if self.device == "cpu" else "pytorch"
         options = self.options.get(model_step(candidate), {})
         config = ModelConfig("m", "1", backend, "", tensors, tensors, 8, batching, options=options)
-        return Build(candidate, Path("m"), replace(config, device=self.device))
+        config = config.on(self.spread) if self.spread else replace(config, device=self.device)
+        return Build(candidate, Path("m"), config)
 
     def facts(self, build: Build) -> Facts:
         return Facts("null")
@@ -243,6 +245,7 @@ def test_an_original_that_keeps_the_slo_without_room_is_the_end() -> None:
     assert [str(each.candidate) for each in search.findings.tries] == ["original"]
 
 
+LATE = [MadePass("solid", "compile"), MadePass("late", "compile")]
 PAIR = [MadePass("solid", "compile"), MadePass("hollow", "compile")]
 
 
@@ -273,12 +276,27 @@ def test_far_from_the_slo_the_best_of_different_builds_are_asked() -> None:
     assert model_step(search.findings.finalists[0].build.candidate) == "solid"
 
 
+def test_where_no_rate_keeps_the_slo_whoever_answers_soonest_is_served() -> None:
+    rows = {"original": 200.0, "one": 190.0, "two": 180.0, "three": 170.0, "solid": 60.0}
+    passes = [MadePass(each, "compile") for each in ("one", "two", "three", "solid")]
+    lab, run = searched(rows, *passes, budget_s=100.0)
+    search = run()
+    assert all(each.rate == 0 for each in search.findings.contenders)
+    assert not lab.rated
+    assert model_step(search.findings.finalists[0].build.candidate) == "solid"
+
+
 @pytest.mark.parametrize(("budget_s", "num_rated"), [(100.0, 1), (180.0, 2)])
 def test_rates_are_looked_for_as_long_as_there_is_time(budget_s: float, num_rated: int) -> None:
     # Some is kept for the proof.
     lab, run = searched({"original": 90.0, "solid": 10.1, "hollow": 9.9}, *PAIR, budget_s=budget_s)
+    built: list[str] = []
+    build = lab.build
+    lab.build = lambda each: (built.append(last(each)), build(each))[1]  # type: ignore[method-assign]
     run()
     assert len(lab.rated) == num_rated
+    # What would not be measured is not built either.
+    assert sum(each.startswith("instances") for each in built) == num_rated
 
 
 def test_where_the_time_is_up_far_from_the_slo_rates_are_looked_for_too() -> None:
@@ -289,6 +307,24 @@ def test_where_the_time_is_up_far_from_the_slo_rates_are_looked_for_too() -> Non
     assert search.findings.is_out_of_time
     assert lab.rated
     assert model_step(search.findings.finalists[0].build.candidate) == "solid"
+
+
+def test_what_is_served_in_the_end_has_time_to_be_compiled() -> None:
+    """Also when the search has none left: it was kept for that, and for the proof."""
+    lab, run = searched({"original": 90.0, "solid": 10.0, "late": 9.9}, *LATE, budget_s=400.0)
+    left: dict[str, float] = {}
+    build = lab.build
+
+    def built(candidate: Candidate) -> Build:
+        left[last(candidate)] = lab.left_s()
+        lab.clock.now += 250.0 * (last(candidate) == "solid")
+        return build(candidate)
+
+    lab.build = built  # type: ignore[method-assign]
+    search = run()
+    assert search.findings.is_out_of_time
+    (served_s,) = [left_s for name, left_s in left.items() if name.startswith("instances")]
+    assert served_s == pytest.approx(150.0 - 80.0)
 
 
 def test_a_stage_that_is_not_enough_is_followed_by_the_next() -> None:
@@ -565,17 +601,26 @@ def test_on_a_gpu_what_adds_to_the_best_is_not_tried_on_others(
     assert skipped == ([] if is_tried else ["not for this"])
 
 
+@dataclass
+class Modes(MadePass):
+    def propose(self, situation: Situation) -> list[Step | Skip]:
+        return [Step(self.name, {"mode": each}) for each in self.settings]
+
+
+def test_on_a_gpu_a_compiler_that_failed_is_not_told_to_be_behind() -> None:
+    rows = {"original": 10.0}
+    lab, run = searched(rows, Modes("torch-compile", "compile", ("fast", "long")))
+    lab.device, lab.broken = "cuda", {"torch-compile(mode=fast)"}
+    (skip,) = [each for each in run().findings.skipped if each.pass_name == "torch-compile"]
+    assert skip.reason.startswith("torch-compile(mode=fast) failed")
+
+
 @pytest.mark.parametrize(
     ("fast_ms", "outcome", "is_longer"), [(12.0, "slower", False), (5.0, "kept", True)]
 )
 def test_on_a_gpu_a_compiler_gets_more_time_only_if_it_is_ahead(
     fast_ms: float, outcome: str, is_longer: bool
 ) -> None:
-    @dataclass
-    class Modes(MadePass):
-        def propose(self, situation: Situation) -> list[Step | Skip]:
-            return [Step(self.name, {"mode": each}) for each in self.settings]
-
     rows = {
         "original": 10.0,
         "torch-compile(mode=fast)": fast_ms,
@@ -704,3 +749,10 @@ def test_on_a_gpu_what_is_far_behind_is_not_timed_any_further() -> None:
     search = run()
     assert lab.instances == [1, 2, 1]
     assert outcome_of(search, "compiled")[0] == "slower"
+
+
+def test_on_several_gpus_neither() -> None:
+    lab, run = searched({"original": 10.0, "compiled": 40.0}, COMPILED)
+    lab.device, lab.spread = "cuda:0", ("cuda:0", "cuda:1")
+    run()
+    assert lab.instances == [2, 4, 2]

@@ -1,28 +1,33 @@
 """Builds that are loaded once for all that is asked of them; a GPU that computes nothing stands in
 for one that does."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 from served_builds import null_build, read
 
-from penstock import slo
+from penstock import devices, slo
 from penstock.errors import BackendFailed
-from penstock.optimizer import trials
+from penstock.optimizer import lab as laboratory
+from penstock.optimizer import served, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.examples import signature_examples
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
 
 MOST = 2, 4
+BATCHING = Step("batching", {"mode": "fixed", "max_batch": "4"})
 
 
 def on_gpu(build: Build) -> Build:
@@ -213,9 +218,8 @@ class TestLab:
 
     def test_what_is_only_served_otherwise_is_not_read_again(self, lab: Lab, loads: list[str]):
         facts = lab.facts(lab.original)
-        batching = Step("batching", {"mode": "fixed", "max_batch": "4"})
         instances = Step("instances", {"instances": "2", "threads": "4"})
-        served = lab.build(Candidate().then(batching, instances))
+        served = lab.build(Candidate().then(BATCHING, instances))
         assert served.config.num_instances == 2
         assert lab.facts(served) == facts
         assert loads == ["2 slots"]
@@ -228,3 +232,90 @@ class TestLab:
         lab.facts(plain)
         lab.answers(plain, (0, 1))
         assert len(loads) == 2
+
+
+def compiled_build(root: Path) -> Build:
+    """Says that it is compiled when it is loaded; it never is."""
+    folder = root / "model"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "module.py").write_text("")
+    (folder / "config.pbtxt").write_text(
+        'backend: "pytorch" max_batch_size: 8 dynamic_batching { }'
+        ' input { name: "x" data_type: TYPE_FP32 dims: 1 }'
+        ' output { name: "y" data_type: TYPE_FP32 dims: 1 }'
+        ' parameters { key: "penstock.compile" value { string_value: "default" } }'
+        " instance_group { kind: KIND_GPU }"
+    )
+    return read(folder)
+
+
+@pytest.fixture
+def compiled_lab(tmp_path: Path) -> Callable[[], contextlib.AbstractContextManager[Lab]]:
+    """Opens labs of one run, each with what those before it have written down."""
+    build = compiled_build(tmp_path / "original")
+    examples = signature_examples(build.config.inputs, True, 1, 8)
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[Lab]:
+        wish = slo.parse("p99 < 1s at 20/s")
+        plan = Plan("m", "model", str(tmp_path), slo=wish, budget_s=60.0)
+        machine = Machine("a processor", 4, 1 << 33, ())
+        with Journal(tmp_path / "run") as journal:
+            lab = Lab(plan, machine, Subject(build, "pytorch", "", ""), examples, journal)
+            with contextlib.closing(lab):
+                yield lab
+
+    return opened
+
+
+class TestRoom:
+    """Where memory is short, servers that were kept go before anything else is loaded."""
+
+    @pytest.fixture
+    def events(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        seen: list[str] = []
+
+        def told(name: str, answer: object):
+            return lambda *_: (seen.append(name), answer)[1]
+
+        full = devices.Gpu(0, "GPU-0", "none", 80 << 30, 10 << 30)
+        monkeypatch.setattr(devices, "read_gpus", lambda: (full,))
+        monkeypatch.setattr(served.Servers, "close", told("servers closed", None))
+        monkeypatch.setattr(trials, "keep_compiled", told("compiled", 0))
+        monkeypatch.setattr(trials, "times", told("timed", TimeTable(2, 4, {0: {1: 0.1}})))
+        monkeypatch.setattr(laboratory, "profile_build", told("profiled", None))
+        return seen
+
+    def test_is_made_for_a_compiler(self, compiled_lab, events: list[str]):
+        with compiled_lab() as lab:
+            lab.build(Candidate().then(BATCHING))
+            assert events == ["servers closed", "compiled"]
+
+    def test_is_made_for_times_on_several_gpus(self, compiled_lab, events: list[str]):
+        with compiled_lab() as lab:
+            config = lab.original.config.on(["cuda:0", "cuda:1"])
+            lab.times(replace(lab.original, config=config), 2, 4)
+            assert events == ["servers closed", "timed"]
+
+    def test_is_made_for_a_profile(self, compiled_lab, events: list[str]):
+        with compiled_lab() as lab:
+            with pytest.raises(msgspec.ValidationError):
+                lab.profile(lab.original)
+            assert events == ["servers closed", "profiled"]
+
+
+def test_a_build_that_had_too_little_time_is_no_build_that_never_ends(
+    compiled_lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate = Candidate().then(BATCHING)
+
+    def too_long(*_: object) -> int:
+        raise trials.TookTooLong("no answer within 20 s")
+
+    monkeypatch.setattr(trials, "keep_compiled", too_long)
+    for _ in range(laboratory.MAX_BEGUN + 1):
+        with compiled_lab() as lab, pytest.raises(trials.TookTooLong):
+            lab.build(candidate)
+    monkeypatch.setattr(trials, "keep_compiled", lambda *_: 0)
+    with compiled_lab() as lab:
+        assert lab.build(candidate).config.max_batch_size == 4
