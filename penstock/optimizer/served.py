@@ -106,6 +106,18 @@ def measure_alternately(
         return _measured(endpoints, plan, watch, num_rounds=NUM_ROUNDS)
 
 
+def max_rates(
+    builds: Sequence[Build],
+    plan: Plan,
+    rows: Sequence[Row],
+    watch: Watch,
+    search_s: float = SEARCH_S,
+) -> list[tuple[Interval, Curve | None]]:
+    """The highest rate of each, in turns, and nothing else; the benchmarks ask for that."""
+    with _stage(builds, rows, None) as endpoints:
+        return _max_rates(endpoints, plan, watch, search_s)
+
+
 def with_rates(
     builds: Sequence[Build],
     plan: Plan,

@@ -333,5 +333,6 @@ def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
 def test_a_search_without_time_finds_no_rate(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
     plan = a_plan("p99 < 1 s", duration_s=0.5)
-    (found,) = served.with_rates([build], plan, numbers(5), silent, search_s=0.0)
-    assert found.max_rate is not None and math.isnan(found.max_rate.value)
+    ((rate, curve),) = served.max_rates([build], plan, numbers(5), silent, search_s=0.0)
+    assert math.isnan(rate.value)
+    assert curve is not None and not curve.rates
