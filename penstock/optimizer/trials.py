@@ -193,6 +193,8 @@ class Child:
         self.timeout_s = timeout_s
         self.proof = Proof()
         self.load_s = 0.0
+        # Somebody did not wait for its answer: it would be taken for the next one's.
+        self._is_late = False
 
     def __enter__(self) -> Self:
         """It may have been started before."""
@@ -201,6 +203,7 @@ class Child:
         return self
 
     def start(self) -> None:
+        self._is_late = False
         self._output = Output()
         self._sock, theirs = socket.socketpair()
         with theirs:
@@ -230,6 +233,11 @@ class Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._output.close()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it can be asked anything more."""
+        return self._process.poll() is None and not self._is_late
 
     @property
     def may_batch(self) -> bool:
@@ -272,6 +280,7 @@ class Child:
         try:
             data = receive(self._sock)
         except TimeoutError:
+            self._is_late = True
             raise TookTooLong(
                 f"no answer within {self.timeout_s:.3g} s{self._output.tail('it')}"
             ) from None
@@ -342,7 +351,20 @@ class Crew:
                     raise
                 # Larger than the model says it can do; it was worth a try.
                 self.is_hurt = True
+                self._mend()
+                break
         return found
+
+    def _mend(self) -> None:
+        """Children that ended or hang begin anew."""
+        unwell = [child for child in self.children if not child.is_well]
+        for child in unwell:
+            child.close()
+            child.start()
+            child.timeout_s = LOAD_TIMEOUT_S
+            child.send(Load(child.config))
+        for child in unwell:
+            child.expect_loaded()
 
     @property
     def is_on_gpu(self) -> bool:
@@ -352,7 +374,9 @@ class Crew:
         if not self.children[0].may_batch:
             return [1]
         most = max(self.config.max_batch_size, LARGEST_ON_GPU if self.is_on_gpu else LARGEST_RUNG)
-        more = MORE_ON_GPU if self.is_on_gpu else ()
+        if self.is_hurt:
+            most = self.config.max_batch_size
+        more = [each for each in MORE_ON_GPU if self.is_on_gpu and each <= most]
         return sorted({1, min(RUNG, most), self.config.max_batch_size, most, *more})
 
     def _mean_tokens(self, lengths: Sequence[int], rung: int) -> float:

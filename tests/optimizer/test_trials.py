@@ -299,6 +299,37 @@ class TestTimes:
         table = trials.times(null_build(tmp_path, max_batch=4), numbers(1), 1, 1)
         assert list(table.seconds[0]) == [1, 4, 8, 32]
 
+    @pytest.mark.parametrize("end", ["os._exit(3)", "time.sleep(60)"])
+    def test_a_batch_that_is_too_much_ends_only_itself(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    ):
+        monkeypatch.setattr(trials, "RUN_TIMEOUT_S", 1.0)
+        folder = tmp_path / "model"
+        (folder / "1").mkdir(parents=True)
+        (folder / "1" / "model.py").write_text(
+            "import os, time\n"
+            "import triton_python_backend_utils as pb_utils\n"
+            "class TritonPythonModel:\n"
+            "    def execute(self, requests):\n"
+            "        tensors = [pb_utils.get_input_tensor_by_name(r, 'x') for r in requests]\n"
+            "        arrays = [each.as_numpy() for each in tensors]\n"
+            "        if sum(map(len, arrays)) > 4:\n"
+            f"            {end}\n"
+            "        sums = [pb_utils.Tensor('y', each.sum(1, keepdims=True)) for each in arrays]\n"
+            "        return [pb_utils.InferenceResponse([each]) for each in sums]\n"
+        )
+        (folder / "config.pbtxt").write_text(
+            'backend: "python" max_batch_size: 4\n'
+            'input { name: "x" data_type: TYPE_FP32 dims: -1 }\n'
+            'output { name: "y" data_type: TYPE_FP32 dims: 1 }\n'
+        )
+        rows = [{"x": np.ones(length, np.float32)} for length in (2, 3)]
+        table = trials.times(read(folder), rows, 1, 1)
+        assert {length: list(each) for length, each in table.seconds.items()} == {
+            2: [1, 4],
+            3: [1, 4],
+        }
+
     def test_batches_that_would_take_very_long_are_not_run(self, tmp_path: Path):
         table = trials.times(null_build(tmp_path, max_batch=64, c_ms=20), numbers(1), 1, 1)
         assert list(table.seconds[0]) == [1, 8]
