@@ -509,33 +509,22 @@ class Lab:
             return served.measure_alternately(builds, self.plan, self.rows, self.watch, kept)
 
         self.watch("start servers")
-        self._settle()
         asked = self._needed(builds[0], measure) if len(builds) == 1 else measure
-        found = self.journal.remember(
-            "served", _keys(builds), list[Served], asked, keeps_failure=False
-        )
-        return [served.repriced(each, self.plan) for each in found]
+        return self._served("served", builds, asked)
 
     def with_rates(self, builds: Sequence[Build], search_s: float) -> list[Served]:
         """At the load of the SLO, and up to the highest rate of each; in turns."""
+
+        def measure() -> list[Served]:
+            kept = self._kept(builds)
+            return served.with_rates(builds, self.plan, self.rows, self.watch, search_s, kept)
+
         self.watch("start servers")
-        self._settle()
-        found = self.journal.remember(
-            "served with rates",
-            _keys(builds),
-            list[Served],
-            lambda: served.with_rates(
-                builds, self.plan, self.rows, self.watch, search_s, self._kept(builds)
-            ),
-            keeps_failure=False,
-        )
-        return [served.repriced(each, self.plan) for each in found]
+        return self._served("served with rates", builds, measure)
 
     def prove(self, builds: Sequence[Build], left_s: float | None) -> list[Served]:
         """At the load of the SLO and, as far as the time reaches, up to the highest rate of each,
         in turns."""
-        self.watch("start servers for the proof")
-        self._settle()
         has_time = left_s is None or left_s > served.MIN_PROOF_S * len(builds)
 
         def measure() -> list[Served]:
@@ -543,7 +532,14 @@ class Lab:
             kept = self._kept(builds)
             return served.prove(builds, self.plan, rows, self.watch, limit_s, kept)
 
-        kind = "proof with rates" if has_time else "proof"
+        self.watch("start servers for the proof")
+        return self._served("proof with rates" if has_time else "proof", builds, measure)
+
+    def _served(
+        self, kind: str, builds: Sequence[Build], measure: Callable[[], list[Served]]
+    ) -> list[Served]:
+        """With the machine for itself; as it was told before, at the price of today."""
+        self._settle()
         found = self.journal.remember(
             kind, _keys(builds), list[Served], measure, keeps_failure=False
         )

@@ -208,7 +208,7 @@ class Search:
         self._start()
         if self._is_enough():
             return
-        for stage in ON_GPU if self._is_on_gpu else MODEL_STAGES:
+        for stage in self._model_stages:
             if stage == "quantise":
                 self._profile()
             self._run_stage(stage)
@@ -243,16 +243,18 @@ class Search:
         if self._plan.is_exhaustive or not self.findings.is_met():
             return False
         best = self.findings.finalists[0]
-        required = goals.required_rate(self._slo, self._plan.price_per_hour)
-        return not best.build.candidate.steps or best.contender.rate >= ROOM * required
+        return not best.build.candidate.steps or self._has_room(best.contender)
 
     def _may_be_enough(self) -> bool:
         """Whether a served run may show that the search can end. On a GPU, where servers take long
         to start, it has to be predicted that it does."""
-        rate, price = self.findings.best.rate, self._plan.price_per_hour
         if self._is_on_gpu and not self._plan.is_exhaustive:
-            return rate >= ROOM * goals.required_rate(self._slo, price)
+            return self._has_room(self.findings.best)
         return self._is_in_reach()
+
+    def _has_room(self, contender: Contender) -> bool:
+        required = goals.required_rate(self._slo, self._plan.price_per_hour)
+        return contender.rate >= ROOM * required
 
     def _is_in_reach(self) -> bool:
         rate = self.findings.best.rate
@@ -799,9 +801,13 @@ class Search:
         )
 
     @property
+    def _model_stages(self) -> tuple[Stage, ...]:
+        return ON_GPU if self._is_on_gpu else MODEL_STAGES
+
+    @property
     def _all_stages(self) -> tuple[Stage, ...]:
         """All that there are, in the order of this run."""
-        order = iter(ON_GPU if self._is_on_gpu else MODEL_STAGES)
+        order = iter(self._model_stages)
         return tuple(next(order) if each in MODEL_STAGES else each for each in STAGES)
 
 

@@ -174,10 +174,7 @@ def times(
         # Each on its own device.
         seen = [config.of_worker(*worker) for worker in config.workers]
         children = [stack.enter_context(Child(each)) for each in seen]
-        for child, each in zip(children, seen, strict=True):
-            child.send(Load(each))
-        for child in children:
-            child.expect_loaded()
+        _load_all(children)
         return Crew(config, children, longest_s).table(rows, (num_instances, num_threads))
 
 
@@ -302,6 +299,14 @@ class Child:
         return BackendFailed(f"the process of the model {how}{self._output.tail('it')}")
 
 
+def _load_all(children: Sequence[Child]) -> None:
+    """Each what it is for, at the same time."""
+    for child in children:
+        child.send(Load(child.config))
+    for child in children:
+        child.expect_loaded()
+
+
 @dataclass(slots=True)
 class Crew:
     """Children with the same model that compute at the same time."""
@@ -362,9 +367,7 @@ class Crew:
             child.close()
             child.start()
             child.timeout_s = LOAD_TIMEOUT_S
-            child.send(Load(child.config))
-        for child in unwell:
-            child.expect_loaded()
+        _load_all(unwell)
 
     @property
     def is_on_gpu(self) -> bool:

@@ -14,6 +14,7 @@ from served_builds import company_build, mean_build, null_build, read
 
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import trials
+from penstock.optimizer.candidates import Build
 from penstock.optimizer.trial_child import Compute, Computed, Load, Loaded, Values
 
 PADDED = """
@@ -45,6 +46,15 @@ parameters { key: "penstock.model_outputs" value { string_value: "y:FP32[-1,2]" 
 def sequences(*lengths: int) -> list[dict[str, np.ndarray]]:
     random = np.random.default_rng(5)
     return [{"x": random.standard_normal((n, 2)).astype(np.float32)} for n in lengths]
+
+
+def python_build(tmp_path: Path, code: str, tensors: str) -> Build:
+    """A model that is its code, for batches of at most 4."""
+    folder = tmp_path / "model"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text(code)
+    (folder / "config.pbtxt").write_text(f'backend: "python" max_batch_size: 4\n{tensors}')
+    return read(folder)
 
 
 def numbers(*values: int) -> list[dict[str, np.ndarray]]:
@@ -232,24 +242,20 @@ class TestWhatGoesWrong:
         assert len(caught.value.problems) == 2
 
     def test_what_the_code_of_a_model_wrote_is_in_the_error(self, tmp_path: Path):
-        folder = tmp_path / "model"
-        (folder / "1").mkdir(parents=True)
-        (folder / "1" / "model.py").write_text(
+        build = python_build(
+            tmp_path,
             "import os\n"
             "class TritonPythonModel:\n"
             "    def initialize(self, args):\n"
             "        print('about to leave', flush=True)\n"
             "        os._exit(3)\n"
             "    def execute(self, requests):\n"
-            "        return []\n"
-        )
-        (folder / "config.pbtxt").write_text(
-            'backend: "python" max_batch_size: 4\n'
+            "        return []\n",
             'input { name: "x" data_type: TYPE_INT32 dims: 1 }\n'
-            'output { name: "y" data_type: TYPE_INT32 dims: 1 }\n'
+            'output { name: "y" data_type: TYPE_INT32 dims: 1 }\n',
         )
         with pytest.raises(BackendFailed, match="exited with 3; it wrote: (?s:.*)about to leave"):
-            trials.answers(read(folder), numbers(1))
+            trials.answers(build, numbers(1))
 
 
 class TestChild:
@@ -304,9 +310,8 @@ class TestTimes:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
     ):
         monkeypatch.setattr(trials, "RUN_TIMEOUT_S", 1.0)
-        folder = tmp_path / "model"
-        (folder / "1").mkdir(parents=True)
-        (folder / "1" / "model.py").write_text(
+        build = python_build(
+            tmp_path,
             "import os, time\n"
             "import triton_python_backend_utils as pb_utils\n"
             "class TritonPythonModel:\n"
@@ -316,15 +321,12 @@ class TestTimes:
             "        if sum(map(len, arrays)) > 4:\n"
             f"            {end}\n"
             "        sums = [pb_utils.Tensor('y', each.sum(1, keepdims=True)) for each in arrays]\n"
-            "        return [pb_utils.InferenceResponse([each]) for each in sums]\n"
-        )
-        (folder / "config.pbtxt").write_text(
-            'backend: "python" max_batch_size: 4\n'
+            "        return [pb_utils.InferenceResponse([each]) for each in sums]\n",
             'input { name: "x" data_type: TYPE_FP32 dims: -1 }\n'
-            'output { name: "y" data_type: TYPE_FP32 dims: 1 }\n'
+            'output { name: "y" data_type: TYPE_FP32 dims: 1 }\n',
         )
         rows = [{"x": np.ones(length, np.float32)} for length in (2, 3)]
-        table = trials.times(read(folder), rows, 1, 1)
+        table = trials.times(build, rows, 1, 1)
         assert {length: list(each) for length, each in table.seconds.items()} == {
             2: [1, 4],
             3: [1, 4],
