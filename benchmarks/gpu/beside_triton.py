@@ -43,6 +43,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
+import repositories
 import torch
 import triton_side
 from bert import BF16, GRAPHS, LARGE, PACKED, TINY, Scale, draw_lengths, write_model
@@ -50,7 +51,7 @@ from rich.console import Console
 from rich.table import Table
 from triton_side import ROOT, Server, StartError, Variant
 
-from penstock import slo
+from penstock import repository, slo
 from penstock.benchmark import pacer, stats
 from penstock.benchmark.report.run_files import read_run
 from penstock.benchmark.results import Level, Run
@@ -239,6 +240,11 @@ class Comparison:
             for name in ("module.py", "model.safetensors"):
                 os.link(weights / name, served / "1" / name)
             (served / "config.pbtxt").write_text(self.config(max_batch))
+            if self.args.device != "cpu":
+                # Which kernels are the fastest, found while nobody else is on the GPU.
+                (config,) = repository.read_one(str(served.parent), size).configs
+                for name, content in repositories.compiled(config).items():
+                    (served / "1" / name).write_bytes(content)
             for variant in VARIANTS:
                 name = triton_name(size, variant)
                 triton_side.write_model(work / "triton", name, served, variant, self.args.device)

@@ -80,14 +80,14 @@ def on_device(runner: Any, load: Load, seconds: float) -> dict[str, float]:
     with torch.inference_mode():
 
         def waited() -> None:
-            pipeline.run(there)
+            pipeline.run(there, load.num_tokens)
             pipeline.device.mark("compute").synchronize()
 
         waited_s = median_s(waited, seconds / 4)
         count = max(5, int(seconds / waited_s))
         begin = pipeline.device.mark("compute")
         for _ in range(count):
-            pipeline.run(there)
+            pipeline.run(there, load.num_tokens)
         end = pipeline.device.mark("compute")
         end.synchronize()
         each_s = begin.elapsed_time(end) / 1e3 / count
@@ -130,7 +130,7 @@ def unpinned(runner: Any, load: Load, seconds: float) -> dict[str, float]:
             list(runner.start(Batch(load.inputs, load.num_rows)).wait())
             return
         with torch.inference_mode():
-            outputs = pipeline.run(placed(pipeline, load))
+            outputs = pipeline.run(placed(pipeline, load), load.num_tokens)
             with pipeline.device.lane("compute"):
                 for each in outputs.values():
                     each.cpu()

@@ -24,9 +24,9 @@ from penstock import local, repository, versions
 from penstock.backends import KeepsCompiled, backend
 from penstock.config import CPU, EACH_GPU, BatchPolicy, ModelConfig
 from penstock.optimizer.passes import fp8, half
+from penstock.serving.proof import apply_proof, prove
 from penstock.serving.worker import warm_up_all
 from penstock.types import TensorSpec
-from penstock.wire.frames import Proof
 
 NUM_IMAGES = 128
 NUM_SEQUENCES = 2048
@@ -139,11 +139,14 @@ def served_as(config: ModelConfig, max_batch: int, device: str) -> ModelConfig:
 
 
 def compiled(config: ModelConfig) -> Mapping[str, bytes]:
-    """Kernels, and which of them are the fastest, found by loading the model once."""
+    """Kernels, and which of them are the fastest, found by loading the model once, as a worker
+    does."""
     (device, num_slots), *_ = local.placed(config).workers
     config = config.of_worker(device, num_slots)
     runner = backend(config.backend)(config)
-    warm_up_all(config, runner, Proof())
+    proof = prove(config, runner)
+    apply_proof(runner, proof)
+    warm_up_all(config, runner, proof)
     keeper: object = runner
     files = keeper.compiled() if isinstance(keeper, KeepsCompiled) else {}
     runner.close()

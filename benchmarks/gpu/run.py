@@ -200,10 +200,15 @@ def in_a_child(args: argparse.Namespace, name: str, limit_s: float) -> dict[str,
         answer = {"error": f"not done in {limit_s:.0f} s"}
     else:
         if ended.returncode:
-            answer = {"error": ended.stderr.strip()[-1500:]}
+            answer = {"error": without_frames(ended.stderr)[-1500:]}
         else:
             answer = json.loads(ended.stdout.splitlines()[-1])
     return {**answer, "took_s": round(time.monotonic() - began, 1)}
+
+
+def without_frames(text: str) -> str:
+    """C++ tells where it was in more lines than what it was."""
+    return "\n".join(line for line in text.strip().splitlines() if not line.startswith("frame #"))
 
 
 def in_this_process(model: str, name: str, device: str) -> dict[str, Any]:

@@ -449,9 +449,14 @@ def remark_of(row: dict[str, Any]) -> str:
 
 
 def best_level(levels: Sequence[dict[str, Any]], rate: float | None) -> dict[str, Any] | None:
-    """That with the highest rate up to the one that was found."""
-    kept = [each for each in levels if rate is not None and each["per_s"] <= 1.01 * rate]
-    return max(kept, key=lambda each: float(each["per_s"]), default=None)
+    """That with the highest rate up to the one that was found, as it was asked for: one that asks
+    for more may be answered at less."""
+    kept = [each for each in levels if rate is not None and asked(each) <= 1.01 * rate]
+    return max(kept, key=asked, default=None)
+
+
+def asked(level: dict[str, Any]) -> float:
+    return float(level["load"].partition("/s")[0])
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def shared_bytes(num_stubs: int) -> int:
 
 
 def environment(home: Path, work: Path) -> dict[str, str]:
-    libraries = [str(home / "nvidia_pytriton.libs"), str(libpython(home).parent)]
+    libraries = [str(home / "nvidia_pytriton.libs"), str(libpython_alone(home, work))]
     if given := os.environ.get("LD_LIBRARY_PATH"):
         libraries.append(given)
     return {
@@ -252,6 +252,15 @@ def libpython(home: Path) -> Path:
             return folder / LIBPYTHON
     tried = ", ".join(dict.fromkeys(map(str, library_folders(home))))
     raise StartError(f"no {LIBPYTHON}, which Triton's stub needs, in {tried}")
+
+
+def libpython_alone(home: Path, work: Path) -> Path:
+    """A folder with nothing else in it: beside it may lie a cuDNN that is not torch's own."""
+    folder = work / "libpython"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / LIBPYTHON).symlink_to(libpython(home).resolve())
+    return folder
 
 
 def library_folders(home: Path) -> Iterator[Path]:

@@ -33,6 +33,7 @@ from penstock.optimizer.this_machine import read_machine
 from penstock.slo import parse
 
 MET, MISSED, REFUSED = 0, 2, 3
+ANY_LATENCY = "throughput >= 1/s"
 THREADS = {
     "onnxruntime": "intra_op_thread_count",
     "pytorch": "intra_op_thread_count",
@@ -90,7 +91,20 @@ def max_rates(
 ) -> list[Rate]:
     """The highest Poisson rate of each at which the case's latency terms hold, served and searched
     in turns, about `search_s` each."""
-    plan = _plan(case, case.latency, duration)
+    return _max_rates(contenders, case, case.latency, duration, search_s)
+
+
+def most(contender: Contender, case: Case, duration: str) -> Rate:
+    """What it answers a second when it never has to wait for requests, however late: no rate that
+    keeps a latency is higher."""
+    [rate] = _max_rates([contender], case, ANY_LATENCY, duration, served.SEARCH_S)
+    return rate
+
+
+def _max_rates(
+    contenders: Sequence[Contender], case: Case, slo: str, duration: str, search_s: float
+) -> list[Rate]:
+    plan = _plan(case, slo, duration)
     builds = []
     for each in contenders:
         folder = each.repository / case.name
@@ -112,7 +126,7 @@ def num_runs_of(curve: Curve | None) -> int:
 def saturated(case: Case, duration: str) -> float:
     """What the original answers a second, as the optimiser would serve it at first, when it never
     has to wait for requests."""
-    plan = _plan(case, "throughput >= 1/s", duration)
+    plan = _plan(case, ANY_LATENCY, duration)
     with tempfile.TemporaryDirectory() as scratch:
         build = open_subject(plan, Path(scratch) / case.name).build
         [(rate, _)] = served.max_rates([build], plan, _rows(plan, build), lambda doing: None)

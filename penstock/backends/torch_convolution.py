@@ -246,13 +246,21 @@ def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
 
 
+def _cudnn() -> str:
+    """One that is not torch's own is an error for torch, and not for models that need none."""
+    try:
+        return str(torch.backends.cudnn.version())
+    except RuntimeError as error:
+        return first_line(error)
+
+
 def made_for(device: torch.device) -> dict[str, str]:
     own = kernels()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {
         "device": name,
         "torch": str(torch.__version__),
-        "cudnn": str(torch.backends.cudnn.version()),
+        "cudnn": _cudnn(),
         "triton": own.triton.__version__ if own is not None else "none",
     }
 

@@ -137,11 +137,16 @@ class Cuda:
         return False
 
     def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]:
+        """Not by torch.cuda.graph, which first gives back all memory that is kept for later: that
+        takes longer than everything else here, for each of a hundred graphs."""
         graph = torch.cuda.CUDAGraph()
-        stream = self._streams["compute"]
-        # Other threads wait for marks meanwhile, which a capture of everything would not survive.
-        with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
-            outputs = run()
+        with torch.cuda.stream(self._streams["compute"]):
+            # Other threads wait for marks meanwhile, which a capture of all would not survive.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = run()
+            finally:
+                graph.capture_end()
         return graph, outputs
 
     def memory(self) -> Use:
@@ -275,6 +280,8 @@ class Pipeline:
         return running
 
     def settle(self) -> None:
+        """All that was tried out first has ended."""
+        self.device.shrink()
         self.guard.settle(self.device.memory())
 
     def _look(self) -> None:
@@ -319,11 +326,11 @@ class Pipeline:
         marks = began, copied, begun, computed, ended
         return Running({name: _array(each) for name, each in answers.items()}, marks)
 
-    def run(self, inputs: Tensors) -> Tensors:
+    def run(self, inputs: Tensors, variant: int = 0) -> Tensors:
         """Inputs that are on the device, computed there and not waited for; the outputs are good
         until the next batch."""
         with self.device.lane("compute"):
-            return self._run(inputs, 0)
+            return self._run(inputs, variant)
 
     def pin(self, memory: memoryview) -> None:
         """Batches will lie there."""

@@ -10,10 +10,10 @@ torch's way. `packed_encoder` asks.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -39,6 +39,9 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, E4M3: 0.1}
 NUM_CALLS, NUM_RUNS = 4, 3
 # What is computed before anything is timed, so that the GPU is as fast as under load: about 0.1 s.
 WARM_OPERATIONS, MAX_WARM_CALLS = 5e13, 256
+# Of so many rows on power is the limit of an H200, and torch's larger tiles take less of it: what
+# was 2 % faster for a moment was 2 % slower for seconds (33,792 tokens, 693 W, 2026-11-15).
+MANY_ROWS, CLEARLY = 16_384, 0.95
 # How large made-up operands in e4m3 are.
 SPREAD = 50.0
 PREFIX = "cublaslt"
@@ -63,7 +66,7 @@ class Product:
         return replace(self, operands=replace(self.operands, x=made.to(x.dtype)))
 
 
-@dataclass(slots=True)
+@dataclass
 class Multiplier:
     """The algorithms of one runner. `told` are choices of an earlier start."""
 
@@ -89,7 +92,10 @@ class Multiplier:
     def run(self, product: Product) -> torch.Tensor:
         form = product.form
         if form not in self._chosen and self.is_open:
-            self._waiting.setdefault(form, product)
+            if self._key(form) in self.told:
+                self._choose(product)
+            else:
+                self._waiting.setdefault(form, product)
         number = self._chosen.get(form)
         if number is None or not product.operands.are_aligned:
             return product.by_torch(product.operands.x)
@@ -98,9 +104,10 @@ class Multiplier:
     def prepare(self, num_tokens: int, call: Callable[[], object]) -> None:
         """Before batches of so many tokens are run for the first time."""
         if self.is_open and num_tokens not in self._seen:
-            # Products tell what they are called with.
-            call()
-            self.tune()
+            if num_tokens not in self._told_counts:
+                # Products tell what they are called with.
+                call()
+                self.tune()
             self._seen.add(num_tokens)
 
     def tune(self) -> None:
@@ -108,18 +115,32 @@ class Multiplier:
         if not self._waiting:
             return
         self._warm_up()
+        num_before = self.num_timed
         # The last one first: one product may be part of torch's way to another.
         while self._waiting:
-            form, product = self._waiting.popitem()
-            self._chosen[form] = None
-            try:
-                drawn = product.drawn()
-                number = self._recalled(drawn)
-                self._chosen[form] = self._fastest(drawn) if number is None else number
-            except Exception as error:  # Mostly of memory: the model itself may need less.
-                self._untried.add(form)
-                self.problems[str(form)] = first_line(error)
-        self.timer.done()
+            self._choose(self._waiting.popitem()[1])
+        if self.num_timed > num_before:
+            self.timer.done()
+
+    def _choose(self, product: Product) -> None:
+        form = product.form
+        self._chosen[form] = None
+        try:
+            drawn = product.drawn()
+            number = self._recalled(drawn)
+            self._chosen[form] = self._fastest(drawn) if number is None else number
+        except Exception as error:  # Mostly of memory: the model itself may need less.
+            self._untried.add(form)
+            self.problems[str(form)] = first_line(error)
+
+    @functools.cached_property
+    def _told_counts(self) -> set[int]:
+        """Of tokens, whose products an earlier start has chosen: all of a count, or none."""
+        start = self._key("")
+        rows = (
+            key.removeprefix(start).partition("x")[0] for key in self.told if key.startswith(start)
+        )
+        return {int(each) for each in rows if each.isdecimal()}
 
     def files(self) -> dict[str, bytes]:
         """For the version's folder; what could not be tried out is another start's to choose."""
@@ -146,7 +167,7 @@ class Multiplier:
             facts["products_dropped"] = f"{len(self.problems)}: {case}: {problem}"
         return facts
 
-    def _key(self, form: Form) -> str:
+    def _key(self, form: Form | str) -> str:
         return f"{PREFIX} {self.products.version} {form}"
 
     def _warm_up(self) -> None:
@@ -181,15 +202,20 @@ class Multiplier:
         self.num_timed += 1
         x = product.operands.x
         wanted = product.by_torch(x)
-        times: dict[int | None, float] = {None: self.timer.seconds(partial(product.by_torch, x))}
+        times: dict[int | None, float] = {
+            None: self.timer.seconds(functools.partial(product.by_torch, x))
+        }
         for number in range(self._num_algorithms(product)):
-            call = partial(self.products.multiply, product.form, product.operands, number)
+            form, operands = product.form, product.operands
+            call = functools.partial(self.products.multiply, form, operands, number)
             try:
                 self._check(product, number, wanted)
                 times[number] = self.timer.seconds(call)
             except Exception as error:  # What one algorithm cannot do, another can.
                 self.problems[f"{product.form}: {_name(number)}"] = first_line(error)
-        return min(times, key=lambda number: times[number])
+        best = min(times, key=lambda number: times[number])
+        is_enough = product.form.num_rows < MANY_ROWS or times[best] <= CLEARLY * times[None]
+        return best if is_enough else None
 
     def _num_algorithms(self, product: Product) -> int:
         """None of an older library that does not know all that is asked for."""

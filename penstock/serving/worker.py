@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from penstock import logs, manifest
 from penstock.backends import (
     Batch,
     Execution,
+    LoadRunner,
     MayBeLost,
     Outputs,
     PerRequest,
@@ -248,9 +250,7 @@ class Worker:
             if self._on_load is not None:
                 self._on_load(config)
             self._memory = Memory(config, frame.spill_bytes, fds)
-            if config.manifest:
-                manifest.check_digests(Path(config.manifest).parent)
-            self._runner = runner = backend(config.backend)(config)
+            self._runner = runner = _checked_backend(config)(config)
             self._proof = proof = frame.proof or prove(config, runner)
             apply_proof(runner, proof)
             timings, bucket_timings = warm_up_all(config, runner, proof)
@@ -553,6 +553,19 @@ def _places(frame: frames.Dispatch) -> Iterator[frames.Run | None]:
         yield frames.Run(slab, row, part.num_rows)
         row += part.num_rows
         left -= part.num_rows
+
+
+def _checked_backend(config: ModelConfig) -> LoadRunner:
+    """Files are compared with their digests while the library is imported; both take seconds, and
+    both come before anything of the version is run."""
+    with ThreadPoolExecutor(1) as pool:
+        checked: Future[None] | None = None
+        if config.manifest:
+            checked = pool.submit(manifest.check_digests, Path(config.manifest).parent)
+        found = backend(config.backend)
+        if checked is not None:
+            checked.result()
+    return found
 
 
 def warm_up_all(

@@ -267,11 +267,13 @@ class TestMemory:
         gpu.use = Use(1 << 30, 1 << 30, 1 << 40)
         running = pipeline(gpu)
         running.settle()
+        # What was kept while models were tried out is given back before anybody waits.
+        assert (gpu.num_shrinks, running.num_shrinks) == (1, 0)
         gpu.use = Use(1 << 30, 4 << 30, 1 << 20)
         self.looked(gpu, running)
-        assert (gpu.num_shrinks, running.restart_reason) == (1, "")
+        assert (running.num_shrinks, running.restart_reason) == (1, "")
         self.looked(gpu, running)
-        assert gpu.num_shrinks == 1
+        assert (gpu.num_shrinks, running.num_shrinks) == (2, 1)
         assert running.restart_reason == "it holds 4096 MiB of GPU memory, and 1 MiB are left"
 
     def test_a_gpu_with_room_is_left_alone(self):
@@ -280,4 +282,4 @@ class TestMemory:
         running.settle()
         gpu.use = Use(1 << 30, 64 << 30, 1 << 40)
         self.looked(gpu, running)
-        assert (gpu.num_shrinks, running.restart_reason) == (0, "")
+        assert (running.num_shrinks, running.restart_reason) == (0, "")

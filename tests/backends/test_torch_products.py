@@ -94,6 +94,20 @@ def test_torch_stays_where_it_is_the_fastest():
     assert list(choices(multiplier).values()) == ["torch"]
 
 
+@pytest.mark.parametrize(("seconds", "is_taken"), [(0.96, False), (0.94, True)])
+def test_of_many_rows_it_must_be_clearly_faster(monkeypatch, seconds, is_taken):
+    """Power is the limit there, and a moment does not tell who takes less of it."""
+    monkeypatch.setattr("penstock.backends.torch_products.MANY_ROWS", 16)
+    for num_rows in (8, 16):
+        times = {-1: 1.0, 0: 3.0, 1: seconds, 2: 2.0}
+        multiplier, library, _ = a_multiplier(times=times)
+        multiplier.run(a_product(num_rows))
+        multiplier.tune()
+        used = library.num_products
+        multiplier.run(a_product(num_rows))
+        assert (library.num_products > used) == (is_taken or num_rows == 8)
+
+
 def test_what_is_wrong_is_never_chosen_and_told():
     multiplier, library, timer = a_multiplier(wrong=frozenset({1}))
     multiplier.run(a_product())
@@ -111,7 +125,8 @@ def test_a_second_start_times_nothing():
     second.run(a_product())
     second.tune()
     second.run(a_product())
-    assert timer.num_timed == 0 and library.used == [1, 1]
+    # To look at its results, and twice for whoever asked.
+    assert timer.num_timed == timer.num_done == 0 and library.used == [1, 1, 1]
     assert second.facts()["products_timed"] == "0 forms"
     assert second.files() == first.files()
 
@@ -175,6 +190,19 @@ def test_each_number_of_tokens_is_prepared_once_and_only_before_answers_are_wait
     multiplier.run(a_product(16))
     multiplier.tune()
     assert calls == [8] and timer.num_timed == 4 and len(choices(multiplier)) == 1
+
+
+def test_what_an_earlier_start_knows_need_not_be_called_first():
+    first, _, _ = a_multiplier()
+    first.run(a_product(8))
+    first.tune()
+    calls = []
+    for version, expected in ((130_000, [16]), (130_100, [8, 16])):
+        second, _, _ = a_multiplier(told=choices(first), version=version)
+        calls.clear()
+        for count in (8, 16):
+            second.prepare(count, lambda count=count: calls.append(count))
+        assert calls == expected
 
 
 def test_one_product_may_be_part_of_torchs_way_to_another():
@@ -294,3 +322,18 @@ def test_files_are_those_of_this_machine():
 def test_without_a_gpu_there_is_none(tmp_path):
     with pytest.raises(Unavailable, match="no NVIDIA GPU"):
         open_multiplier(CPU, tmp_path)
+
+
+def test_a_cudnn_that_torch_refuses_is_no_matter_of_products(monkeypatch):
+    def refuse():
+        raise RuntimeError("cuDNN version incompatibility")
+
+    multiplier, _, _ = a_multiplier()
+    multiplier.run(a_product())
+    multiplier.tune()
+    known = choices(multiplier)
+    monkeypatch.setattr("torch.backends.cudnn.version", refuse)
+    assert choices(multiplier) == known
+    (content,) = multiplier.files().values()
+    monkeypatch.undo()
+    assert remembered(content, CPU) == {}
