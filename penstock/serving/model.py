@@ -1,7 +1,7 @@
 """One version of a model as a Servable: admit, place, batch, dispatch, reply.
 
 Owns the batcher, the slabs and what is in flight; lives on the core's event loop and takes no lock:
-a thread that copies large rows (`copier`) is waited for before a batch leaves. It knows no protocol
+threads that copy large rows (`copier`) are waited for before a batch leaves. It knows no protocol
 (requests carry their sink) and no process (the supervisor does).
 """
 
@@ -299,7 +299,7 @@ class Model:
         """Copy the tensors into their rows; the request's own bytes are needed no longer than until
         the copier has them."""
         request.place = place
-        plan, view, row = request.fit.plan, place.slab.seg.view, place.row
+        plan, segment, row = request.fit.plan, place.slab.seg, place.row
         inputs = request.inputs
         if plan.own_shapes is not None:
             self._fill_padded(request, plan, place)
@@ -307,11 +307,7 @@ class Model:
             return
         for (offset, row_bytes), index in zip(plan.geometry.input_columns, plan.order, strict=True):
             start = offset + row * row_bytes
-            end = start + place.count * row_bytes
-            if end - start < copier.MIN_BYTES:
-                view[start:end] = inputs[index].data
-            else:
-                self._copier.copy(view[start:end], inputs[index].data)
+            self._copier.copy(segment, start, place.count * row_bytes, inputs[index].data)
         request.inputs = ()
 
     def _fill_padded(self, request: Request, plan: Plan, place: Place) -> None:

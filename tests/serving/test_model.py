@@ -826,7 +826,8 @@ def test_slo_mode_survives_failing_batches_and_dying_workers():
     run(config, scenario)
 
 
-def test_rows_that_take_long_to_copy_are_there_when_the_worker_reads_them():
+def test_rows_that_take_long_to_copy_are_there_when_the_worker_reads_them(monkeypatch):
+    monkeypatch.setattr(copier, "MANY_CORES", 1)
     shape = (1 << 20,)
     specs = [TensorSpec(name, "INT64", shape) for name in "xy"]
     config = replace(FIXED, inputs=(specs[0],), outputs=(specs[1],))
@@ -849,7 +850,8 @@ def test_rows_that_take_long_to_copy_are_there_when_the_worker_reads_them():
     run(config, scenario)
 
 
-def test_rows_that_nobody_waits_for_are_not_written_over_those_of_the_next():
+def test_rows_that_nobody_waits_for_are_not_written_over_those_of_the_next(monkeypatch):
+    monkeypatch.setattr(copier, "MANY_CORES", 1)
     shape = (4096,)
     specs = [TensorSpec(name, "INT64", shape) for name in "xy"]
     config = replace(FIXED, inputs=(specs[0],), outputs=(specs[1],))
@@ -1115,6 +1117,7 @@ def test_law_every_admitted_request_ends_exactly_once_with_its_own_bytes(
         patch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
         if is_copied_apart:
             patch.setattr(copier, "MIN_BYTES", 1)
+            patch.setattr(copier, "MANY_CORES", 1)
         run(config, Chaos(config, seed))
 
 
