@@ -10,7 +10,8 @@ the last in rank gives its up and computes them again later.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence as Many
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from operator import attrgetter
 
