@@ -30,7 +30,8 @@ class Cache:
 
 def bytes_of_block(shape: Shape, block_size: int, dtype: torch.dtype) -> int:
     heads = shape.num_kv_heads * shape.head_size
-    return 2 * shape.num_layers * block_size * heads * dtype.itemsize
+    size: int = dtype.itemsize
+    return 2 * shape.num_layers * block_size * heads * size
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,8 @@ def _q4_k(blocks: Array) -> Array:
     values = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32).astype(np.float32)
     factors = _half(blocks, 0) * scales.astype(np.float32)
     offsets = _half(blocks, 2) * least.astype(np.float32)
-    return (values * factors[:, :, None] - offsets[:, :, None]).reshape(len(blocks), 256)
+    found: Array = values * factors[:, :, None] - offsets[:, :, None]
+    return found.reshape(len(blocks), 256)
 
 
 def _sixes(packed: Array) -> tuple[Array, Array]:
@@ -276,7 +277,8 @@ def _q6_k(blocks: Array) -> Array:
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     values = (low | ((high & 3) << 4).reshape(-1, 2, 128)).astype(np.float32) - 32
     scales = blocks[:, 192:208].copy().view(np.int8).astype(np.float32) * _half(blocks, 208)
-    return (values.reshape(-1, 16, 16) * scales[:, :, None]).reshape(len(blocks), 256)
+    found: Array = values.reshape(-1, 16, 16) * scales[:, :, None]
+    return found.reshape(len(blocks), 256)
 
 
 FORMATS: Mapping[int, Format] = {

@@ -38,9 +38,12 @@ class Runner:
         self._decoder = decoder
         self._cache = cache
 
-    @torch.inference_mode()
     def run(self, step: Step, samplings: dict[int, Sampling]) -> Ran:
         """`samplings` by the ids of sequences. All tokens are known."""
+        with torch.inference_mode():
+            return self._ran(step, samplings)
+
+    def _ran(self, step: Step, samplings: dict[int, Sampling]) -> Ran:
         tokens = torch.tensor(
             [t for chunk in step.chunks for t in chunk.sequence.tokens[chunk.start : chunk.end]]
         )

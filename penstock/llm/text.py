@@ -88,11 +88,12 @@ class Text:
         if not self._template:
             raise InvalidRequest("the model has no template for chats; ask for a completion")
         try:
-            return self._compiled.render(
+            made: str = self._compiled.render(
                 **self._names, messages=messages, add_generation_prompt=True, **options
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequest(f"messages: the model's template refuses them: {error}") from None
+        return made
 
     @cached_property
     def _compiled(self) -> Any:
