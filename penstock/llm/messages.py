@@ -141,8 +141,10 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_to_engine(data: bytes | memoryview) -> ToEngine:
-    return _to_engine.decode(data)
+    found: ToEngine = _to_engine.decode(data)
+    return found
 
 
 def decode_from_engine(data: bytes | memoryview) -> FromEngine:
-    return _from_engine.decode(data)
+    found: FromEngine = _from_engine.decode(data)
+    return found
