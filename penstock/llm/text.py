@@ -114,9 +114,19 @@ class Stream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoding = decoders.DecodeStream(skip_special_tokens=True)
+        self._tokens: list[int] = []
+        self._sent = ""
 
     def add(self, token: int) -> str:
-        return self._decoding.step(self._tokenizer, token) or ""
+        self._tokens.append(token)
+        piece: str = self._decoding.step(self._tokenizer, token) or ""
+        self._sent += piece
+        return piece
+
+    def rest(self) -> str:
+        """It has ended: what was held back of a character that was never whole."""
+        whole: str = self._tokenizer.decode(self._tokens)
+        return whole.removeprefix(self._sent) if whole.startswith(self._sent) else ""
 
 
 def _refuse(message: str) -> None:

@@ -94,6 +94,14 @@ def test_a_stream_is_the_whole_text_in_pieces_of_whole_characters(sample):
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_a_character_that_was_never_whole_comes_at_the_end(text):
+    tokens = text.encode("日")[:-1]
+    stream = text.stream()
+    assert "".join(map(stream.add, tokens)) == ""
+    assert stream.rest() == text.decode(tokens) == "\ufffd"
+    assert text.stream().rest() == ""
+
+
 def test_special_tokens_are_not_part_of_the_text(text):
     stream = text.stream()
     assert "".join(map(stream.add, [*text.encode("cat"), 0])) == "cat"
