@@ -19,7 +19,8 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.llm.gguf import GgufFile
-from penstock.llm.models import decoder, family_of
+from penstock.llm.models import decoder
+from penstock.llm.models.families import family_of
 from penstock.llm.models.shape import Shape
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

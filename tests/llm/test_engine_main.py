@@ -10,21 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import tiny  # noqa: E402
+import tiny_llm as tiny  # noqa: E402
 
 from penstock.llm import messages  # noqa: E402
 from penstock.llm.engine_main import EngineProcess  # noqa: E402
-
-MAX_LENGTH = 64
-
-
-def settings_of(folder, **changes) -> messages.Settings:
-    fields = {
-        "path": str(folder), "device": "cpu", "dtype": "float32", "num_threads": 1,
-        "block_size": 4, "cache_bytes": 1 << 20, "max_sequences": 4, "max_tokens": 16,
-        "max_length": MAX_LENGTH, "max_waiting": 8,
-    }  # fmt: skip
-    return messages.Settings(**{**fields, **changes})
 
 
 def generate(number, tokens, max_tokens=6, num=1, stop_tokens=(), **sampling) -> messages.Generate:
@@ -47,7 +36,7 @@ class Core:
         return messages.decode_from_engine(self.sock.recv(1 << 20))
 
     def load(self, folder, **changes):
-        self.send(messages.Load(messages.VERSION, settings_of(folder, **changes)))
+        self.send(messages.Load(messages.VERSION, tiny.settings_of(folder, **changes)))
         return self.receive()
 
     def finish(self, number, num=1) -> list[list[int]]:
@@ -82,7 +71,7 @@ def test_a_model_is_loaded_and_continues_as_by_hand(core, tmp_path):
     weights = tiny.write_folder(tmp_path)
     ready = core.load(tmp_path)
     assert isinstance(ready, messages.Ready)
-    assert (ready.vocabulary, ready.max_length) == (50, MAX_LENGTH)
+    assert (ready.vocabulary, ready.max_length) == (50, tiny.MAX_LENGTH)
     core.send(generate(7, [3, 1, 4, 1, 5]))
     assert core.finish(7) == [tiny.continued(weights, tiny.CONFIG, [3, 1, 4, 1, 5], 6)]
 
@@ -104,7 +93,7 @@ def test_several_at_once_and_one_that_nobody_waits_for(core, tmp_path):
 def core_blocks(folder) -> int:
     from penstock.llm.engine_main import load
 
-    engine, _ = load(settings_of(folder))
+    engine, _ = load(tiny.settings_of(folder))
     return engine.scheduler.pool.num_blocks
 
 
@@ -150,7 +139,7 @@ def test_what_cannot_be_loaded_is_told(core, tmp_path, changes, text):
 
 
 def test_a_core_of_another_version_is_told(core, tmp_path):
-    core.send(messages.Load(99, settings_of(tmp_path)))
+    core.send(messages.Load(99, tiny.settings_of(tmp_path)))
     assert "version 99" in core.receive().problems[0]
 
 

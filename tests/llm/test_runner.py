@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import tiny  # noqa: E402
+import tiny_llm as tiny  # noqa: E402
 
 from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache  # noqa: E402

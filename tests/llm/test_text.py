@@ -9,40 +9,16 @@ from hypothesis import strategies as st
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+from tiny_text import SAMPLE, SPECIAL, TOKENIZER  # noqa: E402
 
 from penstock.errors import ConfigError, InvalidRequest  # noqa: E402
 from penstock.llm.text import Text, of_folder, of_gguf  # noqa: E402
 
-SPECIAL = ["<|end|>", "<|start|>"]
 TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-SAMPLE = [
-    "the cat sat on the mat",
-    "a naïve café, 2024!",
-    "日本語のテキスト",
-    "def f(x): return x+1",
-]
-
-
-def trained() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(SAMPLE * 4, trainer)
-    return tokenizer
-
-
-TOKENIZER = trained()
 
 
 def folder_of(path, settings=None, generation=None, template_file="") -> None:

@@ -29,7 +29,7 @@ def shape_of_config(values: Mapping[str, Any]) -> Shape:
     reader = Reader(values, LABEL)
     width, num_heads = reader.whole("hidden_size"), reader.whole("num_attention_heads")
     rope = rope_of_config(values, LABEL)
-    found = Shape(
+    sizes: dict[str, Any] = dict(
         num_layers=reader.whole("num_hidden_layers"),
         width=width,
         num_heads=num_heads,
@@ -44,7 +44,7 @@ def shape_of_config(values: Mapping[str, Any]) -> Shape:
         has_qkv_bias=reader.flag("attention_bias", False),
     )
     reader.check()
-    return found
+    return Shape(**sizes)
 
 
 def shape_of_gguf(values: Mapping[str, Any], prefix: str = "llama") -> Shape:
@@ -54,7 +54,7 @@ def shape_of_gguf(values: Mapping[str, Any], prefix: str = "llama") -> Shape:
     )
     tokens = values.get("tokenizer.ggml.tokens")
     num_tokens = len(tokens) if isinstance(tokens, list) else None
-    found = Shape(
+    sizes: dict[str, Any] = dict(
         num_layers=reader.whole(f"{prefix}.block_count"),
         width=width,
         num_heads=num_heads,
@@ -69,7 +69,7 @@ def shape_of_gguf(values: Mapping[str, Any], prefix: str = "llama") -> Shape:
         is_tied=True,
     )
     reader.check()
-    return found
+    return Shape(**sizes)
 
 
 def from_gguf(name: str, values: Array, shape: Shape) -> Array:

@@ -12,9 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
-import tiny  # noqa: E402
-from test_engine_main import settings_of  # noqa: E402
-from test_text import TOKENIZER  # noqa: E402
+import tiny_llm as tiny  # noqa: E402
+from tiny_text import TOKENIZER  # noqa: E402
 
 from penstock.errors import (  # noqa: E402
     BackendFailed,
@@ -26,7 +25,7 @@ from penstock.errors import (  # noqa: E402
 )
 from penstock.llm.engine_main import EngineProcess  # noqa: E402
 from penstock.llm.generation import Generation  # noqa: E402
-from penstock.llm.model import LlmModel  # noqa: E402
+from penstock.llm.language_model import LlmModel  # noqa: E402
 from penstock.llm.params import Sampling  # noqa: E402
 from penstock.llm.sequence import Ending  # noqa: E402
 from penstock.llm.text import Text  # noqa: E402
@@ -102,7 +101,7 @@ def a_generation(prompt="the cat", max_tokens=8, stops=(), stop_tokens=(), **opt
 @asynccontextmanager
 async def started(folder, life=EngineThread, **changes):
     tiny.write_folder(folder, **CONFIG)
-    model = LlmModel("smol", settings_of(folder, max_length=200, **changes), TEXT, life)
+    model = LlmModel("smol", tiny.settings_of(folder, max_length=200, **changes), TEXT, life)
     await model.start()
     try:
         yield model
@@ -247,7 +246,7 @@ def test_a_full_queue_refuses(tmp_path):
 
 def test_what_cannot_be_loaded_says_why(tmp_path):
     async def scenario():
-        model = LlmModel("smol", settings_of(tmp_path), TEXT, EngineThread)
+        model = LlmModel("smol", tiny.settings_of(tmp_path), TEXT, EngineThread)
         with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
             await model.start()
         await model.close()
@@ -257,7 +256,7 @@ def test_what_cannot_be_loaded_says_why(tmp_path):
 
 def test_before_it_is_loaded_nothing_is_taken(tmp_path):
     async def scenario():
-        model = LlmModel("smol", settings_of(tmp_path), TEXT, EngineThread)
+        model = LlmModel("smol", tiny.settings_of(tmp_path), TEXT, EngineThread)
         asked = a_generation()
         model.submit(asked)
         assert isinstance(asked.sink.error, NotReady)
@@ -304,7 +303,7 @@ def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
 def test_in_a_process_that_is_killed(tmp_path):
     async def scenario():
         tiny.write_folder(tmp_path, **CONFIG)
-        model = LlmModel("smol", settings_of(tmp_path, max_length=200), TEXT)
+        model = LlmModel("smol", tiny.settings_of(tmp_path, max_length=200), TEXT)
         await model.start()
         first = a_generation()
         model.submit(first)

@@ -5,9 +5,11 @@ import json
 import torch
 from safetensors.torch import save_file
 
+from penstock.llm import messages
 from penstock.llm.checkpoint import made_up
 from penstock.llm.models import decoder
 
+MAX_LENGTH = 64
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 2,
@@ -99,3 +101,12 @@ def continued(weights, config, prompt, num_tokens) -> list[int]:
     for _ in range(num_tokens):
         tokens.append(int(by_hand(weights, config, tokens)[-1].argmax()))
     return tokens[len(prompt) :]
+
+
+def settings_of(folder, **changes) -> messages.Settings:
+    fields = {
+        "path": str(folder), "device": "cpu", "dtype": "float32", "num_threads": 1,
+        "block_size": 4, "cache_bytes": 1 << 20, "max_sequences": 4, "max_tokens": 16,
+        "max_length": MAX_LENGTH, "max_waiting": 8,
+    }  # fmt: skip
+    return messages.Settings(**{**fields, **changes})

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.wire import openai
-from penstock.wire.openai import Choice, Head, Invalid, TokenLogprob, Usage
+from penstock.wire import openai_v1 as openai
+from penstock.wire.openai_v1 import Choice, Head, Invalid, TokenLogprob, Usage
 
 HEAD = Head("cmpl-1", 1700000000, "smol")
 
