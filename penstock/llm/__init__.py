@@ -1,0 +1,1 @@
+"""How tokens are generated."""

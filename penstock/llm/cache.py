@@ -1,0 +1,97 @@
+"""Keys and values of all sequences, in blocks, and attention over them in plain torch.
+
+One tensor for the keys of all layers and one for the values; a *slot* is the place of a token:
+its block times the size of a block, and its place there. The scheduler says which blocks are whose.
+Kernels on GPUs read the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.llm.models.shape import Shape
+from penstock.llm.scheduler import Step
+
+
+class Cache:
+    def __init__(
+        self, shape: Shape, num_blocks: int, block_size: int, device: str, dtype: torch.dtype
+    ) -> None:
+        sizes = (shape.num_layers, num_blocks * block_size, shape.num_kv_heads, shape.head_size)
+        self.keys = torch.zeros(sizes, dtype=dtype, device=device)
+        self.values = torch.zeros(sizes, dtype=dtype, device=device)
+        self.block_size = block_size
+
+
+def bytes_of_block(shape: Shape, block_size: int, dtype: torch.dtype) -> int:
+    heads = shape.num_kv_heads * shape.head_size
+    size: int = dtype.itemsize
+    return 2 * shape.num_layers * block_size * heads * size
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens of one sequence in a step: from where to where among the step's, and the slots of all
+    tokens that they see."""
+
+    first: int
+    end: int
+    slots: Tensor
+
+    @property
+    def is_single(self) -> bool:
+        return self.end - self.first == 1
+
+
+def spans_of(step: Step, block_size: int) -> list[Span]:
+    spans: list[Span] = []
+    first = 0
+    offsets = torch.arange(block_size)
+    for chunk in step.chunks:
+        blocks = torch.tensor(chunk.sequence.blocks[: -(-chunk.end // block_size)])
+        slots = (blocks[:, None] * block_size + offsets).flatten()[: chunk.end]
+        spans.append(Span(first, first + chunk.count, slots))
+        first += chunk.count
+    return spans
+
+
+class PlainAttention:
+    """Of one step, sequence by sequence."""
+
+    def __init__(self, cache: Cache, spans: Sequence[Span]) -> None:
+        self._cache = cache
+        self._spans = spans
+        own = [span.slots[len(span.slots) - (span.end - span.first) :] for span in spans]
+        self._slots = torch.cat(own)
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        all_keys, all_values = self._cache.keys[layer], self._cache.values[layer]
+        all_keys.index_copy_(0, self._slots, keys)
+        all_values.index_copy_(0, self._slots, values)
+        found = torch.empty_like(queries)
+        for span in self._spans:
+            seen = all_keys[span.slots], all_values[span.slots]
+            found[span.first : span.end] = _attended(queries[span.first : span.end], *seen)
+        return found
+
+
+def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """[tokens, heads, size] of the last tokens, over all [tokens, kv heads, size]."""
+    num, length = len(queries), len(keys)
+    mask = None
+    if num > 1:
+        places = torch.arange(length - num, length, device=queries.device)
+        mask = torch.arange(length, device=queries.device)[None, :] <= places[:, None]
+    mixed = F.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=mask,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+    return mixed[0].transpose(0, 1)

@@ -1,0 +1,184 @@
+"""A language model's files: a folder as Hugging Face has it (config.json and safetensors, in one
+file or several), a GGUF file, or a configuration alone with weights made up for speed tests.
+
+Weights are read one at a time, when they are asked for. Pickles are not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.llm.gguf import GgufFile
+from penstock.llm.models import decoder
+from penstock.llm.models.families import family_of
+from penstock.llm.models.shape import Shape
+
+CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MAX_NAMES = 5
+SEED = 11
+# As models are before training.
+SPREAD = 0.02
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """Open until `close`."""
+
+    shape: Shape
+    weight: Callable[[str], Tensor]
+    close: Callable[[], None]
+    # What else the files say: of the tokenizer, and how texts of a chat are put together.
+    metadata: Mapping[str, Any]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """ConfigError with all that is wrong."""
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if not path.is_dir():
+        raise ConfigError([f"{path}: expected a folder with {CONFIG}, or a .gguf file"])
+    return _open_folder(path)
+
+
+def made_up(config: Path) -> Checkpoint:
+    """Weights of the true sizes, drawn; the same each time."""
+    values = _read_config(config)
+    shape = family_of(_architecture(values, config.name)).shape_of_config(values)
+    generator = torch.Generator().manual_seed(SEED)
+
+    def weight(name: str) -> Tensor:
+        size = _size_of(name, shape)
+        if len(size) == 1:
+            return torch.zeros(size) if name.endswith("bias") else torch.ones(size)
+        return torch.empty(size).normal_(0.0, SPREAD, generator=generator)
+
+    return Checkpoint(shape, weight, lambda: None, values)
+
+
+def _size_of(name: str, shape: Shape) -> tuple[int, ...]:
+    if name in (decoder.EMBEDDINGS, decoder.HEAD):
+        return shape.vocabulary, shape.width
+    if name == decoder.NORM:
+        return (shape.width,)
+    # model.layers.N.…
+    return decoder.sizes(shape)[name.split(".", 3)[3]]
+
+
+# Hugging Face.
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    values = _read_config(folder / CONFIG)
+    shape = family_of(_architecture(values, CONFIG)).shape_of_config(values)
+    files = _files(folder)
+    stack = ExitStack()
+    try:
+        opened = {name: stack.enter_context(_opened(folder / name)) for name in set(files.values())}
+        places = files or {}
+        if not files:
+            (whole,) = opened.values()
+            places = dict.fromkeys(whole.keys(), WHOLE)
+        _check(shape, {name: opened[file] for name, file in places.items()})
+    except BaseException:
+        stack.close()
+        raise
+
+    def weight(name: str) -> Tensor:
+        found: Tensor = opened[places[name]].get_tensor(name)
+        return found
+
+    return Checkpoint(shape, weight, stack.close, values)
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Which file each weight is in."""
+    if (folder / WHOLE).is_file():
+        with _opened(folder / WHOLE) as file:
+            return dict.fromkeys(file.keys(), WHOLE)
+    try:
+        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    except FileNotFoundError:
+        raise ConfigError([f"{folder.name}: neither {WHOLE} nor {INDEX} is there"]) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError([f"{INDEX}: cannot be read: {error}"]) from None
+    strange = [name for name in set(found.values()) if Path(name).name != name]
+    if strange:
+        raise ConfigError([f"{INDEX}: '{name}' leaves the folder" for name in strange])
+    return dict(found)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError([f"{path.name}: cannot be read as safetensors: {error}"]) from None
+
+
+def _check(shape: Shape, files: Mapping[str, Any]) -> None:
+    """Every weight is there, in its size."""
+    wanted = {name: _size_of(name, shape) for name in decoder.names(shape)}
+    missing = sorted(wanted.keys() - files.keys())
+    problems = [f"no weight '{name}'" for name in missing]
+    for name in sorted(wanted.keys() & files.keys()):
+        found = tuple(files[name].get_slice(name).get_shape())
+        if found != wanted[name]:
+            problems.append(f"'{name}' has shape {list(found)}; expected {list(wanted[name])}")
+    if problems:
+        more = [f"and {len(problems) - MAX_NAMES} more"] if len(problems) > MAX_NAMES else []
+        raise ConfigError([*problems[:MAX_NAMES], *more])
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{path.name}: cannot be read: {error}"]) from None
+    if not isinstance(found, dict):
+        raise ConfigError([f"{path.name}: expected an object"])
+    return found
+
+
+def _architecture(values: Mapping[str, Any], label: str) -> str:
+    found = values.get("architectures")
+    if not isinstance(found, list) or len(found) != 1 or not isinstance(found[0], str):
+        raise ConfigError([f"{label}: architectures is {found!r}; expected a list of one name"])
+    return found[0]
+
+
+# GGUF.
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = GgufFile(path)
+    try:
+        family = family_of(str(file.metadata.get("general.architecture", "")))
+        shape = family.shape_of_gguf(file.metadata)
+        shape = replace(shape, is_tied="output.weight" not in file.tensors)
+        places = family.gguf_names(shape)
+        problems = []
+        for name, other in places.items():
+            entry, wanted = file.tensors.get(other), _size_of(name, shape)
+            if entry is None or entry.shape != wanted:
+                found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
+                problems.append(f"{path.name}: '{other}' {found}; expected {list(wanted)}")
+        if problems:
+            raise ConfigError(problems[:MAX_NAMES])
+    except BaseException:
+        file.close()
+        raise
+
+    def weight(name: str) -> Tensor:
+        values = family.from_gguf(name, file.tensor(places[name]), shape)
+        return torch.from_numpy(values.copy())
+
+    return Checkpoint(shape, weight, file.close, file.metadata)

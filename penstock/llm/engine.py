@@ -1,0 +1,209 @@
+"""The loop of generation: plan, run, commit, one step after the other, for whoever asked.
+
+One thread, no sockets: requests are added and given up between steps, and every step tells what is
+new. It holds together what knows nothing of each other: the scheduler plans, the runner computes,
+the pace says how much a step may hold and whether a request would be in time. `engine_main` runs it
+in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from penstock.errors import InvalidRequest, Overloaded, PenstockError
+from penstock.llm.pace import Pace, Work
+from penstock.llm.params import Sampling
+from penstock.llm.scheduler import Scheduler, Step
+from penstock.llm.sequence import Ending, Reason, Sequence
+
+Clock = Callable[[], float]
+
+
+class Ran(Protocol):
+    @property
+    def tokens(self) -> list[int]: ...
+
+
+class Runs(Protocol):
+    """What computes steps; the answer may be waited for only when its tokens are asked for."""
+
+    def run(self, step: Step, samplings: dict[int, Sampling]) -> Ran: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request: one prompt, continued `num` times."""
+
+    id: int
+    tokens: Many[int]
+    sampling: Sampling
+    ending: Ending
+    num: int = 1
+    priority: int = 0
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one sequence of a request got in a step."""
+
+    request: int
+    # Which of its sequences.
+    index: int
+    token: int
+    reason: Reason
+    # Of the prompt, found in the cache.
+    num_found: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    # Requests that wait; whoever comes then is refused.
+    max_waiting: int = 1024
+    max_sequences_of_request: int = 16
+
+
+@dataclass(slots=True)
+class Engine:
+    """Invariant: a request is in `_sequences` until all its sequences have ended, however."""
+
+    scheduler: Scheduler
+    runner: Runs
+    pace: Pace
+    clock: Clock
+    limits: Limits = field(default_factory=Limits)
+    _sequences: dict[int, list[Sequence]] = field(default_factory=dict)
+    _samplings: dict[int, Sampling] = field(default_factory=dict)
+    # Request and number of each sequence, by the sequence's id.
+    _places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _ids: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._sequences
+
+    def add(self, asked: Asked) -> None:
+        """InvalidRequest where it never could run, Overloaded where it would come too late."""
+        self._check(asked)
+        arrived = self.clock()
+        leader: Sequence | None = None
+        self._sequences[asked.id] = made = []
+        for index in range(asked.num):
+            sequence = Sequence(
+                next(self._ids),
+                list(asked.tokens),
+                asked.ending,
+                arrived,
+                asked.priority,
+                asked.salt,
+                leader=leader,
+            )
+            leader = leader or sequence
+            made.append(sequence)
+            self._places[sequence.id] = asked.id, index
+            self._samplings[sequence.id] = _of_number(asked.sampling, index)
+            self.scheduler.add(sequence)
+
+    def give_up(self, request: int, reason: Reason = "abort") -> None:
+        """Nobody waits for it any more; its blocks are free with the next step."""
+        for sequence in self._sequences.pop(request, []):
+            self.scheduler.end(sequence, reason)
+            self._forget(sequence)
+
+    def end(self, request: int, index: int) -> None:
+        """One of its sequences has ended, by its text."""
+        sequences = self._sequences.get(request)
+        if sequences is not None:
+            self.scheduler.end(sequences[index], "stop")
+            self._forget_ended(request)
+
+    def step(self) -> list[Piece]:
+        """Compute what is due; nothing where there is nothing."""
+        began = self.clock()
+        work = self._work()
+        step = self.scheduler.plan(
+            self.pace.max_tokens(
+                work.num_generating, work.num_context_tokens, self.scheduler.limits.max_tokens
+            )
+        )
+        if not step.chunks:
+            return []
+        tokens = self.runner.run(step, self._samplings).tokens
+        new = self.scheduler.commit(step, tokens)
+        self.pace.add(_work_of(step), self.clock() - began)
+        pieces = []
+        for each in new:
+            request, index = self._places[each.sequence.id]
+            reason, found = each.sequence.reason, each.sequence.num_found
+            pieces.append(Piece(request, index, each.token, reason, found))
+        for piece in pieces:
+            if piece.reason:
+                self._forget_ended(piece.request)
+        return pieces
+
+    def fail(self, error: Exception) -> list[int]:
+        """A step could not be run: all requests end, and these are their ids."""
+        requests = list(self._sequences)
+        for request in requests:
+            self.give_up(request, "error")
+        return requests
+
+    def _check(self, asked: Asked) -> None:
+        num_prompt, max_tokens = len(asked.tokens), asked.ending.max_tokens
+        if not self.scheduler.fits(num_prompt, max_tokens):
+            limits = self.scheduler.limits
+            raise InvalidRequest(
+                f"the prompt has {num_prompt} tokens and {max_tokens} are asked for; expected at "
+                f"most {limits.max_length} together"
+            )
+        if asked.num > self.limits.max_sequences_of_request:
+            raise InvalidRequest(
+                f"n is {asked.num}; expected at most {self.limits.max_sequences_of_request}"
+            )
+        refusal = self._refusal(num_prompt)
+        if refusal is not None:
+            raise refusal
+
+    def _refusal(self, num_prompt: int) -> PenstockError | None:
+        if len(self.scheduler.waiting) >= self.limits.max_waiting:
+            return Overloaded(f"{len(self.scheduler.waiting)} requests wait already")
+        promised_s = self.pace.targets.ttft_s
+        if promised_s is None or not self.pace.is_known:
+            return None
+        before = [*self.scheduler.running, *self.scheduler.waiting]
+        left = sum(each.num_left for each in before if not each.num_generated)
+        first_s = self.pace.first_token_s(left, num_prompt, self._work())
+        if first_s <= promised_s:
+            return None
+        return Overloaded(f"the first token would come after {first_s:.2g} s")
+
+    def _work(self) -> Work:
+        """Of those that generate."""
+        running = [each for each in self.scheduler.running if each.num_generated]
+        return Work(0, len(running), sum(len(each.tokens) for each in running))
+
+    def _forget_ended(self, request: int) -> None:
+        sequences = self._sequences.get(request, [])
+        if sequences and all(each.state == "ended" for each in sequences):
+            del self._sequences[request]
+            for each in sequences:
+                self._forget(each)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._places.pop(sequence.id, None)
+        self._samplings.pop(sequence.id, None)
+
+
+def _of_number(sampling: Sampling, index: int) -> Sampling:
+    """Those of one request draw differently."""
+    return replace(sampling, seed=sampling.seed + index) if index else sampling
+
+
+def _work_of(step: Step) -> Work:
+    generating = [each for each in step.chunks if each.start >= each.sequence.num_prompt]
+    num_context = sum(chunk.end for chunk in generating)
+    return Work(step.num_tokens - len(generating), len(generating), num_context)

@@ -1,0 +1,225 @@
+"""An engine in a process of its own: `python -m penstock.llm.engine_main FD PARENT`.
+
+Loads when it is told to, then takes messages between steps and answers each step with one. While
+there is nothing to do it sleeps until a message comes. It dies with the core.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from penstock import logs
+from penstock.errors import ConfigError, Overloaded, PenstockError
+from penstock.llm import messages
+from penstock.llm.blocks import BlockPool
+from penstock.llm.engine import Asked, Engine, Limits, Piece
+from penstock.llm.pace import Pace, Targets
+from penstock.llm.params import Sampling
+from penstock.llm.scheduler import Limits as StepLimits
+from penstock.llm.scheduler import Scheduler
+from penstock.llm.sequence import Ending
+from penstock.serving.worker import die_with_parent, take_part
+from penstock.wire.frames import MAX_FRAME_BYTES
+
+log = logging.getLogger("penstock.engine")
+# Where nothing says how much of a CPU's memory keys and values may take.
+DEFAULT_CACHE_BYTES = 1 << 30
+MAX_ERROR_CHARS = 500
+
+
+class EngineProcess:
+    """Single thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray(MAX_FRAME_BYTES)
+        self._engine: Engine | None = None
+
+    def serve(self) -> None:
+        """Until the core closes the socket or says Stop."""
+        while self._take_messages():
+            if self._engine is not None:
+                self._step(self._engine)
+
+    def _take_messages(self) -> bool:
+        """All that have come; False when it is over. Without work the next one is waited for."""
+        is_idle = self._engine is None or self._engine.is_idle
+        while is_idle or select.select([self._sock], [], [], 0)[0]:
+            size = self._sock.recv_into(self._buffer)
+            if size == 0:
+                return False
+            message = messages.decode_to_engine(memoryview(self._buffer)[:size])
+            if not self._take(message):
+                return False
+            is_idle = False
+        return True
+
+    def _take(self, message: messages.ToEngine) -> bool:
+        if isinstance(message, messages.Load):
+            return self._load(message)
+        if isinstance(message, messages.Stop):
+            return False
+        assert self._engine is not None, "it is loaded first"
+        if isinstance(message, messages.Generate):
+            self._add(self._engine, message)
+        elif isinstance(message, messages.GiveUp):
+            for request in message.requests:
+                self._engine.give_up(request)
+        else:
+            self._engine.end(message.request, message.index)
+        return True
+
+    def _load(self, message: messages.Load) -> bool:
+        began = time.perf_counter()
+        if message.version != messages.VERSION:
+            text = f"the core speaks version {message.version}, the engine {messages.VERSION}"
+            self._send(messages.LoadFailed((text,)))
+            return False
+        try:
+            self._engine, built = load(message.settings)
+        except ConfigError as error:
+            self._send(messages.LoadFailed(error.problems))
+            return False
+        except Exception as error:  # Whatever a library raises is the answer to Load.
+            log.exception("the model cannot be loaded")
+            self._send(messages.LoadFailed((f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS],)))
+            return False
+        take_part()
+        scheduler = self._engine.scheduler
+        self._send(
+            messages.Ready(
+                messages.VERSION,
+                time.perf_counter() - began,
+                scheduler.pool.num_blocks,
+                scheduler.limits.max_length,
+                int(built["vocabulary"]),
+                built,
+            )
+        )
+        return True
+
+    def _add(self, engine: Engine, message: messages.Generate) -> None:
+        try:
+            engine.add(asked_of(message))
+        except PenstockError as error:
+            is_overload = isinstance(error, Overloaded)
+            self._send(messages.Refused(message.request, str(error), is_overload))
+
+    def _step(self, engine: Engine) -> None:
+        began = time.perf_counter()
+        try:
+            pieces = engine.step()
+        except Exception as error:  # The engine loop: a step that fails ends those that wait.
+            log.exception("a step failed")
+            reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            self._send(messages.Failed(tuple(engine.fail(error)), reason))
+            return
+        if pieces:
+            self._send(_told(engine, pieces, time.perf_counter() - began))
+
+    def _send(self, message: messages.FromEngine) -> None:
+        self._sock.send(messages.encode(message))
+
+
+def _told(engine: Engine, pieces: list[Piece], step_s: float) -> messages.Pieces:
+    scheduler = engine.scheduler
+    return messages.Pieces(
+        tuple(piece.request for piece in pieces),
+        tuple(piece.index for piece in pieces),
+        tuple(piece.token for piece in pieces),
+        tuple(piece.reason for piece in pieces),
+        tuple(piece.num_found for piece in pieces),
+        len(scheduler.running),
+        len(scheduler.waiting),
+        scheduler.pool.num_free,
+        scheduler.num_preemptions,
+        step_s,
+    )
+
+
+def asked_of(message: messages.Generate) -> Asked:
+    sampling = replace(Sampling(), **message.sampling, bias=message.bias)  # type: ignore[arg-type]
+    stops = frozenset(message.stop_tokens)
+    return Asked(
+        message.request,
+        messages.unpacked(message.tokens),
+        sampling,
+        Ending(message.max_tokens, stops, message.min_tokens),
+        message.num,
+        message.priority,
+        message.salt,
+    )
+
+
+def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
+    """An engine that is ready, and what it was built with."""
+    import torch
+
+    from penstock.llm.cache import Cache, bytes_of_block
+    from penstock.llm.checkpoint import made_up, open_checkpoint
+    from penstock.llm.models.decoder import Decoder
+    from penstock.llm.runner import Runner
+
+    torch.set_num_threads(settings.num_threads)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    path = Path(settings.path)
+    checkpoint = made_up(path) if settings.is_made_up else open_checkpoint(path)
+    try:
+        decoder = Decoder(checkpoint.shape, checkpoint.weight, settings.device, dtype)
+    finally:
+        checkpoint.close()
+    shape = checkpoint.shape
+    max_length = min(settings.max_length, shape.max_length)
+    block_bytes = bytes_of_block(shape, settings.block_size, dtype)
+    num_blocks = (settings.cache_bytes or DEFAULT_CACHE_BYTES) // block_bytes
+    needed = -(-max_length // settings.block_size)
+    if num_blocks < needed:
+        raise ConfigError(
+            [
+                f"cache of {num_blocks * block_bytes} bytes: {num_blocks} blocks do not hold one "
+                f"sequence of {max_length} tokens; expected at least {needed * block_bytes} bytes, "
+                "or a smaller max_length"
+            ]
+        )
+    cache = Cache(shape, num_blocks, settings.block_size, settings.device, dtype)
+    limits = StepLimits(settings.max_sequences, settings.max_tokens, max_length)
+    scheduler = Scheduler(BlockPool(num_blocks, settings.block_size), limits)
+    pace = Pace(Targets(settings.ttft_s, settings.tpot_s))
+    waiting = Limits(max_waiting=settings.max_waiting)
+    engine = Engine(scheduler, Runner(decoder, cache), pace, time.monotonic, waiting)
+    built = {
+        "torch": str(torch.__version__),
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "parameters": str(shape.num_parameters),
+        "vocabulary": str(shape.vocabulary),
+        "cache_bytes": str(num_blocks * block_bytes),
+    }
+    return engine, built
+
+
+def main() -> None:
+    parent = int(sys.argv[2])
+    die_with_parent()
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.configure(logs.from_environment())
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    sock = socket.socket(fileno=fd)
+    EngineProcess(sock).serve()
+    sock.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""GGUF files (version 2 and 3): what llama.cpp keeps a model in, tokenizer and chat template
+included. Numbers are read where they lie; tensors are unpacked when somebody asks for them.
+
+Formats: F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q4_K and Q6_K, of which Q4_K_M files are made. Whatever
+makes no sense is a ConfigError that says what and where.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import ConfigError
+from penstock.types import Array
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = "general.alignment"
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 4
+# Bytes that an entry takes at least; so that no count is believed beyond the file's end.
+MIN_ENTRY_BYTES = 12
+# Deeper lists of lists are nobody's model.
+MAX_DEPTH = 2
+STRING, LIST = 8, 9
+SCALARS = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # fmt: skip
+
+Value = int | float | bool | str | list["Value"]
+Unpack = Callable[[Array], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """So many values in a block of so many bytes."""
+
+    name: str
+    num_values: int
+    num_bytes: int
+    # From [blocks, bytes] to [blocks, values].
+    unpack: Unpack
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor; shapes are as numpy and torch count them."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) // self.format.num_values * self.format.num_bytes
+
+
+class GgufFile:
+    """Open until `close`, or the end of a `with`; arrays that were read live on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"{path.name}: cannot be read: {error}"]) from None
+        try:
+            self.metadata, self.tensors = self._read()
+        except ConfigError:
+            self.close()
+            raise
+
+    def __enter__(self) -> GgufFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._data.close()
+
+    def tensor(self, name: str) -> Array:
+        """Its values, in FP32."""
+        entry = self.tensors[name]
+        form = entry.format
+        raw = np.frombuffer(self._data[entry.offset : entry.offset + entry.num_bytes], np.uint8)
+        return form.unpack(raw.reshape(-1, form.num_bytes)).reshape(entry.shape)
+
+    def _read(self) -> tuple[dict[str, Value], dict[str, Entry]]:
+        reader = _Reader(self._data, self.path.name)
+        if bytes(self._data[:4]) != MAGIC:
+            raise reader.problem(f"not a GGUF file: it begins with {bytes(self._data[:4])!r}")
+        reader.at = 4
+        version = reader.number("<I")
+        if version not in VERSIONS:
+            raise reader.problem(f"GGUF version {version}; expected one of {list(VERSIONS)}")
+        num_tensors, num_values = reader.count("tensors"), reader.count("values")
+        metadata: dict[str, Value] = {}
+        for _ in range(num_values):
+            key = reader.text("a key")
+            metadata[key] = reader.value(reader.number("<I"), key)
+        heads = [reader.head() for _ in range(num_tensors)]
+        alignment = metadata.get(ALIGNMENT, DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise reader.problem(f"{ALIGNMENT}: {alignment!r}; expected a positive number")
+        start = -(-reader.at // alignment) * alignment
+        tensors = {head.name: reader.placed(head, start) for head in heads}
+        if len(tensors) != len(heads):
+            raise reader.problem("two tensors have the same name")
+        return metadata, tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    name: str
+    dimensions: list[int]
+    kind: int
+    offset: int
+
+
+class _Reader:
+    def __init__(self, data: mmap.mmap, label: str) -> None:
+        self._data = data
+        self._label = label
+        self.at = 0
+
+    def problem(self, text: str) -> ConfigError:
+        return ConfigError([f"{self._label}: {text}"])
+
+    def number(self, form: str) -> int:
+        found: int = self._unpacked(form)
+        return found
+
+    def count(self, of: str) -> int:
+        """One that the rest of the file could hold."""
+        count = self.number("<Q")
+        if count * MIN_ENTRY_BYTES > len(self._data):
+            raise self.problem(f"{count} {of} do not fit a file of {len(self._data)} bytes")
+        return count
+
+    def text(self, what: str) -> str:
+        length = self.number("<Q")
+        if length > len(self._data) - self.at:
+            raise self.problem(f"{what} at byte {self.at} ends behind the file")
+        self.at += length
+        try:
+            return self._data[self.at - length : self.at].decode()
+        except UnicodeDecodeError:
+            raise self.problem(f"{what} at byte {self.at - length} is not UTF-8") from None
+
+    def value(self, kind: int, key: str, depth: int = 0) -> Value:
+        if kind in SCALARS:
+            found: Value = self._unpacked(SCALARS[kind])
+            return found
+        if kind == STRING:
+            return self.text(key)
+        if kind != LIST or depth == MAX_DEPTH:
+            raise self.problem(f"{key}: a value of kind {kind}, which is none of GGUF's")
+        inner, count = self.number("<I"), self.number("<Q")
+        if inner in SCALARS:
+            return self._numbers(SCALARS[inner], count, key)
+        if count > len(self._data):
+            raise self.problem(f"{key}: a list of {count} ends behind the file")
+        return [self.value(inner, key, depth + 1) for _ in range(count)]
+
+    def head(self) -> _Head:
+        name = self.text("a tensor's name")
+        num_dimensions = self.number("<I")
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            raise self.problem(f"tensor '{name}': {num_dimensions} dimensions; expected 1 to 4")
+        dimensions = [self.number("<Q") for _ in range(num_dimensions)]
+        return _Head(name, dimensions, self.number("<I"), self.number("<Q"))
+
+    def placed(self, head: _Head, start: int) -> Entry:
+        where = f"tensor '{head.name}'"
+        form = FORMATS.get(head.kind)
+        if form is None:
+            known = ", ".join(each.name for each in FORMATS.values())
+            raise self.problem(f"{where}: format {head.kind} is not read here; expected {known}")
+        row = head.dimensions[0]
+        if row % form.num_values:
+            raise self.problem(f"{where}: rows of {row} are not in {form.name}'s blocks")
+        entry = Entry(head.name, tuple(reversed(head.dimensions)), form, start + head.offset)
+        if entry.offset + entry.num_bytes > len(self._data):
+            raise self.problem(f"{where} ends behind the file: it was cut off")
+        return entry
+
+    def _unpacked(self, form: str) -> int:
+        try:
+            (found,) = struct.unpack_from(form, self._data, self.at)
+        except struct.error:
+            raise self.problem(f"it ends at byte {len(self._data)}, in its head") from None
+        self.at += struct.calcsize(form)
+        value: int = found
+        return value
+
+    def _numbers(self, form: str, count: int, key: str) -> list[Value]:
+        size = struct.calcsize(form) * count
+        if size > len(self._data) - self.at:
+            raise self.problem(f"{key}: a list of {count} ends behind the file")
+        self.at += size
+        found = np.frombuffer(self._data[self.at - size : self.at], np.dtype(form))
+        values: list[Value] = found.tolist()
+        return values
+
+
+# Values from blocks. A half is the factor of its block.
+
+
+def _half(blocks: Array, at: int) -> Array:
+    return blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: Array) -> Array:
+    """The lower ones first, then the upper ones."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _f32(blocks: Array) -> Array:
+    return np.ascontiguousarray(blocks).view(np.float32)
+
+
+def _f16(blocks: Array) -> Array:
+    return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
+
+
+def _bf16(blocks: Array) -> Array:
+    bits = np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32) << 16
+    return bits.view(np.float32)
+
+
+def _q4_0(blocks: Array) -> Array:
+    return (_nibbles(blocks[:, 2:]).astype(np.float32) - 8) * _half(blocks, 0)
+
+
+def _q4_1(blocks: Array) -> Array:
+    return _nibbles(blocks[:, 4:]).astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Array) -> Array:
+    return blocks[:, 2:].copy().view(np.int8).astype(np.float32) * _half(blocks, 0)
+
+
+def _q4_k(blocks: Array) -> Array:
+    """Eight parts of 32 values; each has a scale and a least value of six bits."""
+    scales, least = _sixes(blocks[:, 4:16])
+    # Two parts lie in the lower and upper halves of 32 bytes.
+    values = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32).astype(np.float32)
+    factors = _half(blocks, 0) * scales.astype(np.float32)
+    offsets = _half(blocks, 2) * least.astype(np.float32)
+    found: Array = values * factors[:, :, None] - offsets[:, :, None]
+    return found.reshape(len(blocks), 256)
+
+
+def _sixes(packed: Array) -> tuple[Array, Array]:
+    """Eight scales and eight least values in twelve bytes: of the first four of each all bits, and
+    above them the upper two of the last four, whose lower four come last."""
+    first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([first & 63, (last & 15) | (first >> 6 << 4)], axis=1)
+    least = np.concatenate([second & 63, (last >> 4) | (second >> 6 << 4)], axis=1)
+    return scales, least
+
+
+def _q6_k(blocks: Array) -> Array:
+    """Two halves of 128 values: four bits of each in 64 bytes, two more in 32; a scale of eight
+    bits for every 16."""
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
+    values = (low | ((high & 3) << 4).reshape(-1, 2, 128)).astype(np.float32) - 32
+    scales = blocks[:, 192:208].copy().view(np.int8).astype(np.float32) * _half(blocks, 208)
+    found: Array = values.reshape(-1, 16, 16) * scales[:, :, None]
+    return found.reshape(len(blocks), 256)
+
+
+FORMATS: Mapping[int, Format] = {
+    0: Format("F32", 1, 4, _f32),
+    1: Format("F16", 1, 2, _f16),
+    2: Format("Q4_0", 32, 18, _q4_0),
+    3: Format("Q4_1", 32, 20, _q4_1),
+    8: Format("Q8_0", 32, 34, _q8_0),
+    12: Format("Q4_K", 256, 144, _q4_k),
+    14: Format("Q6_K", 256, 210, _q6_k),
+    30: Format("BF16", 1, 2, _bf16),
+}

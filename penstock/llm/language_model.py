@@ -1,0 +1,350 @@
+"""A language model in the core: requests to its engine, and what comes back as text.
+
+Owns the text on both sides and keeps the engine alive; lives on the core's event loop. When the
+engine dies, whoever waited is told so, and a new one is started: half an answer cannot be continued
+by another without saying so. It knows no protocol (a request carries its sink).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Literal
+
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    ConfigError,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+)
+from penstock.llm import messages
+from penstock.llm.generation import Generation, Going, Part
+from penstock.llm.params import Sampling
+from penstock.llm.stops import StopTexts
+from penstock.llm.text import Text
+from penstock.serving.supervisor import (
+    Life,
+    ProcessLife,
+    Sender,
+    StartLife,
+    backoff_s,
+    deaths_in_a_row,
+)
+from penstock.wire.frames import MAX_FRAME_BYTES
+
+log = logging.getLogger("penstock.llm")
+MODULE = "penstock.llm.engine_main"
+State = Literal["LOADING", "READY", "UNAVAILABLE"]
+STOP_S = 5.0
+# Deaths while loading that make it fail.
+MAX_LOAD_DEATHS = 3
+PLAIN = Sampling()
+EngineLife: StartLife = partial(ProcessLife, module=MODULE)
+OF_MESSAGES = [each.name for each in fields(Sampling) if each.name != "bias"]
+
+
+class LlmModel:
+    """Invariant: a generation that was admitted is in `_open` until it has ended."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: messages.Settings,
+        text: Text,
+        start_life: StartLife = EngineLife,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.text = text
+        self.state: State = "LOADING"
+        self.reason = ""
+        self.ready: messages.Ready | None = None
+        # What the engine told with its last step.
+        self.last: messages.Pieces | None = None
+        self.num_restarts = 0
+        self._settings = settings
+        self._start_life = start_life
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[int, Generation] = {}
+        self._ids = itertools.count()
+        self._given_up: list[int] = []
+        self._life: Life | None = None
+        self._sender: Sender | None = None
+        self._buffer = bytearray(MAX_FRAME_BYTES)
+        self._num_deaths = 0
+        self._ready_at = 0.0
+        self._is_stopping = False
+        self._restart: asyncio.TimerHandle | None = None
+        self._loaded: asyncio.Future[None] = self._loop.create_future()
+        self._dead = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # Life.
+
+    async def start(self) -> None:
+        """ConfigError where it cannot be loaded."""
+        self._launch()
+        await self._loaded
+
+    async def drain(self) -> None:
+        """Until everybody has the answer."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        self._is_stopping = True
+        if self._restart is not None:
+            self._restart.cancel()
+        self._fail_all(Cancelled("the model is unloaded"))
+        if self._life is None:
+            return
+        self._send(messages.Stop())
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self._dead.wait()
+        except TimeoutError:
+            if self._life is not None:
+                self._life.kill()
+            await self._dead.wait()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._life is None else self._life.pid
+
+    # Requests.
+
+    def submit(self, generation: Generation) -> None:
+        """Every outcome goes to its sink, refusals too."""
+        try:
+            self._admit(generation)
+        except (NotReady, InvalidRequest) as error:
+            generation.is_ended = True
+            generation.sink.failed(error)
+
+    def cancel(self, generation: Generation) -> None:
+        """Nobody waits any more. Safe at any time; its sink is not called again."""
+        if self._open.pop(generation.id, None) is None:
+            return
+        generation.is_ended = True
+        if not self._given_up:
+            # Those of one turn of the loop leave together.
+            self._loop.call_soon(self._send_given_up)
+        self._given_up.append(generation.id)
+        self._check_idle()
+
+    def _admit(self, generation: Generation) -> None:
+        ready = self.ready
+        if self.state != "READY" or ready is None:
+            raise NotReady(f"model '{self.name}' is not ready: {self.reason or 'it is loading'}")
+        self._check(generation, ready)
+        generation.id = next(self._ids)
+        generation.arrived = self._clock()
+        generation.going = [
+            Going(self.text.stream(), StopTexts(generation.stops)) for _ in range(generation.num)
+        ]
+        self._open[generation.id] = generation
+        self._idle.clear()
+        sampling = generation.sampling
+        different = {
+            name: value
+            for name in OF_MESSAGES
+            if (value := getattr(sampling, name)) != getattr(PLAIN, name)
+        }
+        self._send(
+            messages.Generate(
+                generation.id,
+                messages.packed(generation.tokens),
+                different,
+                dict(sampling.bias),
+                generation.ending.max_tokens,
+                generation.ending.min_tokens,
+                tuple(generation.ending.stop_tokens),
+                generation.num,
+                generation.priority,
+                generation.salt,
+            )
+        )
+
+    def _check(self, generation: Generation, ready: messages.Ready) -> None:
+        """What the engine takes for granted."""
+        if not generation.tokens:
+            raise InvalidRequest("the prompt is empty; expected at least one token")
+        if len(generation.tokens) > min(ready.max_length, messages.MAX_PROMPT_TOKENS):
+            raise InvalidRequest(
+                f"the prompt has {len(generation.tokens)} tokens; expected at most "
+                f"{ready.max_length - 1}"
+            )
+        tokens = [*generation.tokens, *generation.sampling.bias]
+        if not 0 <= min(tokens) <= max(tokens) < ready.vocabulary:
+            strange = next(each for each in tokens if not 0 <= each < ready.vocabulary)
+            raise InvalidRequest(f"token {strange}; expected 0 to {ready.vocabulary - 1}")
+
+    def _send_given_up(self) -> None:
+        requests, self._given_up = tuple(self._given_up), []
+        self._send(messages.GiveUp(requests))
+
+    # The engine.
+
+    def _launch(self) -> None:
+        try:
+            life = self._start_life(self._loop, self._died)
+        except OSError as error:
+            self._ended(f"could not be started ({error})")
+            return
+        self._life = life
+        self._dead.clear()
+        self._sender = Sender(self._loop, life.sock)
+        self._loop.add_reader(life.sock.fileno(), self._receive)
+        self._send(messages.Load(messages.VERSION, self._settings))
+
+    def _send(self, message: messages.ToEngine) -> None:
+        if self._sender is not None:
+            self._sender.send(messages.encode(message))
+
+    def _receive(self) -> None:
+        """All that there is."""
+        while self._life is not None:
+            try:
+                size = self._life.sock.recv_into(self._buffer)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                size = 0
+            if size == 0:
+                self._loop.remove_reader(self._life.sock.fileno())
+                self._life.socket_closed()
+                return
+            self._handle(messages.decode_from_engine(memoryview(self._buffer)[:size]))
+
+    def _handle(self, message: messages.FromEngine) -> None:
+        match message:
+            case messages.Pieces():
+                self._take(message)
+            case messages.Refused():
+                error = Overloaded if message.is_overload else InvalidRequest
+                self._fail(message.request, error(message.reason))
+            case messages.Failed():
+                for request in message.requests:
+                    self._fail(request, BackendFailed(message.reason))
+            case messages.Ready():
+                self._came(message)
+            case messages.LoadFailed():
+                self.reason = "; ".join(message.problems)
+                if not self._loaded.done():
+                    self._loaded.set_exception(ConfigError(message.problems))
+
+    def _came(self, message: messages.Ready) -> None:
+        self.ready, self.state, self.reason = message, "READY", ""
+        self._ready_at = self._clock()
+        log.info("%s is ready after %.2f s", self.name, message.load_s, extra={"model": self.name})
+        if not self._loaded.done():
+            self._loaded.set_result(None)
+
+    def _take(self, message: messages.Pieces) -> None:
+        self.last = message
+        now = self._clock()
+        for request, index, token, reason, num_found in zip(
+            message.requests,
+            message.indices,
+            message.tokens,
+            message.reasons,
+            message.num_found,
+            strict=True,
+        ):
+            generation = self._open.get(request)
+            if generation is not None and not generation.going[index].is_ended:
+                generation.num_found = num_found
+                self._give(generation, index, token, reason, now)
+
+    def _give(
+        self, generation: Generation, index: int, token: int, reason: str, now: float
+    ) -> None:
+        going = generation.going[index]
+        going.num_tokens += 1
+        generation.first_at = generation.first_at or now
+        generation.last_at = now
+        # What a token that ends it stands for is no part of the text.
+        is_end = reason == "stop" and token in generation.ending.stop_tokens
+        text = "" if is_end else going.stops.add(going.stream.add(token))
+        if going.stops.found is not None:
+            if not reason:
+                self._send(messages.EndText(generation.id, index))
+            reason = "stop"
+        elif reason:
+            text += self._rest(going)
+        going.is_ended = bool(reason)
+        generation.sink.part(Part(index, text, token, reason))
+        if going.is_ended and all(each.is_ended for each in generation.going):
+            self._finish(generation)
+
+    def _rest(self, going: Going) -> str:
+        """What was held back, up to a text that would have ended it."""
+        text = going.stops.add(going.stream.rest())
+        return text if going.stops.found is not None else text + going.stops.rest()
+
+    def _finish(self, generation: Generation) -> None:
+        """Unless its sink has given it up meanwhile."""
+        if self._open.pop(generation.id, None) is not None:
+            generation.is_ended = True
+            generation.sink.finished(generation.totals)
+            self._check_idle()
+
+    def _fail(self, request: int, error: BackendFailed | InvalidRequest | Overloaded) -> None:
+        generation = self._open.pop(request, None)
+        if generation is not None:
+            generation.is_ended = True
+            generation.sink.failed(error)
+            self._check_idle()
+
+    def _fail_all(self, error: BackendFailed | Cancelled) -> None:
+        generations, self._open = list(self._open.values()), {}
+        for each in generations:
+            each.is_ended = True
+            each.sink.failed(error)
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not self._open:
+            self._idle.set()
+
+    def _died(self, reason: str) -> None:
+        life, sender = self._life, self._sender
+        assert life is not None and sender is not None
+        # What it sent before counts.
+        self._receive()
+        self._loop.remove_reader(life.sock.fileno())
+        sender.close()
+        life.sock.close()
+        self._life = self._sender = None
+        self._dead.set()
+        if not self._is_stopping:
+            self._ended(reason)
+
+    def _ended(self, reason: str) -> None:
+        was_ready, self.state = self.state == "READY", "UNAVAILABLE"
+        well_s = self._clock() - self._ready_at if was_ready else 0.0
+        self._num_deaths = deaths_in_a_row(self._num_deaths, well_s)
+        self._fail_all(BackendFailed(f"the engine {reason}; what it had generated is lost"))
+        if not self._loaded.done() and self._num_deaths >= MAX_LOAD_DEATHS:
+            text = f"the engine {reason} while loading, {MAX_LOAD_DEATHS} times"
+            self._loaded.set_exception(ConfigError([self.reason or text]))
+        if self._loaded.done() and self.ready is None:
+            return
+        self.reason = self.reason or f"its engine {reason}"
+        delay_s = backoff_s(self._num_deaths)
+        self.num_restarts += 1
+        text = "%s: the engine %s; restart in %.1f s"
+        log.warning(text, self.name, reason, delay_s, extra={"model": self.name, "reason": reason})
+        self._restart = self._loop.call_later(delay_s, self._launch)

@@ -1,0 +1,159 @@
+"""The decoder of all families: layers of attention and a gated product, with norms before them.
+
+It computes hidden states of tokens that are laid end to end, whichever sequences they belong to;
+who sees whom is the business of `Attend`, which also keeps keys and values. Names of weights are
+Hugging Face's; queries, keys and values are one product, and so are gate and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.llm.models.shape import Shape
+
+Weights = Callable[[str], Tensor]
+EMBEDDINGS, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class Attend(Protocol):
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[tokens, heads, size] each, of queries and of the answer; keys and values are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    first_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    # Of queries and of keys.
+    head_norms: tuple[Tensor, Tensor] | None
+    last_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Decoder:
+    def __init__(self, shape: Shape, weights: Weights, device: str, dtype: torch.dtype) -> None:
+        """`weights` gives each by name, in any type, once."""
+        self.shape = shape
+        self.device, self.dtype = torch.device(device), dtype
+
+        def placed(*names: str) -> Tensor:
+            parts = [weights(name).to(self.device, dtype) for name in names]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        self.embeddings = placed(EMBEDDINGS)
+        self.layers = [_layer(shape, f"model.layers.{n}", placed) for n in range(shape.num_layers)]
+        self.norm = placed(NORM)
+        self.head = self.embeddings if shape.is_tied else placed(HEAD)
+        self._turns = _turns(shape).to(self.device)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """[tokens, width], normalised: what logits are made of."""
+        x = F.embedding(tokens, self.embeddings)
+        turns = self._turns[positions]
+        for number, layer in enumerate(self.layers):
+            x = x + self._attended(number, layer, x, turns, attend)
+            x = x + self._fed(layer, x)
+        return self._normed(x, self.norm)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head)
+
+    def _attended(
+        self, number: int, layer: Layer, x: Tensor, turns: Tensor, attend: Attend
+    ) -> Tensor:
+        shape = self.shape
+        product = F.linear(self._normed(x, layer.first_norm), layer.qkv, layer.qkv_bias)
+        heads = product.unflatten(1, (-1, shape.head_size))
+        sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
+        queries, keys, values = heads.split(sizes, 1)
+        if layer.head_norms is not None:
+            queries = self._normed(queries, layer.head_norms[0])
+            keys = self._normed(keys, layer.head_norms[1])
+        mixed = attend(number, turned(queries, turns), turned(keys, turns), values)
+        return F.linear(mixed.flatten(1), layer.out)
+
+    def _fed(self, layer: Layer, x: Tensor) -> Tensor:
+        gate, up = F.linear(self._normed(x, layer.last_norm), layer.gate_up).chunk(2, 1)
+        return F.linear(F.silu(gate) * up, layer.down)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """In FP32, as the models were trained."""
+        wide = x.float()
+        wide = wide * (wide.square().mean(-1, keepdim=True) + self.shape.epsilon).rsqrt()
+        return weight * wide.to(x.dtype)
+
+
+def _layer(shape: Shape, prefix: str, placed: Callable[..., Tensor]) -> Layer:
+    attention = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
+    norms = None
+    if shape.has_qk_norm:
+        norms = tuple(placed(f"{prefix}.self_attn.{name}_norm.weight") for name in "qk")
+    return Layer(
+        placed(f"{prefix}.input_layernorm.weight"),
+        placed(*(f"{name}.weight" for name in attention)),
+        placed(*(f"{name}.bias" for name in attention)) if shape.has_qkv_bias else None,
+        placed(f"{prefix}.self_attn.o_proj.weight"),
+        None if norms is None else (norms[0], norms[1]),
+        placed(f"{prefix}.post_attention_layernorm.weight"),
+        placed(f"{prefix}.mlp.gate_proj.weight", f"{prefix}.mlp.up_proj.weight"),
+        placed(f"{prefix}.mlp.down_proj.weight"),
+    )
+
+
+def _turns(shape: Shape) -> Tensor:
+    """[positions, 2, half a head]: cosines and sines."""
+    frequencies = torch.tensor(shape.rope.frequencies(shape.head_size), dtype=torch.float64)
+    angles = torch.arange(shape.max_length, dtype=torch.float64)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()], 1).float()
+
+
+def turned(heads: Tensor, turns: Tensor) -> Tensor:
+    """[tokens, heads, size]: halves of a head make pairs, each of which is turned by its angle."""
+    cosines, sines = turns[:, :1], turns[:, 1:]
+    first, second = heads.float().chunk(2, 2)
+    found = torch.cat([first * cosines - second * sines, second * cosines + first * sines], 2)
+    return found.to(heads.dtype)
+
+
+def names(shape: Shape) -> Iterator[str]:
+    """Of all weights, as they lie in files."""
+    yield EMBEDDINGS
+    yield NORM
+    if not shape.is_tied:
+        yield HEAD
+    for number in range(shape.num_layers):
+        yield from (f"model.layers.{number}.{name}" for name in sizes(shape))
+
+
+def sizes(shape: Shape) -> Mapping[str, tuple[int, ...]]:
+    """Of a layer's weights, by name."""
+    width, queries = shape.width, shape.num_heads * shape.head_size
+    keys = shape.num_kv_heads * shape.head_size
+    found: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (width, queries),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (shape.inner, width),
+        "mlp.up_proj.weight": (shape.inner, width),
+        "mlp.down_proj.weight": (width, shape.inner),
+    }
+    if shape.has_qk_norm:
+        found |= {f"self_attn.{name}_norm.weight": (shape.head_size,) for name in "qk"}
+    if shape.has_qkv_bias:
+        found |= {
+            f"self_attn.{name}_proj.bias": (size,)
+            for name, size in zip("qkv", (queries, keys, keys), strict=True)
+        }
+    return found

@@ -1,0 +1,154 @@
+"""The sizes of a decoder, and how positions turn its queries and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ConfigError
+
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Positions as angles. `kind` says how lengths beyond those of the training are reached."""
+
+    theta: float = 10_000.0
+    # "" (as it is), "linear" (positions divided by the factor), "llama3" (slow ones only).
+    kind: str = ""
+    factor: float = 1.0
+    low_factor: float = 1.0
+    high_factor: float = 4.0
+    original_length: int = 8192
+
+    def frequencies(self, head_size: int) -> list[float]:
+        """Radians for each position, of each pair of values."""
+        plain = [self.theta ** (-2 * i / head_size) for i in range(head_size // 2)]
+        if self.kind == "linear":
+            return [each / self.factor for each in plain]
+        if self.kind == "llama3":
+            return [self._slowed(each) for each in plain]
+        return plain
+
+    def _slowed(self, frequency: float) -> float:
+        """Those that turn once in more than the original length are slowed, fast ones are not, and
+        those between a little."""
+        turns = self.original_length * frequency / (2 * math.pi)
+        if turns < self.low_factor:
+            return frequency / self.factor
+        if turns > self.high_factor:
+            return frequency
+        share = (turns - self.low_factor) / (self.high_factor - self.low_factor)
+        return (1 - share) * frequency / self.factor + share * frequency
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    inner: int
+    vocabulary: int
+    max_length: int
+    epsilon: float
+    rope: Rope
+    # The table of tokens is also what makes logits.
+    is_tied: bool
+    # Queries and keys are normalised, head by head.
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                [f"{self.num_heads} heads are not a multiple of {self.num_kv_heads} of keys"]
+            )
+
+    @property
+    def group(self) -> int:
+        """Heads of queries for each of keys."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_parameters(self) -> int:
+        heads = self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
+        layer = self.width * heads + 3 * self.width * self.inner
+        tables = self.vocabulary * self.width * (1 if self.is_tied else 2)
+        return self.num_layers * layer + tables
+
+
+class Reader:
+    """Values of a configuration; all that is missing or makes no sense is told together."""
+
+    def __init__(self, values: Mapping[str, Any], label: str) -> None:
+        self._values = values
+        self._label = label
+        self.problems: list[str] = []
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        found = self._values.get(key, default)
+        if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+            return found
+        self._missing(key, found, "a positive number")
+        return 1
+
+    def real(self, key: str, default: float | None = None) -> float:
+        found = self._values.get(key, default)
+        if isinstance(found, Number) and not isinstance(found, bool) and found > 0:
+            return float(found)
+        self._missing(key, found, "a positive number")
+        return 1.0
+
+    def flag(self, key: str, default: bool) -> bool:
+        found = self._values.get(key, default)
+        if not isinstance(found, bool):
+            self._missing(key, found, "true or false")
+        return bool(found)
+
+    def part(self, key: str) -> Mapping[str, Any]:
+        found = self._values.get(key) or {}
+        if not isinstance(found, Mapping):
+            self._missing(key, found, "an object")
+            return {}
+        return found
+
+    def check(self) -> None:
+        if self.problems:
+            raise ConfigError(self.problems)
+
+    def _missing(self, key: str, found: object, expected: str) -> None:
+        got = "is missing" if found is None else f"is {found!r}"
+        self.problems.append(f"{self._label}: {key} {got}; expected {expected}")
+
+
+def rope_of_config(values: Mapping[str, Any], label: str) -> Rope:
+    """From config.json: the older `rope_theta` with `rope_scaling`, or `rope_parameters`."""
+    reader = Reader(values, label)
+    told = {**reader.part("rope_scaling"), **reader.part("rope_parameters")}
+    inner = Reader(told, f"{label}: rope")
+    theta = (
+        inner.real("rope_theta") if "rope_theta" in told else reader.real("rope_theta", 10_000.0)
+    )
+    kind = str(told.get("rope_type", told.get("type", "default")))
+    if kind not in ("default", "linear", "llama3"):
+        reader.problems.append(f"{label}: rope of type '{kind}'; expected linear or llama3")
+    found = Rope(theta)
+    if kind == "linear":
+        found = Rope(theta, kind, inner.real("factor"))
+    elif kind == "llama3":
+        found = Rope(
+            theta,
+            kind,
+            inner.real("factor"),
+            inner.real("low_freq_factor"),
+            inner.real("high_freq_factor"),
+            inner.whole("original_max_position_embeddings"),
+        )
+    reader.problems += inner.problems
+    reader.check()
+    return found

@@ -1,0 +1,72 @@
+"""Runs steps: from a plan to the tokens that come out of it.
+
+Knows the decoder, the cache and how tokens are drawn; which sequences there are is the scheduler's
+business. Tokens that an earlier step sampled are taken from where that step left them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.llm.cache import Cache, PlainAttention, spans_of
+from penstock.llm.models.decoder import Decoder
+from penstock.llm.params import Sampling
+from penstock.llm.sampling import Row, Sampled, sample
+from penstock.llm.scheduler import Chunk, Step
+from penstock.llm.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What came of a step, in the order of its sampled chunks."""
+
+    sampled: Sampled
+
+    @property
+    def tokens(self) -> list[int]:
+        found: list[int] = self.sampled.tokens.tolist()
+        return found
+
+
+class Runner:
+    """One step after the other, on the calling thread."""
+
+    def __init__(self, decoder: Decoder, cache: Cache) -> None:
+        self._decoder = decoder
+        self._cache = cache
+
+    def run(self, step: Step, samplings: dict[int, Sampling]) -> Ran:
+        """`samplings` by the ids of sequences. All tokens are known."""
+        with torch.inference_mode():
+            return self._ran(step, samplings)
+
+    def _ran(self, step: Step, samplings: dict[int, Sampling]) -> Ran:
+        tokens = torch.tensor(
+            [t for chunk in step.chunks for t in chunk.sequence.tokens[chunk.start : chunk.end]]
+        )
+        positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in step.chunks])
+        attend = PlainAttention(self._cache, spans_of(step, self._cache.block_size))
+        hidden = self._decoder.hidden(tokens, positions, attend)
+        return Ran(self._sampled(step, hidden, samplings))
+
+    def _sampled(self, step: Step, hidden: Tensor, samplings: dict[int, Sampling]) -> Sampled:
+        places, rows, end = [], [], 0
+        for chunk in step.chunks:
+            end += chunk.count
+            if chunk.is_sampled:
+                places.append(end - 1)
+                rows.append(row_of(chunk, samplings[chunk.sequence.id]))
+        if not rows:
+            return Sampled(torch.empty(0, dtype=torch.int64))
+        return sample(self._decoder.logits(hidden[places]), rows)
+
+
+def row_of(chunk: Chunk, sampling: Sampling) -> Row:
+    sequence: Sequence = chunk.sequence
+    if not sampling.has_penalties:
+        return Row(sampling, chunk.end)
+    tokens = sequence.tokens
+    return Row(sampling, chunk.end, tokens[: sequence.num_prompt], tokens[sequence.num_prompt :])

@@ -1,0 +1,164 @@
+"""From logits to tokens, for all sequences of a step at once.
+
+A token is drawn by adding noise to the logits and taking the largest (Gumbel's trick), so nothing
+is summed up and nothing leaves the device. The noise of a sequence depends on its seed and on how
+many tokens it has, on nothing else: whoever else is in the batch, the same seed draws the same.
+`torch` does the work wherever the logits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.llm.params import Sampling
+
+# Of a mixing function for 32 bits (murmur3's last step), in numbers of 64 without a sign.
+FACTORS = 0x85EBCA6B, 0xC2B2AE35
+MASK = 0xFFFFFFFF
+# Between positions and between tokens, so that neighbours have nothing in common.
+STEPS = 0x9E3779B1, 0x7FEB352D
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence that gets a token."""
+
+    sampling: Sampling
+    # How many tokens it has.
+    position: int
+    # Needed for penalties only.
+    prompt: Sequence[int] = ()
+    generated: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens, one for each row; with the logarithms of their probabilities, and the most likely
+    ones with theirs, for as many places as the row that wants most (none where nobody does)."""
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+    top_tokens: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
+    """`logits` are [rows, vocabulary], and are not kept."""
+    logits = logits.float()
+    told = told_of(logits, rows)
+    changed = biased(logits, rows)
+    places = [place for place, row in enumerate(rows) if not row.sampling.is_greedy]
+    if places:
+        drawn = [rows[place] for place in places]
+        index = torch.tensor(places, device=logits.device)
+        # The same storage may be the model's.
+        changed = changed.clone() if changed is logits else changed
+        changed[index] = noised(changed[index], drawn)
+    tokens = changed.argmax(1)
+    if told is None:
+        return Sampled(tokens)
+    all_logprobs, num = told
+    top = all_logprobs.topk(num, 1) if num else None
+    return Sampled(
+        tokens,
+        all_logprobs.gather(1, tokens[:, None])[:, 0],
+        None if top is None else top.indices,
+        None if top is None else top.values,
+    )
+
+
+def told_of(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, int] | None:
+    """Of what the model says, before anything is changed; and for how many places."""
+    wanted = [row.sampling.num_logprobs for row in rows if row.sampling.num_logprobs is not None]
+    return (logits.log_softmax(1), max(wanted)) if wanted else None
+
+
+def biased(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """With what was said about single tokens, and about those that came before."""
+    found = logits
+    for place, row in enumerate(rows):
+        sampling = row.sampling
+        if not sampling.bias and not sampling.has_penalties:
+            continue
+        found = found.clone() if found is logits else found
+        if sampling.has_penalties:
+            found[place] = penalised(found[place], row)
+        if sampling.bias:
+            tokens = torch.tensor(list(sampling.bias), device=logits.device)
+            values = torch.tensor(list(sampling.bias.values()), device=logits.device)
+            found[place, tokens] += values
+    return found
+
+
+def penalised(logits: Tensor, row: Row) -> Tensor:
+    sampling, device = row.sampling, logits.device
+    if sampling.repetition_penalty != 1:
+        seen = torch.tensor([*row.prompt, *row.generated], device=device).unique()
+        values = logits[seen]
+        factor = sampling.repetition_penalty
+        logits = logits.index_copy(
+            0, seen, torch.where(values > 0, values / factor, values * factor)
+        )
+    if row.generated and (sampling.presence_penalty or sampling.frequency_penalty):
+        generated = torch.tensor(list(row.generated), device=device)
+        counts = generated.bincount(minlength=len(logits)).to(logits.dtype)
+        logits = logits - sampling.frequency_penalty * counts
+        logits = logits - sampling.presence_penalty * (counts > 0)
+    return logits
+
+
+def noised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Of which the largest is a token drawn as it was asked for."""
+    device = logits.device
+    samplings = [row.sampling for row in rows]
+    temperatures = torch.tensor([each.temperature for each in samplings], device=device)
+    logits = logits / temperatures[:, None]
+    if any(each.is_cut for each in samplings):
+        logits = cut(logits, samplings)
+    return logits + gumbel(rows, logits.shape[1], device)
+
+
+def cut(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Without the tokens that are not to be drawn; the most likely one always stays."""
+    device, size = logits.device, logits.shape[1]
+    most = torch.tensor([each.top_k or size for each in samplings], device=device)
+    share = torch.tensor([each.top_p for each in samplings], device=device)
+    least = torch.tensor([each.min_p for each in samplings], device=device)
+    ordered, places = logits.sort(1, descending=True)
+    probabilities = ordered.softmax(1)
+    is_out = torch.arange(size, device=device)[None, :] >= most[:, None]
+    # What comes before it has enough already.
+    is_out |= (probabilities.cumsum(1) - probabilities) > share[:, None]
+    is_out |= probabilities < least[:, None] * probabilities[:, :1]
+    is_out[:, 0] = False
+    ordered = ordered.masked_fill(is_out, float("-inf"))
+    return torch.empty_like(logits).scatter_(1, places, ordered)
+
+
+def gumbel(rows: Sequence[Row], size: int, device: torch.device) -> Tensor:
+    """[rows, size], each of its seed and position."""
+    keys = torch.tensor([_key(row) for row in rows], device=device)
+    tokens = torch.arange(size, device=device) * STEPS[1]
+    bits = _mixed(keys[:, None] ^ _mixed(tokens)[None, :])
+    # Between 0 and 1, without either.
+    uniform = (bits.double() + 0.5) / (MASK + 1)
+    return -(-uniform.log()).log().float()
+
+
+def _key(row: Row) -> int:
+    """32 bits of a seed of any size."""
+    seed = row.sampling.seed
+    folded = (seed ^ (seed >> 32)) & MASK
+    return (folded * FACTORS[0] + row.position * STEPS[0]) & MASK
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Every bit depends on every other."""
+    numbers = numbers & MASK
+    for factor, shift in zip(FACTORS, (16, 13), strict=True):
+        numbers = ((numbers ^ (numbers >> shift)) * factor) & MASK
+    return numbers ^ (numbers >> 16)

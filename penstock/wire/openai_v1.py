@@ -1,0 +1,525 @@
+"""OpenAI's requests and answers: JSON to what was asked for, and what was generated to JSON, whole
+or in pieces.
+
+Pure. Fields that OpenAI knows and this does not serve are refused by name when they ask for
+something; what nobody knows is ignored, as OpenAI does. A problem names its field, for `param` of
+the error. Beyond OpenAI's are those that vLLM's users send: top_k, min_p, repetition_penalty,
+min_tokens, ignore_eos, stop_token_ids, priority, chat_template_kwargs, add_special_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.errors import InvalidRequest
+
+Raw = bytes | bytearray | memoryview
+# One text, several, one list of tokens, or several.
+Given = str | list[str | int | list[int]]
+MAX_N, MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 128, 16, 256, 1024
+MAX_LOGPROBS, MAX_PROMPTS, MAX_MESSAGES = 20, 512, 4096
+DEFAULT_MAX_TOKENS = 16
+DONE = b"data: [DONE]\n\n"
+# Of OpenAI, not served here; by what they may be without asking for anything.
+UNSERVED: Mapping[str, tuple[object, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "suffix": (None, ""),
+    "best_of": (None, 1),
+}
+
+
+class Invalid(InvalidRequest):
+    """With the field that is wrong."""
+
+    def __init__(self, text: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(text)
+        self.param = param
+        self.code = code
+
+
+# What is asked for.
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Common(msgspec.Struct, kw_only=True):
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: list[int] | None = None
+    priority: int = 0
+
+
+class _Completion(_Common, kw_only=True):
+    prompt: Given
+    logprobs: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class _Chat(_Common, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Embeddings(msgspec.Struct, kw_only=True):
+    model: str
+    input: Given
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How tokens are drawn and when they end, alike for chats and completions."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    bias: Mapping[int, float]
+    # None: another each time.
+    seed: int | None
+    # None: as many as fit.
+    max_tokens: int | None
+    min_tokens: int
+    stops: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    ignores_end: bool
+    num: int
+    # None: not asked for.
+    num_logprobs: int | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    is_on: bool
+    has_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    model: str
+    # Texts, or tokens.
+    prompts: Sequence[str | list[int]]
+    wishes: Wishes
+    streaming: Streaming
+    # The prompt comes back too, with its logprobs where those were asked for.
+    is_echoed: bool
+    has_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    model: str
+    messages: Sequence[Mapping[str, Any]]
+    wishes: Wishes
+    streaming: Streaming
+    template_options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsRequest:
+    model: str
+    inputs: Sequence[str | list[int]]
+    is_base64: bool
+    # None: all that the model has.
+    num_dimensions: int | None
+
+
+_completion = msgspec.json.Decoder(_Completion)
+_chat = msgspec.json.Decoder(_Chat)
+_embeddings = msgspec.json.Decoder(_Embeddings)
+_any = msgspec.json.Decoder(dict[str, Any])
+
+
+def read_completion(body: Raw) -> CompletionRequest:
+    found: _Completion = _decoded(_completion, body)
+    prompts = _prompts(found.prompt, "prompt")
+    num_logprobs = found.logprobs
+    _check_range("logprobs", num_logprobs, 0, MAX_LOGPROBS)
+    # Nothing may be generated where only the prompt is wanted.
+    least = 0 if found.echo else 1
+    most = DEFAULT_MAX_TOKENS if found.max_tokens is None else found.max_tokens
+    wishes = _wishes(found, most, num_logprobs, least)
+    return CompletionRequest(
+        found.model, prompts, wishes, _streaming(found), found.echo, found.add_special_tokens
+    )
+
+
+def read_chat(body: Raw) -> ChatRequest:
+    found: _Chat = _decoded(_chat, body)
+    _check_messages(found.messages)
+    if found.top_logprobs and not found.logprobs:
+        raise Invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+    _check_range("top_logprobs", found.top_logprobs, 0, MAX_LOGPROBS)
+    num_logprobs = (found.top_logprobs or 0) if found.logprobs else None
+    newer = found.max_completion_tokens
+    wishes = _wishes(found, found.max_tokens if newer is None else newer, num_logprobs)
+    return ChatRequest(
+        found.model,
+        [_flat(message) for message in found.messages],
+        wishes,
+        _streaming(found),
+        found.chat_template_kwargs or {},
+    )
+
+
+def read_embeddings(body: Raw) -> EmbeddingsRequest:
+    found: _Embeddings = _decoded(_embeddings, body)
+    _check_range("dimensions", found.dimensions, 1, None)
+    inputs = _prompts(found.input, "input")
+    return EmbeddingsRequest(
+        found.model, inputs, found.encoding_format == "base64", found.dimensions
+    )
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], body: Raw) -> Any:
+    try:
+        found = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$")
+        param = path.strip("`.").split(".")[0].split("[")[0] or None
+        raise Invalid(f"{param}: {text}" if param else text, param) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Invalid(f"the body is not JSON: {error}") from None
+    for name, value in _any.decode(body).items():
+        if name in UNSERVED and value not in UNSERVED[name]:
+            raise Invalid(f"{name} is not served here", name, "unsupported_parameter")
+    return found
+
+
+def _prompts(given: Given, name: str) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    texts = [each for each in given if isinstance(each, str)]
+    lists = [each for each in given if isinstance(each, list)]
+    tokens = [each for each in given if isinstance(each, int)]
+    if max(len(texts), len(lists), len(tokens)) < len(given) or not given:
+        raise Invalid(f"{name}: expected texts, or tokens, or lists of tokens", name)
+    if max(len(texts), len(lists)) > MAX_PROMPTS:
+        raise Invalid(f"{name}: {len(given)} of them; expected at most {MAX_PROMPTS}", name)
+    if not all(lists):
+        raise Invalid(f"{name}: one of them has no token", name)
+    return [tokens] if tokens else [*texts, *lists]
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise Invalid(f"messages: {len(messages)}; expected 1 to {MAX_MESSAGES}", "messages")
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise Invalid(f"messages[{number}]: expected a role", "messages")
+
+
+def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With its parts, which must be texts, as one."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = []
+    for part in content:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise Invalid(f"messages: a part of type {kind}; expected text", "messages")
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
+
+
+def _wishes(
+    found: _Common, max_tokens: int | None, num_logprobs: int | None, least: int = 1
+) -> Wishes:
+    _check_range("max_tokens", max_tokens, least, None)
+    _check_range("temperature", found.temperature, 0.0, 2.0)
+    _check_range("top_p", found.top_p, 0.0, 1.0)
+    _check_range("top_k", found.top_k, -1, None)
+    _check_range("min_p", found.min_p, 0.0, 1.0)
+    _check_range("n", found.n, 1, MAX_N)
+    _check_range("presence_penalty", found.presence_penalty, -2.0, 2.0)
+    _check_range("frequency_penalty", found.frequency_penalty, -2.0, 2.0)
+    _check_range("repetition_penalty", found.repetition_penalty, 0.01, 10.0)
+    _check_range("min_tokens", found.min_tokens, 0, max_tokens)
+    return Wishes(
+        temperature=_or(found.temperature, 1.0),
+        top_p=_or(found.top_p, 1.0),
+        # -1 is all for vLLM's users, and 0 here.
+        top_k=max(0, found.top_k or 0),
+        min_p=_or(found.min_p, 0.0),
+        presence_penalty=_or(found.presence_penalty, 0.0),
+        frequency_penalty=_or(found.frequency_penalty, 0.0),
+        repetition_penalty=_or(found.repetition_penalty, 1.0),
+        bias=_bias(found.logit_bias or {}),
+        seed=found.seed,
+        max_tokens=max_tokens,
+        min_tokens=found.min_tokens or 0,
+        stops=_stops(found.stop),
+        stop_tokens=tuple(found.stop_token_ids or ()),
+        ignores_end=found.ignore_eos,
+        num=found.n or 1,
+        num_logprobs=num_logprobs,
+        priority=found.priority,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _check_range(name: str, value: float | None, least: float | None, most: float | None) -> None:
+    if value is None:
+        return
+    is_low = least is not None and not value >= least
+    if is_low or (most is not None and not value <= most):
+        limits = f"at least {least:g}" if most is None else f"{least:g} to {most:g}"
+        raise Invalid(f"{name} is {value:g}; expected {limits}", name)
+
+
+def _stops(given: str | list[str] | None) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(stops) > MAX_STOPS or any(not 1 <= len(each) <= MAX_STOP_CHARS for each in stops):
+        raise Invalid(
+            f"stop: expected at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters", "stop"
+        )
+    return stops
+
+
+def _bias(given: Mapping[str, float]) -> dict[int, float]:
+    if len(given) > MAX_BIASES:
+        raise Invalid(f"logit_bias: {len(given)}; expected at most {MAX_BIASES}", "logit_bias")
+    for token, value in given.items():
+        if not token.isdecimal() or not -100 <= value <= 100:
+            raise Invalid(
+                f"logit_bias: '{token}': {value:g}; expected tokens with -100 to 100", "logit_bias"
+            )
+    return {int(token): value for token, value in given.items()}
+
+
+def _streaming(found: _Common) -> Streaming:
+    if found.stream_options is not None and not found.stream:
+        raise Invalid("stream_options is for streams; expected stream to be true", "stream_options")
+    has_usage = found.stream_options is not None and found.stream_options.include_usage
+    return Streaming(bool(found.stream), has_usage)
+
+
+# What comes back.
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all pieces of an answer begin with."""
+
+    id: str
+    created: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token as text, how likely it was, and the most likely ones."""
+
+    text: str
+    logprob: float
+    top: Sequence[tuple[str, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    index: int
+    text: str
+    # None while it goes on.
+    reason: str | None
+    # Of its tokens; None where nobody asked. The first of a prompt has no logarithm (NaN).
+    logprobs: Sequence[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt: int
+    num_generated: int
+    num_cached: int = 0
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_generated,
+            "total_tokens": self.num_prompt + self.num_generated,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
+        }
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def completion(head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
+    return _encode({**_completion_json(head, choices), "usage": usage.json()})
+
+
+def completion_piece(head: Head, choice: Choice, offset: int = 0) -> bytes:
+    """`offset`: characters of this choice before it."""
+    return _event(_completion_json(head, [choice], offset))
+
+
+def completion_usage(head: Head, usage: Usage) -> bytes:
+    return _event({**_completion_json(head, []), "usage": usage.json()})
+
+
+def chat(head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
+    found = [
+        {
+            "index": each.index,
+            "message": {"role": "assistant", "content": each.text, "refusal": None},
+            "logprobs": _chat_logprobs(each.logprobs),
+            "finish_reason": each.reason,
+        }
+        for each in choices
+    ]
+    return _encode({**_head(head, "chat.completion"), "choices": found, "usage": usage.json()})
+
+
+def chat_begin(head: Head, index: int) -> bytes:
+    """The first piece, before any token."""
+    delta = {"role": "assistant", "content": "", "refusal": None}
+    return _event(_chat_piece_json(head, index, delta, None, None))
+
+
+def chat_piece(head: Head, choice: Choice) -> bytes:
+    delta = {"content": choice.text} if choice.text else {}
+    return _event(_chat_piece_json(head, choice.index, delta, choice.reason, choice.logprobs))
+
+
+def chat_usage(head: Head, usage: Usage) -> bytes:
+    found = {**_head(head, "chat.completion.chunk"), "choices": [], "usage": usage.json()}
+    return _event(found)
+
+
+def models(names: Sequence[tuple[str, int]]) -> bytes:
+    """Names, and when each was loaded."""
+    found = [
+        {"id": name, "object": "model", "created": created, "owned_by": "penstock"}
+        for name, created in names
+    ]
+    return _encode({"object": "list", "data": found})
+
+
+def embeddings(model: str, vectors: Sequence[Any], num_tokens: int) -> bytes:
+    """Vectors as lists of numbers, or as base64 of FP32."""
+    found = [
+        {"object": "embedding", "index": number, "embedding": vector}
+        for number, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return _encode({"object": "list", "data": found, "model": model, "usage": usage})
+
+
+def error(text: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    return _encode({"error": {"message": text, "type": kind, "param": param, "code": code}})
+
+
+def _event(value: object) -> bytes:
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+def _head(head: Head, kind: str) -> dict[str, Any]:
+    return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+
+
+def _completion_json(head: Head, choices: Sequence[Choice], offset: int = 0) -> dict[str, Any]:
+    found = [
+        {
+            "index": each.index,
+            "text": each.text,
+            "logprobs": _completion_logprobs(each.logprobs, offset),
+            "finish_reason": each.reason,
+        }
+        for each in choices
+    ]
+    return {**_head(head, "text_completion"), "choices": found}
+
+
+def _chat_piece_json(
+    head: Head,
+    index: int,
+    delta: Mapping[str, Any],
+    reason: str | None,
+    logprobs: Sequence[TokenLogprob] | None,
+) -> dict[str, Any]:
+    choice = {
+        "index": index,
+        "delta": delta,
+        "logprobs": _chat_logprobs(logprobs),
+        "finish_reason": reason,
+    }
+    return {**_head(head, "chat.completion.chunk"), "choices": [choice]}
+
+
+def _completion_logprobs(
+    logprobs: Sequence[TokenLogprob] | None, offset: int
+) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+    offsets = []
+    for each in logprobs:
+        offsets.append(offset)
+        offset += len(each.text)
+    return {
+        "tokens": [each.text for each in logprobs],
+        "token_logprobs": [_finite(each.logprob) for each in logprobs],
+        "top_logprobs": [dict(each.top) if each.top else None for each in logprobs],
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+    content = [
+        {
+            **_chat_token(each.text, each.logprob),
+            "top_logprobs": [_chat_token(*other) for other in each.top],
+        }
+        for each in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+def _finite(logprob: float) -> float | None:
+    """JSON has no infinity; nothing is less likely than this, and NaN is nothing known."""
+    return None if logprob != logprob else max(logprob, -9999.0)

@@ -1,0 +1,64 @@
+"""What Llama's configurations and weights are called."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import tiny_llm as tiny
+
+from penstock.errors import ConfigError
+from penstock.llm.models import llama
+from penstock.llm.models.shape import Rope
+
+GGUF = {
+    "llama.block_count": 30,
+    "llama.embedding_length": 576,
+    "llama.attention.head_count": 9,
+    "llama.attention.head_count_kv": 3,
+    "llama.feed_forward_length": 1536,
+    "llama.context_length": 8192,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 1e5,
+    "tokenizer.ggml.tokens": ["a"] * 49152,
+}
+
+
+def test_a_configuration():
+    shape = llama.shape_of_config(tiny.CONFIG)
+    assert (shape.num_layers, shape.width, shape.group, shape.head_size) == (2, 24, 3, 8)
+    assert shape.is_tied and not shape.has_qk_norm and not shape.has_qkv_bias
+
+
+def test_heads_have_their_share_of_the_width_unless_told():
+    values = {key: value for key, value in tiny.CONFIG.items() if key != "head_dim"}
+    assert llama.shape_of_config(values).head_size == 4
+
+
+def test_a_gguf_file():
+    shape = llama.shape_of_gguf(GGUF)
+    assert (shape.head_size, shape.vocabulary, shape.rope) == (64, 49152, Rope(1e5))
+
+
+@pytest.mark.parametrize("key", ["llama.block_count", "llama.attention.head_count"])
+def test_what_is_missing_is_named(key):
+    with pytest.raises(ConfigError, match=f"{key} is missing"):
+        llama.shape_of_gguf({name: value for name, value in GGUF.items() if name != key})
+
+
+def test_every_weight_has_a_name_in_gguf():
+    shape = llama.shape_of_config(tiny.CONFIG)
+    names = llama.gguf_names(shape)
+    assert names["model.layers.1.mlp.down_proj.weight"] == "blk.1.ffn_down.weight"
+    assert len(set(names.values())) == len(names) == 2 + 2 * 9
+
+
+def test_pairs_that_lie_together_in_gguf_are_half_a_head_apart_here():
+    shape = llama.shape_of_config(tiny.CONFIG)
+    # One column; the rows of a head are numbered.
+    ours = np.arange(48)[:, None]
+    theirs = ours.reshape(6, 2, 4).swapaxes(1, 2).reshape(48, 1)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    np.testing.assert_array_equal(llama.from_gguf(name, theirs, shape), ours)
+    other = "model.layers.0.self_attn.v_proj.weight"
+    np.testing.assert_array_equal(llama.from_gguf(other, theirs, shape), theirs)

@@ -1,0 +1,323 @@
+"""A language model as the core has it, with a real engine in a thread and in a process."""
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
+
+import tiny_llm as tiny  # noqa: E402
+from tiny_text import TOKENIZER  # noqa: E402
+
+from penstock.errors import (  # noqa: E402
+    BackendFailed,
+    Cancelled,
+    ConfigError,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+)
+from penstock.llm.engine_main import EngineProcess  # noqa: E402
+from penstock.llm.generation import Generation  # noqa: E402
+from penstock.llm.language_model import LlmModel  # noqa: E402
+from penstock.llm.params import Sampling  # noqa: E402
+from penstock.llm.sequence import Ending  # noqa: E402
+from penstock.llm.text import Text  # noqa: E402
+from penstock.serving.supervisor import socket_pair  # noqa: E402
+
+TEXT = Text(TOKENIZER)
+CONFIG = {**tiny.CONFIG, "vocab_size": TEXT.num_tokens, "max_position_embeddings": 256}
+GREEDY = Sampling(temperature=0.0)
+
+
+class EngineThread:
+    """The same engine, without a process to wait for."""
+
+    pid = 0
+
+    def __init__(self, loop, on_death):
+        self.sock, theirs = socket_pair()
+        self._loop, self._on_death, self._is_dead = loop, on_death, False
+        self._thread = threading.Thread(target=self._serve, args=(theirs,), daemon=True)
+        self._thread.start()
+
+    def kill(self):
+        self.sock.shutdown(socket.SHUT_RDWR)
+        self.socket_closed()
+
+    def socket_closed(self):
+        if not self._is_dead:
+            self._is_dead = True
+            self._loop.call_soon(self._on_death, "was killed by SIGKILL")
+
+    def _serve(self, sock):
+        try:
+            EngineProcess(sock).serve()
+        except OSError:
+            pass
+        finally:
+            sock.close()
+
+
+class Sink:
+    def __init__(self):
+        self.texts: dict[int, str] = {}
+        self.reasons: dict[int, str] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.totals = self.error = None
+        self.ended = asyncio.Event()
+
+    def part(self, part):
+        assert self.error is None and self.totals is None
+        self.texts[part.index] = self.texts.get(part.index, "") + part.text
+        self.tokens.setdefault(part.index, []).append(part.token)
+        if part.reason:
+            self.reasons[part.index] = part.reason
+
+    def finished(self, totals):
+        assert self.totals is None and self.error is None
+        self.totals = totals
+        self.ended.set()
+
+    def failed(self, error):
+        assert self.totals is None and self.error is None
+        self.error = error
+        self.ended.set()
+
+
+def a_generation(prompt="the cat", max_tokens=8, stops=(), stop_tokens=(), **options) -> Generation:
+    tokens = TEXT.encode(prompt) if isinstance(prompt, str) else prompt
+    sampling = options.pop("sampling", GREEDY)
+    ending = Ending(max_tokens, frozenset(stop_tokens))
+    return Generation(tokens, sampling, ending, Sink(), stops, **options)
+
+
+@asynccontextmanager
+async def started(folder, life=EngineThread, **changes):
+    tiny.write_folder(folder, **CONFIG)
+    model = LlmModel("smol", tiny.settings_of(folder, max_length=200, **changes), TEXT, life)
+    await model.start()
+    try:
+        yield model
+    finally:
+        await model.close()
+
+
+async def ended(generation, timeout_s=60):
+    async with asyncio.timeout(timeout_s):
+        await generation.sink.ended.wait()
+    return generation.sink
+
+
+def run(scenario):
+    asyncio.run(scenario())
+
+
+def test_text_comes_in_pieces_and_is_the_whole(tmp_path):
+    async def scenario():
+        async with started(tmp_path) as model:
+            prompt = "the cat sat on the mat, a naïve café"
+            generation = a_generation(prompt, max_tokens=12)
+            model.submit(generation)
+            sink = await ended(generation)
+            assert sink.texts[0] == TEXT.decode(sink.tokens[0])
+            assert sink.reasons == {0: "length"} and model.num_open == 0
+            assert (sink.totals.num_prompt, sink.totals.num_generated) == (
+                len(generation.tokens),
+                12,
+            )
+            again = a_generation(prompt, max_tokens=12)
+            model.submit(again)
+            assert (await ended(again)).texts == sink.texts
+            assert again.sink.totals.num_found > 0
+
+    run(scenario)
+
+
+def test_a_text_ends_it_and_is_not_sent(tmp_path):
+    async def scenario():
+        async with started(tmp_path) as model:
+            first = a_generation(max_tokens=30)
+            model.submit(first)
+            whole = (await ended(first)).texts[0]
+            stop = whole[4:7]
+            second = a_generation(max_tokens=30, stops=[stop])
+            model.submit(second)
+            sink = await ended(second)
+            assert sink.texts[0] == whole[: whole.index(stop)] and sink.reasons == {0: "stop"}
+            assert sink.totals.num_generated < 30
+
+    run(scenario)
+
+
+def test_a_token_that_ends_it_is_no_text(tmp_path):
+    async def scenario():
+        async with started(tmp_path) as model:
+            first = a_generation(max_tokens=20)
+            model.submit(first)
+            tokens = (await ended(first)).tokens[0]
+            end = next(each for each in tokens if each != tokens[0])
+            second = a_generation(max_tokens=20, stop_tokens=[end])
+            model.submit(second)
+            sink = await ended(second)
+            assert sink.texts[0] == TEXT.decode(tokens[: tokens.index(end)])
+            assert sink.reasons == {0: "stop"}
+
+    run(scenario)
+
+
+def test_several_at_once(tmp_path):
+    async def scenario():
+        async with started(tmp_path) as model:
+            sampling = Sampling(temperature=1.5, seed=3)
+            many = a_generation(num=3, sampling=sampling)
+            others = [a_generation(prompt) for prompt in ("a naïve", "def f", "日本語")]
+            for each in (many, *others):
+                model.submit(each)
+            for each in (many, *others):
+                await ended(each)
+            assert len({tuple(each) for each in many.sink.tokens.values()}) == 3
+            await model.drain()
+
+    run(scenario)
+
+
+def test_nobody_hears_of_what_was_given_up(tmp_path):
+    async def scenario():
+        async with started(tmp_path) as model:
+            many = [a_generation(max_tokens=100) for _ in range(6)]
+            for each in many:
+                model.submit(each)
+            await asyncio.sleep(0.05)
+            for each in many:
+                model.cancel(each)
+                model.cancel(each)
+            seen = [dict(each.sink.texts) for each in many]
+            last = a_generation(max_tokens=2)
+            model.submit(last)
+            await ended(last)
+            assert [each.sink.texts for each in many] == seen and model.num_open == 0
+            assert model.last.num_free_blocks == model.ready.num_blocks
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("generation", "text"),
+    [
+        (dict(prompt=[]), "the prompt is empty"),
+        (dict(prompt=[5, 100_000]), "token 100000; expected 0 to"),
+        (dict(prompt=[1] * 201), "the prompt has 201 tokens; expected at most 199"),
+        (dict(max_tokens=500), "expected at most 200 together"),
+        (dict(sampling=Sampling(bias={-1: 1.0})), "token -1; expected 0 to"),
+    ],
+)
+def test_what_cannot_run_is_refused(tmp_path, generation, text):
+    async def scenario():
+        async with started(tmp_path) as model:
+            asked = a_generation(**generation)
+            model.submit(asked)
+            sink = await ended(asked)
+            assert isinstance(sink.error, InvalidRequest) and text in str(sink.error)
+
+    run(scenario)
+
+
+def test_a_full_queue_refuses(tmp_path):
+    async def scenario():
+        async with started(tmp_path, max_waiting=1, max_sequences=1, max_tokens=1) as model:
+            many = [a_generation(max_tokens=60) for _ in range(6)]
+            for each in many:
+                model.submit(each)
+            errors = []
+            for each in many:
+                if (await ended(each)).error is not None:
+                    errors.append(each.sink.error)
+            assert errors and all(isinstance(each, Overloaded) for each in errors)
+
+    run(scenario)
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path):
+    async def scenario():
+        model = LlmModel("smol", tiny.settings_of(tmp_path), TEXT, EngineThread)
+        with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+            await model.start()
+        await model.close()
+
+    run(scenario)
+
+
+def test_before_it_is_loaded_nothing_is_taken(tmp_path):
+    async def scenario():
+        model = LlmModel("smol", tiny.settings_of(tmp_path), TEXT, EngineThread)
+        asked = a_generation()
+        model.submit(asked)
+        assert isinstance(asked.sink.error, NotReady)
+
+    run(scenario)
+
+
+def test_whoever_waits_when_it_is_unloaded_is_told(tmp_path):
+    async def scenario():
+        async with started(tmp_path) as model:
+            asked = a_generation(max_tokens=150)
+            model.submit(asked)
+        assert isinstance(asked.sink.error, Cancelled)
+
+    run(scenario)
+
+
+def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
+    async def scenario():
+        lives = []
+
+        def life(loop, on_death):
+            lives.append(EngineThread(loop, on_death))
+            return lives[-1]
+
+        async with started(tmp_path, life) as model:
+            asked = a_generation(max_tokens=150)
+            model.submit(asked)
+            await asyncio.sleep(0.02)
+            lives[0].kill()
+            sink = await ended(asked)
+            assert isinstance(sink.error, BackendFailed)
+            assert "the engine was killed by SIGKILL" in str(sink.error)
+            async with asyncio.timeout(30):
+                while model.state != "READY":
+                    await asyncio.sleep(0.01)
+            again = a_generation()
+            model.submit(again)
+            assert (await ended(again)).error is None and model.num_restarts == 1
+
+    run(scenario)
+
+
+def test_in_a_process_that_is_killed(tmp_path):
+    async def scenario():
+        tiny.write_folder(tmp_path, **CONFIG)
+        model = LlmModel("smol", tiny.settings_of(tmp_path, max_length=200), TEXT)
+        await model.start()
+        first = a_generation()
+        model.submit(first)
+        assert (await ended(first)).error is None
+        asked = a_generation(max_tokens=190)
+        model.submit(asked)
+        os.kill(model.pid, signal.SIGKILL)
+        assert isinstance((await ended(asked)).error, BackendFailed)
+        async with asyncio.timeout(60):
+            while model.state != "READY":
+                await asyncio.sleep(0.05)
+        again = a_generation()
+        model.submit(again)
+        assert (await ended(again)).texts == first.sink.texts
+        await model.close()
+
+    run(scenario)

@@ -1,0 +1,87 @@
+"""How long steps take, and what follows from it."""
+
+import numpy as np
+import pytest
+
+from penstock.llm.pace import MIN_CHUNK, MIN_STEPS, Pace, Targets, Work
+
+
+def took_s(work: Work, per_token_s=50e-6) -> float:
+    """A machine: 4 ms by itself, and so on."""
+    own = 4e-3 + 30e-6 * work.num_generating + 2e-8 * work.num_context_tokens
+    return own + per_token_s * work.num_prompt_tokens
+
+
+def works(count, seed=0):
+    draw = np.random.default_rng(seed)
+    for _ in range(count):
+        num = int(draw.integers(0, 64))
+        prompt = int(draw.integers(0, 512)) if draw.random() < 0.5 else 0
+        yield Work(prompt, num, num * int(draw.integers(1, 2000)))
+
+
+NOTHING = Targets()
+
+
+def a_pace(targets=NOTHING, count=400, noise=0.0, **machine) -> Pace:
+    pace, draw = Pace(targets), np.random.default_rng(1)
+    for work in works(count):
+        pace.add(work, took_s(work, **machine) * (1 + noise * draw.standard_normal()))
+    return pace
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_times_are_learnt(noise):
+    pace = a_pace(noise=noise)
+    for work in works(50, seed=9):
+        assert pace.step_s(work) == pytest.approx(took_s(work), rel=1e-3 + noise)
+
+
+def test_a_machine_that_became_slower_is_learnt_anew():
+    pace = a_pace(count=1000)
+    for work in works(2000, seed=3):
+        pace.add(work, took_s(work, per_token_s=200e-6))
+    work = Work(500, 0)
+    assert pace.step_s(work) == pytest.approx(took_s(work, per_token_s=200e-6), rel=0.05)
+
+
+def test_nothing_takes_less_than_no_time():
+    pace = Pace()
+    # As if those who generate made it faster.
+    for number in range(1, 100):
+        pace.add(Work(0, number), 0.01 / number)
+    assert pace.step_s(Work(0, 1000)) >= 0
+
+
+def test_as_many_tokens_of_prompts_as_the_promise_allows():
+    pace = a_pace(Targets(tpot_s=10e-3))
+    # 4 ms and 32 x 30 us of 10 ms are taken: 5.04 ms are left for 50 us each.
+    found = pace.max_tokens(32, 0, 4096)
+    assert found - 32 == pytest.approx(100, abs=2)
+    assert pace.max_tokens(0, 0, 4096) == 4096
+
+
+@pytest.mark.parametrize("context", [10**6, 10**9])
+def test_a_promise_that_cannot_be_kept_stops_nobody_who_waits(context):
+    pace = a_pace(Targets(tpot_s=1e-3))
+    assert pace.max_tokens(32, context, 4096) == 32 + MIN_CHUNK
+
+
+def test_without_promise_or_knowledge_the_limit_counts():
+    assert a_pace().max_tokens(32, 0, 2048) == 2048
+    assert a_pace(Targets(tpot_s=1e-3), count=MIN_STEPS - 1).max_tokens(32, 0, 2048) == 2048
+
+
+def test_the_first_token_is_behind_those_before_it():
+    pace = a_pace()
+    alone = pace.first_token_s(0, 400, Work(0, 0))
+    assert alone == pytest.approx(4e-3 + 400 * 50e-6, rel=0.01)
+    behind = pace.first_token_s(4000, 400, Work(0, 0))
+    assert behind == pytest.approx(4e-3 + 4400 * 50e-6, rel=0.01)
+
+
+def test_the_first_token_takes_many_steps_where_others_are_promised_theirs():
+    pace = a_pace(Targets(tpot_s=10e-3))
+    running = Work(0, 32, 0)
+    # 100 tokens a step of 10 ms.
+    assert pace.first_token_s(0, 1000, running) == pytest.approx(0.1, rel=0.1)

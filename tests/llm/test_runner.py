@@ -1,0 +1,96 @@
+"""Steps as they are run, beside the same model computed by hand and all at once."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tiny_llm as tiny  # noqa: E402
+
+from penstock.llm.blocks import BlockPool  # noqa: E402
+from penstock.llm.cache import Cache  # noqa: E402
+from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
+from penstock.llm.models.decoder import Decoder  # noqa: E402
+from penstock.llm.params import Sampling  # noqa: E402
+from penstock.llm.runner import Runner  # noqa: E402
+from penstock.llm.scheduler import Limits, Scheduler  # noqa: E402
+from penstock.llm.sequence import Ending, Sequence  # noqa: E402
+
+SIZE = 4
+GREEDY = Sampling(temperature=0.0)
+
+
+class Model:
+    def __init__(self, folder, config, num_blocks=64, **limits):
+        self.config = config
+        self.weights = tiny.write_folder(folder, **config)
+        checkpoint = open_checkpoint(folder)
+        decoder = Decoder(checkpoint.shape, checkpoint.weight, "cpu", torch.float32)
+        checkpoint.close()
+        cache = Cache(checkpoint.shape, num_blocks, SIZE, "cpu", torch.float32)
+        self.runner = Runner(decoder, cache)
+        limits = {"max_sequences": 4, "max_tokens": 7, "max_length": 128, **limits}
+        self.scheduler = Scheduler(BlockPool(num_blocks, SIZE), Limits(**limits))
+
+    def step(self, samplings):
+        step = self.scheduler.plan()
+        if step.chunks:
+            ran = self.runner.run(step, samplings)
+            self.scheduler.commit(step, ran.tokens)
+
+    def wanted(self, prompt, num_tokens):
+        return tiny.continued(self.weights, self.config, prompt, num_tokens)
+
+
+@pytest.fixture(params=[tiny.CONFIG, tiny.QWEN3], ids=["llama", "qwen3"])
+def config(request):
+    return request.param
+
+
+def test_one_sequence_continues_as_by_hand(tmp_path, config):
+    model = Model(tmp_path, config)
+    sequence = Sequence(0, [3, 1, 4, 1, 5, 9, 2, 6, 5], Ending(12))
+    model.scheduler.add(sequence)
+    while sequence.state != "ended":
+        model.step({0: GREEDY})
+    assert sequence.tokens[9:] == model.wanted([3, 1, 4, 1, 5, 9, 2, 6, 5], 12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_together_continue_as_alone(tmp_path, config, seed):
+    """With prompts in chunks, blocks that others have computed, and some that must begin again."""
+    model = Model(tmp_path, config, num_blocks=14)
+    chance = random.Random(seed)
+    shared = [chance.randrange(50) for _ in range(9)]
+    prompts = [
+        shared[: chance.randrange(3, 10)]
+        + [chance.randrange(50) for _ in range(chance.randrange(6))]
+        for _ in range(8)
+    ]
+    sequences = [Sequence(n, list(p), Ending(16), float(n)) for n, p in enumerate(prompts)]
+    due = list(sequences)
+    while due or model.scheduler.waiting or model.scheduler.running:
+        if due and chance.random() < 0.6:
+            model.scheduler.add(due.pop(0))
+        model.step(dict.fromkeys(range(8), GREEDY))
+    assert model.scheduler.num_preemptions > 0
+    assert model.scheduler.pool.counts.num_found > 0
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        assert sequence.tokens[len(prompt) :] == model.wanted(prompt, 16)
+
+
+def test_a_seed_draws_the_same_alone_and_among_others(tmp_path, config):
+    sampling = Sampling(temperature=1.0, seed=5, top_p=0.95)
+    found = []
+    for others in (0, 3):
+        folder = tmp_path / str(others)
+        folder.mkdir()
+        model = Model(folder, config)
+        sequences = [Sequence(n, [n + 1, 7, 3], Ending(10)) for n in range(1 + others)]
+        for each in sequences:
+            model.scheduler.add(each)
+        while sequences[0].state != "ended":
+            model.step({0: sampling, **dict.fromkeys(range(1, 4), GREEDY)})
+        found.append(sequences[0].tokens)
+    assert found[0] == found[1] and len(found[0]) == 13

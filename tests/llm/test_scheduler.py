@@ -1,0 +1,345 @@
+"""Which tokens of which sequences a step computes; beside a device that writes down what lies in
+every place of the cache."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.llm.blocks import BlockPool
+from penstock.llm.scheduler import Limits, Scheduler, Step
+from penstock.llm.sequence import Ending, Sequence
+
+SIZE = 4
+VOCABULARY = 5
+
+
+def next_token(tokens) -> int:
+    """A model: the next token depends on all before it."""
+    return hash(tuple(tokens)) % VOCABULARY
+
+
+def alone(prompt, ending: Ending) -> list[int]:
+    """What a sequence generates."""
+    sequence = Sequence(0, list(prompt), ending)
+    while not sequence.reason:
+        token = next_token(sequence.tokens)
+        sequence.tokens.append(token)
+        sequence.reason = sequence.ends_with(token)
+    return sequence.tokens[len(prompt) :]
+
+
+@dataclass
+class Device:
+    """Runs steps in order. A place of the cache holds all tokens up to its own, so that whoever
+    reads another's notices."""
+
+    places: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    # As the device has them, before anybody was told.
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+
+    def run(self, step: Step) -> list[int]:
+        sampled = []
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            tokens = self.tokens.setdefault(sequence.id, list(sequence.tokens))
+            for at in range(chunk.start, chunk.end):
+                place = sequence.blocks[at // SIZE], at % SIZE
+                self.places[place] = tuple(tokens[: at + 1])
+            for at in range(chunk.end):
+                place = sequence.blocks[at // SIZE], at % SIZE
+                assert self.places.get(place) == tuple(tokens[: at + 1]), "not what it computed"
+            if chunk.is_sampled:
+                assert chunk.end == len(tokens)
+                tokens.append(next_token(tokens))
+                sampled.append(tokens[-1])
+        return sampled
+
+
+def scheduler(num_blocks=64, max_sequences=8, max_tokens=16, max_length=256) -> Scheduler:
+    return Scheduler(BlockPool(num_blocks, SIZE), Limits(max_sequences, max_tokens, max_length))
+
+
+def a_sequence(number=0, prompt=(1, 2, 3), max_tokens=4, **others) -> Sequence:
+    return Sequence(number, list(prompt), Ending(max_tokens), arrived=float(number), **others)
+
+
+def counts(step: Step) -> dict[int, int]:
+    return {chunk.sequence.id: chunk.count for chunk in step.chunks}
+
+
+def ran(planner: Scheduler, device: Device, num_steps: int = 1) -> Step:
+    """The last of so many steps, each committed before the next."""
+    for _ in range(num_steps):
+        step = planner.plan()
+        planner.commit(step, device.run(step))
+    return step
+
+
+class TestSteps:
+    def test_a_prompt_is_computed_and_then_one_token_after_the_other(self):
+        planner, device, sequence = scheduler(), Device(), a_sequence(max_tokens=3)
+        planner.add(sequence)
+        assert [counts(ran(planner, device)) for _ in range(4)] == [{0: 3}, {0: 1}, {0: 1}, {}]
+        assert sequence.tokens[3:] == alone([1, 2, 3], Ending(3))
+        assert (sequence.state, sequence.reason) == ("ended", "length")
+        assert planner.pool.num_free == planner.pool.num_blocks
+
+    def test_a_token_may_end_it(self):
+        prompt = next(p for p in ([1], [2], [3], [4]) if len(set(alone(p, Ending(9)))) > 1)
+        tokens = alone(prompt, Ending(9))
+        stop = next(each for each in tokens if each != tokens[0])
+        planner = scheduler()
+        sequence = Sequence(0, list(prompt), Ending(9, frozenset({stop})))
+        planner.add(sequence)
+        ran(planner, Device(), 12)
+        assert sequence.tokens[len(prompt) :] == tokens[: tokens.index(stop) + 1]
+        assert sequence.reason == "stop"
+
+    def test_before_the_least_number_of_tokens_none_ends_it(self):
+        ending = Ending(6, frozenset(range(VOCABULARY)), min_tokens=4)
+        planner, sequence = scheduler(), Sequence(0, [1, 2], ending)
+        planner.add(sequence)
+        ran(planner, Device(), 8)
+        assert (sequence.num_generated, sequence.reason) == (5, "stop")
+
+    def test_a_long_prompt_takes_several_steps_and_holds_nobody_up_who_generates(self):
+        planner, device = scheduler(max_tokens=16), Device()
+        planner.add(a_sequence(0, [1, 2], 30))
+        ran(planner, device, 2)
+        planner.add(a_sequence(1, range(40), 2))
+        found = [counts(ran(planner, device)) for _ in range(4)]
+        assert found == [{0: 1, 1: 15}, {0: 1, 1: 15}, {0: 1, 1: 10}, {0: 1, 1: 1}]
+
+    def test_a_smaller_budget_is_for_prompts(self):
+        planner, device = scheduler(), Device()
+        for number in range(4):
+            planner.add(a_sequence(number, [number], 9))
+        ran(planner, device)
+        planner.add(a_sequence(4, range(20), 2))
+        assert counts(planner.plan(max_tokens=6)) == {0: 1, 1: 1, 2: 1, 3: 1, 4: 2}
+
+    def test_those_who_generate_get_theirs_whatever_the_budget(self):
+        planner, device = scheduler(), Device()
+        for number in range(4):
+            planner.add(a_sequence(number, [number], 9))
+        ran(planner, device)
+        planner.add(a_sequence(4, range(20), 2))
+        assert counts(planner.plan(max_tokens=2)) == {0: 1, 1: 1, 2: 1, 3: 1}
+
+    def test_no_more_run_together_than_may(self):
+        planner, device = scheduler(max_sequences=2), Device()
+        for number in range(3):
+            planner.add(a_sequence(number, [number], 2))
+        assert counts(ran(planner, device)) == {0: 1, 1: 1}
+        ran(planner, device)
+        assert counts(ran(planner, device)) == {2: 1}
+
+    def test_a_lower_priority_number_comes_first(self):
+        planner = scheduler(max_sequences=1)
+        planner.add(a_sequence(0, priority=1))
+        planner.add(a_sequence(1, priority=0))
+        assert counts(planner.plan()) == {1: 3}
+
+
+class TestAhead:
+    def test_a_step_is_planned_while_the_one_before_it_runs(self):
+        planner, device, sequence = scheduler(), Device(), a_sequence(max_tokens=3)
+        planner.add(sequence)
+        first, second, third, fourth = (planner.plan() for _ in range(4))
+        assert [counts(each) for each in (first, second, third, fourth)] == [
+            {0: 3}, {0: 1}, {0: 1}, {},
+        ]  # fmt: skip
+        for step in (first, second, third):
+            planner.commit(step, device.run(step))
+        assert sequence.tokens[3:] == alone([1, 2, 3], Ending(3))
+
+    def test_what_is_computed_after_the_end_is_dropped(self):
+        tokens = alone([1, 2, 3], Ending(9))
+        planner, device = scheduler(), Device()
+        sequence = Sequence(0, [1, 2, 3], Ending(9, frozenset({tokens[0]})))
+        planner.add(sequence)
+        first = planner.plan()
+        sampled = device.run(first)
+        second = planner.plan()
+        late = device.run(second)
+        assert [each.token for each in planner.commit(first, sampled)] == tokens[:1]
+        assert planner.commit(second, late) == []
+        assert sequence.tokens == [1, 2, 3, tokens[0]]
+        assert planner.pool.num_free == planner.pool.num_blocks
+
+
+class TestCache:
+    def test_the_same_beginning_is_not_computed_again(self):
+        planner, device = scheduler(), Device()
+        planner.add(a_sequence(0, range(10), 1))
+        ran(planner, device)
+        planner.add(a_sequence(1, [*range(9), 77], 1))
+        assert counts(ran(planner, device)) == {1: 2}
+        assert planner.pool.counts.num_found == 8
+
+    def test_of_a_prompt_that_is_all_there_one_block_is_computed(self):
+        planner, device = scheduler(), Device()
+        for number in range(2):
+            planner.add(a_sequence(number, range(8), 1))
+            step = ran(planner, device)
+        assert counts(step) == {1: 4}
+
+    def test_what_was_generated_is_found_too(self):
+        planner, device, sequence = scheduler(), Device(), a_sequence(0, range(6), 7)
+        planner.add(sequence)
+        ran(planner, device, 7)
+        planner.add(a_sequence(1, [*sequence.tokens, 1, 2], 1))
+        assert counts(planner.plan()) == {1: 3}
+
+    def test_another_salt_finds_nothing(self):
+        planner, device = scheduler(), Device()
+        planner.add(a_sequence(0, range(8), 1, salt="one"))
+        ran(planner, device)
+        planner.add(a_sequence(1, range(8), 1, salt="other"))
+        assert counts(planner.plan()) == {1: 8}
+
+    def test_whoever_wants_every_position_computes_every_position(self):
+        planner, device = scheduler(), Device()
+        planner.add(a_sequence(0, range(8), 1))
+        ran(planner, device)
+        planner.add(a_sequence(1, range(8), 1, is_cached=False))
+        assert counts(planner.plan()) == {1: 8}
+
+    def test_those_of_one_prompt_wait_for_the_first_and_share_it(self):
+        planner, device = scheduler(max_tokens=16), Device()
+        leader = a_sequence(0, range(24), 3)
+        planner.add(leader)
+        for number in (1, 2):
+            planner.add(a_sequence(number, range(24), 3, leader=leader))
+        planner.add(a_sequence(3, [9], 3))
+        found = [counts(ran(planner, device)) for _ in range(3)]
+        assert found == [{0: 16}, {0: 8, 3: 1}, {0: 1, 1: 4, 2: 4, 3: 1}]
+
+
+class TestRoom:
+    def test_the_last_gives_its_blocks_up_and_ends_with_the_same_tokens(self):
+        planner, device = scheduler(num_blocks=6), Device()
+        sequences = [a_sequence(number, [number] * 4, 12) for number in range(2)]
+        for each in sequences:
+            planner.add(each)
+        ran(planner, device, 60)
+        assert planner.num_preemptions > 0
+        for each in sequences:
+            assert each.tokens[4:] == alone(each.tokens[:4], Ending(12)), each.id
+        assert planner.pool.num_free == 6
+
+    def test_whoever_gave_its_blocks_up_begins_again_when_its_token_is_known(self):
+        planner, device = scheduler(num_blocks=4, max_sequences=2), Device()
+        first, last = a_sequence(0, [0] * 4, 12), a_sequence(1, [1] * 4, 6)
+        planner.add(first)
+        planner.add(last)
+        under_way = []
+        while not planner.num_preemptions:
+            step = planner.plan()
+            # Nobody is admitted by a step for which somebody had to go.
+            assert not planner.num_preemptions or counts(step) == {0: 1}
+            under_way.append((step, device.run(step)))
+        assert last.state == "waiting" and last.num_ahead == 5 and not last.blocks
+        planner.end(first, "abort")
+        assert planner.plan().chunks == []
+        for each in under_way:
+            planner.commit(*each)
+        step = planner.plan()
+        assert counts(step) == {1: len(last.tokens)}
+        planner.commit(step, device.run(step))
+        ran(planner, device, 6)
+        assert last.tokens[4:] == alone([1] * 4, Ending(6))
+
+    def test_what_could_never_run_does_not_fit(self):
+        planner = scheduler(num_blocks=4, max_length=100)
+        assert planner.fits(10, 7) and not planner.fits(10, 8)
+        assert not scheduler(max_length=16).fits(10, 7)
+
+    def test_whoever_does_not_fit_is_not_passed_by(self):
+        planner, device = scheduler(num_blocks=8), Device()
+        planner.add(a_sequence(0, range(16), 8))
+        ran(planner, device)
+        planner.add(a_sequence(1, range(50, 66), 2))
+        planner.add(a_sequence(2, [7], 2))
+        assert counts(planner.plan()) == {0: 1}
+
+    @pytest.mark.parametrize("num_steps", [0, 1, 3])
+    def test_one_that_is_given_up_leaves_nothing_behind(self, num_steps):
+        planner, device, sequence = scheduler(), Device(), a_sequence(0, range(9), 9)
+        planner.add(sequence)
+        ran(planner, device, num_steps) if num_steps else None
+        under_way = planner.plan()
+        sampled = device.run(under_way)
+        planner.end(sequence, "abort")
+        planner.end(sequence, "abort")
+        assert planner.commit(under_way, sampled) == []
+        assert planner.pool.num_free == planner.pool.num_blocks
+        assert not planner.waiting and not planner.running
+
+
+@st.composite
+def cases(draw):
+    """Sequences with few different tokens, so that many begin alike, which grow beyond the room
+    that there is."""
+    prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+    asked = st.tuples(
+        prompts, st.integers(1, 22), st.integers(0, 2), st.booleans(), st.integers(0, 12)
+    )
+    return draw(st.lists(asked, min_size=2, max_size=9))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    cases(),
+    st.integers(8, 13),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.sets(st.integers(0, 4), max_size=1),
+    st.randoms(use_true_random=False),
+)
+def test_law_everybody_ends_with_what_it_would_have_generated_alone(
+    asked, num_blocks, max_sequences, depth, stops, chance: random.Random
+):
+    planner = scheduler(num_blocks, max_sequences, max_tokens=max_sequences + 3, max_length=64)
+    device = Device()
+    due = []
+    for number, (prompt, max_tokens, priority, is_cached, at) in enumerate(asked):
+        ending = Ending(max_tokens, frozenset(stops))
+        sequence = Sequence(number, list(prompt), ending, float(at), priority, is_cached=is_cached)
+        if planner.fits(len(prompt), max_tokens):
+            due.append((at, sequence))
+    due.sort(key=lambda each: each[0])
+    everybody = [sequence for _, sequence in due]
+    aborted: set[int] = set()
+    under_way: list[tuple[Step, list[int]]] = []
+    new: dict[int, list[int]] = {}
+    for now in range(3000):
+        while due and due[0][0] <= now:
+            planner.add(due.pop(0)[1])
+        if chance.random() < 0.03 and (planner.running or planner.waiting):
+            victim = chance.choice(planner.running + planner.waiting)
+            planner.end(victim, "abort")
+            aborted.add(victim.id)
+        step = planner.plan(chance.choice([None, 1, 3]))
+        assert len(planner.running) <= max_sequences
+        if step.chunks:
+            under_way.append((step, device.run(step)))
+        if under_way and (len(under_way) >= depth or not step.chunks):
+            for each in planner.commit(*under_way.pop(0)):
+                new.setdefault(each.sequence.id, []).append(each.token)
+        if not due and not under_way and not planner.running and not planner.waiting:
+            break
+    else:
+        raise AssertionError("somebody never ends")
+    for sequence in everybody:
+        wanted = alone(sequence.tokens[: sequence.num_prompt], sequence.ending)
+        found = sequence.tokens[sequence.num_prompt :]
+        assert sequence.state == "ended" and new.get(sequence.id, []) == found
+        if sequence.id in aborted:
+            assert found == wanted[: len(found)]
+        else:
+            assert found == wanted
+    assert planner.pool.num_free == num_blocks

@@ -1,0 +1,168 @@
+"""Between text and tokens, with a small tokenizer that is made here."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from tiny_text import SAMPLE, SPECIAL, TOKENIZER  # noqa: E402
+
+from penstock.errors import ConfigError, InvalidRequest  # noqa: E402
+from penstock.llm.text import Text, of_folder, of_gguf  # noqa: E402
+
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def folder_of(path, settings=None, generation=None, template_file="") -> None:
+    TOKENIZER.save(str(path / "tokenizer.json"))
+    if settings is not None:
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    if template_file:
+        (path / "chat_template.jinja").write_text(template_file)
+
+
+def metadata_of(pre="gpt-2") -> dict:
+    """The same tokenizer, as a GGUF file has it."""
+    model = json.loads(TOKENIZER.to_str())["model"]
+    tokens = sorted(model["vocab"], key=lambda token: model["vocab"][token])
+    merges = [" ".join(each) if isinstance(each, list) else each for each in model["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [3 if token in SPECIAL else 1 for token in tokens],
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+@pytest.fixture
+def text() -> Text:
+    return Text(TOKENIZER, TEMPLATE, frozenset({0}), {"eos_token": "<|end|>"})
+
+
+@pytest.mark.parametrize("sample", SAMPLE)
+def test_text_comes_back(text, sample):
+    assert text.decode(text.encode(sample)) == sample
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(max_size=30))
+def test_a_stream_is_the_whole_text_in_pieces_of_whole_characters(sample):
+    text = Text(TOKENIZER)
+    stream = text.stream()
+    pieces = [stream.add(token) for token in text.encode(sample)]
+    whole = text.decode(text.encode(sample))
+    assert "".join(pieces) == whole
+    if "\ufffd" not in whole:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_that_was_never_whole_comes_at_the_end(text):
+    tokens = text.encode("日")[:-1]
+    stream = text.stream()
+    assert "".join(map(stream.add, tokens)) == ""
+    assert stream.rest() == text.decode(tokens) == "\ufffd"
+    assert text.stream().rest() == ""
+
+
+def test_special_tokens_are_not_part_of_the_text(text):
+    stream = text.stream()
+    assert "".join(map(stream.add, [*text.encode("cat"), 0])) == "cat"
+    assert text.token(0) == "<|end|>"
+
+
+def test_a_chat_becomes_one_text(text):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<|end|>"}]
+    made = text.chat(messages)
+    assert (
+        made == "<|start|>user\nhi<|end|>\n<|start|>assistant\n<|end|><|end|>\n<|start|>assistant\n"
+    )
+    assert text.encode(made, is_whole=False)[0] == 1
+
+
+def test_options_reach_the_template():
+    text = Text(TOKENIZER, "{{ 'x' if enable_thinking else 'y' }}")
+    assert text.chat([], enable_thinking=True) == "x"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        ("", [], "the model has no template"),
+        ("{{ raise_exception('roles must alternate') }}", [], "roles must alternate"),
+        ("{{ messages[0]['content'] + 1 }}", [{"content": "a"}], "refuses them"),
+        ("{% for %}", [], "cannot be read"),
+        ("{{ messages.__class__.__mro__ }}", [], "refuses them"),
+    ],
+)
+def test_what_a_template_does_not_like_is_the_askers_to_know(template, messages, expected):
+    with pytest.raises(InvalidRequest, match=expected):
+        Text(TOKENIZER, template).chat(messages)
+
+
+class TestFolder:
+    def test_all_that_lies_there_counts(self, tmp_path):
+        settings = {
+            "chat_template": TEMPLATE,
+            "eos_token": {"content": "<|end|>"},
+            "bos_token": None,
+        }
+        folder_of(tmp_path, settings, {"eos_token_id": [5, 7]})
+        text = of_folder(tmp_path)
+        assert text.stop_tokens == {0, 5, 7} and text.has_template
+        assert text.encode("the cat") == TOKENIZER.encode("the cat").ids
+
+    def test_a_template_may_be_a_file_or_one_of_several(self, tmp_path):
+        named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+        folder_of(tmp_path, {"chat_template": named})
+        assert of_folder(tmp_path).chat([]) == "d"
+        folder_of(tmp_path, {"chat_template": named}, template_file="own")
+        assert of_folder(tmp_path).chat([]) == "own"
+
+    def test_a_tokenizer_is_enough(self, tmp_path):
+        folder_of(tmp_path)
+        text = of_folder(tmp_path)
+        assert not text.has_template and text.stop_tokens == frozenset()
+
+    def test_what_is_missing_or_broken_is_named(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read"):
+            of_folder(tmp_path)
+        folder_of(tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text("[]")
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json: expected an object"):
+            of_folder(tmp_path)
+
+
+class TestGguf:
+    @pytest.mark.parametrize("sample", SAMPLE)
+    def test_tokens_are_the_same(self, sample):
+        assert of_gguf(metadata_of()).encode(sample) == TOKENIZER.encode(sample).ids
+
+    def test_ends_and_template_are_there(self):
+        text = of_gguf(metadata_of())
+        assert text.stop_tokens == {0} and text.chat([{"role": "user", "content": "a"}])
+        assert text.encode("a<|end|>b")[1] == 0
+
+    @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2"])
+    def test_digits_are_cut_as_the_file_says(self, pre):
+        text = of_gguf(metadata_of(pre))
+        assert text.decode(text.encode("in 2024 x")) == "in 2024 x"
+
+    def test_a_tokenizer_of_another_kind_is_refused(self):
+        with pytest.raises(ConfigError, match="tokenizer 'llama' with 'default' is not read"):
+            of_gguf({"tokenizer.ggml.model": "llama"})
+        with pytest.raises(ConfigError, match="with 'strange' is not read"):
+            of_gguf(metadata_of("strange"))

@@ -1,0 +1,112 @@
+"""A language model that is small enough to be computed by hand, in plain torch and all at once."""
+
+import json
+
+import torch
+from safetensors.torch import save_file
+
+from penstock.llm import messages
+from penstock.llm.checkpoint import made_up
+from penstock.llm.models import decoder
+
+MAX_LENGTH = 64
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+
+
+def config_file(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    return path
+
+
+def weights_of(folder, **changes) -> dict[str, torch.Tensor]:
+    """Larger ones than models begin with, so that tokens differ much in likelihood."""
+    checkpoint = made_up(config_file(folder, **changes))
+    found = {name: checkpoint.weight(name) for name in decoder.names(checkpoint.shape)}
+    return {
+        name: each * 12 if each.ndim > 1 else each + 0.1 * torch.randn(each.shape)
+        for name, each in found.items()
+    }
+
+
+def write_folder(folder, **changes) -> dict[str, torch.Tensor]:
+    torch.manual_seed(4)
+    weights = weights_of(folder, **changes)
+    save_file(weights, folder / "model.safetensors")
+    return weights
+
+
+def by_hand(weights, config, tokens) -> torch.Tensor:
+    """Logits of all positions, in FP64."""
+    weights = {name: each.double() for name, each in weights.items()}
+    size, heads = config["head_dim"], config["num_attention_heads"]
+    kv_heads, epsilon = config["num_key_value_heads"], config["rms_norm_eps"]
+    x = weights["model.embed_tokens.weight"][torch.tensor(tokens)]
+    length = len(tokens)
+
+    def normed(x, weight):
+        return x / (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight
+
+    def turned(x):
+        angles = torch.arange(length)[:, None] * config["rope_theta"] ** (
+            -torch.arange(0, size, 2, dtype=torch.float64) / size
+        )
+        first, second = x[..., : size // 2], x[..., size // 2 :]
+        cosine, sine = angles.cos(), angles.sin()
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+    for number in range(config["num_hidden_layers"]):
+
+        def weight(name, number=number):
+            return weights[f"model.layers.{number}.{name}.weight"]
+
+        y = normed(x, weight("input_layernorm"))
+        answers = []
+        for head in range(heads):
+            kv = head // (heads // kv_heads)
+            q = y @ weight("self_attn.q_proj")[head * size : (head + 1) * size].t()
+            k, v = (
+                y @ weight(f"self_attn.{each}_proj")[kv * size : (kv + 1) * size].t()
+                for each in "kv"
+            )
+            if f"model.layers.{number}.self_attn.q_norm.weight" in weights:
+                q, k = normed(q, weight("self_attn.q_norm")), normed(k, weight("self_attn.k_norm"))
+            scores = turned(q) @ turned(k).t() / size**0.5
+            scores += torch.full((length, length), float("-inf")).triu(1).double()
+            answers.append(scores.softmax(-1) @ v)
+        x = x + torch.cat(answers, -1) @ weight("self_attn.o_proj").t()
+        y = normed(x, weight("post_attention_layernorm"))
+        gate, up = y @ weight("mlp.gate_proj").t(), y @ weight("mlp.up_proj").t()
+        x = x + (gate * gate.sigmoid() * up) @ weight("mlp.down_proj").t()
+    x = normed(x, weights["model.norm.weight"])
+    return x @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).t()
+
+
+def continued(weights, config, prompt, num_tokens) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(by_hand(weights, config, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def settings_of(folder, **changes) -> messages.Settings:
+    fields = {
+        "path": str(folder), "device": "cpu", "dtype": "float32", "num_threads": 1,
+        "block_size": 4, "cache_bytes": 1 << 20, "max_sequences": 4, "max_tokens": 16,
+        "max_length": MAX_LENGTH, "max_waiting": 8,
+    }  # fmt: skip
+    return messages.Settings(**{**fields, **changes})

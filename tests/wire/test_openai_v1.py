@@ -1,0 +1,252 @@
+"""OpenAI's JSON: what is read, what is refused and by which field, what is written."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.wire import openai_v1 as openai
+from penstock.wire.openai_v1 import Choice, Head, Invalid, TokenLogprob, Usage
+
+HEAD = Head("cmpl-1", 1700000000, "smol")
+
+
+def body(**fields) -> bytes:
+    return json.dumps({"model": "smol", **fields}).encode()
+
+
+def completion(**fields):
+    return openai.read_completion(body(**{"prompt": "hi", **fields}))
+
+
+def chat(**fields):
+    messages = [{"role": "user", "content": "hi"}]
+    return openai.read_chat(body(**{"messages": messages, **fields}))
+
+
+class TestCompletions:
+    def test_what_is_not_said_is_as_openai_has_it(self):
+        found = completion()
+        assert found.prompts == ["hi"] and not found.streaming.is_on and not found.is_echoed
+        wishes = found.wishes
+        assert (wishes.temperature, wishes.top_p, wishes.num, wishes.max_tokens) == (1, 1, 1, 16)
+        assert wishes.stops == () and wishes.seed is None and wishes.num_logprobs is None
+
+    @pytest.mark.parametrize(
+        ("prompt", "expected"),
+        [
+            ("a", ["a"]),
+            (["a", "b"], ["a", "b"]),
+            ([1, 2], [[1, 2]]),
+            ([[1], [2, 3]], [[1], [2, 3]]),
+        ],
+    )
+    def test_prompts_are_texts_or_tokens(self, prompt, expected):
+        assert completion(prompt=prompt).prompts == expected
+
+    def test_null_is_as_if_it_were_not_there(self):
+        names = ("max_tokens", "temperature", "top_p", "n", "stop", "seed", "logit_bias", "user")
+        assert completion(**dict.fromkeys(names)) == completion()
+
+    def test_what_nobody_knows_is_ignored(self):
+        assert completion(strange={"a": 1}) == completion()
+
+    def test_all_wishes(self):
+        wishes = completion(
+            max_tokens=5, temperature=0, top_p=0.5, n=2, stop=["a", "b"], seed=7, top_k=-1,
+            min_p=0.1, logit_bias={"5": -100}, logprobs=3, stop_token_ids=[2], ignore_eos=True,
+            min_tokens=2, priority=-1, repetition_penalty=1.1, presence_penalty=1,
+            frequency_penalty=-1,
+        ).wishes  # fmt: skip
+        assert wishes.stops == ("a", "b") and wishes.bias == {5: -100} and wishes.top_k == 0
+        assert (wishes.num_logprobs, wishes.stop_tokens, wishes.ignores_end) == (3, (2,), True)
+
+    def test_only_an_echo_may_ask_for_nothing(self):
+        assert completion(echo=True, max_tokens=0).wishes.max_tokens == 0
+        with pytest.raises(Invalid, match="max_tokens is 0; expected at least 1"):
+            completion(max_tokens=0)
+
+
+class TestChats:
+    def test_parts_of_text_are_one_text(self):
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        found = chat(messages=[{"role": "user", "content": parts}])
+        assert found.messages[0]["content"] == "ab"
+
+    def test_the_newer_name_of_the_limit_counts(self):
+        assert chat(max_tokens=5, max_completion_tokens=9).wishes.max_tokens == 9
+        assert chat().wishes.max_tokens is None
+
+    def test_logprobs(self):
+        assert chat(logprobs=True).wishes.num_logprobs == 0
+        assert chat(logprobs=True, top_logprobs=4).wishes.num_logprobs == 4
+        assert chat(logprobs=False).wishes.num_logprobs is None
+
+    def test_streams_tell_their_usage_if_asked(self):
+        found = chat(stream=True, stream_options={"include_usage": True})
+        assert found.streaming == openai.Streaming(True, True)
+
+    def test_what_is_not_served_may_be_there_without_asking_for_anything(self):
+        chat(tools=[], tool_choice="auto", response_format={"type": "text"})
+
+    def test_options_of_the_template(self):
+        options = {"enable_thinking": False}
+        assert chat(chat_template_kwargs=options).template_options == options
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"temperature": 2.1}, "temperature", "temperature is 2.1; expected 0 to 2"),
+        ({"temperature": "hot"}, "temperature", "Expected `float | null`, got `str`"),
+        ({"top_p": -0.1}, "top_p", "expected 0 to 1"),
+        ({"n": 0}, "n", "expected 1 to 128"),
+        ({"n": 129}, "n", "expected 1 to 128"),
+        ({"n": 1.5}, "n", "got `float`"),
+        ({"stop": [""]}, "stop", "of 1 to 256 characters"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16 texts"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "'a': 1; expected tokens with -100 to 100"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "expected tokens with -100 to 100"),
+        ({"max_tokens": -1}, "max_tokens", "expected at least 1"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "expected 0 to 3"),
+        ({"stream_options": {}}, "stream_options", "expected stream to be true"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools is not served here"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not served here"),
+        ({"messages": []}, "messages", "0; expected 1 to 4096"),
+        ({"messages": [{"content": "a"}]}, "messages", r"messages[0]: expected a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages",
+         "a part of type image_url; expected text"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "expected 0 to 20"),
+        ({"model": None}, "model", "Expected `str`, got `null`"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_names_its_field(fields, param, text):
+    with pytest.raises(Invalid) as error:
+        chat(**fields)
+    assert error.value.param == param and text in str(error.value)
+
+
+def test_a_field_that_is_missing_is_named():
+    with pytest.raises(Invalid, match="missing required field `messages`"):
+        openai.read_chat(b'{"model": "a"}')
+    with pytest.raises(Invalid, match="missing required field `prompt`"):
+        openai.read_completion(b'{"model": "a"}')
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"1e999"])
+def test_what_is_no_json_is_refused(raw):
+    with pytest.raises(Invalid):
+        openai.read_chat(raw)
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [["a"]], [1, "a"], 5, ["x"] * 513])
+def test_prompts_that_are_none(prompt):
+    with pytest.raises(Invalid) as error:
+        completion(prompt=prompt)
+    assert error.value.param == "prompt"
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+names = st.sampled_from(
+    ["messages", "prompt", "n", "stop", "logit_bias", "temperature", "logprobs", "stream_options",
+     "max_tokens", "tools", "input", "dimensions", "chat_template_kwargs", "stop_token_ids"]
+)  # fmt: skip
+
+
+@given(st.dictionaries(names, values, max_size=6))
+def test_whatever_comes_is_read_or_refused(fields):
+    for read in (openai.read_chat, openai.read_completion, openai.read_embeddings):
+        try:
+            read(body(**fields))
+        except Invalid as error:
+            assert str(error)
+
+
+class TestEmbeddings:
+    def test_inputs_and_form(self):
+        found = openai.read_embeddings(body(input=["a", "b"], encoding_format="base64"))
+        assert found.inputs == ["a", "b"] and found.is_base64 and found.num_dimensions is None
+
+    def test_another_form_is_refused(self):
+        with pytest.raises(Invalid, match="encoding_format"):
+            openai.read_embeddings(body(input="a", encoding_format="hex"))
+
+    def test_vectors(self):
+        found = json.loads(openai.embeddings("m", [[0.5, 1.0]], 3))
+        assert found["data"] == [{"object": "embedding", "index": 0, "embedding": [0.5, 1.0]}]
+        assert found["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+
+
+def event(raw: bytes):
+    assert raw.startswith(b"data: ") and raw.endswith(b"\n\n") and raw.count(b"\n") == 2
+    return json.loads(raw[6:])
+
+
+class TestAnswers:
+    def test_a_completion(self):
+        logprobs = [TokenLogprob("ab", -0.5, [("ab", -0.5), ("c", -2.0)]), TokenLogprob("d", -1.0)]
+        choice = Choice(0, "abd", "length", logprobs)
+        found = json.loads(openai.completion(HEAD, [choice], Usage(3, 2, 1)))
+        assert (found["object"], found["id"], found["model"]) == (
+            "text_completion",
+            "cmpl-1",
+            "smol",
+        )
+        assert found["choices"][0]["finish_reason"] == "length"
+        assert found["choices"][0]["logprobs"] == {
+            "tokens": ["ab", "d"],
+            "token_logprobs": [-0.5, -1.0],
+            "top_logprobs": [{"ab": -0.5, "c": -2.0}, None],
+            "text_offset": [0, 2],
+        }
+        assert found["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }
+
+    def test_a_prompts_first_token_has_no_logprob(self):
+        choice = Choice(0, "a", None, [TokenLogprob("a", math.nan), TokenLogprob("b", -math.inf)])
+        found = event(openai.completion_piece(HEAD, choice, offset=7))
+        assert found["choices"][0]["logprobs"]["token_logprobs"] == [None, -9999.0]
+        assert found["choices"][0]["logprobs"]["text_offset"] == [7, 8]
+
+    def test_a_chat(self):
+        choice = Choice(1, "ü", "stop", [TokenLogprob("ü", -0.5, [("x", -1.0)])])
+        found = json.loads(openai.chat(HEAD, [choice], Usage(1, 1)))
+        (answer,) = found["choices"]
+        assert answer["message"] == {"role": "assistant", "content": "ü", "refusal": None}
+        (token,) = answer["logprobs"]["content"]
+        assert token["bytes"] == [195, 188] and token["top_logprobs"][0]["token"] == "x"
+
+    def test_pieces_of_a_chat(self):
+        first = event(openai.chat_begin(HEAD, 0))["choices"][0]
+        assert first["delta"]["role"] == "assistant" and first["finish_reason"] is None
+        piece = event(openai.chat_piece(HEAD, Choice(0, "a\nb", None)))
+        assert piece["object"] == "chat.completion.chunk"
+        assert piece["choices"][0]["delta"] == {"content": "a\nb"}
+        last = event(openai.chat_piece(HEAD, Choice(0, "", "stop")))
+        assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"] == "stop"
+        usage = event(openai.chat_usage(HEAD, Usage(1, 2)))
+        assert usage["choices"] == [] and usage["usage"]["total_tokens"] == 3
+
+    def test_usage_of_a_stream_of_text(self):
+        found = event(openai.completion_usage(HEAD, Usage(1, 2)))
+        assert found["choices"] == [] and found["usage"]["completion_tokens"] == 2
+
+    def test_models_and_errors(self):
+        (model,) = json.loads(openai.models([("smol", 5)]))["data"]
+        assert model == {"id": "smol", "object": "model", "created": 5, "owned_by": "penstock"}
+        found = json.loads(openai.error("no", "invalid_request_error", "n"))
+        assert found == {
+            "error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": None}
+        }
