@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -191,7 +192,8 @@ def all_searched(points: Sequence[Point], groups: Sequence[Cores]) -> Found:
             found.num_runs += rate.num_runs
         for point in points:
             if point.twin:
-                found.most[point.contender.name] = found.most[point.twin]
+                # One whose twin cannot be served is looked at all the same.
+                found.most[point.contender.name] = found.most[point.twin] or math.inf
         for wave in waves(points, found, len(groups)):
             for point, rate in zip(wave, pool.map(searched, wave), strict=True):
                 found.rates[point.contender.name] = rate.per_s
@@ -233,8 +235,10 @@ def compared(console: Console, case: Case, options: argparse.Namespace) -> dict[
         points.append(Point(Contender(name, tried), case, duration, search_s, twin))
     brute = all_searched(points, options.cores or [tuple(os.sched_getaffinity(0))])
     searched_s = time.monotonic() - began
-    points.sort(key=lambda point: -brute.rates.get(point.contender.name, 0.0))
-    contenders = [point.contender for point in points[:NUM_BEST]]
+    found_rates = {name: rate for name, rate in brute.rates.items() if rate > 0}
+    found_points = [point for point in points if point.contender.name in found_rates]
+    found_points.sort(key=lambda point: -found_rates[point.contender.name])
+    contenders = [point.contender for point in found_points[:NUM_BEST]]
     contenders.append(Contender("optimiser", repository_of(case)))
     final_s = options.final_seconds
     both = interleaved(contenders, case, options.rounds, duration, final_s)

@@ -120,6 +120,7 @@ WITHOUT_OWN_TEST = {
     "__main__.py": "tests/test_cli.py starts it",
     "backends/__init__.py": "tests/suites/backend.py is its contract",
     "backends/checks.py": "the tests of the backends that use it",
+    "backends/torch_weights.py": "tests/backends/test_pytorch.py loads weights through it",
     "benchmark/__init__.py": "empty",
     "benchmark/generator.py": "tests/benchmark/test_crew.py starts it",
     "benchmark/level.py": "tests/benchmark/test_run.py measures through it",

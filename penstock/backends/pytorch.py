@@ -24,7 +24,6 @@ import io
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from penstock.backends.torch_fusion import Fusion, fuse, open_tuner
 from penstock.backends.torch_packing import Packing
 from penstock.backends.torch_precision import rounded, set_precision
 from penstock.backends.torch_tracing import Sample
-from penstock.backends.torch_weights import load_weights, undrawn
+from penstock.backends.torch_weights import load_weights
 from penstock.config import CPU, ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, Signature, TensorSpec
@@ -231,9 +230,9 @@ class TorchRunner:
                 chooser.settle()
         if self.pipeline is not None:
             self.pipeline.settle()
-        if self._device.type == "cuda":
-            # What was tried out is no part of what the model takes.
-            torch.cuda.reset_peak_memory_stats(self._device)
+            if self.pipeline.is_captured and self._device.type == "cuda":
+                # What was tried out is no part of what the model takes.
+                torch.cuda.reset_peak_memory_stats(self._device)
 
     @property
     def restart_reason(self) -> str:
@@ -605,8 +604,7 @@ def _make(code: Code, config: ModelConfig, options: Options) -> Any:
         raise code.problem(f"no function {name}(); expected one that returns a torch.nn.Module")
     with code.explained(f"{name}(): "):
         wants_options = "options" in inspect.signature(factory).parameters
-        arguments = {"options": dict(config.options)} if wants_options else {}
-        module = undrawn(partial(factory, **arguments))
+        module = factory(options=dict(config.options)) if wants_options else factory()
     if not isinstance(module, torch.nn.Module):
         got = type(module).__name__
         raise code.problem(f"{name}(): expected a torch.nn.Module, got {got}")

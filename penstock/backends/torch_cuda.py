@@ -280,8 +280,10 @@ class Pipeline:
         return running
 
     def settle(self) -> None:
-        """All that was tried out first has ended."""
-        self.device.shrink()
+        """All that was tried out first has ended. Graphs keep what they compute in; what runs
+        without them needs what is kept."""
+        if self.is_captured:
+            self.device.shrink()
         self.guard.settle(self.device.memory())
 
     def _look(self) -> None:
@@ -402,17 +404,29 @@ class Pipeline:
             return values
         self.postponed.pop(shapes, None)
         try:
-            fixed = {name: each.clone() for name, each in inputs.items()}
-            replayable, outputs = self.device.capture(lambda: self.compute(fixed))
+            self._graphs[shapes] = self._captured(inputs)
         except Exception as error:  # Models and libraries raise many types.
             if self._is_no_memory(error):
-                self._shrink()
                 self.postponed[shapes] = self._turn + LOOK_EVERY
             else:
                 self.problems[shapes] = first_line(error)
-        else:
-            self._graphs[shapes] = Graph(replayable, fixed, outputs)
         return values
+
+    def _captured(self, inputs: Tensors) -> Graph:
+        """Memory that is kept for later is no help while something is captured: once more without
+        it."""
+        fixed = {name: each.clone() for name, each in inputs.items()}
+        try:
+            return Graph(*self._recorded(fixed))
+        except Exception as error:
+            if not self._is_no_memory(error):
+                raise
+            self._shrink()
+        return Graph(*self._recorded(fixed))
+
+    def _recorded(self, fixed: Tensors) -> tuple[Replayable, Tensors, Tensors]:
+        replayable, outputs = self.device.capture(lambda: self.compute(fixed))
+        return replayable, fixed, outputs
 
     def _is_no_memory(self, error: BaseException) -> bool:
         """The end of a capture that failed may raise an error of its own about it."""

@@ -132,7 +132,7 @@ class Packing:
     def settle(self) -> None:
         """From now on somebody waits."""
         if self.stack.multiplier is not None:
-            self.stack.multiplier.is_open = False
+            self.stack.multiplier.settle()
 
     def files(self) -> dict[str, bytes]:
         """For the version's folder."""

@@ -110,6 +110,12 @@ class Multiplier:
                 self.tune()
             self._seen.add(num_tokens)
 
+    def settle(self) -> None:
+        """From now on somebody waits."""
+        self.is_open = False
+        # They hold on to what products were called with.
+        self._waiting.clear()
+
     def tune(self) -> None:
         """All that has come by."""
         if not self._waiting:
@@ -144,10 +150,12 @@ class Multiplier:
 
     def files(self) -> dict[str, bytes]:
         """For the version's folder; what could not be tried out is another start's to choose."""
+        # All of a count, or none: whoever finds one looks for no others.
+        unknown = {form.num_rows for form in self._untried}
         choices = {
             self._key(form): _name(number)
             for form, number in self._chosen.items()
-            if form not in self._untried
+            if form.num_rows not in unknown
         }
         if not choices:
             return {}

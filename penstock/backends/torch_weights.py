@@ -1,12 +1,11 @@
 """Weights for a torch module, from the safetensors files beside it: all of them and no others.
 
-Pickles (.pt, .pth, .bin) are not read: whoever wrote one may run any code here. What a module's
-parameters are before is not drawn (`undrawn`).
+Pickles (.pt, .pth, .bin) are not read: whoever wrote one may run any code here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from penstock.errors import ConfigError
 
@@ -29,52 +26,12 @@ CONVERT = (
     f"safetensors.torch.save_file(torch.load(file, weights_only=True), '{WHOLE}')"
 )
 Weights = Mapping[str, torch.Tensor]
-# What fills a tensor with random numbers; torch.nn.init's others come down to these.
-DRAWS = frozenset(
-    (
-        torch.Tensor.normal_,
-        torch.Tensor.uniform_,
-        nn.init.normal_,
-        nn.init.uniform_,
-        nn.init.kaiming_uniform_,
-    )
-)
 
 
 class _Index(msgspec.Struct):
     """Which file each weight is in, as Hugging Face writes it."""
 
     weight_map: dict[str, str]
-
-
-def undrawn(make: Callable[[], Any]) -> Any:
-    """A module whose parameters are as memory was where they would be random: weights are loaded
-    over all of them, and to draw those of a large model takes seconds. One that draws more than its
-    parameters is made once more, drawing everything: the rest depends on what came before."""
-    before = torch.get_rng_state()
-    with _Undrawn() as mode:
-        made = make()
-    if not mode.is_used or torch.equal(torch.get_rng_state(), before):
-        return made
-    torch.set_rng_state(before)
-    return make()
-
-
-class _Undrawn(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_used = False
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        given = kwargs or {}
-        if function in DRAWS and given.get("generator") is None:
-            tensor = args[0] if args else given["tensor"]
-            if isinstance(tensor, nn.Parameter) and tensor.device.type == "cpu":
-                self.is_used = True
-                return tensor
-        return function(*args, **given)
 
 
 def load_weights(module: Any, folder: Path, version: str) -> None:

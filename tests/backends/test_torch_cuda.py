@@ -225,7 +225,7 @@ class TestMemory:
         gpu = FakeGpu()
         ended = RuntimeError("CUDA error: operation failed due to a previous error during capture")
         ended.__context__ = self.OF_CUBLAS
-        gpu.capture_errors = [ended]
+        gpu.capture_errors = [ended, ended]
         running = pipeline(gpu, is_captured=True)
         for start in range(LOOK_EVERY):
             found = answers(running.start(rows(2, start), 2, 2))
@@ -237,6 +237,16 @@ class TestMemory:
             found = answers(running.start(rows(2, start), 2, 2))
             np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
         assert (gpu.num_captures, gpu.num_replays) == (1, 1)
+        assert "cuda_graphs_postponed" not in running.facts()
+
+    def test_what_is_kept_for_later_is_given_back_for_a_graph(self):
+        gpu = FakeGpu()
+        gpu.capture_errors = [self.NO_MEMORY]
+        running = pipeline(gpu, is_captured=True)
+        for start in range(2):
+            found = answers(running.start(rows(2, start), 2, 2))
+            np.testing.assert_array_equal(found["y"], rows(2, start)["x"].numpy() * 2)
+        assert (gpu.num_captures, gpu.num_replays, gpu.num_shrinks) == (1, 1, 1)
         assert "cuda_graphs_postponed" not in running.facts()
 
     def test_a_batch_that_fails_does_not_give_its_turn_to_a_slot_in_use(self):
@@ -267,14 +277,21 @@ class TestMemory:
         gpu.use = Use(1 << 30, 1 << 30, 1 << 40)
         running = pipeline(gpu)
         running.settle()
-        # What was kept while models were tried out is given back before anybody waits.
-        assert (gpu.num_shrinks, running.num_shrinks) == (1, 0)
         gpu.use = Use(1 << 30, 4 << 30, 1 << 20)
         self.looked(gpu, running)
         assert (running.num_shrinks, running.restart_reason) == (1, "")
         self.looked(gpu, running)
-        assert (gpu.num_shrinks, running.num_shrinks) == (2, 1)
+        assert (gpu.num_shrinks, running.num_shrinks) == (1, 1)
         assert running.restart_reason == "it holds 4096 MiB of GPU memory, and 1 MiB are left"
+
+    @pytest.mark.parametrize("is_captured", [False, True])
+    def test_what_models_were_tried_out_in_is_given_back_where_graphs_have_their_own(
+        self, is_captured
+    ):
+        gpu = FakeGpu()
+        running = pipeline(gpu, is_captured=is_captured)
+        running.settle()
+        assert (gpu.num_shrinks, running.num_shrinks) == (int(is_captured), 0)
 
     def test_a_gpu_with_room_is_left_alone(self):
         gpu = FakeGpu()

@@ -2,6 +2,8 @@
 one."""
 
 import copy
+import gc
+import weakref
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -185,7 +187,7 @@ def test_each_number_of_tokens_is_prepared_once_and_only_before_answers_are_wait
     multiplier.prepare(8, lambda: call(8))
     multiplier.prepare(8, lambda: call(8))
     assert calls == [8] and timer.num_timed == 4
-    multiplier.is_open = False
+    multiplier.settle()
     multiplier.prepare(16, lambda: call(16))
     multiplier.run(a_product(16))
     multiplier.tune()
@@ -272,6 +274,33 @@ def test_what_cannot_be_tried_out_goes_torchs_way_and_is_left_to_the_next_start(
     assert multiplier.facts()["products"] == "1 by torch"
     assert multiplier.facts()["products_dropped"].endswith("capture was invalidated")
     assert multiplier.files() == {}
+
+
+def test_of_a_count_that_was_not_tried_out_whole_nothing_is_kept():
+    """Whoever finds one of its products looks for no others."""
+    multiplier, _, _ = a_multiplier()
+    multiplier.run(a_product(8))
+    multiplier.run(a_product(16))
+    strange = a_product(8)
+    form = replace(strange.form, width=99)
+    broken = replace(strange, form=form, by_torch=lambda x: 1 / 0)
+    multiplier.prepare(8, lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        multiplier.run(broken)
+    multiplier.tune()
+    assert [key for key in choices(multiplier) if " 8x" in key] == []
+    assert len(choices(multiplier)) == 1
+
+
+def test_once_somebody_waits_nothing_that_came_by_is_held():
+    multiplier, _, timer = a_multiplier()
+    product = a_product()
+    multiplier.run(product)
+    kept = weakref.ref(product.operands.x)
+    multiplier.settle()
+    del product
+    gc.collect()
+    assert kept() is None and timer.num_timed == 0
 
 
 def test_a_gpu_without_room_to_try_anything_out_still_runs_the_model(monkeypatch):
