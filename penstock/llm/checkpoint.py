@@ -24,7 +24,11 @@ from penstock.llm.models.families import family_of
 from penstock.llm.models.shape import Shape
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+# Of a GGUF file: what the angles of positions are divided by.
+ROPE = "rope_freqs.weight"
 MAX_NAMES = 5
+# Weights that some files have and nobody needs: a table for logits that is tied, angles.
+LEFT_OUT = (decoder.HEAD, "rotary_emb.inv_freq")
 SEED = 11
 # As models are before training.
 SPREAD = 0.02
@@ -129,6 +133,8 @@ def _check(shape: Shape, files: Mapping[str, Any]) -> None:
     wanted = {name: _size_of(name, shape) for name in decoder.names(shape)}
     missing = sorted(wanted.keys() - files.keys())
     problems = [f"no weight '{name}'" for name in missing]
+    others = sorted(name for name in files.keys() - wanted.keys() if not name.endswith(LEFT_OUT))
+    problems += [f"'{name}' is a weight that this model has not" for name in others]
     for name in sorted(wanted.keys() & files.keys()):
         found = tuple(files[name].get_slice(name).get_shape())
         if found != wanted[name]:
@@ -164,8 +170,12 @@ def _open_gguf(path: Path) -> Checkpoint:
         family = family_of(str(file.metadata.get("general.architecture", "")))
         shape = family.shape_of_gguf(file.metadata)
         shape = replace(shape, is_tied="output.weight" not in file.tensors)
+        if ROPE in file.tensors:
+            divisors = tuple(map(float, file.tensor(ROPE)))
+            shape = replace(shape, rope=replace(shape.rope, divisors=divisors))
         places = family.gguf_names(shape)
-        problems = []
+        others = sorted(file.tensors.keys() - {*places.values(), ROPE})
+        problems = [f"{path.name}: '{name}' is a tensor that this model has not" for name in others]
         for name, other in places.items():
             entry, wanted = file.tensors.get(other), _size_of(name, shape)
             if entry is None or entry.shape != wanted:

@@ -145,7 +145,7 @@ class Engine:
                 self._forget_ended(piece.request)
         return pieces
 
-    def fail(self, error: Exception) -> list[int]:
+    def fail(self) -> list[int]:
         """A step could not be run: all requests end, and these are their ids."""
         requests = list(self._sequences)
         for request in requests:
@@ -154,6 +154,8 @@ class Engine:
 
     def _check(self, asked: Asked) -> None:
         num_prompt, max_tokens = len(asked.tokens), asked.ending.max_tokens
+        if max_tokens < 1:
+            raise InvalidRequest(f"{max_tokens} tokens are asked for; expected at least 1")
         if not self.scheduler.fits(num_prompt, max_tokens):
             limits = self.scheduler.limits
             raise InvalidRequest(
@@ -175,6 +177,9 @@ class Engine:
         if promised_s is None or not self.pace.is_known:
             return None
         before = [*self.scheduler.running, *self.scheduler.waiting]
+        if not before:
+            # It would come no sooner later; and how long it takes is learnt anew.
+            return None
         left = sum(each.num_left for each in before if not each.num_generated)
         first_s = self.pace.first_token_s(left, num_prompt, self._work())
         if first_s <= promised_s:

@@ -33,6 +33,8 @@ log = logging.getLogger("penstock.engine")
 # Where nothing says how much of a CPU's memory keys and values may take.
 DEFAULT_CACHE_BYTES = 1 << 30
 MAX_ERROR_CHARS = 500
+# Steps in a row, after which a new process may do better: a GPU may be lost to this one.
+MAX_FAILURES = 3
 
 
 class EngineProcess:
@@ -42,6 +44,7 @@ class EngineProcess:
         self._sock = sock
         self._buffer = bytearray(MAX_FRAME_BYTES)
         self._engine: Engine | None = None
+        self._num_failures = 0
 
     def serve(self) -> None:
         """Until the core closes the socket or says Stop."""
@@ -112,6 +115,10 @@ class EngineProcess:
         except PenstockError as error:
             is_overload = isinstance(error, Overloaded)
             self._send(messages.Refused(message.request, str(error), is_overload))
+        except Exception as error:  # The engine loop: one that cannot be read is not the others'.
+            log.exception("a request cannot be added")
+            engine.give_up(message.request, "error")
+            self._send(messages.Refused(message.request, f"{type(error).__name__}: {error}", False))
 
     def _step(self, engine: Engine) -> None:
         began = time.perf_counter()
@@ -120,8 +127,12 @@ class EngineProcess:
         except Exception as error:  # The engine loop: a step that fails ends those that wait.
             log.exception("a step failed")
             reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-            self._send(messages.Failed(tuple(engine.fail(error)), reason))
+            self._send(messages.Failed(tuple(engine.fail()), reason))
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES:
+                raise SystemExit(f"{self._num_failures} steps in a row failed: {reason}") from None
             return
+        self._num_failures = 0
         if pieces:
             self._send(_told(engine, pieces, time.perf_counter() - began))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -23,6 +24,7 @@ from penstock.errors import (
     InvalidRequest,
     NotReady,
     Overloaded,
+    PenstockError,
 )
 from penstock.llm import messages
 from penstock.llm.generation import Generation, Going, Part
@@ -43,6 +45,7 @@ log = logging.getLogger("penstock.llm")
 MODULE = "penstock.llm.engine_main"
 State = Literal["LOADING", "READY", "UNAVAILABLE"]
 STOP_S = 5.0
+SOCKET_OVERHEAD = 1024
 # Deaths while loading that make it fail.
 MAX_LOAD_DEATHS = 3
 PLAIN = Sampling()
@@ -79,6 +82,7 @@ class LlmModel:
         self._life: Life | None = None
         self._sender: Sender | None = None
         self._buffer = bytearray(MAX_FRAME_BYTES)
+        self._most_bytes = MAX_FRAME_BYTES
         self._num_deaths = 0
         self._ready_at = 0.0
         self._is_stopping = False
@@ -101,6 +105,9 @@ class LlmModel:
 
     async def close(self) -> None:
         self._is_stopping = True
+        self.state, self.reason = "UNAVAILABLE", "it is unloaded"
+        if not self._loaded.done():
+            self._loaded.cancel()
         if self._restart is not None:
             self._restart.cancel()
         self._fail_all(Cancelled("the model is unloaded"))
@@ -144,38 +151,57 @@ class LlmModel:
         self._given_up.append(generation.id)
         self._check_idle()
 
+    def cancel_with(self, generation: Generation, error: PenstockError) -> None:
+        """Its sink is told."""
+        if generation.id in self._open:
+            self.cancel(generation)
+            generation.sink.failed(error)
+
     def _admit(self, generation: Generation) -> None:
         ready = self.ready
-        if self.state != "READY" or ready is None:
+        if self.state != "READY" or ready is None or self._sender is None:
             raise NotReady(f"model '{self.name}' is not ready: {self.reason or 'it is loading'}")
         self._check(generation, ready)
         generation.id = next(self._ids)
         generation.arrived = self._clock()
+        data = self._encoded(generation)
         generation.going = [
             Going(self.text.stream(), StopTexts(generation.stops)) for _ in range(generation.num)
         ]
         self._open[generation.id] = generation
         self._idle.clear()
+        assert self._sender is not None
+        self._sender.send(data)
+
+    def _encoded(self, generation: Generation) -> bytes:
+        """InvalidRequest where it does not fit a datagram."""
         sampling = generation.sampling
         different = {
             name: value
             for name in OF_MESSAGES
             if (value := getattr(sampling, name)) != getattr(PLAIN, name)
         }
-        self._send(
-            messages.Generate(
-                generation.id,
-                messages.packed(generation.tokens),
-                different,
-                dict(sampling.bias),
-                generation.ending.max_tokens,
-                generation.ending.min_tokens,
-                tuple(generation.ending.stop_tokens),
-                generation.num,
-                generation.priority,
-                generation.salt,
-            )
+        message = messages.Generate(
+            generation.id,
+            messages.packed(generation.tokens),
+            different,
+            dict(sampling.bias),
+            generation.ending.max_tokens,
+            generation.ending.min_tokens,
+            tuple(generation.ending.stop_tokens),
+            generation.num,
+            generation.priority,
+            generation.salt,
         )
+        try:
+            data = messages.encode(message)
+        except OverflowError:
+            raise InvalidRequest("a number has more than 64 bits") from None
+        if len(data) > self._most_bytes:
+            raise InvalidRequest(
+                f"the request takes {len(data)} bytes; expected at most {self._most_bytes}"
+            )
+        return data
 
     def _check(self, generation: Generation, ready: messages.Ready) -> None:
         """What the engine takes for granted."""
@@ -205,6 +231,9 @@ class LlmModel:
             return
         self._life = life
         self._dead.clear()
+        # Of a datagram; the kernel needs some of its buffer for itself.
+        room = life.sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) - SOCKET_OVERHEAD
+        self._most_bytes = min(room, MAX_FRAME_BYTES)
         self._sender = Sender(self._loop, life.sock)
         self._loop.add_reader(life.sock.fileno(), self._receive)
         self._send(messages.Load(messages.VERSION, self._settings))
@@ -266,7 +295,11 @@ class LlmModel:
             generation = self._open.get(request)
             if generation is not None and not generation.going[index].is_ended:
                 generation.num_found = num_found
-                self._give(generation, index, token, reason, now)
+                try:
+                    self._give(generation, index, token, reason, now)
+                except Exception:  # Of one that waits, or of its text; the others go on.
+                    log.exception("%s: an answer cannot be given", self.name)
+                    self.cancel_with(generation, BackendFailed("internal error; this is a bug"))
 
     def _give(
         self, generation: Generation, index: int, token: int, reason: str, now: float
@@ -277,7 +310,10 @@ class LlmModel:
         generation.last_at = now
         # What a token that ends it stands for is no part of the text.
         is_end = reason == "stop" and token in generation.ending.stop_tokens
-        text = "" if is_end else going.stops.add(going.stream.add(token))
+        text = "" if is_end else going.stream.add(token)
+        if going.num_tokens > generation.ending.min_tokens:
+            # Before that nothing ends it.
+            text = going.stops.add(text)
         if going.stops.found is not None:
             if not reason:
                 self._send(messages.EndText(generation.id, index))

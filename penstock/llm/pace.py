@@ -21,8 +21,8 @@ HALF_LIFE = 200
 MIN_STEPS = 8
 # Of prompts, however slow the others are: somebody who waits gets on.
 MIN_CHUNK = 16
-# How little is believed at first, of seconds and thousands of tokens.
-DOUBT = 1e-6
+# Of what is measured: what cannot be told apart is shared out, and nothing is divided by zero.
+RIDGE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Pace:
 
     targets: Targets = Targets()
     num_steps: int = 0
-    _squares: Array = field(default_factory=lambda: DOUBT * np.eye(4))
+    _squares: Array = field(default_factory=lambda: np.zeros((4, 4)))
     _sums: Array = field(default_factory=lambda: np.zeros(4))
     _costs: Array | None = None
 
@@ -115,8 +115,9 @@ def _not_negative(squares: Array, sums: Array) -> Array:
     kept: Many[int] = range(len(sums))
     costs = np.zeros(len(sums))
     while kept:
-        part = np.ix_(kept, kept)
-        found = np.linalg.solve(squares[part], sums[list(kept)])
+        part = squares[np.ix_(kept, kept)]
+        steady = part + RIDGE * max(float(part.diagonal().max()), 1e-300) * np.eye(len(kept))
+        found = np.linalg.solve(steady, sums[list(kept)])
         if (found >= 0).all():
             costs[list(kept)] = found
             break

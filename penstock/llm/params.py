@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-GREEDY = 0.0
+# Below it logits would be divided by nothing.
+COLDEST = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == GREEDY
+        return self.temperature < COLDEST
 
     @property
     def is_cut(self) -> bool:

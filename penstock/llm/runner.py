@@ -66,7 +66,9 @@ class Runner:
 
 def row_of(chunk: Chunk, sampling: Sampling) -> Row:
     sequence: Sequence = chunk.sequence
+    ending, tokens = sequence.ending, sequence.tokens
+    banned = sorted(ending.stop_tokens) if sequence.num_generated < ending.min_tokens else ()
     if not sampling.has_penalties:
-        return Row(sampling, chunk.end)
-    tokens = sequence.tokens
-    return Row(sampling, chunk.end, tokens[: sequence.num_prompt], tokens[sequence.num_prompt :])
+        return Row(sampling, chunk.end, banned=banned)
+    prompt, generated = tokens[: sequence.num_prompt], tokens[sequence.num_prompt :]
+    return Row(sampling, chunk.end, prompt, generated, banned)

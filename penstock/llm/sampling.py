@@ -8,6 +8,7 @@ many tokens it has, on nothing else: whoever else is in the batch, the same seed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ class Row:
     # Needed for penalties only.
     prompt: Sequence[int] = ()
     generated: Sequence[int] = ()
+    # Not to be drawn now.
+    banned: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def biased(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     found = logits
     for place, row in enumerate(rows):
         sampling = row.sampling
-        if not sampling.bias and not sampling.has_penalties:
+        if not sampling.bias and not sampling.has_penalties and not row.banned:
             continue
         found = found.clone() if found is logits else found
         if sampling.has_penalties:
@@ -91,6 +94,8 @@ def biased(logits: Tensor, rows: Sequence[Row]) -> Tensor:
             tokens = torch.tensor(list(sampling.bias), device=logits.device)
             values = torch.tensor(list(sampling.bias.values()), device=logits.device)
             found[place, tokens] += values
+        if row.banned:
+            found[place, list(row.banned)] = float("-inf")
     return found
 
 
@@ -125,14 +130,16 @@ def noised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 def cut(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Without the tokens that are not to be drawn; the most likely one always stays."""
     device, size = logits.device, logits.shape[1]
-    most = torch.tensor([each.top_k or size for each in samplings], device=device)
-    share = torch.tensor([each.top_p for each in samplings], device=device)
+    most = torch.tensor([min(each.top_k or size, size) for each in samplings], device=device)
+    # Of all there is nothing to leave out, however sums are rounded.
+    shares = [each.top_p if each.top_p < 1 else math.inf for each in samplings]
+    share = torch.tensor(shares, device=device)
     least = torch.tensor([each.min_p for each in samplings], device=device)
     ordered, places = logits.sort(1, descending=True)
-    probabilities = ordered.softmax(1)
     is_out = torch.arange(size, device=device)[None, :] >= most[:, None]
+    probabilities = ordered.masked_fill(is_out, float("-inf")).softmax(1)
     # What comes before it has enough already.
-    is_out |= (probabilities.cumsum(1) - probabilities) > share[:, None]
+    is_out |= (probabilities.cumsum(1) - probabilities) >= share[:, None]
     is_out |= probabilities < least[:, None] * probabilities[:, :1]
     is_out[:, 0] = False
     ordered = ordered.masked_fill(is_out, float("-inf"))

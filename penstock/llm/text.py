@@ -16,7 +16,15 @@ from typing import Any
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+)
 
 from penstock.errors import ConfigError, InvalidRequest
 
@@ -29,13 +37,16 @@ TEMPLATE = "chat_template.jinja"
 # What GGUF calls the way a text is cut before pairs are merged.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = "llama-bpe"
 CUTS = {
-    "llama-bpe": rf"{WORDS}|\p{{N}}{{1,3}}|{SIGNS}",
+    LLAMA3: rf"{WORDS}|\p{{N}}{{1,3}}|{SIGNS}",
     "qwen2": rf"{WORDS}|\p{{N}}|{SIGNS}",
 }
 DIGITS_APART = ("smollm",)
 # Of a GGUF file's tokens: those that stand for something, and are never part of a text.
 CONTROL = 3
+# Parts of a text that are never cut.
+OF_USERS = 4
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -51,6 +62,9 @@ class Text:
         names: Mapping[str, str] | None = None,
     ) -> None:
         """`names` are those of special tokens, as templates know them (`bos_token` and so on)."""
+        # A file may say that texts are cut or filled up; here they are as long as they are.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
         self._names = dict(names or {})
@@ -82,16 +96,19 @@ class Text:
     def stream(self) -> Stream:
         return Stream(self._tokenizer)
 
-    def chat(self, messages: Messages, **options: object) -> str:
+    def chat(self, messages: Messages, options: Mapping[str, object] | None = None) -> str:
         """The text that the model continues with an answer. InvalidRequest with what the template
         does not like."""
         if not self._template:
             raise InvalidRequest("the model has no template for chats; ask for a completion")
         try:
             made: str = self._compiled.render(
-                **self._names, messages=messages, add_generation_prompt=True, **options
+                {"add_generation_prompt": True, **(options or {}), **self._names}
+                | {"messages": messages}
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except InvalidRequest:
+            raise
+        except Exception as error:  # Somebody else's code, run on what somebody else sent.
             raise InvalidRequest(f"messages: the model's template refuses them: {error}") from None
         return made
 
@@ -164,7 +181,7 @@ def of_folder(folder: Path) -> Text:
     names = {
         key: _content(value) for key, value in settings.items() if key.endswith("_token") and value
     }
-    stops = _read(folder / GENERATION).get("eos_token_id", [])
+    stops = _read(folder / GENERATION).get("eos_token_id") or []
     tokens = {stops} if isinstance(stops, int) else set(stops)
     if "eos_token" in names:
         end = tokenizer.token_to_id(names["eos_token"])
@@ -202,17 +219,26 @@ def of_gguf(metadata: Mapping[str, Any]) -> Text:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(each.split(" ", 1)) for each in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    # Words that are tokens as they are need not be merged to be found.
+    whole = cut == LLAMA3
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_cuts(cut))
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata.get("tokenizer.ggml.token_type", [])
     special = [tokens[number] for number, each in enumerate(kinds) if each == CONTROL]
     tokenizer.add_special_tokens([AddedToken(each, special=True) for each in special])
+    own = [tokens[number] for number, each in enumerate(kinds) if each == OF_USERS]
+    tokenizer.add_tokens([AddedToken(each, special=False, normalized=False) for each in own])
     names = {
         f"{name}_token": tokens[metadata[f"tokenizer.ggml.{name}_token_id"]]
         for name in ("bos", "eos")
         if f"tokenizer.ggml.{name}_token_id" in metadata
     }
+    if metadata.get("tokenizer.ggml.add_bos_token", whole) and "bos_token" in names:
+        begin = names["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
+        )
     stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     template = str(metadata.get("tokenizer.chat_template", ""))
     return Text(tokenizer, template, frozenset(each for each in stops if each is not None), names)

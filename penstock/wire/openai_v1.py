@@ -23,6 +23,9 @@ Given = str | list[str | int | list[int]]
 MAX_N, MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 128, 16, 256, 1024
 MAX_LOGPROBS, MAX_PROMPTS, MAX_MESSAGES = 20, 512, 4096
 DEFAULT_MAX_TOKENS = 16
+# Of numbers that are counts or tokens.
+LARGEST = (1 << 31) - 1
+MAX_DIGITS, MAX_SHOWN = 10, 40
 DONE = b"data: [DONE]\n\n"
 # Of OpenAI, not served here; by what they may be without asking for anything.
 UNSERVED: Mapping[str, tuple[object, ...]] = {
@@ -200,7 +203,7 @@ def read_chat(body: Raw) -> ChatRequest:
 
 def read_embeddings(body: Raw) -> EmbeddingsRequest:
     found: _Embeddings = _decoded(_embeddings, body)
-    _check_range("dimensions", found.dimensions, 1, None)
+    _check_range("dimensions", found.dimensions, 1, LARGEST)
     inputs = _prompts(found.input, "input")
     return EmbeddingsRequest(
         found.model, inputs, found.encoding_format == "base64", found.dimensions
@@ -209,14 +212,14 @@ def read_embeddings(body: Raw) -> EmbeddingsRequest:
 
 def _decoded(decoder: msgspec.json.Decoder[Any], body: Raw) -> Any:
     try:
-        found = decoder.decode(body)
+        found, fields = decoder.decode(body), _any.decode(body)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
         param = path.strip("`.").split(".")[0].split("[")[0] or None
         raise Invalid(f"{param}: {text}" if param else text, param) from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Invalid(f"the body is not JSON: {error}") from None
-    for name, value in _any.decode(body).items():
+    for name, value in fields.items():
         if name in UNSERVED and value not in UNSERVED[name]:
             raise Invalid(f"{name} is not served here", name, "unsupported_parameter")
     return found
@@ -234,6 +237,8 @@ def _prompts(given: Given, name: str) -> list[str | list[int]]:
         raise Invalid(f"{name}: {len(given)} of them; expected at most {MAX_PROMPTS}", name)
     if not all(lists):
         raise Invalid(f"{name}: one of them has no token", name)
+    if not all(0 <= each <= LARGEST for part in (tokens, *lists) for each in part):
+        raise Invalid(f"{name}: expected tokens from 0 on", name)
     return [tokens] if tokens else [*texts, *lists]
 
 
@@ -263,10 +268,13 @@ def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _wishes(
     found: _Common, max_tokens: int | None, num_logprobs: int | None, least: int = 1
 ) -> Wishes:
-    _check_range("max_tokens", max_tokens, least, None)
+    _check_range("max_tokens", max_tokens, least, LARGEST)
     _check_range("temperature", found.temperature, 0.0, 2.0)
     _check_range("top_p", found.top_p, 0.0, 1.0)
-    _check_range("top_k", found.top_k, -1, None)
+    _check_range("top_k", found.top_k, -1, LARGEST)
+    _check_range("seed", found.seed, -(1 << 63), (1 << 63) - 1)
+    _check_range("priority", found.priority, -LARGEST, LARGEST)
+    _check_tokens("stop_token_ids", found.stop_token_ids or ())
     _check_range("min_p", found.min_p, 0.0, 1.0)
     _check_range("n", found.n, 1, MAX_N)
     _check_range("presence_penalty", found.presence_penalty, -2.0, 2.0)
@@ -295,6 +303,11 @@ def _wishes(
     )
 
 
+def _check_tokens(name: str, tokens: Sequence[int]) -> None:
+    if len(tokens) > MAX_STOPS or not all(0 <= each <= LARGEST for each in tokens):
+        raise Invalid(f"{name}: expected at most {MAX_STOPS} tokens", name)
+
+
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
@@ -304,8 +317,8 @@ def _check_range(name: str, value: float | None, least: float | None, most: floa
         return
     is_low = least is not None and not value >= least
     if is_low or (most is not None and not value <= most):
-        limits = f"at least {least:g}" if most is None else f"{least:g} to {most:g}"
-        raise Invalid(f"{name} is {value:g}; expected {limits}", name)
+        limits = f"at least {least}" if most is None else f"{least} to {most}"
+        raise Invalid(f"{name} is {str(value)[:MAX_SHOWN]}; expected {limits}", name)
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:
@@ -321,10 +334,10 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
     if len(given) > MAX_BIASES:
         raise Invalid(f"logit_bias: {len(given)}; expected at most {MAX_BIASES}", "logit_bias")
     for token, value in given.items():
-        if not token.isdecimal() or not -100 <= value <= 100:
-            raise Invalid(
-                f"logit_bias: '{token}': {value:g}; expected tokens with -100 to 100", "logit_bias"
-            )
+        is_token = token.isdecimal() and len(token) <= MAX_DIGITS
+        if not is_token or not -100 <= value <= 100:
+            shown = f"'{token[:MAX_SHOWN]}': {value}"
+            raise Invalid(f"logit_bias: {shown}; expected tokens with -100 to 100", "logit_bias")
     return {int(token): value for token, value in given.items()}
 
 

@@ -65,8 +65,16 @@ def test_a_gguf_file_is_the_same_model(tmp_path):
     assert checkpoint.shape.is_tied
     assert_same(checkpoint, weights)
     tensors["output.weight"] = ((50, 24), 0, floats(np.ones((50, 24))))
+    tensors["rope_freqs.weight"] = ((4,), 0, floats([1, 1, 2, 8]))
     path.write_bytes(gguf(metadata, tensors))
-    assert not open_checkpoint(path).shape.is_tied
+    shape = open_checkpoint(path).shape
+    assert not shape.is_tied and shape.rope.divisors == (1, 1, 2, 8)
+    tensors["blk.0.attn_q.bias"] = ((48,), 0, floats(np.ones(48)))
+    path.write_bytes(gguf(metadata, tensors))
+    with pytest.raises(
+        ConfigError, match=r"'blk\.0\.attn_q\.bias' is a tensor that this model has"
+    ):
+        open_checkpoint(path)
 
 
 def test_made_up_weights_are_the_same_each_time_and_of_the_right_size(tmp_path):
@@ -87,6 +95,10 @@ def test_made_up_weights_are_the_same_each_time_and_of_the_right_size(tmp_path):
         (
             lambda weights: [weights.pop(name) for name in list(weights)[:8]],
             None,
+        ),
+        (
+            lambda weights: weights.update({"strange": torch.ones(2)}),
+            ["'strange' is a weight that this model has not"],
         ),
     ],
 )

@@ -216,6 +216,9 @@ def test_nobody_hears_of_what_was_given_up(tmp_path):
         (dict(prompt=[1] * 201), "the prompt has 201 tokens; expected at most 199"),
         (dict(max_tokens=500), "expected at most 200 together"),
         (dict(sampling=Sampling(bias={-1: 1.0})), "token -1; expected 0 to"),
+        (dict(sampling=Sampling(seed=1 << 70)), "a number has more than 64 bits"),
+        (dict(salt="x" * (2 << 20)), "bytes; expected at most"),
+        (dict(max_tokens=0), "0 tokens are asked for; expected at least 1"),
     ],
 )
 def test_what_cannot_run_is_refused(tmp_path, generation, text):
@@ -270,6 +273,40 @@ def test_whoever_waits_when_it_is_unloaded_is_told(tmp_path):
             asked = a_generation(max_tokens=150)
             model.submit(asked)
         assert isinstance(asked.sink.error, Cancelled)
+        late = a_generation()
+        model.submit(late)
+        assert isinstance(late.sink.error, NotReady)
+
+    run(scenario)
+
+
+def test_one_that_is_closed_while_it_loads_is_not_waited_for(tmp_path):
+    async def scenario():
+        tiny.write_folder(tmp_path, **CONFIG)
+        model = LlmModel("smol", tiny.settings_of(tmp_path), TEXT, EngineThread)
+        starting = asyncio.ensure_future(model.start())
+        await asyncio.sleep(0)
+        await model.close()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    run(scenario)
+
+
+def test_a_sink_that_fails_is_nobody_elses_problem(tmp_path):
+    class Broken(Sink):
+        def part(self, part):
+            raise ValueError("cannot write")
+
+    async def scenario():
+        async with started(tmp_path) as model:
+            broken, other = a_generation(), a_generation("a naïve")
+            broken.sink = Broken()
+            model.submit(broken)
+            model.submit(other)
+            assert (await ended(other)).error is None
+            assert isinstance((await ended(broken)).error, BackendFailed)
+            assert model.num_open == 0
 
     run(scenario)
 

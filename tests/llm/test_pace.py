@@ -45,6 +45,21 @@ def test_a_machine_that_became_slower_is_learnt_anew():
     assert pace.step_s(work) == pytest.approx(took_s(work, per_token_s=200e-6), rel=0.05)
 
 
+@pytest.mark.parametrize("prompt", [1, 100])
+def test_steps_that_are_always_the_same_stay_known(prompt):
+    """What cannot be told apart must not be divided by."""
+    pace, draw = Pace(), np.random.default_rng(2)
+    for number in range(6000):
+        work = Work(prompt, 0) if number % 100 == 0 else Work(0, 1, prompt + number % 100)
+        pace.add(work, took_s(work) * (1 + 0.02 * draw.standard_normal()))
+    for work in (Work(prompt, 0), Work(0, 1, prompt + 50)):
+        assert pace.step_s(work) == pytest.approx(took_s(work), rel=0.1)
+    same = Pace()
+    for _ in range(12_000):
+        same.add(Work(1, 0), 0.1)
+    assert same.step_s(Work(1, 0)) == pytest.approx(0.1, rel=0.01)
+
+
 def test_nothing_takes_less_than_no_time():
     pace = Pace()
     # As if those who generate made it faster.

@@ -43,8 +43,14 @@ def test_noise_is_evenly_spread_over_many_tokens():
     assert noise.isfinite().all()
 
 
-def test_greedy_takes_the_most_likely():
-    assert drawn(Sampling(temperature=0.0), 5) == {0: 5}
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-38, 9e-6])
+def test_greedy_takes_the_most_likely(temperature):
+    assert drawn(Sampling(temperature=temperature), 5) == {0: 5}
+
+
+def test_what_is_banned_is_not_drawn():
+    rows = [Row(Sampling(temperature=0.0), 1, banned=(0, 1)), Row(Sampling(temperature=0.0), 1)]
+    assert sample(LOGITS.expand(2, -1), rows).tokens.tolist() == [2, 0]
 
 
 def test_a_seed_draws_the_same_whoever_else_is_there():
@@ -80,6 +86,9 @@ def test_other_seeds_and_positions_draw_others():
         (Sampling(min_p=0.3), {0, 1}),
         (Sampling(min_p=1.0), {0}),
         (Sampling(top_k=3, top_p=0.7), {0, 1}),
+        # Of what is left by the number: 0.73 of the first two are enough.
+        (Sampling(top_k=2, top_p=0.72), {0}),
+        (Sampling(top_k=1 << 40), {0, 1, 2, 3, 4}),
         (Sampling(temperature=100.0, top_k=4), {0, 1, 2, 3}),
     ],
 )
@@ -96,6 +105,13 @@ def test_what_is_left_keeps_its_shares():
 def test_equal_ones_are_cut_to_the_number_asked_for():
     kept = cut(torch.zeros(1, 10), [Sampling(top_k=3)])
     assert kept.isfinite().sum() == 3
+    assert cut(torch.zeros(1, 2), [Sampling(top_p=0.5)]).isfinite().sum() == 1
+
+
+def test_nobody_loses_a_token_to_what_another_leaves_out():
+    logits = torch.randn(2, 50_000)
+    kept = cut(logits, [Sampling(top_k=5), Sampling(top_p=1.0)])
+    assert kept.isfinite().sum(1).tolist() == [5, 50_000]
 
 
 def test_bias_makes_tokens_likely_or_impossible():

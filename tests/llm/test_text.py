@@ -95,7 +95,8 @@ def test_a_chat_becomes_one_text(text):
 
 def test_options_reach_the_template():
     text = Text(TOKENIZER, "{{ 'x' if enable_thinking else 'y' }}")
-    assert text.chat([], enable_thinking=True) == "x"
+    assert text.chat([], {"enable_thinking": True}) == "x"
+    assert Text(TOKENIZER, "{{ messages }}").chat([], {"messages": "a", "self": "b"}) == "[]"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,7 @@ def test_options_reach_the_template():
         ("{{ messages[0]['content'] + 1 }}", [{"content": "a"}], "refuses them"),
         ("{% for %}", [], "cannot be read"),
         ("{{ messages.__class__.__mro__ }}", [], "refuses them"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", [], "refuses them"),
     ],
 )
 def test_what_a_template_does_not_like_is_the_askers_to_know(template, messages, expected):
@@ -133,7 +135,7 @@ class TestFolder:
         assert of_folder(tmp_path).chat([]) == "own"
 
     def test_a_tokenizer_is_enough(self, tmp_path):
-        folder_of(tmp_path)
+        folder_of(tmp_path, generation={"eos_token_id": None})
         text = of_folder(tmp_path)
         assert not text.has_template and text.stop_tokens == frozenset()
 
@@ -160,6 +162,27 @@ class TestGguf:
     def test_digits_are_cut_as_the_file_says(self, pre):
         text = of_gguf(metadata_of(pre))
         assert text.decode(text.encode("in 2024 x")) == "in 2024 x"
+
+    def test_parts_of_a_text_that_are_never_cut(self):
+        metadata = metadata_of()
+        metadata["tokenizer.ggml.token_type"][300] = 4
+        text, whole = of_gguf(metadata), metadata["tokenizer.ggml.tokens"][300]
+        plain = whole.replace("Ġ", " ")
+        assert 300 in text.encode(f"x{plain}y") or plain != whole
+        assert text.decode([300]) == plain
+
+    @pytest.mark.parametrize(
+        ("pre", "said", "has_begin"),
+        [("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True),
+         ("llama-bpe", False, False)],
+    )  # fmt: skip
+    def test_a_text_begins_as_the_file_says(self, pre, said, has_begin):
+        metadata = metadata_of(pre)
+        if said is not None:
+            metadata["tokenizer.ggml.add_bos_token"] = said
+        text = of_gguf(metadata)
+        assert (text.encode("a")[0] == 1) == has_begin
+        assert text.encode("a", is_whole=False)[0] != 1
 
     def test_a_tokenizer_of_another_kind_is_refused(self):
         with pytest.raises(ConfigError, match="tokenizer 'llama' with 'default' is not read"):

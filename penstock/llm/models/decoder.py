@@ -32,6 +32,7 @@ class Layer:
     qkv: Tensor
     qkv_bias: Tensor | None
     out: Tensor
+    out_bias: Tensor | None
     # Of queries and of keys.
     head_norms: tuple[Tensor, Tensor] | None
     last_norm: Tensor
@@ -79,7 +80,7 @@ class Decoder:
             queries = self._normed(queries, layer.head_norms[0])
             keys = self._normed(keys, layer.head_norms[1])
         mixed = attend(number, turned(queries, turns), turned(keys, turns), values)
-        return F.linear(mixed.flatten(1), layer.out)
+        return F.linear(mixed.flatten(1), layer.out, layer.out_bias)
 
     def _fed(self, layer: Layer, x: Tensor) -> Tensor:
         gate, up = F.linear(self._normed(x, layer.last_norm), layer.gate_up).chunk(2, 1)
@@ -100,8 +101,9 @@ def _layer(shape: Shape, prefix: str, placed: Callable[..., Tensor]) -> Layer:
     return Layer(
         placed(f"{prefix}.input_layernorm.weight"),
         placed(*(f"{name}.weight" for name in attention)),
-        placed(*(f"{name}.bias" for name in attention)) if shape.has_qkv_bias else None,
+        placed(*(f"{name}.bias" for name in attention)) if shape.has_bias else None,
         placed(f"{prefix}.self_attn.o_proj.weight"),
+        placed(f"{prefix}.self_attn.o_proj.bias") if shape.has_bias else None,
         None if norms is None else (norms[0], norms[1]),
         placed(f"{prefix}.post_attention_layernorm.weight"),
         placed(f"{prefix}.mlp.gate_proj.weight", f"{prefix}.mlp.up_proj.weight"),
@@ -151,9 +153,9 @@ def sizes(shape: Shape) -> Mapping[str, tuple[int, ...]]:
     }
     if shape.has_qk_norm:
         found |= {f"self_attn.{name}_norm.weight": (shape.head_size,) for name in "qk"}
-    if shape.has_qkv_bias:
+    if shape.has_bias:
         found |= {
             f"self_attn.{name}_proj.bias": (size,)
-            for name, size in zip("qkv", (queries, keys, keys), strict=True)
+            for name, size in zip("qkvo", (queries, keys, keys, width), strict=True)
         }
     return found

@@ -11,6 +11,8 @@ from penstock.types import Array
 NAME = "llama"
 ARCHITECTURES = ("LlamaForCausalLM", "llama")
 LABEL = "config.json"
+# What is not computed here, by what it must be.
+UNSERVED = {"mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 # Weights of a layer: the decoder's names, which are Hugging Face's, and GGUF's.
 OF_LAYERS = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -41,8 +43,11 @@ def shape_of_config(values: Mapping[str, Any]) -> Shape:
         epsilon=reader.real("rms_norm_eps", 1e-6),
         rope=rope,
         is_tied=reader.flag("tie_word_embeddings", False),
-        has_qkv_bias=reader.flag("attention_bias", False),
+        has_bias=reader.flag("attention_bias", False),
     )
+    for key, served in UNSERVED.items():
+        if values.get(key, served) != served:
+            reader.problems.append(f"{LABEL}: {key} is {values[key]!r}; expected {served!r}")
     reader.check()
     return Shape(**sizes)
 
@@ -64,12 +69,22 @@ def shape_of_gguf(values: Mapping[str, Any], prefix: str = "llama") -> Shape:
         vocabulary=reader.whole(f"{prefix}.vocab_size", num_tokens),
         max_length=reader.whole(f"{prefix}.context_length"),
         epsilon=reader.real(f"{prefix}.attention.layer_norm_rms_epsilon"),
-        rope=Rope(reader.real(f"{prefix}.rope.freq_base", 10_000.0)),
+        rope=_rope_of_gguf(reader, values, prefix),
         # Files with a table of their own for logits have it among their tensors.
         is_tied=True,
     )
     reader.check()
     return Shape(**sizes)
+
+
+def _rope_of_gguf(reader: Reader, values: Mapping[str, Any], prefix: str) -> Rope:
+    theta = reader.real(f"{prefix}.rope.freq_base", 10_000.0)
+    kind = values.get(f"{prefix}.rope.scaling.type", "none")
+    if kind == "linear":
+        return Rope(theta, "linear", reader.real(f"{prefix}.rope.scaling.factor"))
+    if kind != "none":
+        reader.problems.append(f"GGUF: rope of type {kind!r}; expected none or linear")
+    return Rope(theta)
 
 
 def from_gguf(name: str, values: Array, shape: Shape) -> Array:

@@ -23,10 +23,14 @@ class Rope:
     low_factor: float = 1.0
     high_factor: float = 4.0
     original_length: int = 8192
+    # Of each pair, where a file says so by itself.
+    divisors: tuple[float, ...] = ()
 
     def frequencies(self, head_size: int) -> list[float]:
         """Radians for each position, of each pair of values."""
         plain = [self.theta ** (-2 * i / head_size) for i in range(head_size // 2)]
+        if self.divisors:
+            return [each / divisor for each, divisor in zip(plain, self.divisors, strict=True)]
         if self.kind == "linear":
             return [each / self.factor for each in plain]
         if self.kind == "llama3":
@@ -61,7 +65,8 @@ class Shape:
     is_tied: bool
     # Queries and keys are normalised, head by head.
     has_qk_norm: bool = False
-    has_qkv_bias: bool = False
+    # Of all products of attention.
+    has_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -27,7 +27,7 @@ GGUF = {
 def test_a_configuration():
     shape = llama.shape_of_config(tiny.CONFIG)
     assert (shape.num_layers, shape.width, shape.group, shape.head_size) == (2, 24, 3, 8)
-    assert shape.is_tied and not shape.has_qk_norm and not shape.has_qkv_bias
+    assert shape.is_tied and not shape.has_qk_norm and not shape.has_bias
 
 
 def test_heads_have_their_share_of_the_width_unless_told():
@@ -44,6 +44,21 @@ def test_a_gguf_file():
 def test_what_is_missing_is_named(key):
     with pytest.raises(ConfigError, match=f"{key} is missing"):
         llama.shape_of_gguf({name: value for name, value in GGUF.items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("mlp_bias", True), ("hidden_act", "gelu"), ("use_sliding_window", True)]
+)
+def test_what_is_not_computed_here_is_refused(key, value):
+    with pytest.raises(ConfigError, match=f"{key} is {value!r}; expected"):
+        llama.shape_of_config({**tiny.CONFIG, key: value})
+
+
+def test_rope_of_a_gguf_file():
+    scaled = {**GGUF, "llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    assert llama.shape_of_gguf(scaled).rope == Rope(1e5, "linear", 4.0)
+    with pytest.raises(ConfigError, match="rope of type 'yarn'; expected none or linear"):
+        llama.shape_of_gguf({**GGUF, "llama.rope.scaling.type": "yarn"})
 
 
 def test_every_weight_has_a_name_in_gguf():

@@ -44,6 +44,9 @@ class TestRope:
     def test_linear_divides_positions(self):
         assert Rope(10_000.0, "linear", 4.0).frequencies(4) == pytest.approx([0.25, 0.0025])
 
+    def test_a_file_may_say_by_itself_what_they_are_divided_by(self):
+        assert Rope(10_000.0, divisors=(1.0, 8.0)).frequencies(4) == pytest.approx([1.0, 0.00125])
+
     def test_llama3_slows_what_turns_slowly(self):
         rope = Rope(500_000.0, "llama3", 8.0, 1.0, 4.0, 8192)
         plain, slowed = Rope(500_000.0).frequencies(128), rope.frequencies(128)
