@@ -14,11 +14,9 @@ when it never has to wait for requests, which no rate that keeps a latency can e
 batched by the SLO counts as its twin by Triton's rules); then, the most promising first, for the
 highest rate that keeps the SLO's latency, until what is left cannot come near the best that was
 found, 15 % given for noise. Its three best and the version that the optimiser committed are then
-measured in turns; the best of the three there is the best by brute force. Of several rounds the
-highest counts, for what else runs on a machine lowers a rate and nothing raises it; the ratio of
-medians is written beside it. With `--cores` the
-combinations are spread over these groups of cores, each as many as this process has; all that is
-compared in turns runs on the cores of this process. A search needs six or seven levels of about
+measured in turns; the best of the three there, by the median of its rounds, is the best by brute
+force. With `--cores` the combinations are spread over these groups of cores, each as many as this
+process has; all that is compared in turns runs on the cores of this process. A search needs six or seven levels of about
 `--duration` and two seconds; one that is cut short says less than is true, most of all of what is
 batched by the SLO.
 
@@ -244,19 +242,16 @@ def compared(console: Console, case: Case, options: argparse.Namespace) -> dict[
     contenders.append(Contender("optimiser", repository_of(case)))
     final_s = options.final_seconds
     both = interleaved(contenders, case, options.rounds, duration, final_s)
-    tops = {name: max(listed) for name, listed in both.items()}
     medians = {name: statistics.median(listed) for name, listed in both.items()}
-    chosen = tops.pop("optimiser")
-    best = max(tops, key=lambda name: tops[name])
-    middle = max(medians[name] for name in tops)
+    chosen = medians.pop("optimiser")
+    best = max(medians, key=lambda name: medians[name])
     return {
         "slo": case.slo,
         "headline": found["headline"],
         "best": best,
         "chosen": steps_text(found["chosen"]),
         "rates": both,
-        "ratio": chosen / tops[best] if tops[best] else float("nan"),
-        "ratio_of_medians": medians["optimiser"] / middle if middle else float("nan"),
+        "ratio": chosen / medians[best] if medians[best] else float("nan"),
         "num_measured": num_served(found),
         "num_brute_force": brute.num_runs,
         "num_combinations": len(points),
