@@ -16,9 +16,9 @@ highest rate that keeps the SLO's latency, until what is left cannot come near t
 found, 15 % given for noise. Its three best and the version that the optimiser committed are then
 measured in turns; the best of the three there, by the median of its rounds, is the best by brute
 force. With `--cores` the combinations are spread over these groups of cores, each as many as this
-process has; all that is compared in turns runs on the cores of this process. A search needs six or seven levels of about
-`--duration` and two seconds; one that is cut short says less than is true, most of all of what is
-batched by the SLO.
+process has; all that is compared in turns runs on the cores of this process. A search needs six or
+seven levels of about `--duration` and two seconds; one that is cut short says less than is true,
+most of all of what is batched by the SLO.
 
 Counted as measurements: served runs at one load each; the search for a rate is a probe and some
 five to ten of them. The optimiser's are in its journal: the original, finalists, their rates, the
