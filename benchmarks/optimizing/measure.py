@@ -22,6 +22,10 @@ from serving import penstock, show
 from optimizing import FOLDER, RESULTS
 from optimizing.cases import Case, relative
 from penstock import pbtxt, repository
+from penstock.benchmark import plan as bench
+from penstock.benchmark.inputs import InputSpec
+from penstock.benchmark.pacer import Flat, Open
+from penstock.benchmark.targets import TargetSpec
 from penstock.config import SLO_OFF
 from penstock.optimizer import plan_file, served
 from penstock.optimizer.candidates import Build, Candidate
@@ -34,6 +38,7 @@ from penstock.slo import parse
 
 MET, MISSED, REFUSED = 0, 2, 3
 ANY_LATENCY = "throughput >= 1/s"
+IN_TIME = 0.99
 THREADS = {
     "onnxruntime": "intra_op_thread_count",
     "pytorch": "intra_op_thread_count",
@@ -105,10 +110,7 @@ def _max_rates(
     contenders: Sequence[Contender], case: Case, slo: str, duration: str, search_s: float
 ) -> list[Rate]:
     plan = _plan(case, slo, duration)
-    builds = []
-    for each in contenders:
-        folder = each.repository / case.name
-        builds.append(Build(Candidate(), folder, repository.read(folder).configs[-1]))
+    builds = _builds(contenders, case)
     with tempfile.TemporaryDirectory() as scratch:
         rows = _rows(plan, open_subject(plan, Path(scratch) / case.name).build)
     found = served.max_rates(builds, plan, rows, lambda doing: None, search_s)
@@ -116,6 +118,11 @@ def _max_rates(
         Rate(0.0 if math.isnan(rate.value) else rate.value, num_runs_of(curve))
         for rate, curve in found
     ]
+
+
+def _builds(contenders: Sequence[Contender], case: Case) -> list[Build]:
+    folders = [each.repository / case.name for each in contenders]
+    return [Build(Candidate(), each, repository.read(each).configs[-1]) for each in folders]
 
 
 def num_runs_of(curve: Curve | None) -> int:
@@ -161,6 +168,72 @@ def interleaved(
             rates[each.name].append(rate.per_s)
             print(f"round {number + 1}: {each.name}: {rate.per_s:.1f}/s", flush=True)
     return rates
+
+
+@dataclass(frozen=True, slots=True)
+class Duel:
+    """Contenders at the same rates, one right after the other, round by round: by name and rate the
+    share of requests that kept the latency, one for each round. What disturbs the machine for a
+    while meets all of them, and less than half of the rounds."""
+
+    rates: Sequence[float]
+    shares: dict[str, list[list[float]]]
+
+    def kept(self, name: str) -> float:
+        """The highest rate at which 99 % keep it in half of the rounds; 0: none."""
+        highest = 0.0
+        for number, rate in enumerate(self.rates):
+            share = statistics.median(self.shares[name][number])
+            if share < IN_TIME:
+                return highest and self._between(name, number)
+            highest = rate
+        return highest
+
+    def _between(self, name: str, number: int) -> float:
+        """Where the line from the last rate that is kept to the first that is not crosses it."""
+        last, first = (statistics.median(self.shares[name][each]) for each in (number - 1, number))
+        part = (last - IN_TIME) / (last - first)
+        return self.rates[number - 1] + part * (self.rates[number] - self.rates[number - 1])
+
+
+def duel(
+    contenders: Sequence[Contender],
+    case: Case,
+    rates: Sequence[float],
+    rounds: int,
+    duration_s: float,
+) -> Duel:
+    """All are up all the time; whoever is not asked sleeps."""
+    plan = _plan(case, case.latency, f"{duration_s:g}s")
+    builds = _builds(contenders, case)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = _rows(plan, open_subject(plan, Path(scratch) / case.name).build)
+    shares = {each.name: [[] for _ in rates] for each in contenders}
+    servers = served.Servers()
+    try:
+        endpoints = servers.opened(builds, rows)
+        for turn in range(rounds):
+            for number, rate in enumerate(rates):
+                pairs = list(zip(contenders, endpoints, strict=True))
+                # Nobody is always the first.
+                for each, endpoint in pairs if turn % 2 else reversed(pairs):
+                    asked = bench.Plan(
+                        TargetSpec(endpoint.address, timeout_s=served.patience_s(plan.slo)),
+                        InputSpec(path=endpoint.data, seed=plan.seed),
+                        (Open(Flat(rate)),),
+                        slo=plan.slo,
+                        duration_s=duration_s,
+                        max_warm_up_s=0.5,
+                        seed=turn,
+                    )
+                    windows = endpoint.measured(asked, lambda doing: None).levels[0].windows
+                    due = sum(window.num_due for window in windows)
+                    kept = sum(window.num_in_slo or 0 for window in windows)
+                    shares[each.name][number].append(kept / due if due else 0.0)
+            print(f"round {turn + 1} of {rounds}", flush=True)
+    finally:
+        servers.close()
+    return Duel(rates, shares)
 
 
 def shapes() -> list[tuple[int, int]]:
