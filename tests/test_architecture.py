@@ -136,6 +136,7 @@ WITHOUT_OWN_TEST = {
     "kernels/__init__.py": "empty",
     "llm/__init__.py": "empty",
     "llm/generation.py": "values only; tests/llm/test_language_model.py makes them",
+    "llm/json_files.py": "tests/llm/test_checkpoint.py and test_text.py read through it",
     "llm/messages.py": "values only; tests/llm/test_engine_main.py sends them",
     "llm/params.py": "values only; tests/llm/test_sampling.py draws by them",
     "llm/sequence.py": "tests/llm/test_scheduler.py",

@@ -43,10 +43,6 @@ class Span:
     end: int
     slots: Tensor
 
-    @property
-    def is_single(self) -> bool:
-        return self.end - self.first == 1
-
 
 def spans_of(step: Step, block_size: int) -> list[Span]:
     spans: list[Span] = []

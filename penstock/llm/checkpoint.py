@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.llm.gguf import GgufFile
+from penstock.llm.json_files import read_object
 from penstock.llm.models import decoder
 from penstock.llm.models.families import family_of
 from penstock.llm.models.shape import Shape
@@ -56,7 +57,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def made_up(config: Path) -> Checkpoint:
     """Weights of the true sizes, drawn; the same each time."""
-    values = _read_config(config)
+    values = read_object(config)
     shape = family_of(_architecture(values, config.name)).shape_of_config(values)
     generator = torch.Generator().manual_seed(SEED)
 
@@ -82,7 +83,7 @@ def _size_of(name: str, shape: Shape) -> tuple[int, ...]:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    values = _read_config(folder / CONFIG)
+    values = read_object(folder / CONFIG)
     shape = family_of(_architecture(values, CONFIG)).shape_of_config(values)
     files = _files(folder)
     stack = ExitStack()
@@ -142,16 +143,6 @@ def _check(shape: Shape, files: Mapping[str, Any]) -> None:
     if problems:
         more = [f"and {len(problems) - MAX_NAMES} more"] if len(problems) > MAX_NAMES else []
         raise ConfigError([*problems[:MAX_NAMES], *more])
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"{path.name}: cannot be read: {error}"]) from None
-    if not isinstance(found, dict):
-        raise ConfigError([f"{path.name}: expected an object"])
-    return found
 
 
 def _architecture(values: Mapping[str, Any], label: str) -> str:

@@ -9,14 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import socket
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from penstock import logs
 from penstock.errors import ConfigError, Overloaded, PenstockError
 from penstock.llm import messages
 from penstock.llm.blocks import BlockPool
@@ -26,7 +23,7 @@ from penstock.llm.params import Sampling
 from penstock.llm.scheduler import Limits as StepLimits
 from penstock.llm.scheduler import Scheduler
 from penstock.llm.sequence import Ending
-from penstock.serving.worker import die_with_parent, take_part
+from penstock.serving.worker import begin_life, take_part
 from penstock.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger("penstock.engine")
@@ -218,15 +215,9 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
 
 
 def main() -> None:
-    parent = int(sys.argv[2])
-    die_with_parent()
-    if os.getppid() != parent:
+    sock = begin_life()
+    if sock is None:
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logs.configure(logs.from_environment())
-    fd = int(sys.argv[1])
-    os.set_inheritable(fd, False)
-    sock = socket.socket(fileno=fd)
     EngineProcess(sock).serve()
     sock.close()
     os._exit(0)

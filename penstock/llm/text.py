@@ -27,6 +27,7 @@ from tokenizers import (
 )
 
 from penstock.errors import ConfigError, InvalidRequest
+from penstock.llm.json_files import read_object
 
 TOKENIZER, SETTINGS, GENERATION = (
     "tokenizer.json",
@@ -191,15 +192,7 @@ def of_folder(folder: Path) -> Text:
 
 def _read(path: Path) -> dict[str, Any]:
     """Nothing where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"{path.name}: cannot be read: {error}"]) from None
-    if not isinstance(found, dict):
-        raise ConfigError([f"{path.name}: expected an object"])
-    return found
+    return read_object(path) if path.is_file() else {}
 
 
 def _content(value: object) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import struct
 import sys
@@ -24,7 +23,6 @@ import msgspec
 import numpy as np
 import psutil
 
-from penstock import logs
 from penstock.backends import (
     GPU_MEMORY,
     Batch,
@@ -42,7 +40,7 @@ from penstock.optimizer import facts
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.facts import Facts
 from penstock.serving.proof import prove
-from penstock.serving.worker import checked, die_with_parent, warm_up_all
+from penstock.serving.worker import begin_life, checked, warm_up_all
 from penstock.types import Array, Tensor, TensorSpec, from_array, to_array
 from penstock.wire.frames import Proof, RequestPart
 
@@ -381,17 +379,12 @@ class Child:
 
 
 def main() -> None:
-    parent = int(sys.argv[2])
-    die_with_parent()
-    if os.getppid() != parent:
+    sock = begin_life()
+    if sock is None:
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logs.configure(logs.from_environment())
     # A model's folder is read, never written to.
     sys.dont_write_bytecode = True
-    fd = int(sys.argv[1])
-    os.set_inheritable(fd, False)
-    Child(socket.socket(fileno=fd)).serve()
+    Child(sock).serve()
     sys.stdout.flush()
     sys.stderr.flush()
     # Libraries that cannot end their threads would hang in the usual way out.

@@ -10,19 +10,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from penstock import logs
 from penstock.errors import BackendFailed, ConfigError, Overloaded, PenstockError, TooLarge
 from penstock.protocols.gate import Gate, Keys
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, unpack
 from penstock.serving.slab import Segment
-from penstock.serving.worker import die_with_parent
+from penstock.serving.worker import begin_life
 from penstock.types import CANCELLED, Buffer, Parameter, Request, Response, Tensor
 from penstock.wire import frames
 
@@ -305,16 +303,9 @@ def gate_of(settings: frames.Open) -> Gate:
 
 def begin(serve: Serve, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
     """The life of a front process, `python -m MODULE FD PARENT`: `serve` in `run`, then the end."""
-    parent = int(sys.argv[2])
-    die_with_parent()
-    if os.getppid() != parent:
+    sock = begin_life()
+    if sock is None:
         return
-    # Ctrl-C in a terminal reaches the whole group; the core decides when fronts stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logs.configure(logs.from_environment())
-    fd = int(sys.argv[1])
-    os.set_inheritable(fd, False)
-    sock = socket.socket(fileno=fd)
     data, fds, _, _ = socket.recv_fds(sock, frames.MAX_FRAME_BYTES, 2)
     if not data:
         return

@@ -659,27 +659,36 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def begin_life() -> socket.socket | None:
+    """Of a process that was started as `python -m MODULE FD PARENT`: its socket; None where whoever
+    started it has gone already."""
+    parent = int(sys.argv[2])
+    die_with_parent()
+    if os.getppid() != parent:
+        return None
+    # Ctrl-C in a terminal reaches the whole group; whoever started it decides when it stops.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logs.configure(logs.from_environment())
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    return socket.socket(fileno=fd)
+
+
 def _describe(model: ModelConfig) -> None:
     logs.describe(model.name, model.version)
 
 
 def main() -> None:
-    parent = int(sys.argv[2])
-    die_with_parent()
-    if os.getppid() != parent:
+    sock = begin_life()
+    if sock is None:
         return
-    # Ctrl-C in a terminal reaches the whole group; the core decides when workers stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logs.configure(logs.from_environment())
     logging.getLogger("penstock.model_code").setLevel(logging.INFO)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What a model prints is seen when it prints it, also where stdout is a pipe.
         sys.stdout.reconfigure(line_buffering=True)
     # A model's folder is read, never written to.
     sys.dont_write_bytecode = True
-    fd = int(sys.argv[1])
-    os.set_inheritable(fd, False)
-    channel = Channel(socket.socket(fileno=fd))
+    channel = Channel(sock)
     Worker(channel, _describe, take_part, lambda: os._exit(1)).serve()
     channel.close()
     sys.stdout.flush()

@@ -115,6 +115,11 @@ async def ended(generation, timeout_s=60):
     return generation.sink
 
 
+async def answered(model, generation):
+    model.submit(generation)
+    return await ended(generation)
+
+
 def run(scenario):
     asyncio.run(scenario())
 
@@ -124,8 +129,7 @@ def test_text_comes_in_pieces_and_is_the_whole(tmp_path):
         async with started(tmp_path) as model:
             prompt = "the cat sat on the mat, a naïve café"
             generation = a_generation(prompt, max_tokens=12)
-            model.submit(generation)
-            sink = await ended(generation)
+            sink = await answered(model, generation)
             assert sink.texts[0] == TEXT.decode(sink.tokens[0])
             assert sink.reasons == {0: "length"} and model.num_open == 0
             assert (sink.totals.num_prompt, sink.totals.num_generated) == (
@@ -133,8 +137,7 @@ def test_text_comes_in_pieces_and_is_the_whole(tmp_path):
                 12,
             )
             again = a_generation(prompt, max_tokens=12)
-            model.submit(again)
-            assert (await ended(again)).texts == sink.texts
+            assert (await answered(model, again)).texts == sink.texts
             assert again.sink.totals.num_found > 0
 
     run(scenario)
@@ -144,12 +147,10 @@ def test_a_text_ends_it_and_is_not_sent(tmp_path):
     async def scenario():
         async with started(tmp_path) as model:
             first = a_generation(max_tokens=30)
-            model.submit(first)
-            whole = (await ended(first)).texts[0]
+            whole = (await answered(model, first)).texts[0]
             stop = whole[4:7]
             second = a_generation(max_tokens=30, stops=[stop])
-            model.submit(second)
-            sink = await ended(second)
+            sink = await answered(model, second)
             assert sink.texts[0] == whole[: whole.index(stop)] and sink.reasons == {0: "stop"}
             assert sink.totals.num_generated < 30
 
@@ -160,12 +161,10 @@ def test_a_token_that_ends_it_is_no_text(tmp_path):
     async def scenario():
         async with started(tmp_path) as model:
             first = a_generation(max_tokens=20)
-            model.submit(first)
-            tokens = (await ended(first)).tokens[0]
+            tokens = (await answered(model, first)).tokens[0]
             end = next(each for each in tokens if each != tokens[0])
             second = a_generation(max_tokens=20, stop_tokens=[end])
-            model.submit(second)
-            sink = await ended(second)
+            sink = await answered(model, second)
             assert sink.texts[0] == TEXT.decode(tokens[: tokens.index(end)])
             assert sink.reasons == {0: "stop"}
 
@@ -200,8 +199,7 @@ def test_nobody_hears_of_what_was_given_up(tmp_path):
                 model.cancel(each)
             seen = [dict(each.sink.texts) for each in many]
             last = a_generation(max_tokens=2)
-            model.submit(last)
-            await ended(last)
+            await answered(model, last)
             assert [each.sink.texts for each in many] == seen and model.num_open == 0
             assert model.last.num_free_blocks == model.ready.num_blocks
 
@@ -225,8 +223,7 @@ def test_what_cannot_run_is_refused(tmp_path, generation, text):
     async def scenario():
         async with started(tmp_path) as model:
             asked = a_generation(**generation)
-            model.submit(asked)
-            sink = await ended(asked)
+            sink = await answered(model, asked)
             assert isinstance(sink.error, InvalidRequest) and text in str(sink.error)
 
     run(scenario)
@@ -280,6 +277,19 @@ def test_whoever_waits_when_it_is_unloaded_is_told(tmp_path):
     run(scenario)
 
 
+def test_while_it_is_unloaded_nothing_more_is_taken(tmp_path):
+    async def scenario():
+        async with started(tmp_path) as model:
+            closing = asyncio.ensure_future(model.close())
+            await asyncio.sleep(0)
+            late = a_generation()
+            model.submit(late)
+            assert isinstance(late.sink.error, NotReady)
+            await closing
+
+    run(scenario)
+
+
 def test_one_that_is_closed_while_it_loads_is_not_waited_for(tmp_path):
     async def scenario():
         tiny.write_folder(tmp_path, **CONFIG)
@@ -303,8 +313,7 @@ def test_a_sink_that_fails_is_nobody_elses_problem(tmp_path):
             broken, other = a_generation(), a_generation("a naïve")
             broken.sink = Broken()
             model.submit(broken)
-            model.submit(other)
-            assert (await ended(other)).error is None
+            assert (await answered(model, other)).error is None
             assert isinstance((await ended(broken)).error, BackendFailed)
             assert model.num_open == 0
 
@@ -331,8 +340,7 @@ def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
                 while model.state != "READY":
                     await asyncio.sleep(0.01)
             again = a_generation()
-            model.submit(again)
-            assert (await ended(again)).error is None and model.num_restarts == 1
+            assert (await answered(model, again)).error is None and model.num_restarts == 1
 
     run(scenario)
 
@@ -343,8 +351,7 @@ def test_in_a_process_that_is_killed(tmp_path):
         model = LlmModel("smol", tiny.settings_of(tmp_path, max_length=200), TEXT)
         await model.start()
         first = a_generation()
-        model.submit(first)
-        assert (await ended(first)).error is None
+        assert (await answered(model, first)).error is None
         asked = a_generation(max_tokens=190)
         model.submit(asked)
         os.kill(model.pid, signal.SIGKILL)
@@ -353,8 +360,7 @@ def test_in_a_process_that_is_killed(tmp_path):
             while model.state != "READY":
                 await asyncio.sleep(0.05)
         again = a_generation()
-        model.submit(again)
-        assert (await ended(again)).texts == first.sink.texts
+        assert (await answered(model, again)).texts == first.sink.texts
         await model.close()
 
     run(scenario)

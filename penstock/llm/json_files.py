@@ -1,0 +1,20 @@
+"""JSON files that models come with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """ConfigError where it is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{path.name}: cannot be read: {error}"]) from None
+    if not isinstance(found, dict):
+        raise ConfigError([f"{path.name}: expected an object"])
+    return found
