@@ -283,7 +283,7 @@ def cores_of(text: str) -> Cores:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=MODELS)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--duration", default="6s")
     parser.add_argument("--budget", default="", help="of the optimiser, such as 6m")
     parser.add_argument("--search-seconds", type=float, default=served.SEARCH_S)
