@@ -280,7 +280,7 @@ dynamic_batching {{ }}
 """
 
     def serve(self, stack: ExitStack, home: Path) -> None:
-        """Both at once; whoever is not asked sleeps."""
+        """One after the other is up; whoever is not asked sleeps."""
         work = self.args.work
         num_stubs = len(self.max_batch) * sum(each.num_instances for each in VARIANTS)
         for server in (
@@ -288,7 +288,6 @@ dynamic_batching {{ }}
             triton_side.triton(home, work / "triton", work, num_stubs),
         ):
             self.servers[server.name.lower()] = stack.enter_context(server)
-        for server in self.servers.values():
             server.wait_until_ready(self.limits.start)
             self.say(f"{server.name} is ready")
         # Each would run nearly alone, and the figures would be of that.

@@ -168,7 +168,8 @@ def triton(home: Path, repository: Path, work: Path, num_stubs: int) -> Server:
     command = [str(server / "bin" / "tritonserver"), f"--model-repository={repository}"]
     command += [f"--backend-directory={put_together(server, work)}"]
     command += ["--http-address=127.0.0.1", f"--http-port={port}"]
-    command += ["--allow-grpc=false", "--allow-metrics=false", "--model-load-thread-count=8"]
+    # More at a time take each other's cores, and none is ready for minutes.
+    command += ["--allow-grpc=false", "--allow-metrics=false", "--model-load-thread-count=3"]
     # It would start every stub once more, only to ask.
     command += ["--disable-auto-complete-config"]
     settings = {"shm-default-byte-size": shared_bytes(num_stubs), "stub-timeout-seconds": 300}

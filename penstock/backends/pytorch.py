@@ -59,6 +59,9 @@ OF_PACKING = (torch_packing.OPTION, torch_packing.FP8_OPTION)
 # Of these, those that stand for CUDA graphs too.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 TF32 = "tf32"
+# So many times a module's weights are free on the GPU that it is packed on: itself, and what its
+# layers are put together to.
+PACKING_ROOM = 3
 DTYPES = {
     "": None,
     "fp32": torch.float32,
@@ -553,6 +556,7 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
         module = module.eval()
         loaded = Loaded(module, *_call_order(code, module, config), code=code)
         if options.is_packed:
+            module.to(_where_packed(module, config))
             loaded = replace(loaded, packing=_packed(loaded, config))
         if options.is_fused:
             sample = _sample(config, module, loaded.positional)
@@ -563,6 +567,9 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
         if options.is_channels_last or options.is_fused:
             module = module.to(memory_format=torch.channels_last)
         if loaded.packing is not None:
+            if config.device != CPU:
+                # What it was packed in is larger than what it is now.
+                torch.cuda.empty_cache()
             torch_packing.on_device(loaded.packing, config)
         return replace(loaded, module=module)
     except BaseException:
@@ -570,8 +577,19 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
         raise
 
 
+def _where_packed(module: Any, config: ModelConfig) -> str:
+    """Where it will run, if that has room for it as it came and nothing is rounded there; else the
+    CPU, which takes seconds for a large one."""
+    dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
+    if config.device == CPU or dtypes != {torch.float32} or "matrices" in rounded():
+        return CPU
+    num_bytes = sum(each.nbytes for each in module.parameters())
+    num_free, _ = torch.cuda.mem_get_info(config.device)
+    return config.device if PACKING_ROOM * num_bytes < num_free else CPU
+
+
 def _packed(loaded: Loaded, config: ModelConfig) -> Packing:
-    """In FP32 on the CPU, as the module came: a difference is then no rounding."""
+    """As the module came, mostly in FP32: a difference is then no rounding."""
     names = [spec.name for spec in config.outputs]
 
     def call(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 
-TAIL_BYTES = 2000
+# Of what is told of it: where it ends, in whole lines. Compilers warn by the hundred.
+TAIL_BYTES, TAIL_LINES = 2000, 8
 
 
 class Output:
@@ -24,7 +25,10 @@ class Output:
     def tail(self, who: str) -> str:
         """The end of it, as a clause behind an error's text; empty if there is nothing."""
         size = os.fstat(self.fileno()).st_size
-        text = self._read(max(0, size - TAIL_BYTES)).strip()
+        begin = max(0, size - TAIL_BYTES)
+        lines = self._read(begin).splitlines()
+        whole = lines[1:] if begin and len(lines) > 1 else lines
+        text = "\n".join(whole[-TAIL_LINES:]).strip()
         return f"; {who} wrote: {text}" if text else ""
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """One version of a model as a Servable: admit, place, batch, dispatch, reply.
 
-Owns the batcher, the slabs and what is in flight; lives on the core's event loop and takes no lock:
-threads that copy large rows (`copier`) are waited for before a batch leaves. It knows no protocol
-(requests carry their sink) and no process (the supervisor does).
+Owns the batcher, the slabs and what is in flight; lives on the core's event loop and takes no lock.
+It knows no protocol (requests carry their sink) and no process (the supervisor does).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from penstock.errors import (
     TooLarge,
 )
 from penstock.metrics import ModelMetrics, Waits
-from penstock.serving import copier
 from penstock.serving.batcher import Batcher, Sequencer
 from penstock.serving.explain import Explanation, explain
 from penstock.serving.history import History, Record
@@ -137,7 +135,6 @@ class Model:
             max(config.memory.max_slabs, 2 * config.num_instances),
             self._supervisor.add_slab,
         )
-        self._copier = copier.Copier()
         self._column = {
             index: column
             for column, index in enumerate(
@@ -222,7 +219,6 @@ class Model:
         self._fail_waiting(NotReady(f"model '{self.config.name}' is being unloaded"))
         await self._supervisor.stop()
         self._fail_waiting(NotReady(f"model '{self.config.name}' is being unloaded"))
-        self._copier.close()
         self._pool.close()
         self._input_spill.close()
 
@@ -296,8 +292,7 @@ class Model:
         self._finish(request, BackendFailed("the request could not be placed in shared memory"))
 
     def _fill(self, request: Request, place: Place) -> None:
-        """Copy the tensors into their rows; the request's own bytes are needed no longer than until
-        the copier has them."""
+        """Copy the tensors into their rows; the request's own bytes are needed no longer."""
         request.place = place
         plan, segment, row = request.fit.plan, place.slab.seg, place.row
         inputs = request.inputs
@@ -307,7 +302,7 @@ class Model:
             return
         for (offset, row_bytes), index in zip(plan.geometry.input_columns, plan.order, strict=True):
             start = offset + row * row_bytes
-            self._copier.copy(segment, start, place.count * row_bytes, inputs[index].data)
+            segment.view[start : start + place.count * row_bytes] = inputs[index].data
         request.inputs = ()
 
     def _fill_padded(self, request: Request, plan: Plan, place: Place) -> None:
@@ -420,7 +415,6 @@ class Model:
 
     def _abandon(self, flight: InFlight, error: PenstockError) -> None:
         """A batch that was never sent ends with an error."""
-        self._copier.wait()
         self._ended(flight)
         self._release_flight(flight)
         for request in flight.requests:
@@ -452,7 +446,6 @@ class Model:
         layout = geometry.layout
         assert layout is not None
         self._place_all(flight, geometry, layout)
-        self._copier.wait()
         runs: list[frames.Run] = []
         slab: Slab | None = None
         start = count = 0
@@ -669,9 +662,6 @@ class Model:
     def _release(self, request: Request, was_dispatched: bool = True) -> None:
         place = request.place
         if place is not None:
-            if not was_dispatched:
-                # The rows are somebody else's next.
-                self._copier.wait()
             request.place = None
             self._pool.release(place, was_dispatched)
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from penstock.optimizer.child_output import TAIL_BYTES, Output
+from penstock.optimizer.child_output import TAIL_BYTES, TAIL_LINES, Output
 
 
 def written(output: Output, text: str) -> None:
@@ -26,6 +26,18 @@ def test_the_tail_is_the_end_and_short():
     written(output, "a" * 3 * TAIL_BYTES + "end")
     assert len(output.tail("it")) < TAIL_BYTES + 50
     assert output.tail("it").endswith("end")
+    output.close()
+
+
+def test_the_tail_is_of_whole_lines_and_few():
+    output = Output()
+    lines = [f"warning {number}" for number in range(TAIL_BYTES)]
+    written(output, "\n".join(lines))
+    assert output.tail("it") == "; it wrote: " + "\n".join(lines[-TAIL_LINES:])
+    output.close()
+    output = Output()
+    written(output, f"{'a' * 100}\n{'b' * (TAIL_BYTES - 10)}\nend")
+    assert output.tail("it") == f"; it wrote: {'b' * (TAIL_BYTES - 10)}\nend"
     output.close()
 
 

@@ -33,7 +33,7 @@ from penstock.errors import (
     TooLarge,
 )
 from penstock.metrics import ModelMetrics
-from penstock.serving import copier, supervisor, worker
+from penstock.serving import supervisor, worker
 from penstock.serving.model import Model
 from penstock.serving.slab import Segment
 from penstock.testing import FakeClock, Puppets, RecordingSink, settle
@@ -826,51 +826,6 @@ def test_slo_mode_survives_failing_batches_and_dying_workers():
     run(config, scenario)
 
 
-def test_rows_that_take_long_to_copy_are_there_when_the_worker_reads_them(monkeypatch):
-    monkeypatch.setattr(copier, "MANY_CORES", 1)
-    shape = (1 << 20,)
-    specs = [TensorSpec(name, "INT64", shape) for name in "xy"]
-    config = replace(FIXED, inputs=(specs[0],), outputs=(specs[1],))
-
-    async def scenario(model, puppets):
-        for turn in range(3):
-            requests = [ask(config, canary(10 * turn + i, (1, *shape))) for i in range(4)]
-            for request in requests:
-                model.submit(request)
-            # Its rows are free for others although they may not be filled yet.
-            model.cancel(requests[1])
-            late = ask(config, canary(10 * turn + 5, (1, *shape)))
-            model.submit(late)
-            await puppets.step_all()
-            assert isinstance(requests.pop(1).sink.error, Cancelled)
-            for request, number in zip([*requests, late], (0, 2, 3, 5), strict=True):
-                expected = canary(10 * turn + number, (1, *shape))
-                np.testing.assert_array_equal(request.sink.outputs[0]["y"], expected)
-
-    run(config, scenario)
-
-
-def test_rows_that_nobody_waits_for_are_not_written_over_those_of_the_next(monkeypatch):
-    monkeypatch.setattr(copier, "MANY_CORES", 1)
-    shape = (4096,)
-    specs = [TensorSpec(name, "INT64", shape) for name in "xy"]
-    config = replace(FIXED, inputs=(specs[0],), outputs=(specs[1],))
-
-    async def scenario(model, puppets):
-        for turn in range(3):
-            many = ask(config, np.zeros((8, *shape), np.int64))
-            one = ask(config, canary(turn, (1, *shape)))
-            assert len(many.inputs[0].data) >= copier.MIN_BYTES > len(one.inputs[0].data)
-            model.submit(many)
-            model.cancel(many)
-            # Their slab is empty again, and this one has the same rows.
-            model.submit(one)
-            await puppets.step_all()
-            np.testing.assert_array_equal(one.sink.outputs[0]["y"], canary(turn, (1, *shape)))
-
-    run(config, scenario)
-
-
 def test_preserve_ordering_holds_answers_back():
     batching = BatchPolicy(1, is_dynamic=True, preserve_ordering=True)
     config = replace(FIXED, max_batch_size=1, batching=batching, num_instances=2)
@@ -1109,15 +1064,10 @@ class Chaos:
     ],
 )
 @settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 2**32), is_copied_apart=st.booleans())
-def test_law_every_admitted_request_ends_exactly_once_with_its_own_bytes(
-    config, seed, is_copied_apart
-):
+@given(seed=st.integers(0, 2**32))
+def test_law_every_admitted_request_ends_exactly_once_with_its_own_bytes(config, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
-        if is_copied_apart:
-            patch.setattr(copier, "MIN_BYTES", 1)
-            patch.setattr(copier, "MANY_CORES", 1)
         run(config, Chaos(config, seed))
 
 
