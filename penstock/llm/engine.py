@@ -16,7 +16,7 @@ from typing import Protocol
 
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.llm.pace import Pace, Work
-from penstock.llm.params import Sampling
+from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.scheduler import Scheduler, Step
 from penstock.llm.sequence import Ending, Reason, Sequence
 
@@ -24,8 +24,12 @@ Clock = Callable[[], float]
 
 
 class Ran(Protocol):
+    """Of each that got a token, in order."""
+
     @property
     def tokens(self) -> list[int]: ...
+    @property
+    def likelihoods(self) -> Many[Likelihood | None]: ...
 
 
 class Runs(Protocol):
@@ -58,6 +62,7 @@ class Piece:
     reason: Reason
     # Of the prompt, found in the cache.
     num_found: int
+    likelihood: Likelihood | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +137,17 @@ class Engine:
         )
         if not step.chunks:
             return []
-        tokens = self.runner.run(step, self._samplings).tokens
-        new = self.scheduler.commit(step, tokens)
+        ran = self.runner.run(step, self._samplings)
+        sampled = [chunk.sequence.id for chunk in step.chunks if chunk.is_sampled]
+        likelihoods = dict(zip(sampled, ran.likelihoods, strict=True))
+        new = self.scheduler.commit(step, ran.tokens)
         self.pace.add(_work_of(step), self.clock() - began)
         pieces = []
         for each in new:
             request, index = self._places[each.sequence.id]
             reason, found = each.sequence.reason, each.sequence.num_found
-            pieces.append(Piece(request, index, each.token, reason, found))
+            likelihood = likelihoods[each.sequence.id]
+            pieces.append(Piece(request, index, each.token, reason, found, likelihood))
         for piece in pieces:
             if piece.reason:
                 self._forget_ended(piece.request)

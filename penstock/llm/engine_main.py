@@ -150,6 +150,11 @@ def _told(engine: Engine, pieces: list[Piece], step_s: float) -> messages.Pieces
         scheduler.pool.num_free,
         scheduler.num_preemptions,
         step_s,
+        {
+            place: (told.logprob, tuple(told.top_tokens), tuple(told.top_logprobs))
+            for place, piece in enumerate(pieces)
+            if (told := piece.likelihood) is not None
+        },
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.errors import PenstockError
-from penstock.llm.params import Sampling
+from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.sequence import Ending
 from penstock.llm.stops import StopTexts
 from penstock.llm.text import Stream
@@ -21,6 +21,7 @@ class Part:
     text: str
     token: int
     reason: str
+    likelihood: Likelihood | None = None
 
 
 @dataclass(frozen=True, slots=True)

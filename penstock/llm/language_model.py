@@ -13,7 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Literal
 
@@ -28,7 +28,7 @@ from penstock.errors import (
 )
 from penstock.llm import messages
 from penstock.llm.generation import Generation, Going, Part
-from penstock.llm.params import Sampling
+from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.stops import StopTexts
 from penstock.llm.text import Text
 from penstock.serving.supervisor import (
@@ -284,26 +284,23 @@ class LlmModel:
     def _take(self, message: messages.Pieces) -> None:
         self.last = message
         now = self._clock()
-        for request, index, token, reason, num_found in zip(
-            message.requests,
-            message.indices,
-            message.tokens,
-            message.reasons,
-            message.num_found,
-            strict=True,
-        ):
+        for place, request in enumerate(message.requests):
+            index, reason = message.indices[place], message.reasons[place]
+            token, num_found = message.tokens[place], message.num_found[place]
+            told = message.likelihoods.get(place)
+            likelihood = None if told is None else Likelihood(*told)
             generation = self._open.get(request)
             if generation is not None and not generation.going[index].is_ended:
                 generation.num_found = num_found
                 try:
-                    self._give(generation, index, token, reason, now)
+                    self._give(generation, Part(index, "", token, reason, likelihood), now)
                 except Exception:  # Of one that waits, or of its text; the others go on.
                     log.exception("%s: an answer cannot be given", self.name)
                     self.cancel_with(generation, BackendFailed("internal error; this is a bug"))
 
-    def _give(
-        self, generation: Generation, index: int, token: int, reason: str, now: float
-    ) -> None:
+    def _give(self, generation: Generation, part: Part, now: float) -> None:
+        """`part` has no text yet."""
+        index, token, reason = part.index, part.token, part.reason
         going = generation.going[index]
         going.num_tokens += 1
         generation.first_at = generation.first_at or now
@@ -321,7 +318,7 @@ class LlmModel:
         elif reason:
             text += self._rest(going)
         going.is_ended = bool(reason)
-        generation.sink.part(Part(index, text, token, reason))
+        generation.sink.part(replace(part, text=text, reason=reason))
         if going.is_ended and all(each.is_ended for each in generation.going):
             self._finish(generation)
 

@@ -116,6 +116,8 @@ class Pieces(Frame, tag="new"):
     num_free_blocks: int
     num_preemptions: int
     step_s: float
+    # Of the tokens that somebody wants to know it of, by their place.
+    likelihoods: dict[int, tuple[float, tuple[int, ...], tuple[float, ...]]] = {}
 
 
 class Refused(Frame, tag="no"):

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 # Below it logits would be divided by nothing.
 COLDEST = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """Of a token that was drawn, as a logarithm; and the most likely ones with theirs."""
+
+    logprob: float
+    top_tokens: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ business. Tokens that an earlier step sampled are taken from where that step lef
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from penstock.llm.cache import Cache, PlainAttention, spans_of
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.params import Sampling
+from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.sampling import Row, Sampled, sample
 from penstock.llm.scheduler import Chunk, Step
 from penstock.llm.sequence import Sequence
@@ -24,11 +25,30 @@ class Ran:
     """What came of a step, in the order of its sampled chunks."""
 
     sampled: Sampled
+    # How many likely ones each wants to know; None: not even its own.
+    wanted: Many[int | None] = ()
 
     @property
     def tokens(self) -> list[int]:
         found: list[int] = self.sampled.tokens.tolist()
         return found
+
+    @property
+    def likelihoods(self) -> list[Likelihood | None]:
+        sampled = self.sampled
+        if sampled.logprobs is None:
+            return [None] * len(sampled.tokens)
+        own: list[float] = sampled.logprobs.tolist()
+        tokens: list[list[int]] = [[]] * len(own)
+        logprobs: list[list[float]] = [[]] * len(own)
+        if sampled.top_tokens is not None and sampled.top_logprobs is not None:
+            tokens, logprobs = sampled.top_tokens.tolist(), sampled.top_logprobs.tolist()
+        return [
+            None
+            if num is None
+            else Likelihood(own[place], tokens[place][:num], logprobs[place][:num])
+            for place, num in enumerate(self.wanted)
+        ]
 
 
 class Runner:
@@ -50,7 +70,10 @@ class Runner:
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in step.chunks])
         attend = PlainAttention(self._cache, spans_of(step, self._cache.block_size))
         hidden = self._decoder.hidden(tokens, positions, attend)
-        return Ran(self._sampled(step, hidden, samplings))
+        wanted = [
+            samplings[chunk.sequence.id].num_logprobs for chunk in step.chunks if chunk.is_sampled
+        ]
+        return Ran(self._sampled(step, hidden, samplings), wanted)
 
     def _sampled(self, step: Step, hidden: Tensor, samplings: dict[int, Sampling]) -> Sampled:
         places, rows, end = [], [], 0

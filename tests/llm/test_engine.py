@@ -21,6 +21,10 @@ SIZE = 4
 class Ran:
     tokens: list[int]
 
+    @property
+    def likelihoods(self):
+        return [None] * len(self.tokens)
+
 
 @dataclass
 class FakeRunner:
