@@ -67,7 +67,8 @@ class Histogram:
         if self.width == 0.0:
             self.counts[NUM_BINS] += values.size
             return
-        places = np.floor(values.ravel() / self.width).astype(np.int64) + NUM_BINS
+        # In 64 bits: in 32 the width of very small values would be 0.
+        places = np.floor(values.ravel() / np.float64(self.width)).astype(np.int64) + NUM_BINS
         np.clip(places, 0, 2 * NUM_BINS - 1, out=places)
         self.counts += np.bincount(places, minlength=2 * NUM_BINS)
 

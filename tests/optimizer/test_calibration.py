@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from suites.onnx_models import build_of, drawn_rows, stack, transformer
 
@@ -28,6 +28,8 @@ def histogram(*parts: Array) -> Histogram:
         st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20), min_size=1, max_size=8
     )
 )
+@example([[1e-45]])
+@example([[-1e-45, 0.0], [1e6]])
 def test_no_value_is_lost_however_the_range_grows(parts: list[list[float]]) -> None:
     made = histogram(*(np.array(part, np.float32) for part in parts))
     everything = np.concatenate([np.array(part, np.float32) for part in parts])
