@@ -33,6 +33,8 @@ def ladder(max_batch_size: int) -> list[int]:
     return rungs
 
 
+# The backend of language models, which generate text: an engine instead of workers.
+LLM = "llm"
 # The option with which a model's layers run over tokens laid end to end, without padding.
 PACK, TOKENS = "penstock.pack", "tokens"
 # Backends that begin a batch on a GPU while others are computed there.

@@ -22,6 +22,7 @@ from penstock.config import (
     CPU,
     DEFAULT_HANG_S,
     EACH_GPU,
+    LLM,
     MAX_INSTANCES,
     SLO_OFF,
     BatchPolicy,
@@ -43,7 +44,13 @@ FILES = {
     # TorchScript last: it is refused, with what to do instead.
     "pytorch": ("model.pt2", "module.py", "model.pt"),
     "openvino": ("model.xml", "model.onnx"),
+    # Of Hugging Face's folder; its weights and its tokenizer lie beside it.
+    LLM: ("model.gguf", "config.json"),
 }
+# What a language model takes and gives over v2.
+TEXT_SIGNATURE = Signature(
+    (TensorSpec("text_input", "BYTES", (1,)),), (TensorSpec("text_output", "BYTES", (1,)),), None
+)
 EXAMPLE = (
     'for example: max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 3 } '
     'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
@@ -90,7 +97,20 @@ BACKEND_OPTIONS = {
         "penstock.cuda_graphs",
         "penstock.pack",
         "penstock.fp8",
-    )
+    ),
+    LLM: (
+        "penstock.dtype",
+        "penstock.block_size",
+        "penstock.kv_cache_bytes",
+        "penstock.max_model_len",
+        "penstock.max_num_batched_tokens",
+        "penstock.max_num_seqs",
+        "penstock.max_waiting",
+        "penstock.random_weights",
+        "penstock.threads",
+        "penstock.tpot_ms",
+        "penstock.ttft_ms",
+    ),
 }
 # Ours that are fields of a ModelConfig of their own; all others stay among its options.
 FIELDS = (
@@ -112,9 +132,9 @@ FIELDS = (
 # Of those, the ones that are texts.
 TEXTS = (SLO, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS, POSTPROCESS, MODEL_OUTPUTS)
 # Backends that look at `ModelConfig.device`, and the one that computes nothing anywhere.
-GPU_BACKENDS = frozenset({"pytorch", "null"})
+GPU_BACKENDS = frozenset({"pytorch", "null", LLM})
 # Those that use a GPU without being asked to.
-AUTO_BACKENDS = frozenset({"pytorch"})
+AUTO_BACKENDS = frozenset({"pytorch", LLM})
 # Fields that change what a model does and that this version does not carry out.
 UNSUPPORTED = (
     "sequence_batching",
@@ -142,9 +162,10 @@ def parse(text: str, where: str = "config.pbtxt") -> Any:
         raise ConfigError([f"{where}: {error}"]) from None
 
 
-def resolve(message: Any, name: str, folder: Path) -> ModelConfig:
-    """One version: the message and the files of its version folder."""
-    return _Resolver(message, name, folder).resolve()
+def resolve(message: Any, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
+    """The configuration of a version, as a whole. ConfigError with all that is wrong. `artifact`
+    where the operator has named the file, which may then lie anywhere."""
+    return _Resolver(message, name, folder, artifact).resolve()
 
 
 def describe(config: ModelConfig) -> str:
@@ -331,10 +352,11 @@ def _describe_queue(target: Any, queue: QueuePolicy) -> None:
 class _Resolver:
     """Message and files to a ModelConfig, collecting problems."""
 
-    def __init__(self, message: Any, name: str, folder: Path) -> None:
+    def __init__(self, message: Any, name: str, folder: Path, artifact: Path | None) -> None:
         self._message = message
         self._name = name
         self._folder = folder
+        self._named = artifact
         self._problems: list[str] = []
 
     def resolve(self) -> ModelConfig:
@@ -392,8 +414,8 @@ class _Resolver:
         message = self._message
         backend = str(message.backend or PLATFORMS.get(message.platform, ""))
         if backend:
-            if backend not in backends.MODULES:
-                known = ", ".join(sorted(backends.MODULES))
+            if backend not in (*backends.MODULES, LLM):
+                known = ", ".join(sorted((*backends.MODULES, LLM)))
                 self._problem("backend", f"'{backend}' is not known; expected one of {known}")
         elif message.platform == "pytorch_libtorch":
             self._problem("platform", f"'{message.platform}' is TorchScript: {pt2_file.PICKLE}")
@@ -408,6 +430,8 @@ class _Resolver:
         return backend
 
     def _artifact(self, backend: str) -> Path:
+        if self._named is not None:
+            return self._named
         base = self._folder.resolve()
         usual = FILES.get(backend, ("",))
         there = [name for name in usual if (base / name).exists()]
@@ -717,7 +741,9 @@ def _devices(group: Any, backend: str) -> list[str]:
         return [f"{EACH_GPU}:{gpu}" for gpu in group.gpus] * count
     is_auto = group.kind == group.KIND_AUTO and backend in AUTO_BACKENDS
     is_gpu = group.kind == group.KIND_GPU or (is_auto and bool(devices.read_gpus()))
-    return [EACH_GPU if is_gpu else CPU] * count
+    # An engine takes all memory there is: another on each GPU only for those who ask.
+    where = f"{EACH_GPU}:0" if backend == LLM and not group.kind else EACH_GPU
+    return [where if is_gpu else CPU] * count
 
 
 def _group_problems(group: Any, backend: str) -> list[tuple[str, str]]:
@@ -827,6 +853,8 @@ def _signature_reader(backend: str, artifact: Path) -> Callable[[Path], Signatur
             return openvino_file.read_signature
         case "pytorch", suffix if suffix != ".py":
             return pt2_file.read_signature
+        case "llm", _:
+            return lambda path: TEXT_SIGNATURE
     return None
 
 

@@ -8,6 +8,8 @@ The model's config.pbtxt chooses versions; what is in a version's own holds for 
 Without any it is worked out from the file. All problems of all models are found in one pass; one
 bad model does not hide the others. Links may not lead out of the repository, and names that start
 with a dot are nobody's. `versions` is who writes.
+
+A language model needs no version: its folder as Hugging Face has it, or its GGUF file, is enough.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ from typing import Any
 
 from penstock import manifest as manifests
 from penstock import pbtxt
-from penstock.config import ModelConfig
+from penstock.config import LLM, ModelConfig
 from penstock.errors import ConfigError, NotFound
 from penstock.slo import Slo
 
 CONFIG = "config.pbtxt"
 MAX_NAMES_TOLD = 10
+# Of a language model: Hugging Face's configuration and what lies beside it, one of these.
+TEXT_CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.index.json")
+GGUF = ".gguf"
 MAX_VERSION = 2**63 - 1
 
 
@@ -40,6 +45,8 @@ class Found:
 
 def read(path: str | os.PathLike[str]) -> Found:
     """Every model of a repository, or the one model if `path` is its folder."""
+    if (named := _text_model(Path(os.path.abspath(path)))) is not None:
+        return named
     root = _root(path)
     if _is_version(root):
         raise ConfigError(
@@ -54,7 +61,7 @@ def read(path: str | os.PathLike[str]) -> Found:
         raise ConfigError(
             [
                 f"{path}: holds no model; expected <model>/<version>/model.onnx, "
-                "with the version a number"
+                f"with the version a number, or {TEXT_CONFIG} and {WEIGHTS[0]}"
             ]
         )
     return _read_all(folders, root)
@@ -63,6 +70,11 @@ def read(path: str | os.PathLike[str]) -> Found:
 def _read_all(folders: Sequence[Path], root: Path) -> Found:
     found = Found()
     for folder in folders:
+        if (named := _text_model(folder)) is not None:
+            found.configs += named.configs
+            found.problems |= named.problems
+            found.folders |= named.folders
+            continue
         found.folders[folder.name] = folder
         try:
             found.configs += _read_model(folder, root)
@@ -74,8 +86,42 @@ def _read_all(folders: Sequence[Path], root: Path) -> Found:
     return found
 
 
+def _text_model(path: Path) -> Found | None:
+    """The one that a file or a folder is by itself; links in it lead anywhere, as in the cache of
+    Hugging Face. None: it is no such."""
+    is_file = path.suffix == GGUF and path.is_file()
+    if not is_file and not _is_text_folder(path):
+        return None
+    folder = path.parent if is_file else path
+    name = path.stem if is_file else path.name
+    found = Found(folders={name: folder})
+    try:
+        # What lies beside a file is not the file's.
+        message = pbtxt.parse("") if is_file else read_message(folder)
+        message.backend = message.backend or LLM
+        artifact = path if is_file else path / TEXT_CONFIG
+        config = pbtxt.resolve(message, name, folder, artifact)
+        found.configs.append(replace(config, version="1"))
+    except ConfigError as error:
+        found.problems[name] = list(error.problems)
+    return found
+
+
+def _is_text_folder(folder: Path) -> bool:
+    try:
+        return (
+            (folder / TEXT_CONFIG).is_file()
+            and any((folder / each).is_file() for each in WEIGHTS)
+            and not version_folders(folder)
+        )
+    except OSError:
+        return False
+
+
 def names(path: str | os.PathLike[str]) -> list[str]:
     """The models of a repository by name, loadable or not."""
+    if (named := _text_model(Path(os.path.abspath(path)))) is not None:
+        return list(named.folders)
     root = _root(path)
     if _is_model(root):
         return [root.name]
@@ -84,6 +130,9 @@ def names(path: str | os.PathLike[str]) -> list[str]:
 
 def read_one(path: str | os.PathLike[str], name: str) -> Found:
     """One model of a repository. The name is compared with what is there, never made a path."""
+    named = _text_model(Path(os.path.abspath(path)))
+    if named is not None and name in named.folders:
+        return named
     root = _root(path)
     folders = [root] if _is_model(root) else _folders(root)
     for folder in folders:
@@ -228,7 +277,10 @@ def _with_promise(config: ModelConfig, promised: Slo | None) -> ModelConfig:
 def _is_model(folder: Path) -> bool:
     """Also one that may not be looked at: what is wrong with it is told when it is read."""
     try:
-        return folder.is_dir() and ((folder / CONFIG).is_file() or bool(version_folders(folder)))
+        if not folder.is_dir():
+            return False
+        has_config = (folder / CONFIG).is_file() or bool(version_folders(folder))
+        return has_config or _is_text_folder(folder)
     except PermissionError:
         return True
 

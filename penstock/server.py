@@ -16,20 +16,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
-from penstock.config import ServerConfig
-from penstock.errors import ConfigError
+from penstock.config import LLM, ModelConfig, ServerConfig
+from penstock.errors import ConfigError, NotFound
 from penstock.protocols import access_log
 from penstock.protocols.fronts import Desk, Front, grpc_trade, http_opening, http_trade
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, read_keys
 from penstock.protocols.http import HttpServer
 from penstock.protocols.line import listen_problem, reserve, why_not_listen
 from penstock.protocols.metrics_http import MetricsHttp
+from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
+from penstock.serving.served import Served
+from penstock.wire.openai_v1 import Known
+
+if TYPE_CHECKING:
+    from penstock.llm.text_model import TextModel
 
 log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
@@ -47,19 +54,54 @@ class Progress:
     elapsed_s: float
 
 
+def make_text_model(config: ModelConfig) -> Served:
+    """ConfigError where what it needs is not installed."""
+    try:
+        from penstock.llm.text_model import TextModel
+    except ModuleNotFoundError as error:
+        problem = f"backend: '{LLM}' needs the package '{error.name}', which is not installed"
+        raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it']) from error
+    return TextModel(config)
+
+
+class TextModels:
+    """Those of a catalog's models that generate text."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def find(self, name: str) -> TextModel:
+        model = self._catalog.find(name)
+        if model.config.backend != LLM:
+            there = ", ".join(each.name for each in self.known()) or "none"
+            raise NotFound(f"The model '{name}' is no language model; loaded: {there}")
+        return cast("TextModel", model)
+
+    def known(self) -> list[Known]:
+        found = [cast("TextModel", each) for each in self._catalog if each.config.backend == LLM]
+        return [
+            Known(each.config.name, each.loaded_at, each.max_length)
+            for each in found
+            if each.is_ready
+        ]
+
+
 class Server:
     """Ports open first (live at once, ready later), models load, and all ends in reverse order."""
 
     def __init__(self, config: ServerConfig, path: str) -> None:
         self._config = config
         self._stop = asyncio.Event()
-        self.catalog = Catalog(fleet=Fleet(config.gpu_memory_reserve))
+        self.catalog = Catalog(
+            fleet=Fleet(config.gpu_memory_reserve), makers={LLM: make_text_model}
+        )
         self.routes = V2Routes(self.catalog, path, config.is_explicit)
         self._gate = gate = make_gate(config)
         self.routes.tells_reasons = gate.keys is None
         if config.logs_requests:
             access_log.log.setLevel(logging.INFO)  # Asked for, whatever else is kept quiet.
-        models = Models(self.catalog, self.routes, config.logs_requests)
+        openai = OpenAiHttp(TextModels(self.catalog), lambda: self.routes.is_draining)
+        models = Models(self.catalog, self.routes, config.logs_requests, openai.handle)
         self.v2 = V2Http(models, config.limits, gate, config.logs_requests)
         self.http = HttpServer(self.v2.handle, config.limits)
         self.http_port = config.http_port

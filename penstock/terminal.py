@@ -25,7 +25,6 @@ from penstock.serving.explain import (
     InstanceState,
     PaceState,
     ProcessState,
-    mode_of,
 )
 from penstock.serving.memory_plan import gib, told
 from penstock.serving.placement import briefly
@@ -33,7 +32,7 @@ from penstock.serving.placement import briefly
 if TYPE_CHECKING:
     from penstock.server import Progress, Server
     from penstock.serving.memory_plan import GpuPlan
-    from penstock.serving.model import Model
+    from penstock.serving.served import Served
 
 log = logging.getLogger("penstock.cli")
 server_log = logging.getLogger("penstock.server")
@@ -180,7 +179,7 @@ def start_table(server: Server, names: Sequence[str]) -> Table:
     return table
 
 
-def _model_cells(model: Model | None) -> list[str]:
+def _model_cells(model: Served | None) -> list[str]:
     if model is None:
         return ["", "", "", ""]
     config = model.config
@@ -193,9 +192,10 @@ def _model_cells(model: Model | None) -> list[str]:
     return [config.backend, _batching(model), count, f"{model.metrics.load_s:.2f} s"]
 
 
-def _batching(model: Model) -> str:
-    config = model.config
-    mode, _ = mode_of(config, model.batcher.policy)
+def _batching(model: Served) -> str:
+    config, mode = model.config, model.mode
+    if mode == "continuous":
+        return mode
     slo_s = config.batching.slo_latency_s
     text = "no" if mode == "unbatched" else f"up to {config.max_batch_size}"
     if mode == "slo" and slo_s is not None:

@@ -141,6 +141,8 @@ WITHOUT_OWN_TEST = {
     "llm/params.py": "values only; tests/llm/test_sampling.py draws by them",
     "llm/sequence.py": "tests/llm/test_scheduler.py",
     "llm/models/__init__.py": "empty",
+    "protocols/openai_errors.py": "tests/protocols/test_openai_http.py meets each of them",
+    "serving/served.py": "a protocol; whatever the catalog has is one",
     "onnx_file.py": "tests/test_repository.py reads files through it",
     "optimizer/__init__.py": "empty",
     "optimizer/candidates.py": "values only; tests/optimizer/test_optimizer_search.py makes them",

@@ -1512,3 +1512,61 @@ def test_a_folder_that_may_not_be_read_is_a_problem_of_its_model_alone(closed: s
             finally:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class TestLanguageModels:
+    """A folder as Hugging Face has it, or a GGUF file."""
+
+    def folder(self, root: Path) -> Path:
+        root.mkdir(parents=True)
+        (root / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        (root / "model.safetensors").write_bytes(b"")
+        return root
+
+    def test_a_folder_is_a_model_by_itself(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path / "smol")
+        found = read(folder)
+        (config,) = found.configs
+        assert (config.name, config.version, config.backend) == ("smol", "1", "llm")
+        assert config.artifact == str(folder / "config.json") and config.max_batch_size == 0
+        assert [spec.name for spec in config.inputs] == ["text_input"]
+        assert names(folder) == ["smol"] and read_one(folder, "smol").configs == [config]
+
+    def test_so_is_a_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "smol-q4.gguf"
+        path.write_bytes(b"GGUF")
+        # What is beside it is not about it.
+        (tmp_path / "config.pbtxt").write_text("nonsense")
+        (config,) = read(path).configs
+        assert (config.name, config.artifact) == ("smol-q4", str(path))
+
+    def test_links_may_lead_anywhere_as_in_a_cache_of_downloads(self, tmp_path: Path) -> None:
+        blobs = self.folder(tmp_path / "blobs")
+        snapshot = tmp_path / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (snapshot / name).symlink_to(blobs / name)
+        (config,) = read(snapshot).configs
+        assert config.name == "abc"
+
+    def test_they_stand_beside_others_in_a_repository(self, tmp_path: Path, examples: Path) -> None:
+        self.folder(tmp_path / "smol")
+        version = self.folder(tmp_path / "versioned" / "3")
+        (tmp_path / "versioned" / "config.pbtxt").write_text('backend: "llm"')
+        (tmp_path / "digits").symlink_to(examples / "digits")
+        found = read(tmp_path)
+        by_name = {config.name: config for config in found.configs}
+        assert by_name["smol"].version == "1" and by_name["versioned"].version == "3"
+        assert by_name["versioned"].artifact == str(version / "config.json")
+
+    def test_its_own_config_says_how_it_runs(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path / "smol")
+        (folder / "config.pbtxt").write_text(
+            'parameters { key: "penstock.max_num_seqs" value { string_value: "4" } }'
+        )
+        (config,) = read(folder).configs
+        assert config.options == {"penstock.max_num_seqs": "4"}
+        (folder / "config.pbtxt").write_text(
+            'parameters { key: "penstock.max_seqs" value { string_value: "4" } }'
+        )
+        assert "penstock.max_seqs" in read(folder).problems["smol"][0]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import PenstockError
 from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.sequence import Ending
 from penstock.llm.stops import StopTexts
-from penstock.llm.text import Stream
+
+if TYPE_CHECKING:
+    from penstock.llm.text import Stream
 
 
 @dataclass(frozen=True, slots=True)

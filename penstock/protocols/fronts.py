@@ -37,7 +37,7 @@ from penstock.protocols.v2_http import status_of
 from penstock.protocols.v2_routes import EXTENSIONS
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
-from penstock.serving.model import Model
+from penstock.serving.served import Served
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import (
     MAX_LOAD_DEATHS,
@@ -214,7 +214,7 @@ class Call:
 
     __slots__ = ("_number", "_session", "_wants_classes", "_wants_timings", "model", "request")
 
-    def __init__(self, session: Session, frame: frames.Infer, model: Model) -> None:
+    def __init__(self, session: Session, frame: frames.Infer, model: Served) -> None:
         self._session = session
         self._number = frame.call
         self._wants_classes = bool(frame.classes)

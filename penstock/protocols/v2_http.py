@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 from urllib.parse import unquote
 
 from penstock.config import HttpLimits
@@ -28,12 +28,12 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
-from penstock.protocols import access_log
+from penstock.protocols import access_log, openai_errors
 from penstock.protocols.asgi import AsgiBridge
 from penstock.protocols.gate import Gate
-from penstock.protocols.http import Exchange
+from penstock.protocols.http import Exchange, Handler
 from penstock.serving.catalog import Catalog
-from penstock.serving.model import Model
+from penstock.serving.served import Served
 from penstock.types import Request, Response, Servable, TensorSpec
 from penstock.wire import compression
 from penstock.wire.v2 import Codec, decode_raw
@@ -138,8 +138,7 @@ class LoggedSink(InferSink):
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         super().respond(request, answer, final)
-        assert isinstance(self._model, Model)
-        config = self._model.config
+        config = cast(Served, self._model).config
         status = status_of(answer) if isinstance(answer, PenstockError) else 200
         error = "" if isinstance(answer, Response) else type(answer).__name__
         access_log.ended("http", status, config, request, error)
@@ -169,14 +168,26 @@ class Models:
     """The door of the core: to its own models and routes. While the routes are draining it refuses
     inferences."""
 
-    def __init__(self, catalog: Catalog, routes: V2Routes, logs_requests: bool = False) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        routes: V2Routes,
+        logs_requests: bool = False,
+        handle_openai: Handler | None = None,
+    ) -> None:
         self._make_sink = LoggedSink if logs_requests else InferSink
         self._catalog = catalog
         self._routes = routes
         self._codec = Codec()
         self._bridge = AsgiBridge(routes.application())
-        self.other = self._bridge.handle
+        self._handle_openai = handle_openai or self._bridge.handle
         self.close = self._bridge.close
+
+    def other(self, exchange: Exchange) -> None:
+        if openai_errors.is_openai(exchange.head.path):
+            self._handle_openai(exchange)
+        else:
+            self._bridge.handle(exchange)
 
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         model = self._catalog.find(call.model_name, call.model_version)
@@ -322,6 +333,9 @@ def status_of(error: PenstockError) -> int:
 
 
 def reply_error(exchange: Exchange, error: PenstockError) -> None:
+    if openai_errors.is_openai(exchange.head.path):
+        openai_errors.reply_error(exchange, error)
+        return
     headers = b""
     if isinstance(error, Overloaded):
         headers = b"Retry-After: %d\r\n" % max(1, ceil(error.retry_after_s))

@@ -28,7 +28,7 @@ from penstock.protocols.v2_http import status_of
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
-from penstock.serving.model import Model
+from penstock.serving.served import Served
 from penstock.usage import Member, Usage, cpu_s
 from penstock.wire.v2 import encode_error, encode_metadata
 
@@ -241,7 +241,7 @@ class V2Routes:
             told = [f"{name} ({reasons[name]})" if reasons[name] else name for name in told]
         return f"not ready: {', '.join(told)}"
 
-    def _find(self, request: HttpRequest) -> Model:
+    def _find(self, request: HttpRequest) -> Served:
         return self._catalog.find(
             request.path_params["name"], request.path_params.get("version", "")
         )

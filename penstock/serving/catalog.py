@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.config import ModelConfig
@@ -20,6 +20,7 @@ from penstock.repository import Found, listed
 from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
 from penstock.serving.model import Model
+from penstock.serving.served import Served
 from penstock.serving.supervisor import ProcessLife, StartLife
 
 log = logging.getLogger("penstock.catalog")
@@ -46,23 +47,34 @@ class IndexEntry:
     reason: str
 
 
+Make = Callable[[ModelConfig], Served]
+
+
 class Catalog:
-    def __init__(self, start_life: StartLife = ProcessLife, fleet: Fleet | None = None) -> None:
+    """`makers` by backend, where a version is not a Model with workers."""
+
+    def __init__(
+        self,
+        start_life: StartLife = ProcessLife,
+        fleet: Fleet | None = None,
+        makers: Mapping[str, Make] | None = None,
+    ) -> None:
         self._start_life = start_life
+        self._makers = makers or {}
         self._fleet = fleet or Fleet()
         # What each load was promised of the GPUs and may not have taken yet.
         self._promised: list[list[Share]] = []
         self._arranging = asyncio.Lock()
         # Something promised was taken, or is not wanted any more.
         self._settled = asyncio.Event()
-        self._models: dict[str, dict[str, Model]] = {}
-        self._latest: dict[str, Model] = {}
+        self._models: dict[str, dict[str, Served]] = {}
+        self._latest: dict[str, Served] = {}
         self._failures: dict[str, LoadFailure] = {}
         self._changing: dict[str, asyncio.Lock] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._limit = asyncio.Semaphore(MAX_LOADING)
 
-    def __iter__(self) -> Iterator[Model]:
+    def __iter__(self) -> Iterator[Served]:
         for versions in self._models.values():
             yield from versions.values()
 
@@ -125,7 +137,7 @@ class Catalog:
             for model in self._models.pop(name, {}).values():
                 self._retire(model)
 
-    def find(self, name: str, version: str = "") -> Model:
+    def find(self, name: str, version: str = "") -> Served:
         """NotReady, with the reasons, if it could not be loaded; NotFound if nobody tried."""
         model = self._latest.get(name) if not version else self._models.get(name, {}).get(version)
         if model is not None:
@@ -144,7 +156,7 @@ class Catalog:
         loaded = listed(sorted(self._models))
         return NotFound(f"Request for unknown model: '{name}' is not found; loaded: {loaded}")
 
-    def find_all(self, name: str, version: str = "") -> list[Model]:
+    def find_all(self, name: str, version: str = "") -> list[Served]:
         """The version named, or all loaded versions of the model, or of every model."""
         if not name:
             return list(self)
@@ -204,7 +216,7 @@ class Catalog:
         self, name: str, configs: Sequence[ModelConfig], promised: list[Share]
     ) -> None:
         async with self._lock(name):
-            started: list[Model] = []
+            started: list[Served] = []
             try:
                 for config in configs:
                     async with self._limit:
@@ -230,17 +242,14 @@ class Catalog:
         what = "; ".join(problems)
         log.error("%s cannot be loaded: %s", name, what, extra={"model": name, "reason": what})
 
-    async def _start(self, config: ModelConfig) -> Model:
+    async def _start(self, config: ModelConfig) -> Served:
         """A model whose instances are all warm."""
         began = time.monotonic()
         count = config.num_instances
         plural = "instance" if count == 1 else "instances"
         where = {"model": config.name, "version": config.version}
         log.info("%s/%s loads %d %s", config.name, config.version, count, plural, extra=where)
-        try:
-            model = Model(config, start_life=self._start_life)
-        except OSError as error:
-            raise ConfigError([f"shared memory: {error}"]) from None
+        model = self._made(config)
         try:
             await model.start()
         except BaseException:
@@ -249,14 +258,19 @@ class Catalog:
         took_s = time.monotonic() - began
         where_and_when = {**where, "load_s": round(took_s, 3)}
         log.info("%s/%s is ready after %.2f s", *where.values(), took_s, extra=where_and_when)
-        ready = model.instances[0].ready
-        built = ready.built if ready is not None else {}
-        if built:
-            text = ", ".join(f"{key}={value}" for key, value in built.items())
-            log.info("%s/%s was built with %s", *where.values(), text, extra=where)
+        if built := model.instances[0].built:
+            log.info("%s/%s was built with %s", *where.values(), built, extra=where)
         return model
 
-    def _retire(self, model: Model) -> None:
+    def _made(self, config: ModelConfig) -> Served:
+        if (make := self._makers.get(config.backend)) is not None:
+            return make(config)
+        try:
+            return Model(config, start_life=self._start_life)
+        except OSError as error:
+            raise ConfigError([f"shared memory: {error}"]) from None
+
+    def _retire(self, model: Served) -> None:
         """Let it finish what it has admitted, then end it."""
 
         async def leave() -> None:

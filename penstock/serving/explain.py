@@ -34,7 +34,7 @@ AT_ONCE_S = 1e-6
 # An event loop that takes this share of a core has no time to spare.
 BUSY = 0.9
 
-Mode = Literal["fixed", "slo", "unbatched"]
+Mode = Literal["fixed", "slo", "unbatched", "continuous"]
 
 
 @dataclass(frozen=True, slots=True)

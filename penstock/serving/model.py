@@ -26,7 +26,7 @@ from penstock.errors import (
 )
 from penstock.metrics import ModelMetrics, Waits
 from penstock.serving.batcher import Batcher, Sequencer
-from penstock.serving.explain import Explanation, explain
+from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.history import History, Record
 from penstock.serving.padding import Pads
 from penstock.serving.plan import Geometry, Plan, Planner, column_bytes
@@ -195,6 +195,10 @@ class Model:
     def is_ready(self) -> bool:
         """True while some instance can run a batch."""
         return self.state == "READY" and any(i.is_ready for i in self.instances)
+
+    @property
+    def mode(self) -> str:
+        return mode_of(self.config, self._batcher.policy)[0]
 
     def explain(self) -> Explanation:
         return explain(self, self._clock())

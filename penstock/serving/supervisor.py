@@ -265,6 +265,12 @@ class Instance:
         return int(text) if text.isdigit() else 0
 
     @property
+    def built(self) -> str:
+        """What its worker was built with, for the log."""
+        built = self.ready.built if self.ready is not None else {}
+        return ", ".join(f"{key}={value}" for key, value in built.items())
+
+    @property
     def is_idle(self) -> bool:
         """Whether it takes a batch."""
         return self.is_ready and not self.is_leaving and len(self.batches) < self.num_slots

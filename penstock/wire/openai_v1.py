@@ -101,6 +101,19 @@ class _Embeddings(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
 
 
+class _Tokenize(msgspec.Struct, kw_only=True):
+    model: str
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class _Detokenize(msgspec.Struct, kw_only=True):
+    model: str
+    tokens: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """How tokens are drawn and when they end, alike for chats and completions."""
@@ -155,6 +168,17 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """Of a text, or of the messages of a chat."""
+
+    model: str
+    prompt: str | None
+    messages: Sequence[Mapping[str, Any]]
+    has_special_tokens: bool
+    has_texts: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingsRequest:
     model: str
     inputs: Sequence[str | list[int]]
@@ -166,6 +190,8 @@ class EmbeddingsRequest:
 _completion = msgspec.json.Decoder(_Completion)
 _chat = msgspec.json.Decoder(_Chat)
 _embeddings = msgspec.json.Decoder(_Embeddings)
+_tokenize = msgspec.json.Decoder(_Tokenize)
+_detokenize = msgspec.json.Decoder(_Detokenize)
 _any = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -208,6 +234,26 @@ def read_embeddings(body: Raw) -> EmbeddingsRequest:
     return EmbeddingsRequest(
         found.model, inputs, found.encoding_format == "base64", found.dimensions
     )
+
+
+def read_tokenize(body: Raw) -> TokenizeRequest:
+    found: _Tokenize = _decoded(_tokenize, body)
+    if (found.prompt is None) == (found.messages is None):
+        raise Invalid("expected either prompt or messages", "prompt")
+    if found.messages is not None:
+        _check_messages(found.messages)
+    messages = [_flat(message) for message in found.messages or ()]
+    return TokenizeRequest(
+        found.model, found.prompt, messages, found.add_special_tokens, found.return_token_strs
+    )
+
+
+def read_detokenize(body: Raw) -> tuple[str, list[int]]:
+    """The model, and the tokens."""
+    found: _Detokenize = _decoded(_detokenize, body)
+    if not all(0 <= each <= LARGEST for each in found.tokens):
+        raise Invalid("tokens: expected tokens from 0 on", "tokens")
+    return found.model, found.tokens
 
 
 def _decoded(decoder: msgspec.json.Decoder[Any], body: Raw) -> Any:
@@ -394,6 +440,15 @@ class Usage:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model: when it was loaded (seconds since 1970), and how long its texts may be."""
+
+    name: str
+    created: int
+    max_length: int = 0
+
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -439,13 +494,17 @@ def chat_usage(head: Head, usage: Usage) -> bytes:
     return _event(found)
 
 
-def models(names: Sequence[tuple[str, int]]) -> bytes:
-    """Names, and when each was loaded."""
-    found = [
-        {"id": name, "object": "model", "created": created, "owned_by": "penstock"}
-        for name, created in names
-    ]
-    return _encode({"object": "list", "data": found})
+def models(known: Sequence[Known]) -> bytes:
+    return _encode({"object": "list", "data": [_model(each) for each in known]})
+
+
+def model(known: Known) -> bytes:
+    return _encode(_model(known))
+
+
+def _model(known: Known) -> dict[str, Any]:
+    found = {"id": known.name, "object": "model", "created": known.created, "owned_by": "penstock"}
+    return found | ({"max_model_len": known.max_length} if known.max_length else {})
 
 
 def embeddings(model: str, vectors: Sequence[Any], num_tokens: int) -> bytes:
@@ -456,6 +515,15 @@ def embeddings(model: str, vectors: Sequence[Any], num_tokens: int) -> bytes:
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return _encode({"object": "list", "data": found, "model": model, "usage": usage})
+
+
+def tokenized(tokens: Sequence[int], max_length: int, texts: Sequence[str] | None) -> bytes:
+    found = {"count": len(tokens), "max_model_len": max_length, "tokens": tokens}
+    return _encode(found | {"token_strs": texts})
+
+
+def detokenized(text: str) -> bytes:
+    return _encode({"prompt": text})
 
 
 def error(text: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
-import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 import tiny_llm as tiny  # noqa: E402
+from engine_thread import EngineThread  # noqa: E402
 from tiny_text import TOKENIZER  # noqa: E402
 
 from penstock.errors import (  # noqa: E402
@@ -23,46 +22,15 @@ from penstock.errors import (  # noqa: E402
     NotReady,
     Overloaded,
 )
-from penstock.llm.engine_main import EngineProcess  # noqa: E402
 from penstock.llm.generation import Generation  # noqa: E402
 from penstock.llm.language_model import LlmModel  # noqa: E402
 from penstock.llm.params import Sampling  # noqa: E402
 from penstock.llm.sequence import Ending  # noqa: E402
 from penstock.llm.text import Text  # noqa: E402
-from penstock.serving.supervisor import socket_pair  # noqa: E402
 
 TEXT = Text(TOKENIZER)
 CONFIG = {**tiny.CONFIG, "vocab_size": TEXT.num_tokens, "max_position_embeddings": 256}
 GREEDY = Sampling(temperature=0.0)
-
-
-class EngineThread:
-    """The same engine, without a process to wait for."""
-
-    pid = 0
-
-    def __init__(self, loop, on_death):
-        self.sock, theirs = socket_pair()
-        self._loop, self._on_death, self._is_dead = loop, on_death, False
-        self._thread = threading.Thread(target=self._serve, args=(theirs,), daemon=True)
-        self._thread.start()
-
-    def kill(self):
-        self.sock.shutdown(socket.SHUT_RDWR)
-        self.socket_closed()
-
-    def socket_closed(self):
-        if not self._is_dead:
-            self._is_dead = True
-            self._loop.call_soon(self._on_death, "was killed by SIGKILL")
-
-    def _serve(self, sock):
-        try:
-            EngineProcess(sock).serve()
-        except OSError:
-            pass
-        finally:
-            sock.close()
 
 
 class Sink:

@@ -260,9 +260,30 @@ class TestAnswers:
         assert found["choices"] == [] and found["usage"]["completion_tokens"] == 2
 
     def test_models_and_errors(self):
-        (model,) = json.loads(openai.models([("smol", 5)]))["data"]
-        assert model == {"id": "smol", "object": "model", "created": 5, "owned_by": "penstock"}
+        known = openai.Known("smol", 5, 2048)
+        (model,) = json.loads(openai.models([known]))["data"]
+        expected = {"id": "smol", "object": "model", "created": 5, "owned_by": "penstock"}
+        assert model == {**expected, "max_model_len": 2048} == json.loads(openai.model(known))
         found = json.loads(openai.error("no", "invalid_request_error", "n"))
         assert found == {
             "error": {"message": "no", "type": "invalid_request_error", "param": "n", "code": None}
         }
+
+
+class TestTokens:
+    def test_a_text_or_messages_and_not_both(self):
+        asked = openai.read_tokenize(b'{"model": "m", "prompt": "a", "add_special_tokens": false}')
+        assert (asked.prompt, asked.messages, asked.has_special_tokens) == ("a", [], False)
+        message = {"role": "user", "content": "hi"}
+        body = json.dumps({"model": "m", "messages": [message], "return_token_strs": True})
+        asked = openai.read_tokenize(body.encode())
+        assert asked.prompt is None and asked.messages == [message] and asked.has_texts
+        for wrong in ({"model": "m"}, {"model": "m", "prompt": "a", "messages": [message]}):
+            with pytest.raises(openai.Invalid, match="either prompt or messages"):
+                openai.read_tokenize(json.dumps(wrong).encode())
+
+    def test_tokens_to_text(self):
+        assert openai.read_detokenize(b'{"model": "m", "tokens": [1, 2]}') == ("m", [1, 2])
+        with pytest.raises(openai.Invalid, match="from 0 on") as caught:
+            openai.read_detokenize(b'{"model": "m", "tokens": [-1]}')
+        assert caught.value.param == "tokens"

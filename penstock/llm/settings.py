@@ -1,0 +1,127 @@
+"""What a language model's configuration says to its engine. `parameters` have the names that vLLM's
+users know, where it has one."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.config import CPU, ModelConfig
+from penstock.errors import ConfigError
+from penstock.llm.messages import Settings
+from penstock.repository import GGUF
+
+PREFIX = "penstock."
+DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
+# More than any model has: its own length holds.
+LONGEST = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    default: float
+    least: float
+    most: float
+
+
+NUMBERS: Mapping[str, Number] = {
+    # Larger ones make tables shorter, smaller ones share more of prompts.
+    "block_size": Number(16, 1, 256),
+    # 0: on a CPU 1 GiB, on a GPU what is free. More for longer texts and more of them at a time.
+    "kv_cache_bytes": Number(0, 0, 1 << 50),
+    # Of a text, prompt and all. Lower it where memory does not hold one of the model's length.
+    "max_model_len": Number(LONGEST, 2, LONGEST),
+    # Tokens of a step: more for throughput of prompts, fewer for time per token.
+    "max_num_batched_tokens": Number(0, 1, 1 << 24),
+    # Texts that are generated together: more for throughput, fewer for time per token.
+    "max_num_seqs": Number(0, 1, 1 << 16),
+    # Requests that wait for their first token before others are refused.
+    "max_waiting": Number(1024, 1, 1 << 20),
+    # Cores of the engine; fewer where others need some.
+    "threads": Number(0, 1, 1024),
+    # What is promised: until the first token, and for each that follows. They decide how much of
+    # a prompt a step takes, and who is refused.
+    "ttft_ms": Number(0, 0.001, 1e9),
+    "tpot_ms": Number(0, 0.001, 1e9),
+}
+TEXTS = ("dtype", "random_weights")
+# Where nobody says: (on a CPU, on a GPU).
+MAX_SEQUENCES, MAX_TOKENS = (16, 256), (256, 8192)
+
+
+def settings_of(config: ModelConfig) -> Settings:
+    """ConfigError with all that is wrong."""
+    problems: list[str] = []
+    numbers = {name: _number(config, name, problems) for name in NUMBERS}
+    dtype = config.options.get(f"{PREFIX}dtype", "auto")
+    if dtype not in DTYPES:
+        problems.append(f"parameters.{PREFIX}dtype: '{dtype}'; expected {', '.join(DTYPES)}")
+    is_made_up = config.options.get(f"{PREFIX}random_weights", "false")
+    if is_made_up not in ("true", "false"):
+        text = f"parameters.{PREFIX}random_weights: '{is_made_up}'; expected true or false"
+        problems.append(text)
+    if config.num_instances > 1:
+        problems.append(
+            f"instance_group: {config.num_instances} instances; expected one: an engine takes all "
+            "requests together"
+        )
+    place = 0 if config.device == CPU else 1
+    max_sequences = int(numbers["max_num_seqs"]) or MAX_SEQUENCES[place]
+    max_tokens = int(numbers["max_num_batched_tokens"]) or max(MAX_TOKENS[place], max_sequences)
+    if max_tokens < max_sequences:
+        problems.append(
+            f"parameters.{PREFIX}max_num_batched_tokens: {max_tokens}; expected at least "
+            f"{max_sequences}, a token for each of {PREFIX}max_num_seqs"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return Settings(
+        path=str(path_of(config)),
+        device=config.device,
+        dtype=_dtype(dtype, config.device),
+        num_threads=int(numbers["threads"]) or len(os.sched_getaffinity(0)),
+        block_size=int(numbers["block_size"]),
+        cache_bytes=int(numbers["kv_cache_bytes"]),
+        max_sequences=max_sequences,
+        max_tokens=max_tokens,
+        max_length=int(numbers["max_model_len"]),
+        max_waiting=int(numbers["max_waiting"]),
+        ttft_s=numbers["ttft_ms"] / 1e3 or None,
+        tpot_s=numbers["tpot_ms"] / 1e3 or None,
+        is_made_up=is_made_up == "true",
+    )
+
+
+def path_of(config: ModelConfig) -> Path:
+    """A GGUF file, or Hugging Face's folder; of random weights the configuration alone."""
+    artifact = Path(config.artifact)
+    is_alone = config.options.get(f"{PREFIX}random_weights") == "true"
+    return artifact if artifact.suffix == GGUF or is_alone else artifact.parent
+
+
+def _dtype(asked: str, device: str) -> str:
+    if asked == "auto":
+        return "float32" if device == CPU else "bfloat16"
+    return asked
+
+
+def _number(config: ModelConfig, name: str, problems: list[str]) -> float:
+    known, key = NUMBERS[name], f"{PREFIX}{name}"
+    given = config.options.get(key)
+    if given is None:
+        return known.default
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    is_time = name.endswith("_ms")
+    if not known.least <= value <= known.most or not (is_time or value.is_integer()):
+        what = "a number" if is_time else "a whole number"
+        problems.append(
+            f"parameters.{key}: '{given}'; expected {what} from {known.least:g} to {known.most:g}"
+        )
+        return known.default
+    return value

@@ -1,0 +1,72 @@
+"""Errors in OpenAI's form: a status, and the name of their kind."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotAllowed,
+    NotFound,
+    NotReady,
+    Overloaded,
+    PenstockError,
+    TooLarge,
+    Unsupported,
+)
+from penstock.protocols.http import Exchange
+from penstock.wire import openai_v1
+from penstock.wire.openai_v1 import Invalid
+
+KINDS: dict[type[PenstockError], tuple[int, str]] = {
+    Invalid: (400, "invalid_request_error"),
+    InvalidRequest: (400, "invalid_request_error"),
+    TooLarge: (413, "invalid_request_error"),
+    NotFound: (404, "not_found_error"),
+    NotAllowed: (403, "permission_error"),
+    Unsupported: (501, "invalid_request_error"),
+    Overloaded: (429, "rate_limit_error"),
+    NotReady: (503, "server_error"),
+    DeadlineExceeded: (504, "server_error"),
+    Cancelled: (499, "server_error"),
+    BackendFailed: (500, "server_error"),
+}
+# Paths that vLLM's users know without a version.
+OTHERS = (b"/tokenize", b"/detokenize")
+_JSON = b"Content-Type: application/json\r\n"
+
+
+def is_openai(path: bytes) -> bool:
+    return path.startswith(b"/v1/") or path in OTHERS
+
+
+def kind_of(error: PenstockError) -> tuple[int, str]:
+    if isinstance(error, NotAllowed) and error.needs_key:
+        return 401, "authentication_error"
+    return KINDS.get(type(error), (500, "server_error"))
+
+
+def reply_error(exchange: Exchange, error: PenstockError) -> None:
+    status, kind = kind_of(error)
+    headers = _JSON
+    if isinstance(error, Overloaded):
+        headers += b"Retry-After: %d\r\n" % max(1, ceil(error.retry_after_s))
+    if status == 401:
+        headers += b"WWW-Authenticate: Bearer\r\n"
+    param = code = None
+    if isinstance(error, Invalid):
+        param, code = error.param, error.code
+    elif isinstance(error, NotFound):
+        param, code = "model", "model_not_found"
+    elif status == 401:
+        code = "invalid_api_key"
+    exchange.reply(status, headers, (openai_v1.error(str(error), kind, param, code),))
+
+
+def reply_method(exchange: Exchange, allowed: bytes) -> None:
+    text = f"{exchange.head.path.decode('latin-1')} takes {allowed.decode()}"
+    body = openai_v1.error(text, "invalid_request_error")
+    exchange.reply(405, _JSON + b"Allow: " + allowed + b"\r\n", (body,))

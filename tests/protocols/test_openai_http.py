@@ -1,0 +1,344 @@
+"""OpenAI's API as its own client sees it, with every answer checked against its types."""
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
+openai = pytest.importorskip("openai")
+
+from engine_thread import EngineThread  # noqa: E402
+from text_server import NAME, served  # noqa: E402
+from tiny_text import TOKENIZER  # noqa: E402
+
+from penstock.protocols.gate import Gate, read_keys  # noqa: E402
+
+CHAT = [{"role": "user", "content": "the cat"}]
+
+
+def with_client(folder, scenario, gate=None, key="none", parameters=None):
+    async def run():
+        async with served(folder, gate, parameters) as server:
+            client = openai.AsyncOpenAI(
+                base_url=f"{server.address}/v1",
+                api_key=key,
+                max_retries=0,
+                timeout=60,
+                _strict_response_validation=True,
+            )
+            try:
+                async with asyncio.timeout(120):
+                    return await scenario(client, server)
+            finally:
+                await client.close()
+
+    return asyncio.run(run())
+
+
+def lenient(client):
+    """Its types say that a piece of a completion always has a reason why it ended; OpenAI's own
+    pieces have none but in the last."""
+    return client.with_options(_extra_kwargs={"_strict_response_validation": False})
+
+
+async def posted(server, path, body, headers=""):
+    """Status, headers and body, by hand."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n{headers}"
+    writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
+    answer = await reader.read()
+    writer.close()
+    start, _, rest = answer.partition(b"\r\n\r\n")
+    return int(start.split()[1]), start.decode(), rest
+
+
+async def settled(server, timeout_s=10):
+    """Nothing is under way any more, and every block is free."""
+    engine = server.model
+    async with asyncio.timeout(timeout_s):
+        await engine.drain()
+    return engine
+
+
+class TestCompletions:
+    def test_a_greedy_text_is_the_same_whole_and_in_pieces(self, tmp_path):
+        async def scenario(client, server):
+            asked = dict(model=NAME, prompt="the cat", max_tokens=12, temperature=0)
+            whole = await client.completions.create(**asked)
+            stream = await lenient(client).completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            return whole, chunks
+
+        whole, chunks = with_client(tmp_path, scenario)
+        (choice,) = whole.choices
+        assert choice.finish_reason == "length" and whole.usage.completion_tokens == 12
+        texts = [each.choices[0].text for each in chunks if each.choices]
+        assert "".join(texts) == choice.text and len(texts) > 1
+        assert [each.choices[0].finish_reason for each in chunks if each.choices][-1] == "length"
+        assert chunks[-1].usage == whole.usage.model_copy(
+            update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+        )
+        assert len({each.id for each in chunks}) == 1 and whole.model == NAME
+
+    def test_several_prompts_and_choices_come_in_order_with_their_echo(self, tmp_path):
+        async def scenario(client, server):
+            tokens = TOKENIZER.encode("a mat").ids
+            texts = await client.completions.create(
+                model=NAME, prompt=["the cat", "on"], n=2, max_tokens=3, temperature=0, echo=True
+            )
+            listed = await client.completions.create(
+                model=NAME, prompt=[tokens], max_tokens=3, temperature=0, echo=True
+            )
+            return texts, listed
+
+        texts, listed = with_client(tmp_path, scenario)
+        assert [each.index for each in texts.choices] == [0, 1, 2, 3]
+        found = [each.text for each in texts.choices]
+        assert found[0] == found[1] and found[0].startswith("the cat")
+        assert found[2] == found[3] and found[2].startswith("on")
+        assert listed.choices[0].text.startswith("a mat")
+        assert texts.usage.completion_tokens == 12
+
+    def test_logprobs_are_of_each_token(self, tmp_path):
+        async def scenario(client, server):
+            return await client.completions.create(
+                model=NAME, prompt="the", max_tokens=4, temperature=0, logprobs=3
+            )
+
+        (choice,) = with_client(tmp_path, scenario).choices
+        told = choice.logprobs
+        assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == 4
+        assert all(each <= 0 for each in told.token_logprobs)
+        for logprob, top in zip(told.token_logprobs, told.top_logprobs, strict=True):
+            # What was taken is the most likely.
+            assert logprob == pytest.approx(max(top.values()))
+
+    def test_a_text_that_stops_leaves_the_stop_out(self, tmp_path):
+        async def scenario(client, server):
+            asked = dict(model=NAME, prompt="the cat", max_tokens=12, temperature=0)
+            whole = (await client.completions.create(**asked)).choices[0].text
+            stop = whole[3:5]
+            found = await client.completions.create(**asked, stop=[stop])
+            return whole, stop, found.choices[0]
+
+        whole, stop, found = with_client(tmp_path, scenario)
+        assert found.text == whole[: whole.index(stop)] and found.finish_reason == "stop"
+
+
+class TestChats:
+    def test_whole_and_in_pieces(self, tmp_path):
+        async def scenario(client, server):
+            asked = dict(model=NAME, messages=CHAT, max_completion_tokens=8, temperature=0)
+            whole = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+            stream = await client.chat.completions.create(**asked, stream=True)
+            return whole, [chunk async for chunk in stream]
+
+        whole, chunks = with_client(tmp_path, scenario)
+        (choice,) = whole.choices
+        assert choice.message.role == "assistant" and choice.finish_reason == "length"
+        assert len(choice.logprobs.content) == 8
+        assert chunks[0].choices[0].delta.role == "assistant"
+        pieces = [each.choices[0].delta.content or "" for each in chunks]
+        assert "".join(pieces) == choice.message.content
+        assert all(each.usage is None for each in chunks)
+
+    def test_the_same_seed_says_the_same(self, tmp_path):
+        async def scenario(client, server):
+            asked = dict(model=NAME, messages=CHAT, max_tokens=8, temperature=1.5)
+            found = [
+                (await client.chat.completions.create(**asked, seed=seed)).choices[0].message
+                for seed in (3, 3, 4)
+            ]
+            return [each.content for each in found]
+
+        first, again, other = with_client(tmp_path, scenario)
+        assert first == again != other
+
+
+class TestModels:
+    def test_there_is_one(self, tmp_path):
+        async def scenario(client, server):
+            listed = await client.models.list()
+            one = await client.models.retrieve(NAME)
+            with pytest.raises(openai.NotFoundError) as caught:
+                await client.models.retrieve("nobody")
+            return listed, one, caught.value
+
+        listed, one, error = with_client(tmp_path, scenario)
+        assert [each.id for each in listed.data] == [NAME] == [one.id]
+        assert one.created > 1_700_000_000 and error.body["code"] == "model_not_found"
+
+    def test_tokens_of_a_text_and_back(self, tmp_path):
+        async def scenario(client, server):
+            body = {"model": NAME, "prompt": "the cat", "return_token_strs": True}
+            _, _, told = await posted(server, "/tokenize", body)
+            told = json.loads(told)
+            _, _, back = await posted(
+                server, "/detokenize", {"model": NAME, "tokens": told["tokens"]}
+            )
+            _, _, chat = await posted(server, "/tokenize", {"model": NAME, "messages": CHAT})
+            return told, json.loads(back), json.loads(chat)
+
+        told, back, chat = with_client(tmp_path, scenario)
+        assert told["tokens"] == TOKENIZER.encode("the cat").ids
+        assert "".join(told["token_strs"]) == "the cat" == back["prompt"]
+        assert told["count"] == len(told["tokens"]) < chat["count"] and told["max_model_len"] == 256
+
+    def test_v2_knows_it_and_sends_tensors_elsewhere(self, tmp_path):
+        async def scenario(client, server):
+            tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}
+            infer = await posted(server, f"/v2/models/{NAME}/infer", {"inputs": [tensor]})
+            return infer, server.catalog.index([NAME])
+
+        (status, _, body), (entry,) = with_client(tmp_path, scenario)
+        assert status == 501 and b"/v1/chat/completions" in body
+        assert (entry.name, entry.version, entry.state) == (NAME, "1", "READY")
+
+
+class TestProblems:
+    @pytest.mark.parametrize(
+        ("wrong", "param"),
+        [
+            ({"temperature": 3}, "temperature"),
+            ({"n": 0}, "n"),
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"logit_bias": {"x": 1}}, "logit_bias"),
+            ({"stop": ["a"] * 17}, "stop"),
+            ({"tools": [{"type": "function"}]}, "tools"),
+        ],
+    )
+    def test_a_wrong_field_is_named(self, tmp_path, wrong, param):
+        async def scenario(client, server):
+            body = {"model": NAME, "messages": CHAT, **wrong}
+            return await posted(server, "/v1/chat/completions", body)
+
+        status, _, body = with_client(tmp_path, scenario)
+        error = json.loads(body)["error"]
+        assert status == 400 and error["param"] == param
+        assert error["type"] == "invalid_request_error"
+
+    def test_what_does_not_fit_or_is_not_there(self, tmp_path):
+        async def scenario(client, server):
+            long = {"model": NAME, "prompt": [1] * 300, "max_tokens": 1}
+            much = {"model": NAME, "prompt": "a", "max_tokens": 1000}
+            strange = {"model": NAME, "prompt": [100_000], "max_tokens": 1}
+            return [
+                await posted(server, "/v1/completions", long),
+                await posted(server, "/v1/completions", much),
+                await posted(server, "/v1/completions", strange),
+                await posted(server, "/v1/completions", {"model": "x", "prompt": "a"}),
+                await posted(server, "/v1/completions", b"{nonsense"),
+                await posted(server, "/v1/nowhere", {}),
+                await posted(server, "/v1/models", {}),
+            ]
+
+        found = with_client(tmp_path, scenario)
+        assert [status for status, _, _ in found] == [400, 400, 400, 404, 400, 404, 405]
+        errors = [json.loads(body)["error"] for _, _, body in found]
+        assert errors[0]["code"] == errors[1]["code"] == "context_length_exceeded"
+        assert "100000" in errors[2]["message"] and errors[3]["code"] == "model_not_found"
+
+    def test_too_many_are_refused_with_when_to_come_again(self, tmp_path):
+        async def scenario(client, server):
+            body = {"model": NAME, "prompt": "the cat", "max_tokens": 100, "ignore_eos": True}
+            found = await asyncio.gather(
+                *(posted(server, "/v1/completions", body) for _ in range(12))
+            )
+            await settled(server)
+            return found
+
+        limits = {"penstock.max_num_seqs": "1", "penstock.max_waiting": "2"}
+        found = with_client(tmp_path, scenario, parameters=limits)
+        refused = [(head, body) for status, head, body in found if status == 429]
+        assert refused and any(status == 200 for status, _, _ in found)
+        for head, body in refused:
+            assert "Retry-After: " in head
+            assert json.loads(body)["error"]["type"] == "rate_limit_error"
+
+    def test_a_key_is_asked_for_in_the_same_form(self, tmp_path):
+        path = tmp_path / "keys.toml"
+        path.write_text('[[key]]\nsecret = "sixteen characters!"\nscopes = ["infer"]\n')
+        gate = Gate(read_keys(path))
+
+        async def scenario(client, server):
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await client.models.list()
+            allowed = client.with_options(api_key="sixteen characters!")
+            return caught.value, await allowed.models.list()
+
+        error, listed = with_client(tmp_path, scenario, gate)
+        assert error.body["code"] == "invalid_api_key" and len(listed.data) == 1
+
+
+class TestEnds:
+    def test_whoever_leaves_frees_what_was_his(self, tmp_path):
+        async def scenario(client, server):
+            body = json.dumps(
+                {"model": NAME, "prompt": "the", "max_tokens": 200, "stream": True, "n": 2}
+                | {"ignore_eos": True}
+            ).encode()
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            writers = []
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                writer.write(head.encode() + body)
+                await reader.readuntil(b"data: ")
+                writers.append(writer)
+            for writer in writers:
+                writer.transport.abort()
+            await settled(server)
+            # Those that come later find it as if nobody had been there.
+            found = await client.completions.create(model=NAME, prompt="the", max_tokens=2)
+            return found, server.model.explain().instances[0].state
+
+        found, state = with_client(tmp_path, scenario)
+        assert found.usage.completion_tokens == 2 and state == "idle"
+
+    def test_an_engine_that_dies_is_told_to_whoever_listens(self, tmp_path):
+        async def scenario(client, server):
+            asked = {"model": NAME, "prompt": "the", "max_tokens": 200}
+            stream = await lenient(client).completions.create(
+                **asked, stream=True, extra_body={"ignore_eos": True}
+            )
+            iterator = aiter(stream)
+            await anext(iterator)
+            EngineThread.last.kill()
+            with pytest.raises(openai.APIError) as caught:
+                async for _ in iterator:
+                    pass
+            async with asyncio.timeout(30):
+                while not server.model.is_ready:
+                    await asyncio.sleep(0.02)
+            again = await client.completions.create(model=NAME, prompt="the", max_tokens=2)
+            return caught.value, again
+
+        error, again = with_client(tmp_path, scenario)
+        assert "engine" in str(error) and again.usage.completion_tokens == 2
+
+    def test_a_server_that_ends_refuses_new_ones(self, tmp_path):
+        async def scenario(client, server):
+            server.routes.is_draining = True
+            with pytest.raises(openai.InternalServerError) as caught:
+                await client.completions.create(model=NAME, prompt="the", max_tokens=2)
+            return caught.value
+
+        assert with_client(tmp_path, scenario).status_code == 503
+
+
+def test_keys_do_not_share_prompts():
+    from penstock.protocols.openai_http import salt_of
+
+    salts = [
+        salt_of({}),
+        salt_of({b"authorization": b"Bearer a"}),
+        salt_of({b"authorization": b"Bearer b"}),
+        salt_of({b"x-api-key": b"c"}),
+    ]
+    assert len(set(salts)) == 4 and "Bearer" not in "".join(salts)

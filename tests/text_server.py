@@ -1,0 +1,77 @@
+"""A server of one tiny language model, in this process, over real sockets."""
+
+import json
+from contextlib import asynccontextmanager
+
+import tiny_llm as tiny
+from engine_thread import EngineThread
+from tiny_text import TOKENIZER
+
+from penstock import repository
+from penstock.config import LLM, HttpLimits
+from penstock.llm.text_model import TextModel
+from penstock.protocols.gate import Gate
+from penstock.protocols.http import HttpServer
+from penstock.protocols.openai_http import OpenAiHttp
+from penstock.protocols.v2_http import Models, V2Http
+from penstock.protocols.v2_routes import V2Routes
+from penstock.server import TextModels
+from penstock.serving.catalog import Catalog
+
+NAME = "smol"
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+    "<|start|>assistant:"
+)
+
+
+def write_model(folder, parameters=None):
+    """A folder as Hugging Face has it, called as the model is."""
+    folder = folder / NAME
+    folder.mkdir()
+    size = TOKENIZER.get_vocab_size()
+    tiny.write_folder(folder, vocab_size=size, max_position_embeddings=256)
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    settings = {"chat_template": TEMPLATE, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    told = {"penstock.threads": "1", "penstock.kv_cache_bytes": str(1 << 20), **(parameters or {})}
+    lines = (
+        f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+        for key, value in told.items()
+    )
+    (folder / "config.pbtxt").write_text("\n".join(lines))
+    return folder
+
+
+class TextServer:
+    def __init__(self, gate=None):
+        self.catalog = Catalog(makers={LLM: lambda config: TextModel(config, EngineThread)})
+        self.routes = V2Routes(self.catalog, "", is_explicit=False)
+        openai = OpenAiHttp(TextModels(self.catalog), lambda: self.routes.is_draining)
+        models = Models(self.catalog, self.routes, handle_openai=openai.handle)
+        self.v2 = V2Http(models, HttpLimits(), gate or Gate())
+        self.http = HttpServer(self.v2.handle, HttpLimits())
+        self.port = 0
+
+    @property
+    def model(self):
+        return self.catalog.find(NAME)
+
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def served(folder, gate=None, parameters=None):
+    server = TextServer(gate)
+    await server.catalog.load(repository.read(write_model(folder, parameters)))
+    assert server.catalog.failures == []
+    server.routes.is_loading = False
+    server.port = await server.http.start("127.0.0.1", 0)
+    try:
+        yield server
+    finally:
+        await server.v2.close()
+        await server.http.close()
+        await server.catalog.close()
