@@ -34,7 +34,8 @@ class Servers:
         self.capacity = dict(CAPACITY)
         self.elapsed_s = 0.0
         self.asked: list[tuple[str, str, int]] = []
-        self.is_broken = False
+        # Ways that measure nothing.
+        self.broken: set[str] = set()
 
     def comparison(self, **given):
         wishes = {"device": "cpu", "tiny": True, "fronts": 1, "generators": 1, "rounds": 2}
@@ -55,7 +56,7 @@ class Servers:
         model = address.rpartition("/")[2]
         way = model.partition("_")[2] or "penstock"
         self.asked.append((model, " ".join(flags[:2]), seed))
-        if self.is_broken:
+        if way in self.broken:
             return None
         capacity = self.capacity[way]
         if flags[0] == "--concurrency":
@@ -175,13 +176,23 @@ def test_no_rates_before_every_way_was_tried(beside, servers: Servers) -> None:
 def test_what_measures_nothing_counts_for_nothing(servers: Servers, capsys) -> None:
     comparison = servers.comparison(rounds=1)
     comparison.probe()
-    servers.is_broken = True
+    servers.broken = set(CAPACITY)
     comparison.climb()
     assert comparison.found["levels"] == []
     assert "nothing was measured; its log:" in capsys.readouterr().out
-    servers.is_broken = False
+    servers.broken = set()
     comparison.climb()
     assert not comparison.missing()
+
+
+def test_a_way_that_answers_nothing_is_left_out_for_good(servers: Servers) -> None:
+    servers.broken = {"x2_0us"}
+    first = measured(servers.comparison(rounds=1))
+    assert {each["variant"] for each in first["ladders"].values()} == {"2 instances, 2 ms"}
+    servers.broken = set()
+    found = measured(servers.comparison(rounds=2))
+    assert found["ladders"] == first["ladders"]
+    assert not any("x2_0us" in model for model, _, _ in servers.asked)
 
 
 def test_files_of_other_settings_are_begun_anew(servers: Servers, capsys) -> None:
