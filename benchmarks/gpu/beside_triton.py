@@ -1,6 +1,6 @@
 """Penstock beside Triton 2.51 on one GPU: the highest rate over HTTP that keeps p99 < 130 ms.
 
-    python benchmarks/gpu/beside_triton.py                       under six minutes on an H200
+    python benchmarks/gpu/beside_triton.py                       under ten minutes on an H200
     python benchmarks/gpu/beside_triton.py --tiny --device cpu   does it run? tiny, no figures
 
 BERT-large as `penstock optimize` leaves it (BF16, packed, our kernels, CUDA graphs), with sequences
@@ -8,16 +8,22 @@ as long as SQuAD's. Both servers run the same version by the same code: Penstock
 `pytorch` backend, Triton through that backend inside its Python backend (`triton_model.py`). Small
 batches are of at most 8 rows, large ones of at most 256. Both servers are up all the time and are
 asked in turns, by the same generator: HTTP, binary tensors, one row a request, Poisson arrivals.
-Rates are those of `penstock bench --max-rate`, begun near what a closed loop answered; each is a
-run of `penstock bench` of its own, which ends when everything is answered, so that none begins with
-what an overload left behind.
+
+First both answer a closed loop, Triton in all its ways. Then both are asked at the same rates, one
+right after the other, who is first in turns: 0.80 to 1.05 of the better closed loop of that size.
+What counts is the highest rate that is kept (p99 below the limit, nothing failed) in half of the
+rounds or more, and with it all lower ones; who misses one clearly is not asked for more in that
+round (`rate_ladder.py`). Each is a run of `penstock bench` of its own, which ends when everything
+is answered, so that none begins with what an overload left behind.
 
 Triton is given what its users would: a dynamic batcher that takes lengths as they come
 (`allow_ragged_batch`), one instance or two, with or without a delay for fuller batches, whichever
-answers most in the closed loop; pinned memory; rows filled up to the one length of the graphs.
+answers most in the closed loop; pinned memory; rows filled up to the one length of the graphs. Its
+batcher counts rows, and has nothing like `penstock.max_tokens`, by which Penstock's large batches
+end with as many tokens as fill the GPU.
 
 Goal, set before measuring: at least 1.3 times Triton's rate, small batches and large; 2 to reach
-for. The file is written after each part; the same command goes on where it was (`--again` begins
+for. The file is written after each level; the same command goes on where it was (`--again` begins
 anew). `$OUT` or benchmarks/results/gpu_beside_triton.json.
 """
 
@@ -29,24 +35,25 @@ import json
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
+import rate_ladder
 import repositories
 import torch
 import triton_side
-from bert import BF16, GRAPHS, LARGE, PACKED, TINY, Scale, draw_lengths, write_model
+from bert import BF16, GRAPHS, LARGE, PACKED, TINY, Scale, draw_lengths, filling, write_model
+from rate_ladder import SHARES, SIDES, Ladder, Turn
 from rich.console import Console
 from rich.table import Table
 from triton_side import ROOT, Server, StartError, Variant
@@ -54,8 +61,7 @@ from triton_side import ROOT, Server, StartError, Variant
 from penstock import repository, slo
 from penstock.benchmark import pacer, stats
 from penstock.benchmark.report.run_files import read_run
-from penstock.benchmark.results import Level, Run
-from penstock.benchmark.search import MaxRate, MaxRateSearch
+from penstock.benchmark.results import Level
 from penstock.optimizer.passes import half
 
 SLO = "p99 < 130 ms"
@@ -65,36 +71,35 @@ MAX_BATCH = {"small": 8, "large": 256}
 TINY_MAX_BATCH = {"small": 2, "large": 8}
 VARIANTS = (Variant(1), Variant(2), Variant(2, delay_us=2000))
 NUM_ROWS, SEED = 1024, 7
-SIDES = ("penstock", "triton")
+# Of rates above which nothing is decided, and of runs with failures.
+MARK, FAILED = "*", "!"
+CAPTION = f"""under shares of the better closed loop: p99 in ms, round by round
+{MARK} higher rates were not asked of both; {FAILED} requests failed"""
 # More than both servers take in practice; clients that wait are what a closed loop is about.
 MAX_CLIENTS = 512
 # Answers of one version by one backend differ by what the size of a batch does to rounding.
 TOLERANCE = 0.02
 # Of a part that takes longer than it should.
 PATIENCE_S = 10.0
-# Where no closed loop said more.
-UNKNOWN_RATE = 100.0
-# Of rates that a search did not end with.
-MARK = "*"
-# Of what a closed loop answered: where a search begins.
-FIRST = 0.7
-PRECISION = 0.05
+# The most of a batch are as many as fill the GPU; small ones are never that full.
+BY_TOKENS = "large"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds: of one level, its warm-up, one search, one probe, the start, all of it."""
+    """Seconds: of one level, its warm-up, one turn with them and all around it, one probe, the
+    start, all of it."""
 
     level: float
     warm_up: float
-    search: float
+    turn: float
     probe: float
     start: float
     all: float
 
 
-REAL_LIMITS = Limits(2.0, 0.6, 30.0, 6.0, 150.0, 345.0)
-TINY_LIMITS = Limits(1.0, 0.5, 25.0, 10.0, 300.0, 900.0)
+REAL_LIMITS = Limits(2.0, 0.6, 5.0, 6.0, 150.0, 580.0)
+TINY_LIMITS = Limits(1.0, 0.5, 6.0, 10.0, 300.0, 900.0)
 
 
 def main() -> int:
@@ -109,9 +114,8 @@ def main() -> int:
         print(error, flush=True)
         return 1
     finally:
-        comparison.save()
-        if comparison.found["searches"]:
-            console.print(table_of(comparison.found))
+        if comparison.found["probes"]:
+            console.print(table_of(comparison.found, comparison.ladder))
             print(f"written: {args.out}", flush=True)
     return 0
 
@@ -130,7 +134,11 @@ def parse_arguments() -> argparse.Namespace:
         "--generators", type=int, help="processes that send; a quarter of the cores unless given"
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="more for less noise")
-    parser.add_argument("--limit-s", type=float, help="nothing is begun that would end after it")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        help="nothing is begun that would end after it; less than 580 where less time is allowed",
+    )
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
     parser.add_argument("--check", action="store_true", help="say what Triton finds here, and end")
     parser.add_argument("--work", type=Path, help="weights and logs; .bench/gpu/beside_triton")
@@ -150,7 +158,8 @@ class Comparison:
     def __init__(self, args: argparse.Namespace, elapsed_s: Callable[[], float]) -> None:
         self.args = args
         self.elapsed_s = elapsed_s
-        self.scale: Scale = TINY if args.tiny else LARGE
+        scale = TINY if args.tiny else LARGE
+        self.scale: Scale = scale if args.device == "cpu" else filling(scale, args.device)
         self.max_batch = TINY_MAX_BATCH if args.tiny else MAX_BATCH
         self.limits = TINY_LIMITS if args.tiny else REAL_LIMITS
         self.limit_s = args.limit_s or self.limits.all
@@ -159,8 +168,11 @@ class Comparison:
             "machine": self.machine(),
             "difference": {},
             "probes": {},
-            "searches": {},
+            "ladders": {},
+            "levels": [],
         }
+        # The longest turn so far: the next may take as long.
+        self.turn_s = self.limits.turn
         self.servers: dict[str, Server] = {}
 
     def settings(self) -> dict[str, Any]:
@@ -172,6 +184,8 @@ class Comparison:
             "variants": [each.name for each in VARIANTS],
             "mean_length": self.scale.mean_length,
             "level_s": self.limits.level,
+            "shares": SHARES,
+            "max_tokens": {BY_TOKENS: self.scale.num_tokens},
         }
 
     def machine(self) -> dict[str, Any]:
@@ -210,19 +224,16 @@ class Comparison:
             self.serve(stack, home)
             self.compare_answers()
             self.probe()
-            self.search()
+            self.climb()
 
-    def missing(self) -> list[str]:
-        return [key for key in self.search_keys() if key not in self.found["searches"]]
+    @property
+    def ladder(self) -> Ladder:
+        levels = {turn_of(each): each for each in self.found["levels"]}
+        return Ladder(levels, 1e3 * slo.parse(SLO).latency_s)
 
-    def search_keys(self) -> list[str]:
-        """Both servers with both sizes before any of them a second time."""
-        return [
-            f"{size}; {side}; {number + 1}"
-            for number in range(self.args.rounds)
-            for size in self.max_batch
-            for side in SIDES
-        ]
+    def missing(self) -> list[Turn]:
+        pairs = rate_ladder.pairs(self.args.rounds, tuple(self.max_batch))
+        return [turn for pair in pairs for turn in self.ladder.open_turns(pair)]
 
     def prepare(self) -> None:
         """Two models for each server, on one file of weights; what is sent."""
@@ -234,15 +245,17 @@ class Comparison:
             (weights / "done").touch()
         for name in ("penstock", "triton"):
             shutil.rmtree(work / name, ignore_errors=True)
-        for size, max_batch in self.max_batch.items():
+        for size in self.max_batch:
             served = work / "penstock" / size
             (served / "1").mkdir(parents=True)
             for name in ("module.py", "model.safetensors"):
                 os.link(weights / name, served / "1" / name)
-            (served / "config.pbtxt").write_text(self.config(max_batch))
+            (served / "config.pbtxt").write_text(self.config(size))
             if self.args.device != "cpu":
                 # Which kernels are the fastest, found while nobody else is on the GPU.
                 (config,) = repository.read_one(str(served.parent), size).configs
+                # For all counts of tokens: Triton's batches have more than Penstock's.
+                config = replace(config, batching=replace(config.batching, max_tokens=None))
                 for name, content in repositories.compiled(config).items():
                     (served / "1" / name).write_bytes(content)
             for variant in VARIANTS:
@@ -254,13 +267,15 @@ class Comparison:
     def scale_name(self) -> str:
         return "x".join(map(str, self.scale.sizes))
 
-    def config(self, max_batch: int) -> str:
+    def config(self, size: str) -> str:
         is_gpu = self.args.device != "cpu"
         options = {**BF16, **PACKED, **(GRAPHS if is_gpu else {})}
         options |= {"penstock.pad": "input_ids[0], attention_mask[0]"}
         options |= {"penstock.pad_buckets": str(self.scale.max_length)}
         # Rows that share a batch differ by what BF16 rounds; the server would keep them apart.
         options |= {"penstock.tolerance": str(half.TOLERANCE)}
+        if size == BY_TOKENS:
+            options |= {"penstock.max_tokens": str(self.scale.num_tokens)}
         if not is_gpu:
             options |= {"intra_op_thread_count": "1"}
         # Of one GPU: batches on their way in one worker, one copied while the other is computed.
@@ -270,7 +285,7 @@ class Comparison:
             for key, value in options.items()
         )
         return f"""backend: "pytorch"
-max_batch_size: {max_batch}
+max_batch_size: {self.max_batch[size]}
 input [ {{ name: "input_ids" data_type: TYPE_INT64 dims: [ -1 ] }},
         {{ name: "attention_mask" data_type: TYPE_INT64 dims: [ -1 ] }} ]
 output [ {{ name: "logits" data_type: TYPE_FP32 dims: [ -1, 2 ] }} ]
@@ -318,96 +333,97 @@ dynamic_batching {{ }}
     def probe(self) -> None:
         """What each answers when it never has to wait for requests; Triton in all its ways."""
         for size in self.max_batch:
-            self.probe_one("penstock", size, None)
-            for variant in VARIANTS:
-                self.probe_one("triton", size, variant)
+            if size in self.found["ladders"]:
+                continue
+            are_tried = [self.probe_one(size, each) for each in (None, *VARIANTS)]
+            # Rates are shares of the best of all: what has not been tried might be it.
+            if all(are_tried):
+                self.fix_rates(size)
 
-    def probe_one(self, side: str, size: str, variant: Variant | None) -> None:
+    def probe_one(self, size: str, variant: Variant | None) -> bool:
+        """Whether it has been tried. Who answers nothing is left out."""
         key = probe_key(size, variant)
-        if key in self.found["probes"] or not self.has_time(self.limits.probe):
-            return
+        if key in self.found["probes"]:
+            return True
+        if not self.has_time(self.limits.probe):
+            self.say(f"closed loop, {key}: no time left; the same command goes on")
+            return False
         clients = min(4 * self.max_batch[size], MAX_CLIENTS)
+        side = SIDES[variant is not None]
         address = self.address(side, size, variant)
-        limit_s = self.limits.probe + PATIENCE_S
-        run = self.bench(address, ["--concurrency", str(clients)], limit_s)
-        if run is None:
-            self.say(f"{key}: nothing was measured{self.servers[side].tail()}")
-            return
-        told = self.found["probes"][key] = figures_of(run.levels[-1])
+        told = self.bench(address, ["--concurrency", str(clients)], self.limits.probe)
+        if told is None or not told["per_s"]:
+            self.say(f"closed loop, {key}: nothing was measured{self.servers[side].tail()}")
+            return True
+        self.found["probes"][key] = told
         self.save()
         self.say(f"closed loop, {key}: {told['per_s']:,.0f}/s, {told['rows_per_batch']} rows")
+        return True
 
-    def best_variant(self, size: str) -> Variant:
-        probes = self.found["probes"]
-        tried = [each for each in VARIANTS if probe_key(size, each) in probes]
-        if not tried:
-            return VARIANTS[1]
-        return max(tried, key=lambda each: probes[probe_key(size, each)]["per_s"])
+    def fix_rates(self, size: str) -> None:
+        """Once: whoever goes on with the file goes on with the same."""
+        loops = closed_loops(self.found, size)
+        if any(each is None for each in loops.values()):
+            self.say(f"{size}: no rates without a closed loop of each server")
+            return
+        best = max(each["per_s"] for each in loops.values())
+        self.found["ladders"][size] = {
+            "variant": loops["triton"]["variant"],
+            "rates": {f"{share:.2f}": number(share * best) for share in SHARES},
+        }
+        self.save()
 
-    def search(self) -> None:
-        for key in self.missing():
-            if not self.has_time(self.limits.search):
-                self.say(f"{key}: no time left; the same command goes on")
+    def climb(self) -> None:
+        """A pair is begun only where there is time for both."""
+        for pair in rate_ladder.pairs(self.args.rounds, tuple(self.max_batch)):
+            turns = self.ladder.open_turns(pair)
+            if not turns or pair[0].size not in self.found["ladders"]:
                 continue
-            size, side, _ = key.split("; ")
-            variant = self.best_variant(size) if side == "triton" else None
-            levels, rate = self.highest_rate(side, size, variant)
-            if rate is None:
-                self.say(f"{key}: nothing was measured{self.servers[side].tail()}")
-                continue
-            self.found["searches"][key] = {
-                "variant": variant.name if variant is not None else f"{self.args.fronts} fronts",
-                "rate": number(rate.rate.value),
-                "low": number(rate.rate.low),
-                "high": number(rate.rate.high),
-                "reason": rate.reason,
-                "levels": [figures_of(level) for level in levels],
-            }
-            self.save()
-            self.say(f"{key}: {rate.rate.value:,.0f}/s {rate.reason}")
+            if not self.has_time(len(turns) * self.turn_s):
+                self.say(f"{turns[0]}: no time left; the same command goes on")
+                return
+            for turn in turns:
+                self.take(turn)
 
-    def highest_rate(
-        self, side: str, size: str, variant: Variant | None
-    ) -> tuple[list[Level], MaxRate | None]:
-        """What was found when the time was up counts as far as it goes."""
-        probe = self.found["probes"].get(probe_key(size, variant))
-        per_s = probe["per_s"] if probe else UNKNOWN_RATE
-        search = MaxRateSearch(slo.parse(SLO), FIRST * per_s, precision=PRECISION)
-        levels: list[Level] = []
-        is_cut = False
-        began = time.monotonic()
-        longest_s = 0.0
-        while (load := search.next()) is not None:
-            so_far_s = time.monotonic() - began
-            if is_cut := so_far_s + longest_s > self.limits.search:
-                break
-            flags = ["--rate", f"{pacer.mean_rate(load):.6g}", "--slo", SLO]
-            limit_s = self.limits.search - so_far_s + PATIENCE_S
-            run = self.bench(self.address(side, size, variant), flags, limit_s, len(levels))
-            if is_cut := run is None:
-                break
-            levels += run.levels
-            search.add(load, run.levels[0].windows)
-            longest_s = max(longest_s, time.monotonic() - began - so_far_s)
-        found = search.max_rate
-        if found is not None and is_cut:
-            found.reason = f"{found.reason}; the search was cut short".strip("; ")
-        return levels, found
+    def take(self, turn: Turn) -> None:
+        if not self.has_time(self.turn_s):
+            self.say(f"{turn}: no time left; the same command goes on")
+            return
+        fixed = self.found["ladders"][turn.size]
+        rate = fixed["rates"][f"{turn.share:.2f}"]
+        is_triton = turn.side == "triton"
+        variant = next(each for each in VARIANTS if each.name == fixed["variant"])
+        address = self.address(turn.side, turn.size, variant if is_triton else None)
+        flags = ["--rate", f"{rate:.6g}", "--slo", SLO]
+        began_s = self.elapsed_s()
+        # Arrivals are the same for both.
+        seed = SEED + len(SHARES) * turn.round + SHARES.index(turn.share)
+        told = self.bench(address, flags, self.turn_s, seed)
+        self.turn_s = max(self.turn_s, self.elapsed_s() - began_s)
+        if told is None:
+            self.say(f"{turn}: nothing was measured{self.servers[turn.side].tail()}")
+            return
+        self.found["levels"].append({**asdict(turn), "rate": rate, **told})
+        self.save()
+        word = "kept" if self.ladder.is_kept(turn) else "missed"
+        p99, failed = shown(told["p99_ms"]), told["num_failed"]
+        self.say(f"{turn}: {rate:,.0f}/s {word}, p99 {p99} ms, {failed} failed")
 
     def has_time(self, needed_s: float) -> bool:
         return self.elapsed_s() + needed_s <= self.limit_s
 
     def bench(
-        self, address: str, flags: Sequence[str], limit_s: float, number: int = 0
-    ) -> Run | None:
-        """None, and its output is shown, where nothing was measured to its end."""
+        self, address: str, flags: Sequence[str], expected_s: float, seed: int = SEED
+    ) -> dict[str, Any] | None:
+        """Its figures. None, and its output is shown, where nothing was measured to its end."""
         path = self.args.work / "run.json"
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "penstock", "bench", address, *flags]
         command += ["--duration", f"{self.limits.level:g}s", "--json", str(path)]
         command += ["--warm-up", f"{self.limits.warm_up:g}s", "--timeout", "5s"]
-        command += ["--data", str(self.args.work / "rows.jsonl"), "--seed", str(SEED + number)]
+        command += ["--data", str(self.args.work / "rows.jsonl"), "--seed", str(seed)]
         command += ["--processes", str(self.args.generators)]
+        limit_s = min(expected_s + PATIENCE_S, self.limit_s - self.elapsed_s())
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(triton_side.packages())}
         log_path = self.args.work / "bench.log"
         with log_path.open("wb") as log, contextlib.suppress(subprocess.TimeoutExpired):
@@ -416,11 +432,15 @@ dynamic_batching {{ }}
         if run is None or not run.levels or run.problem == "interrupted":
             print(log_path.read_text(errors="replace")[-1500:], flush=True)
             return None
-        return run
+        return figures_of(run.levels[-1])
 
 
 def probe_key(size: str, variant: Variant | None) -> str:
     return f"{size}; {'penstock' if variant is None else variant.name}"
+
+
+def turn_of(level: dict[str, Any]) -> Turn:
+    return Turn(level["round"], level["size"], level["share"], level["side"])
 
 
 def triton_name(size: str, variant: Variant) -> str:
@@ -473,50 +493,56 @@ def number(value: float) -> float | None:
     return None if value != value or abs(value) == float("inf") else round(value, 3)
 
 
-def table_of(found: dict[str, Any]) -> Table:
-    searches: dict[str, dict[str, Any]] = found["searches"]
+def closed_loops(found: dict[str, Any], size: str) -> dict[str, dict[str, Any] | None]:
+    """Of each side, with its `variant`; of Triton in the way that answered most."""
+    probes: dict[str, dict[str, Any]] = found["probes"]
+    ours = probes.get(probe_key(size, None))
+    tried = [
+        {"variant": each.name, **probes[probe_key(size, each)]}
+        for each in VARIANTS
+        if probe_key(size, each) in probes
+    ]
+    return {
+        "penstock": ours and {"variant": f"{found['settings']['fronts']} fronts", **ours},
+        "triton": max(tried, key=lambda each: each["per_s"], default=None),
+    }
+
+
+def table_of(found: dict[str, Any], ladder: Ladder) -> Table:
+    """Under each share of the better closed loop p99 in ms, round by round."""
     title = f"highest rate with {SLO}, {found['machine']['name']}; goal: {GOAL} times Triton's"
-    reasons = dict.fromkeys(each["reason"] for each in searches.values() if each["reason"])
-    caption = f"{MARK} {'; '.join(reasons)}" if reasons else ""
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for column in ("batches", "server", "as", "rates, /s", "p99 ms", "rows a batch", "times"):
-        table.add_column(column, justify="right" if column == "times" else "left")
+    table = Table(title=title, title_justify="left", caption=CAPTION, caption_justify="left")
+    shares = [f"{share:.2f}" for share in SHARES]
+    for column in ("batches", "server", "as", "closed loop", "times", *shares, "kept, /s", "times"):
+        table.add_column(column)
     for size, max_batch in found["settings"]["max_batch"].items():
-        medians = {side: median_rate(searches, size, side) for side in SIDES}
+        loops = closed_loops(found, size)
+        highest = {side: ladder.highest(size, side) for side in SIDES}
+        ratios = [loop_ratio(loops), rate_ladder.times(*(highest[side] for side in SIDES))]
         for side in SIDES:
-            of_side = [each for key, each in searches.items() if key.startswith(f"{size}; {side};")]
-            cells = [f"{size}, up to {max_batch}", side.capitalize()]
-            cells.append(", ".join(dict.fromkeys(each["variant"] for each in of_side)))
-            cells.append(
-                ", ".join(shown(each["rate"]) + MARK * bool(each["reason"]) for each in of_side)
-            )
-            kept = [highest_kept(each) for each in of_side]
-            cells.append(", ".join(shown(each.get("p99_ms")) for each in kept))
-            cells.append(", ".join(shown(each.get("rows_per_batch"), 1) for each in kept))
-            ours, theirs = medians["penstock"], medians["triton"]
-            is_told = side == "penstock" and ours is not None and theirs
-            table.add_row(*cells, f"{ours / theirs:.2f}" if is_told else "")
+            loop = loops[side] or {}
+            closed, kept = ratios if side == SIDES[0] else ("", "")
+            cells = [f"{size}, up to {max_batch}", side.capitalize(), loop.get("variant", "?")]
+            cells += [shown(loop.get("per_s")), closed]
+            cells += [p99s(ladder, size, share, side) for share in SHARES]
+            rates = found["ladders"].get(size, {}).get("rates", {})
+            per_s = rates.get(f"{highest[side].share:.2f}", 0.0)
+            table.add_row(*cells, shown(per_s) + MARK * highest[side].is_open, kept)
     return table
 
 
-def median_rate(searches: dict[str, dict[str, Any]], size: str, side: str) -> float | None:
-    rates = [
-        each["rate"]
-        for key, each in searches.items()
-        if key.startswith(f"{size}; {side};") and each["rate"] is not None
-    ]
-    return statistics.median(rates) if rates else None
+def loop_ratio(loops: dict[str, dict[str, Any] | None]) -> str:
+    ours, theirs = (loops[side] for side in SIDES)
+    return f"{ours['per_s'] / theirs['per_s']:.2f}" if ours and theirs else "?"
 
 
-def highest_kept(search: dict[str, Any]) -> dict[str, Any]:
-    """The level that the answer rests on."""
-    limit_ms = 1e3 * slo.parse(SLO).latency_s
-    kept = [
-        level
-        for level in search["levels"]
-        if level["p99_ms"] is not None and level["p99_ms"] < limit_ms and not level["num_failed"]
+def p99s(ladder: Ladder, size: str, share: float, side: str) -> str:
+    found = [
+        shown(level["p99_ms"]) + FAILED * bool(level["num_failed"])
+        for turn, level in ladder.levels.items()
+        if (turn.size, turn.share, turn.side) == (size, share, side)
     ]
-    return max(kept, key=lambda level: level["per_s"], default={})
+    return ", ".join(found)
 
 
 def shown(value: float | None, digits: int = 0) -> str:

@@ -38,7 +38,9 @@ class TritonPythonModel:
         served, name = os.path.split(parameters["served_by_penstock"]["string_value"])
         (config,) = repository.read_one(served, name).configs
         device = parameters["device"]["string_value"]
-        config = replace(config, device=device, num_instances=1)
+        # Triton's batcher knows no budget of tokens: graphs of fuller batches are to be warm, too.
+        batching = replace(config.batching, max_tokens=None)
+        config = replace(config, device=device, num_instances=1, batching=batching)
         self.length = max(config.padding.buckets)
         self.output = config.outputs[0].name
         self.runner = backend(config.backend)(config)

@@ -29,9 +29,14 @@ def test_both_give_the_same_answers_and_are_measured_in_turns(tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
-    assert set(found["searches"]) == {
-        f"{size}; {side}; 1" for size in ("small", "large") for side in ("penstock", "triton")
-    }
+    asked: dict[tuple[str, float], dict[str, float]] = {}
+    for each in found["levels"]:
+        asked.setdefault((each["size"], each["share"]), {})[each["side"]] = each["rate"]
+    for size, ladder in found["ladders"].items():
+        # Higher ones may have been spared.
+        assert asked[size, 0.8] == dict.fromkeys(("penstock", "triton"), ladder["rates"]["0.80"])
+    assert set(found["ladders"]) == {"small", "large"}
+    assert all(len(set(rates.values())) == 1 for rates in asked.values())
     assert max(found["difference"].values()) < 1e-3
     for size, max_batch in found["settings"]["max_batch"].items():
         probes = [each for key, each in found["probes"].items() if key.startswith(f"{size};")]
