@@ -32,7 +32,7 @@ from penstock.errors import (
 from penstock.protocols import access_log
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange, Handler, Head
-from penstock.protocols.line import MAX_SENT_BYTES, Line, Outbox, status_name, unpack
+from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, status_name, unpack
 from penstock.protocols.v2_http import status_of
 from penstock.protocols.v2_routes import EXTENSIONS
 from penstock.serving.catalog import Catalog
@@ -262,12 +262,11 @@ class LoggedCall(Call):
 
 class Relay:
     """A message of a front's client, as the peer of an exchange of the core. The answer goes back
-    whole."""
+    whole, or part by part where it is made so."""
 
     def __init__(self, session: Session, frame: frames.Forward) -> None:
         self._session = session
         self._number = frame.call
-        self._parts: list[bytes] = []
         self.received = frame.received
         self.writable = asyncio.Event()
         self.writable.set()
@@ -282,10 +281,10 @@ class Relay:
         return head.keep_alive and not self._session.is_draining
 
     def write(self, data: bytes) -> None:
-        self._parts.append(data)
+        self._session.pass_part(self._number, data)
 
     def finish(self, data: bytes, keep_alive: bool) -> None:
-        self._session.pass_back(self._number, b"".join((*self._parts, data)), keep_alive)
+        self._session.pass_back(self._number, data, keep_alive)
 
     def abort(self) -> None:
         self._session.cut(self._number)
@@ -418,6 +417,17 @@ class Session:
         except PenstockError:
             log.error("an answer of %d bytes is too large for the %s", len(data), self.trade.name)
             self._line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
+
+    def pass_part(self, number: int, data: bytes) -> None:
+        """The next part of an answer, in frames: what would wait for memory would come behind what
+        does not."""
+        if number not in self._relays:
+            return
+        for start in range(0, len(data), INLINE_BYTES):
+            part = data[start : start + INLINE_BYTES]
+            piece = frames.Piece("body", "UINT8", (len(part),), len(part))
+            parcel = frames.Parcel((piece,), part)
+            self._line.send(frames.Forwarded(number, parcel, is_part=True))
 
     def cut(self, number: int) -> None:
         """There is no answer to this message."""

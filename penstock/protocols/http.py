@@ -154,6 +154,11 @@ class Exchange:
             self.waiter = None
             self._connection.finish(data, keep_alive)
 
+    def pass_part(self, data: bytes) -> None:
+        """The beginning of such an answer, or what comes after it."""
+        if not self.is_finished:
+            self._connection.write(data)
+
     def leave(self) -> None:
         """The client has gone: tell whoever works on the answer."""
         self.is_finished = True

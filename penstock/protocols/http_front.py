@@ -76,7 +76,9 @@ class Forwarding:
         self._remote.cancel_forward(self._message.call)
 
     def _deliver(self, data: bytes, answer: frames.Forwarded) -> None:
-        if not answer.is_cut:
+        if answer.is_part:
+            self._exchange.pass_part(data)
+        elif not answer.is_cut:
             self._exchange.pass_on(data, answer.keeps)
         elif not self._exchange.is_finished:
             self._exchange.abort()

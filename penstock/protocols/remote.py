@@ -248,6 +248,9 @@ class Remote:
     def _forwarded(self, frame: frames.Forwarded) -> None:
         data = b"".join([piece.data for piece in unpack(frame.parcel, self._answers)])
         self._release(frame.parcel)
+        if frame.is_part:
+            self._forwards[frame.call][0](data, frame)
+            return
         deliver, offset = self._forwards.pop(frame.call)
         if offset is not None:
             self._outbox.release(offset)

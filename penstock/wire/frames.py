@@ -295,12 +295,14 @@ class Forward(Frame, tag="fwd"):
 
 class Forwarded(Frame, tag="fwdr"):
     """The bytes to send to the client, as the one piece of `parcel`, whose memory is free after a
-    Release; and whether the connection stays open. `is_cut`: it ends here, without an answer."""
+    Release; and whether the connection stays open. `is_cut`: it ends here, without an answer.
+    `is_part`: more follows, as it is made."""
 
     call: int
     parcel: Parcel
     keeps: bool = False
     is_cut: bool = False
+    is_part: bool = False
 
 
 AskKind = Literal[

@@ -40,7 +40,7 @@ class Client:
     """A connection that stays open."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
+        self.reader = reader
         self.writer = writer
 
     async def ask(self, *args: Any, **options: Any) -> Answer:
@@ -48,13 +48,13 @@ class Client:
         return await self.answer()
 
     async def answer(self) -> Answer:
-        line, *fields = (await self._reader.readuntil(b"\r\n\r\n"))[:-4].decode().split("\r\n")
+        line, *fields = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].decode().split("\r\n")
         headers = {name.lower(): value for name, value in (f.split(": ", 1) for f in fields)}
         size = int(headers["content-length"])
-        return Answer(int(line.split()[1]), headers, await self._reader.readexactly(size))
+        return Answer(int(line.split()[1]), headers, await self.reader.readexactly(size))
 
     async def rest(self) -> bytes:
-        return await self._reader.read()
+        return await self.reader.read()
 
 
 def message(
@@ -159,6 +159,53 @@ async def test_what_the_core_answers_itself_may_be_of_any_size(until: Until):
             body = bytes(range(256)) * (size // 256 + 1)
             answer = await client.ask("/any?where=1", body[:size], "POST")
             assert (answer.status, answer.body) == (200, body[:size] + b"where=1")
+        await until(lambda: served.front.num_running == 0)
+
+
+async def test_a_stream_arrives_as_it_is_made(until: Until):
+    asked: list[Exchange] = []
+
+    async with serving(handler=asked.append) as served, served.connect() as client:
+        client.writer.write(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await until(lambda: bool(asked))
+        (exchange,) = asked
+        exchange.start_stream(200, b"Content-Type: text/event-stream\r\n")
+        exchange.stream(b"one")
+        seen = await client.reader.readuntil(b"one\r\n")
+        assert seen.startswith(b"HTTP/1.1 200") and b"chunked" in seen
+        large = bytes(range(256)) * (INLINE_BYTES // 100)
+        exchange.stream(large)
+        exchange.stream(b"last")
+        exchange.end_stream()
+        seen = await client.reader.readuntil(b"4\r\nlast\r\n0\r\n\r\n")
+        assert seen.startswith(b"%x\r\n" % len(large) + large)
+        # The connection is good for another.
+        client.writer.write(b"GET /again HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await until(lambda: len(asked) == 2)
+        asked[1].reply(200, b"", (b"well",))
+        assert (await client.reader.readuntil(b"well")).startswith(b"HTTP/1.1 200")
+        await until(lambda: served.front.num_running == 0)
+
+
+async def test_whoever_leaves_a_stream_is_reported_and_the_rest_goes_nowhere(until: Until):
+    asked: list[Exchange] = []
+    left: list[str] = []
+
+    class Waiter:
+        def abandon(self) -> None:
+            left.append("left")
+
+    async with serving(handler=asked.append) as served:
+        async with served.connect() as client:
+            client.writer.write(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await until(lambda: bool(asked))
+            asked[0].waiter = Waiter()
+            asked[0].start_stream(200, b"")
+            asked[0].stream(b"one")
+            await client.reader.readuntil(b"one")
+        await until(lambda: left == ["left"])
+        asked[0].stream(b"two")
+        asked[0].end_stream()
         await until(lambda: served.front.num_running == 0)
 
 
