@@ -166,6 +166,12 @@ def main() -> None:
     "out of memory under load, lower it where the plan refuses what is known to fit.",
 )
 @click.option(
+    "--random-weights",
+    is_flag=True,
+    help="PATH is the config.json of a language model; its weights are drawn. Use it to see how "
+    "fast a model would be that is not here; what it says is nonsense.",
+)
+@click.option(
     "--exit-on-error/--no-exit-on-error",
     default=True,
     show_default=True,
@@ -212,6 +218,7 @@ def serve(
     model_control_mode: str,
     load_model: tuple[str, ...],
     gpu_memory_reserve: float,
+    random_weights: bool,
     exit_on_error: bool,
     log_level: str | None,
     log_format: str | None,
@@ -237,6 +244,7 @@ def serve(
         allow_hosts=allow_host,
         logs_requests=log_requests,
         limits=HttpLimits(max_body_bytes, max_json_bytes),
+        has_random_weights=random_weights,
     )
     try:
         _run(path, config, insecure, exit_on_error)
@@ -259,7 +267,8 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
             raise ConfigError(failures)
         is_json = logs.from_environment().format == "json"
         tell = terminal.log_start if is_json else terminal.print_start
-        tell(running, config.host, repository.names(path))
+        names = list(found.folders) if config.has_random_weights else repository.names(path)
+        tell(running, config.host, names)
 
     try:
         server.check(config, insecure)
@@ -296,6 +305,8 @@ def _found(path: str, config: ServerConfig) -> Found:
     from penstock import repository
     from penstock.errors import NotFound
 
+    if config.has_random_weights:
+        return repository.read_made_up(path)
     if not config.is_explicit:
         if config.load:
             raise ConfigError(["--load-model needs --model-control-mode explicit"])

@@ -315,6 +315,8 @@ class ServerConfig:
     # The share of each GPU's memory that models may not plan with; for what they need beyond their
     # estimates, and for others.
     gpu_memory_reserve: float = GPU_MEMORY_RESERVE
+    # The path is the configuration of a language model, whose weights are drawn.
+    has_random_weights: bool = False
     # A TOML file of API keys; empty: nobody needs one.
     api_keys: str = ""
     # Further names under which clients may address the server, beside the loopback ones.

@@ -31,6 +31,7 @@ MAX_NAMES_TOLD = 10
 # Of a language model: Hugging Face's configuration and what lies beside it, one of these.
 TEXT_CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.index.json")
 GGUF = ".gguf"
+RANDOM = "penstock.random_weights"
 MAX_VERSION = 2**63 - 1
 
 
@@ -84,6 +85,22 @@ def _read_all(folders: Sequence[Path], root: Path) -> Found:
             where = os.path.relpath(error.filename or folder, folder.parent)
             found.problems[folder.name] = [f"{where}: cannot be read: {error.strerror}"]
     return found
+
+
+def read_made_up(path: str | os.PathLike[str]) -> Found:
+    """A language model of the sizes in a config.json, whose weights will be drawn: for tests of
+    speed."""
+    file = Path(os.path.abspath(path))
+    if file.is_dir():
+        file = file / TEXT_CONFIG
+    if not file.is_file() or file.suffix != ".json":
+        raise ConfigError([f"{path}: expected a model's {TEXT_CONFIG}, whose sizes it gets"])
+    name = file.parent.name if file.name == TEXT_CONFIG else file.stem
+    message = pbtxt.parse("")
+    message.backend = LLM
+    message.parameters[RANDOM].string_value = "true"
+    config = pbtxt.resolve(message, name, file.parent, file)
+    return Found([replace(config, version="1")], folders={name: file.parent})
 
 
 def _text_model(path: Path) -> Found | None:

@@ -27,7 +27,7 @@ from penstock.config import (
 from penstock.devices import Gpu
 from penstock.errors import ConfigError, NotFound
 from penstock.pbtxt import describe
-from penstock.repository import names, read, read_one
+from penstock.repository import names, read, read_made_up, read_one
 from penstock.types import DATATYPES, TensorSpec
 
 WriteOnnx = Callable[..., Path]
@@ -1570,3 +1570,15 @@ class TestLanguageModels:
             'parameters { key: "penstock.max_seqs" value { string_value: "4" } }'
         )
         assert "penstock.max_seqs" in read(folder).problems["smol"][0]
+
+    def test_weights_may_be_made_up_for_its_sizes(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path / "smol")
+        for path, name in ((folder, "smol"), (folder / "config.json", "smol")):
+            (config,) = read_made_up(path).configs
+            assert (config.name, config.artifact) == (name, str(folder / "config.json"))
+            assert config.options["penstock.random_weights"] == "true"
+        other = (folder / "config.json").rename(folder / "llama-8b.json")
+        assert list(read_made_up(other).folders) == ["llama-8b"]
+        for wrong in (folder, folder / "model.safetensors", tmp_path / "nowhere"):
+            with pytest.raises(ConfigError, match=r"config\.json, whose sizes"):
+                read_made_up(wrong)
