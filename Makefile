@@ -6,10 +6,14 @@ READY := $(VENV)/.ready
 # Without a GPU this version's CPU build will do; a newer torch brings gigabytes of CUDA along.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch,torch==2.13.0)
 
-.PHONY: demo test test-gpu lint check verify fuzz bench-serving clean
+.PHONY: demo demo-llm test test-gpu lint check verify fuzz bench-serving clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+# A language model: chat, and load as of a conversation service.
+demo-llm: $(READY)
+	$(BIN)/python examples/demo_llm.py
 
 test: lint $(READY)
 	$(BIN)/python -m pytest -m "not verify"
