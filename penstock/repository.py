@@ -106,7 +106,7 @@ def read_made_up(path: str | os.PathLike[str]) -> Found:
 def _text_model(path: Path) -> Found | None:
     """The one that a file or a folder is by itself; links in it lead anywhere, as in the cache of
     Hugging Face. None: it is no such."""
-    is_file = path.suffix == GGUF and path.is_file()
+    is_file = _is_gguf(path)
     if not is_file and not _is_text_folder(path):
         return None
     folder = path.parent if is_file else path
@@ -122,6 +122,14 @@ def _text_model(path: Path) -> Found | None:
     except ConfigError as error:
         found.problems[name] = list(error.problems)
     return found
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == GGUF and path.is_file()
+
+
+def _name(entry: Path) -> str:
+    return entry.stem if _is_gguf(entry) else entry.name
 
 
 def _is_text_folder(folder: Path) -> bool:
@@ -142,7 +150,7 @@ def names(path: str | os.PathLike[str]) -> list[str]:
     root = _root(path)
     if _is_model(root):
         return [root.name]
-    return [folder.name for folder in _folders(root)]
+    return [_name(folder) for folder in _folders(root)]
 
 
 def read_one(path: str | os.PathLike[str], name: str) -> Found:
@@ -153,9 +161,9 @@ def read_one(path: str | os.PathLike[str], name: str) -> Found:
     root = _root(path)
     folders = [root] if _is_model(root) else _folders(root)
     for folder in folders:
-        if folder.name == name:
+        if _name(folder) == name:
             return _read_all([folder], root.resolve() if folder is root else root)
-    there = [folder.name for folder in folders]
+    there = [_name(folder) for folder in folders]
     raise NotFound(
         f"failed to load '{name}', failed to poll from model repository; there: {listed(there)}"
     )
@@ -177,8 +185,13 @@ def _root(path: str | os.PathLike[str]) -> Path:
 
 
 def _folders(root: Path) -> list[Path]:
+    """What may be a model: folders, and GGUF files."""
     try:
-        return sorted(f for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
+        return sorted(
+            entry
+            for entry in root.iterdir()
+            if (entry.is_dir() or _is_gguf(entry)) and not entry.name.startswith(".")
+        )
     except OSError as error:
         raise ConfigError([f"{root}: cannot be read: {error.strerror}"]) from None
 
@@ -295,7 +308,7 @@ def _is_model(folder: Path) -> bool:
     """Also one that may not be looked at: what is wrong with it is told when it is read."""
     try:
         if not folder.is_dir():
-            return False
+            return _is_gguf(folder)
         has_config = (folder / CONFIG).is_file() or bool(version_folders(folder))
         return has_config or _is_text_folder(folder)
     except PermissionError:

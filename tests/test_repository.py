@@ -1540,6 +1540,16 @@ class TestLanguageModels:
         (config,) = read(path).configs
         assert (config.name, config.artifact) == ("smol-q4", str(path))
 
+    def test_files_stand_in_a_folder_of_models(self, tmp_path: Path) -> None:
+        for name in ("a.gguf", "b.gguf", ".hidden.gguf"):
+            (tmp_path / name).write_bytes(b"GGUF")
+        found = read(tmp_path)
+        assert [config.name for config in found.configs] == ["a", "b"] == names(tmp_path)
+        (config,) = read_one(tmp_path, "b").configs
+        assert config.artifact == str(tmp_path / "b.gguf")
+        with pytest.raises(NotFound, match="there: a, b"):
+            read_one(tmp_path, "c")
+
     def test_links_may_lead_anywhere_as_in_a_cache_of_downloads(self, tmp_path: Path) -> None:
         blobs = self.folder(tmp_path / "blobs")
         snapshot = tmp_path / "snapshots" / "abc"
