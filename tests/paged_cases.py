@@ -1,4 +1,5 @@
-"""Sequences with keys and values in blocks that lie in no order, and attention over them in FP64."""
+"""Sequences with keys and values in blocks that lie in no order, and attention over them, in
+FP64."""
 
 from dataclasses import dataclass
 

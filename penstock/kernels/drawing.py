@@ -1,5 +1,5 @@
-"""From logits in 16 bits to tokens, without sorting them and without leaving the device: `cut` finds
-below which logit nothing is drawn, `draw` adds noise and takes the largest. The noise is
+"""From logits in 16 bits to tokens, without sorting them and without leaving the device: `cut`
+finds below which logit nothing is drawn, `draw` adds noise and takes the largest. The noise is
 `llm.sampling`'s: of a row's key and the token alone. What was asked for is in tensors, one value
 for each row, so a CUDA graph can hold both.
 """

@@ -1,6 +1,6 @@
-"""What lies between the products of a decoder's layer, and after the last of them: by the kernels of
-`penstock.kernels` on GPUs, in plain torch elsewhere. Every one takes what changes from step to step
-in tensors of fixed places, so that a CUDA graph can hold it. `fused` makes layers of them.
+"""What lies between the products of a decoder's layer, and after the last of them: by the kernels
+of `penstock.kernels` on GPUs, in plain torch elsewhere. Every one takes what changes from step to
+step in tensors of fixed places, so that a CUDA graph can hold it. `fused` makes layers of them.
 
 A step's tokens are rows of a *sheet* of whole numbers: which token, at which position, in which row
 of the table of blocks, and, for those that a token is drawn from, how.
@@ -218,9 +218,7 @@ def draw(logits: Tensor, sheet: Tensor, drawn: Tensor, last: Tensor) -> None:
         return
     from penstock.kernels import drawing
 
-    lowest = drawing.cut(
-        logits, temperatures, sheet[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P]
-    )
+    lowest = drawing.cut(logits, temperatures, sheet[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
     drawing.draw(logits, lowest, temperatures, sheet[:, KEY], drawn, last, sheet[:, ROW])
 
 

@@ -1,5 +1,5 @@
-"""Attention over blocks, interpreted, against plain torch; in FP16, since the interpreter takes BF16
-for integers. With a GPU the real one is tested in tests/gpu."""
+"""Attention over blocks, interpreted, against plain torch; in FP16, since the interpreter takes
+BF16 for integers. With a GPU the real one is tested in tests/gpu."""
 
 import os
 
