@@ -1,5 +1,5 @@
-"""What an engine is made of, from its settings: the decoder, room for keys and values, and what runs
-steps. `engine_main` and whoever measures it call this.
+"""What an engine is made of, from its settings: the decoder, room for keys and values, and what
+runs steps. `engine_main` and whoever measures it call this.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def open_decoder(settings: Settings) -> Decoder:
 def _check_fp8(device: str, shape: Shape) -> None:
     problems = []
     if device.startswith("cuda") and torch.cuda.get_device_capability(device) < ADA:
-        problems.append(
-            f"dtype fp8: '{device}' has no FP8; expected compute capability 8.9 or more"
-        )
+        problems.append(f"dtype fp8: '{device}' has none; expected compute capability 8.9 or more")
     sizes = {"hidden_size": shape.width, "intermediate_size": shape.inner}
     problems += [
         f"dtype fp8: {name} is {size}; expected a multiple of {FP8_MULTIPLE}"

@@ -57,9 +57,12 @@ def has_triton() -> bool:
 
 
 def uses_kernels(x: Tensor) -> bool:
-    if not x.is_cuda or x.dtype not in KERNEL_TYPES or not has_triton():
-        return False
-    return bool(torch.cuda.get_device_capability(x.device) >= AMPERE)
+    return x.is_cuda and x.dtype in KERNEL_TYPES and _has_kernels(x.device)
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    return has_triton() and bool(torch.cuda.get_device_capability(device) >= AMPERE)
 
 
 def num_splits(num_tokens: int, num_kv_heads: int) -> int:

@@ -141,8 +141,10 @@ class Scheduler:
     def _plan_prompts(self, step: Step, most: int) -> None:
         """What was computed once and lost to others is a prompt, too."""
         for sequence in list(self.running):
+            if sequence.state != "running" or _is_generating(sequence):
+                continue
             count = min(most - step.num_tokens, sequence.num_left)
-            if sequence.state == "running" and not _is_generating(sequence) and count > 0:
+            if count > 0:
                 self._plan_chunk(step, sequence, count)
 
     def _admit(self, step: Step, most: int) -> None:
