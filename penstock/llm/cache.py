@@ -49,7 +49,7 @@ def spans_of(step: Step, block_size: int) -> list[Span]:
     first = 0
     offsets = torch.arange(block_size)
     for chunk in step.chunks:
-        blocks = torch.tensor(chunk.sequence.blocks[: -(-chunk.end // block_size)])
+        blocks = torch.tensor(chunk.blocks[: -(-chunk.end // block_size)])
         slots = (blocks[:, None] * block_size + offsets).flatten()[: chunk.end]
         spans.append(Span(first, first + chunk.count, slots))
         first += chunk.count

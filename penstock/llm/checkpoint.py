@@ -55,17 +55,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return _open_folder(path)
 
 
-def made_up(config: Path) -> Checkpoint:
-    """Weights of the true sizes, drawn; the same each time."""
+def made_up(config: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Checkpoint:
+    """Weights of the true sizes, drawn where they are needed; the same each time on one kind of
+    device."""
     values = read_object(config)
     shape = family_of(_architecture(values, config.name)).shape_of_config(values)
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator(device).manual_seed(SEED)
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
 
     def weight(name: str) -> Tensor:
         size = _size_of(name, shape)
         if len(size) == 1:
-            return torch.zeros(size) if name.endswith("bias") else torch.ones(size)
-        return torch.empty(size).normal_(0.0, SPREAD, generator=generator)
+            made = torch.zeros if name.endswith("bias") else torch.ones
+            return made(size, **options)
+        return torch.empty(size, **options).normal_(0.0, SPREAD, generator=generator)
 
     return Checkpoint(shape, weight, lambda: None, values)
 

@@ -1,14 +1,17 @@
 """The loop of generation: plan, run, commit, one step after the other, for whoever asked.
 
 One thread, no sockets: requests are added and given up between steps, and every step tells what is
-new. It holds together what knows nothing of each other: the scheduler plans, the runner computes,
-the pace says how much a step may hold and whether a request would be in time. `engine_main` runs it
-in a process of its own.
+new. Where the runner does not wait, the next step is planned and begun before the one before it is
+committed: that a sequence has ended by a token is then seen one step late, and the token too many
+is dropped. It holds together what knows nothing of each other: the scheduler plans, the runner
+computes, the pace says how much a step may hold and whether a request would be in time.
+`engine_main` runs it in a process of its own.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
@@ -66,6 +69,13 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class UnderWay:
+    step: Step
+    ran: Ran
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     # Requests that wait; whoever comes then is refused.
     max_waiting: int = 1024
@@ -81,6 +91,12 @@ class Engine:
     pace: Pace
     clock: Clock
     limits: Limits = field(default_factory=Limits)
+    # Steps that are begun before the one before them is committed; more than none where the runner
+    # does not wait for what it begins.
+    num_ahead: int = 0
+    _under_way: deque[UnderWay] = field(default_factory=deque)
+    # When the last step was committed.
+    _committed: float = 0.0
     _sequences: dict[int, list[Sequence]] = field(default_factory=dict)
     _samplings: dict[int, Sampling] = field(default_factory=dict)
     # Request and number of each sequence, by the sequence's id.
@@ -89,7 +105,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self._sequences
+        return not self._sequences and not self._under_way
 
     def add(self, asked: Asked) -> None:
         """InvalidRequest where it never could run, Overloaded where it would come too late."""
@@ -127,7 +143,8 @@ class Engine:
             self._forget_ended(request)
 
     def step(self) -> list[Piece]:
-        """Compute what is due; nothing where there is nothing."""
+        """Begin what is due, and tell what came of the oldest that is under way; nothing where
+        there is nothing."""
         began = self.clock()
         work = self._work()
         step = self.scheduler.plan(
@@ -136,12 +153,30 @@ class Engine:
             )
         )
         if not step.chunks:
-            return []
-        ran = self.runner.run(step, self._samplings)
+            return self._finish() if self._under_way else []
+        # Some may end before it runs.
+        samplings = {each.sequence.id: self._samplings[each.sequence.id] for each in step.chunks}
+        pieces: list[Piece] = []
+        if any(sampling.has_penalties for sampling in samplings.values()):
+            # Which are for tokens that are still under way, too.
+            while self._under_way:
+                pieces += self._finish()
+        self._under_way.append(UnderWay(step, self.runner.run(step, samplings), began))
+        while len(self._under_way) > self.num_ahead:
+            pieces += self._finish()
+        return pieces
+
+    def _finish(self) -> list[Piece]:
+        """The oldest step under way."""
+        done = self._under_way.popleft()
+        step, ran = done.step, done.ran
+        tokens = ran.tokens
         sampled = [chunk.sequence.id for chunk in step.chunks if chunk.is_sampled]
         likelihoods = dict(zip(sampled, ran.likelihoods, strict=True))
-        new = self.scheduler.commit(step, ran.tokens)
-        self.pace.add(_work_of(step), self.clock() - began)
+        new = self.scheduler.commit(step, tokens)
+        now = self.clock()
+        self.pace.add(_work_of(step), now - max(done.began, self._committed))
+        self._committed = now
         pieces = []
         for each in new:
             request, index = self._places[each.sequence.id]
@@ -155,6 +190,7 @@ class Engine:
 
     def fail(self) -> list[int]:
         """A step could not be run: all requests end, and these are their ids."""
+        self._under_way.clear()
         requests = list(self._sequences)
         for request in requests:
             self.give_up(request, "error")

@@ -12,7 +12,6 @@ import select
 import socket
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from penstock.errors import ConfigError, Overloaded, PenstockError
 from penstock.llm import messages
@@ -27,8 +26,6 @@ from penstock.serving.worker import begin_life, take_part
 from penstock.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger("penstock.engine")
-# Where nothing says how much of a CPU's memory keys and values may take.
-DEFAULT_CACHE_BYTES = 1 << 30
 MAX_ERROR_CHARS = 500
 # Steps in a row, after which a new process may do better: a GPU may be lost to this one.
 MAX_FAILURES = 3
@@ -176,45 +173,26 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
     """An engine that is ready, and what it was built with."""
     import torch
 
-    from penstock.llm.cache import Cache, bytes_of_block
-    from penstock.llm.checkpoint import made_up, open_checkpoint
-    from penstock.llm.models.decoder import Decoder
-    from penstock.llm.runner import Runner
+    from penstock.llm import loading
 
     torch.set_num_threads(settings.num_threads)
-    dtype: torch.dtype = getattr(torch, settings.dtype)
-    path = Path(settings.path)
-    checkpoint = made_up(path) if settings.is_made_up else open_checkpoint(path)
-    try:
-        decoder = Decoder(checkpoint.shape, checkpoint.weight, settings.device, dtype)
-    finally:
-        checkpoint.close()
-    shape = checkpoint.shape
+    decoder = loading.open_decoder(settings)
+    shape = decoder.shape
     max_length = min(settings.max_length, shape.max_length)
-    block_bytes = bytes_of_block(shape, settings.block_size, dtype)
-    num_blocks = (settings.cache_bytes or DEFAULT_CACHE_BYTES) // block_bytes
-    needed = -(-max_length // settings.block_size)
-    if num_blocks < needed:
-        raise ConfigError(
-            [
-                f"cache of {num_blocks * block_bytes} bytes: {num_blocks} blocks do not hold one "
-                f"sequence of {max_length} tokens; expected at least {needed * block_bytes} bytes, "
-                "or a smaller max_length"
-            ]
-        )
-    cache = Cache(shape, num_blocks, settings.block_size, settings.device, dtype)
     limits = StepLimits(settings.max_sequences, settings.max_tokens, max_length)
+    cache, num_blocks = loading.room(settings, decoder, limits)
     scheduler = Scheduler(BlockPool(num_blocks, settings.block_size), limits)
     pace = Pace(Targets(settings.ttft_s, settings.tpot_s))
     waiting = Limits(max_waiting=settings.max_waiting)
-    engine = Engine(scheduler, Runner(decoder, cache), pace, time.monotonic, waiting)
+    runner, num_ahead = loading.open_runner(settings, decoder, cache, limits)
+    engine = Engine(scheduler, runner, pace, time.monotonic, waiting, num_ahead)
     built = {
         "torch": str(torch.__version__),
         "device": settings.device,
         "dtype": settings.dtype,
         "parameters": str(shape.num_parameters),
         "vocabulary": str(shape.vocabulary),
-        "cache_bytes": str(num_blocks * block_bytes),
+        "cache_bytes": str(cache.keys.nbytes + cache.values.nbytes),
     }
     return engine, built
 

@@ -90,7 +90,9 @@ class Runner:
 def row_of(chunk: Chunk, sampling: Sampling) -> Row:
     sequence: Sequence = chunk.sequence
     ending, tokens = sequence.ending, sequence.tokens
-    banned = sorted(ending.stop_tokens) if sequence.num_generated < ending.min_tokens else ()
+    # By its place, for tokens may be on their way.
+    is_held = chunk.end - sequence.num_prompt < ending.min_tokens
+    banned = sorted(ending.stop_tokens) if is_held else ()
     if not sampling.has_penalties:
         return Row(sampling, chunk.end, banned=banned)
     prompt, generated = tokens[: sequence.num_prompt], tokens[sequence.num_prompt :]

@@ -128,13 +128,20 @@ def noised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def cut(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Without the tokens that are not to be drawn; the most likely one always stays."""
-    device, size = logits.device, logits.shape[1]
-    most = torch.tensor([min(each.top_k or size, size) for each in samplings], device=device)
-    # Of all there is nothing to leave out, however sums are rounded.
-    shares = [each.top_p if each.top_p < 1 else math.inf for each in samplings]
-    share = torch.tensor(shares, device=device)
+    device = logits.device
+    most = torch.tensor([each.top_k for each in samplings], device=device)
+    share = torch.tensor([each.top_p for each in samplings], device=device)
     least = torch.tensor([each.min_p for each in samplings], device=device)
+    return without(logits, most, share, least)
+
+
+def without(logits: Tensor, most: Tensor, share: Tensor, least: Tensor) -> Tensor:
+    """Without the tokens that are not to be drawn, by what each row has of top_k, top_p and min_p;
+    the most likely one always stays."""
+    device, size = logits.device, logits.shape[1]
+    most = torch.where(most > 0, most, size)
+    # Of all there is nothing to leave out, however sums are rounded.
+    share = torch.where(share < 1, share, math.inf)
     ordered, places = logits.sort(1, descending=True)
     is_out = torch.arange(size, device=device)[None, :] >= most[:, None]
     probabilities = ordered.masked_fill(is_out, float("-inf")).softmax(1)
@@ -148,19 +155,22 @@ def cut(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 def gumbel(rows: Sequence[Row], size: int, device: torch.device) -> Tensor:
     """[rows, size], each of its seed and position."""
-    keys = torch.tensor([_key(row) for row in rows], device=device)
-    tokens = torch.arange(size, device=device) * STEPS[1]
+    keys = [key_of(row.sampling.seed, row.position) for row in rows]
+    return noise(torch.tensor(keys, device=device), size)
+
+
+def noise(keys: Tensor, size: int) -> Tensor:
+    tokens = torch.arange(size, device=keys.device) * STEPS[1]
     bits = _mixed(keys[:, None] ^ _mixed(tokens)[None, :])
     # Between 0 and 1, without either.
     uniform = (bits.double() + 0.5) / (MASK + 1)
     return -(-uniform.log()).log().float()
 
 
-def _key(row: Row) -> int:
+def key_of(seed: int, position: int) -> int:
     """32 bits of a seed of any size."""
-    seed = row.sampling.seed
     folded = (seed ^ (seed >> 32)) & MASK
-    return (folded * FACTORS[0] + row.position * STEPS[0]) & MASK
+    return (folded * FACTORS[0] + position * STEPS[0]) & MASK
 
 
 def _mixed(numbers: Tensor) -> Tensor:

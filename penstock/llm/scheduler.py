@@ -48,6 +48,9 @@ class Chunk:
     is_sampled: bool
     # `num_evictions` when it was planned.
     num_evictions: int
+    # The sequence's then. Some may have been added since, at its end: a sequence that loses its
+    # blocks gets another list.
+    blocks: Many[int]
 
     @property
     def end(self) -> int:
@@ -138,8 +141,10 @@ class Scheduler:
     def _plan_prompts(self, step: Step, most: int) -> None:
         """What was computed once and lost to others is a prompt, too."""
         for sequence in list(self.running):
+            if sequence.state != "running" or _is_generating(sequence):
+                continue
             count = min(most - step.num_tokens, sequence.num_left)
-            if sequence.state == "running" and not _is_generating(sequence) and count > 0:
+            if count > 0:
                 self._plan_chunk(step, sequence, count)
 
     def _admit(self, step: Step, most: int) -> None:
@@ -204,7 +209,8 @@ class Scheduler:
     def _add_chunk(self, step: Step, sequence: Sequence, count: int) -> None:
         start = sequence.num_planned
         is_sampled = start + count == len(sequence.tokens) + sequence.num_ahead
-        step.chunks.append(Chunk(sequence, start, count, is_sampled, sequence.num_evictions))
+        evictions, blocks = sequence.num_evictions, sequence.blocks
+        step.chunks.append(Chunk(sequence, start, count, is_sampled, evictions, blocks))
         sequence.num_planned += count
         sequence.num_ahead += is_sampled
 

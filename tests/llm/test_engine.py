@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.llm.blocks import BlockPool
@@ -181,3 +183,99 @@ def test_steps_hold_as_many_tokens_of_prompts_as_the_promise_allows():
     engine.step()
     # 16 are the least that somebody who waits gets; the step's own limit is 16 with the other's.
     assert engine.runner.seen[-1] == 16
+
+
+@dataclass
+class Late:
+    """A step on a device that only gets to it when it must."""
+
+    runner: "LateRunner"
+    step: object
+    found: list[int] | None = None
+
+    @property
+    def tokens(self):
+        self.runner.catch_up(self)
+        return self.found
+
+    @property
+    def likelihoods(self):
+        return [None] * len(self.tokens)
+
+
+@dataclass
+class LateRunner:
+    """The next token depends on all before it, which are taken from what the device has."""
+
+    most: int
+    under_way: list[Late] = field(default_factory=list)
+    known: dict[int, list[int]] = field(default_factory=dict)
+
+    def run(self, step, samplings):
+        assert all(chunk.sequence.id in samplings for chunk in step.chunks)
+        self.under_way.append(Late(self, step))
+        assert len(self.under_way) <= self.most + 1
+        return self.under_way[-1]
+
+    def catch_up(self, wanted: Late) -> None:
+        while wanted.found is None:
+            first = self.under_way.pop(0)
+            first.found = []
+            for chunk in first.step.chunks:
+                sequence = chunk.sequence
+                tokens = self.known.setdefault(sequence.id, list(sequence.tokens))
+                assert tokens[: len(sequence.tokens)] == sequence.tokens[: len(tokens)]
+                if chunk.is_sampled:
+                    del tokens[chunk.end :]
+                    tokens.append(sum(tokens) * 7 % 11 + len(tokens) % 3)
+                    first.found.append(tokens[-1])
+
+
+def late_engine(num_ahead, num_blocks=12) -> Engine:
+    scheduler = Scheduler(BlockPool(num_blocks, SIZE), StepLimits(4, 8, 64))
+    return Engine(scheduler, LateRunner(num_ahead), Pace(), FakeClock(), num_ahead=num_ahead)
+
+
+prompts = st.lists(st.integers(0, 3), min_size=1, max_size=9)
+requests = st.tuples(prompts, st.integers(1, 20), st.integers(0, 14), st.booleans())
+
+
+@settings(max_examples=200)
+@given(st.lists(requests, min_size=1, max_size=7), st.integers(1, 2), st.integers(0, 12))
+def test_law_steps_that_are_begun_early_bring_the_same_tokens(wishes, num_ahead, stop):
+    """However many stop by a token, have penalties, or are given up."""
+    found = []
+    for ahead in (0, num_ahead):
+        engine = late_engine(ahead)
+        given_up, tokens = set(), {}
+        due = sorted(enumerate(wishes), key=lambda each: each[1][2])
+        for now in range(600):
+            while due and due[0][1][2] <= now:
+                number, (prompt, most, _, has_penalty) = due.pop(0)
+                sampling = Sampling(presence_penalty=0.5 if has_penalty else 0.0)
+                ending = Ending(most, frozenset({stop}))
+                engine.add(Asked(number, prompt, sampling, ending))
+            if now == 9 and not due:
+                engine.give_up(0)
+                given_up.add(0)
+            for piece in engine.step():
+                assert piece.request not in given_up
+                tokens.setdefault(piece.request, []).append(piece.token)
+            if not due and engine.is_idle:
+                break
+        assert is_clean(engine)
+        found.append(tokens)
+    for number in range(len(wishes)):
+        one, other = (each.get(number, []) for each in found)
+        if number == 0:
+            one, other = one[: len(other)], other[: len(one)]
+        assert one == other
+
+
+def test_a_step_that_fails_ends_those_under_way_too():
+    engine = late_engine(1)
+    engine.add(asked(1))
+    engine.step()
+    assert not engine.is_idle
+    assert engine.fail() == [1]
+    assert is_clean(engine)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.llm.models.products import AnyProduct, Product, fp8_product
 from penstock.llm.models.shape import Shape
 
 Weights = Callable[[str], Tensor]
@@ -29,20 +30,27 @@ class Attend(Protocol):
 @dataclass(frozen=True, slots=True)
 class Layer:
     first_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    qkv: AnyProduct
+    out: AnyProduct
     # Of queries and of keys.
     head_norms: tuple[Tensor, Tensor] | None
     last_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: AnyProduct
+    down: AnyProduct
 
 
 class Decoder:
-    def __init__(self, shape: Shape, weights: Weights, device: str, dtype: torch.dtype) -> None:
-        """`weights` gives each by name, in any type, once."""
+    def __init__(
+        self,
+        shape: Shape,
+        weights: Weights,
+        device: str,
+        dtype: torch.dtype,
+        *,
+        is_fp8: bool = False,
+    ) -> None:
+        """`weights` gives each by name, in any type, once. In FP8 multiply the products of layers;
+        tables and what lies between products stay as they are."""
         self.shape = shape
         self.device, self.dtype = torch.device(device), dtype
 
@@ -51,15 +59,18 @@ class Decoder:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         self.embeddings = placed(EMBEDDINGS)
-        self.layers = [_layer(shape, f"model.layers.{n}", placed) for n in range(shape.num_layers)]
+        product = fp8_product if is_fp8 else Product
+        self.layers = [
+            _layer(shape, f"model.layers.{n}", placed, product) for n in range(shape.num_layers)
+        ]
         self.norm = placed(NORM)
         self.head = self.embeddings if shape.is_tied else placed(HEAD)
-        self._turns = _turns(shape).to(self.device)
+        self.turns = _turns(shape).to(self.device)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[tokens, width], normalised: what logits are made of."""
         x = F.embedding(tokens, self.embeddings)
-        turns = self._turns[positions]
+        turns = self.turns[positions]
         for number, layer in enumerate(self.layers):
             x = x + self._attended(number, layer, x, turns, attend)
             x = x + self._fed(layer, x)
@@ -72,42 +83,54 @@ class Decoder:
         self, number: int, layer: Layer, x: Tensor, turns: Tensor, attend: Attend
     ) -> Tensor:
         shape = self.shape
-        product = F.linear(self._normed(x, layer.first_norm), layer.qkv, layer.qkv_bias)
-        heads = product.unflatten(1, (-1, shape.head_size))
+        heads = layer.qkv(self._normed(x, layer.first_norm))
+        heads = heads.unflatten(1, (-1, shape.head_size))
         sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         queries, keys, values = heads.split(sizes, 1)
         if layer.head_norms is not None:
             queries = self._normed(queries, layer.head_norms[0])
             keys = self._normed(keys, layer.head_norms[1])
         mixed = attend(number, turned(queries, turns), turned(keys, turns), values)
-        return F.linear(mixed.flatten(1), layer.out, layer.out_bias)
+        return layer.out(mixed.flatten(1))
 
     def _fed(self, layer: Layer, x: Tensor) -> Tensor:
-        gate, up = F.linear(self._normed(x, layer.last_norm), layer.gate_up).chunk(2, 1)
-        return F.linear(F.silu(gate) * up, layer.down)
+        gate, up = layer.gate_up(self._normed(x, layer.last_norm)).chunk(2, 1)
+        return layer.down(F.silu(gate) * up)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """In FP32, as the models were trained."""
-        wide = x.float()
-        wide = wide * (wide.square().mean(-1, keepdim=True) + self.shape.epsilon).rsqrt()
-        return weight * wide.to(x.dtype)
+        return normed(x, weight, self.shape.epsilon)
 
 
-def _layer(shape: Shape, prefix: str, placed: Callable[..., Tensor]) -> Layer:
+def normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """In FP32, as the models were trained."""
+    wide = x.float()
+    wide = wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return weight * wide.to(x.dtype)
+
+
+def _layer(
+    shape: Shape,
+    prefix: str,
+    placed: Callable[..., Tensor],
+    product: Callable[[Tensor, Tensor | None], AnyProduct],
+) -> Layer:
     attention = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
     norms = None
     if shape.has_qk_norm:
         norms = tuple(placed(f"{prefix}.self_attn.{name}_norm.weight") for name in "qk")
+
+    def made(*parts: str, has_bias: bool = False) -> AnyProduct:
+        bias = placed(*(f"{part}.bias" for part in parts)) if has_bias else None
+        return product(placed(*(f"{part}.weight" for part in parts)), bias)
+
     return Layer(
         placed(f"{prefix}.input_layernorm.weight"),
-        placed(*(f"{name}.weight" for name in attention)),
-        placed(*(f"{name}.bias" for name in attention)) if shape.has_bias else None,
-        placed(f"{prefix}.self_attn.o_proj.weight"),
-        placed(f"{prefix}.self_attn.o_proj.bias") if shape.has_bias else None,
+        made(*attention, has_bias=shape.has_bias),
+        made(f"{prefix}.self_attn.o_proj", has_bias=shape.has_bias),
         None if norms is None else (norms[0], norms[1]),
         placed(f"{prefix}.post_attention_layernorm.weight"),
-        placed(f"{prefix}.mlp.gate_proj.weight", f"{prefix}.mlp.up_proj.weight"),
-        placed(f"{prefix}.mlp.down_proj.weight"),
+        made(f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
+        made(f"{prefix}.mlp.down_proj"),
     )
 
 

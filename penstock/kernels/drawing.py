@@ -1,0 +1,203 @@
+"""From logits in 16 bits to tokens, without sorting them and without leaving the device: `cut`
+finds below which logit nothing is drawn, `draw` adds noise and takes the largest. The noise is
+`llm.sampling`'s: of a row's key and the token alone. What was asked for is in tensors, one value
+for each row, so a CUDA graph can hold both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+# Logits that a program looks at together.
+CUT_CHUNK, DRAW_CHUNK = 8192, 1024
+# Parts of a row that are looked at by programs of their own.
+NUM_PARTS = 16
+# Logits are ordered as these whole numbers are.
+LOWEST, HIGHEST = tl.constexpr(-32768), tl.constexpr(32767)
+NUM_BITS = tl.constexpr(16)
+# As in `llm.sampling`.
+FIRST, SECOND, STEP = tl.constexpr(0x85EBCA6B), tl.constexpr(0xC2B2AE35), tl.constexpr(0x7FEB352D)
+UNIT = tl.constexpr(2.0**-32)
+HALF = tl.constexpr(1 << 31)
+# Below it a logarithm of what is left of 1 is a sum of its powers.
+SMALL = tl.constexpr(2.0**-8)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _ordered(logits):
+    """Numbers in the same order."""
+    bits = logits.to(tl.int16, bitcast=True).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFF, bits)
+
+
+@triton.jit
+def _share(row, low, peak, scale, size, CHUNK: tl.constexpr):
+    """How many logits are at least so much, and how much they weigh together."""
+    columns = tl.arange(0, CHUNK)
+    count = tl.zeros([CHUNK], tl.int32)
+    weight = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, size, CHUNK):
+        at = start + columns
+        is_inside = at < size
+        x = tl.load(row + at, mask=is_inside, other=float("-inf"))
+        is_kept = is_inside & (_ordered(x) >= low)
+        count += is_kept.to(tl.int32)
+        weight += tl.where(is_kept, tl.exp2((x.to(tl.float32) - peak) * scale), 0.0)
+    return tl.sum(count, 0), tl.sum(weight, 0)
+
+
+@triton.jit
+def _cut(
+    logits, lowest, temperatures, most, shares, least, row_stride, size,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One row: the logit below which nothing is drawn."""
+    number = tl.program_id(0).to(tl.int64)
+    at = number * row_stride
+    temperature = tl.load(temperatures + at)
+    top_k = tl.load(most + at)
+    top_p = tl.load(shares + at)
+    min_p = tl.load(least + at)
+    found = float("-inf")
+    if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
+        row = logits + number * size
+        scale = LOG2_E / temperature
+        columns = tl.arange(0, CHUNK)
+        peaks = tl.full([CHUNK], float("-inf"), tl.float32)
+        for start in range(0, size, CHUNK):
+            is_inside = start + columns < size
+            x = tl.load(row + start + columns, mask=is_inside, other=float("-inf"))
+            peaks = tl.maximum(peaks, x.to(tl.float32))
+        peak = tl.max(peaks, 0)
+        low = LOWEST
+        if (top_k > 0) & (top_k < size):
+            # Those from `low` on are enough, those from `high` on are not.
+            high = HIGHEST + 1
+            for _ in range(NUM_BITS):
+                middle = (low + high) // 2
+                count, _weight = _share(row, middle, peak, scale, size, CHUNK)
+                is_enough = count >= top_k
+                low = tl.where(is_enough, middle, low)
+                high = tl.where(is_enough, high, middle)
+        if top_p < 1:
+            _count, total = _share(row, low, peak, scale, size, CHUNK)
+            high = HIGHEST + 1
+            for _ in range(NUM_BITS):
+                middle = (low + high) // 2
+                _count, weight = _share(row, middle, peak, scale, size, CHUNK)
+                is_enough = weight >= top_p * total
+                low = tl.where(is_enough & (middle > low), middle, low)
+                high = tl.where(is_enough, high, middle)
+        bits = tl.where(low < 0, low ^ 0x7FFF, low).to(tl.int16)
+        found = bits.to(logits.dtype.element_ty, bitcast=True).to(tl.float32)
+        if low == LOWEST:
+            found = float("-inf")
+        if min_p > 0:
+            # Rounding must not leave out the largest.
+            found = tl.minimum(tl.maximum(found, peak + tl.log2(min_p) / scale), peak)
+    tl.store(lowest + number, found)
+
+
+@triton.jit
+def _mixed(numbers):
+    """Every bit depends on every other."""
+    numbers = (numbers ^ (numbers >> 16)) * FIRST
+    numbers = (numbers ^ (numbers >> 13)) * SECOND
+    return numbers ^ (numbers >> 16)
+
+
+@triton.jit
+def _noise(key, tokens):
+    """Gumbel's. The logarithm of what is next to 1 is taken of what is missing there."""
+    numbers = _mixed(key ^ _mixed(tokens.to(tl.uint32) * STEP))
+    missing = (0xFFFFFFFF - numbers).to(tl.float32) * UNIT + 0.5 * UNIT
+    is_low = numbers < HALF
+    uniform = tl.where(is_low, numbers.to(tl.float32) * UNIT + 0.5 * UNIT, 1.0 - missing)
+    powers = missing * (1.0 + missing * (0.5 + missing * (0.3333333 + missing * 0.25)))
+    waited = tl.where(missing < SMALL, powers, -tl.log(uniform))
+    return -tl.log(waited)
+
+
+@triton.jit
+def _draw(
+    logits, lowest, temperatures, keys, bests, places, row_stride, size,
+    CHUNK: tl.constexpr, NUM_PARTS: tl.constexpr,
+):  # fmt: skip
+    """The best of one part of one row."""
+    number = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    temperature = tl.load(temperatures + number * row_stride)
+    key = tl.load(keys + number * row_stride).to(tl.uint32, bitcast=True)
+    low = tl.load(lowest + number)
+    share = tl.cdiv(tl.cdiv(size, NUM_PARTS), CHUNK) * CHUNK
+    begin = part * share
+    end = tl.minimum(begin + share, size)
+    columns = tl.arange(0, CHUNK)
+    best = tl.full([CHUNK], float("-inf"), tl.float32)
+    place = tl.zeros([CHUNK], tl.int32)
+    row = logits + number * size
+    for start in range(begin, end, CHUNK):
+        at = start + columns
+        x = tl.load(row + at, mask=at < end, other=float("-inf")).to(tl.float32)
+        if temperature > 0:
+            x = tl.where(x >= low, x / temperature + _noise(key, at), float("-inf"))
+            x = tl.where(at < end, x, float("-inf"))
+        is_better = x > best
+        best = tl.where(is_better, x, best)
+        place = tl.where(is_better, at, place)
+    peak = tl.max(best, 0)
+    tl.store(bests + number * NUM_PARTS + part, peak)
+    # Of equals the first; what is no number is nobody's.
+    tl.store(places + number * NUM_PARTS + part, tl.min(tl.where(best == peak, place, size), 0))
+
+
+@triton.jit
+def _choose(
+    bests, places, drawn, last, rows, row_stride, size, NUM_PARTS: tl.constexpr
+):  # fmt: skip
+    """The best of a row, to the row's place and to its sequence's."""
+    number = tl.program_id(0).to(tl.int64)
+    parts = number * NUM_PARTS + tl.arange(0, NUM_PARTS)
+    best = tl.load(bests + parts)
+    place = tl.load(places + parts)
+    token = tl.min(tl.where(best == tl.max(best, 0), place, size), 0)
+    token = tl.minimum(token, size - 1)
+    tl.store(drawn + number, token)
+    tl.store(last + tl.load(rows + number * row_stride), token)
+
+
+def cut(logits: Any, temperatures: Any, most: Any, shares: Any, least: Any) -> Any:
+    """Of each row the logit below which nothing is drawn, by how many are left at most (0: all),
+    their share of the whole (1: all) and the least share of the largest's (0: all). Those as likely
+    as the last of them stay, too. A temperature of 0 needs nothing to be left out."""
+    num_rows, size = logits.shape
+    assert logits.is_contiguous() and logits.dtype.itemsize == 2
+    lowest = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    _cut[(num_rows,)](
+        logits, lowest, temperatures, most, shares, least, temperatures.stride(0), size,
+        CUT_CHUNK, num_warps=16,
+    )  # fmt: skip
+    return lowest
+
+
+def draw(
+    logits: Any, lowest: Any, temperatures: Any, keys: Any, drawn: Any, last: Any, rows: Any
+) -> None:
+    """A token for each row to `drawn`, and to the place in `last` that `rows` says. Without noise
+    where the temperature is 0."""
+    num_rows, size = logits.shape
+    assert temperatures.stride(0) == keys.stride(0) == rows.stride(0)
+    bests = torch.empty(num_rows, NUM_PARTS, dtype=torch.float32, device=logits.device)
+    places = torch.empty(num_rows, NUM_PARTS, dtype=torch.int32, device=logits.device)
+    _draw[(num_rows, NUM_PARTS)](
+        logits, lowest, temperatures, keys, bests, places, keys.stride(0), size,
+        DRAW_CHUNK, NUM_PARTS, num_warps=4,
+    )  # fmt: skip
+    _choose[(num_rows,)](
+        bests, places, drawn, last, rows, rows.stride(0), size, NUM_PARTS, num_warps=1
+    )

@@ -1,0 +1,221 @@
+"""Attention over keys and values that lie in blocks, wherever those are: a sequence's row of the
+table of blocks says which are its own. All heads of queries that share a head of keys go through
+one product, so keys and values are read once for them.
+
+`attend_one` is for sequences that compute one token each, with what such a token sees cut into
+parts where there are few of them; `attend_many` is for prompts, or parts of them. All that changes
+from step to step is in tensors on the device, so a CUDA graph can hold `attend_one`.
+`llm.operations` calls both and has the same in plain torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.kernels.paged import Paged
+
+# Rows of a product at least, for tensor cores.
+LEAST_ROWS = 16
+# Programs that fill the GPU: eight for each of an H200's multiprocessors.
+NUM_PROGRAMS = 8 * 132
+MAX_SPLITS = 64
+# Keys that are looked at together by head size, with warps and stages: those of one token wait for
+# memory, so many are on their way at once.
+ONE_KEYS, ONE_WARPS, ONE_STAGES = {16: 64, 32: 64, 64: 128, 128: 64, 256: 32}, 4, 3
+# Rows (tokens times heads) of a prompt that one program takes.
+MANY_ROWS = 128
+MANY_KEYS, MANY_WARPS, MANY_STAGES = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32}, 8, 3
+HEAD_SIZES = tuple(ONE_KEYS)
+
+
+@triton.jit
+def _fold(scores, values, peak, total, mixed):
+    """What is known of the softmax after some more keys."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None])
+    return new_peak, total, mixed
+
+
+@triton.jit
+def _attend_one(
+    queries, keys, values, table, positions, rows, out, parts, sums,
+    query_stride, row_stride, table_stride, token_stride, out_stride, qk_scale,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One part of what one token sees, for the heads that share one of keys."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(positions + token * row_stride) + 1
+    blocks = table + tl.load(rows + token * row_stride).to(tl.int64) * table_stride
+    share = tl.cdiv(tl.cdiv(length, NUM_SPLITS), BN) * BN
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    group = tl.arange(0, BM)
+    places = tl.arange(0, SIZE)
+    heads = head * GROUP + group
+    is_mine = (group < GROUP)[:, None]
+    at_query = token.to(tl.int64) * query_stride + heads[:, None] * SIZE + places[None, :]
+    asked = tl.load(queries + at_query, mask=is_mine, other=0.0)
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    mixed = tl.zeros([BM, SIZE], tl.float32)
+    columns = tl.arange(0, BN)
+    for start in range(begin, end, BN):
+        at = start + columns
+        is_seen = at < end
+        block = tl.load(blocks + at // BLOCK, mask=is_seen, other=0)
+        slot = (block.to(tl.int64) * BLOCK + at % BLOCK) * token_stride + head * SIZE
+        some = tl.load(keys + slot[None, :] + places[:, None], mask=is_seen[None, :], other=0.0)
+        scores = tl.dot(asked, some) * qk_scale
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        given = tl.load(values + slot[:, None] + places[None, :], mask=is_seen[:, None], other=0.0)
+        peak, total, mixed = _fold(scores, given, peak, total, mixed)
+    # Of a place without a token nothing is seen.
+    total = tl.where(total > 0, total, 1.0)
+    mixed = mixed / total[:, None]
+    if NUM_SPLITS == 1:
+        target = out + token.to(tl.int64) * out_stride + heads[:, None] * SIZE + places[None, :]
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=is_mine)
+    else:
+        num_heads = tl.num_programs(1) * GROUP
+        part = (token.to(tl.int64) * num_heads + heads) * NUM_SPLITS + split
+        tl.store(parts + part[:, None] * SIZE + places[None, :], mixed, mask=is_mine)
+        tl.store(sums + part, peak + tl.log2(total), mask=group < GROUP)
+
+
+@triton.jit
+def _join(
+    parts, sums, out, out_stride,
+    SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The parts of one head of one token, each as much as it weighs."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    splits = tl.arange(0, NUM_SPLITS)
+    places = tl.arange(0, SIZE)
+    part = (token * tl.num_programs(1) + head) * NUM_SPLITS + splits
+    weighs = tl.load(sums + part)
+    peak = tl.max(weighs, 0)
+    weights = tl.exp2(weighs - tl.where(peak > float("-inf"), peak, 0.0))
+    total = tl.sum(weights, 0)
+    found = tl.load(parts + part[:, None] * SIZE + places[None, :])
+    mixed = tl.sum(found * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    target = out + token * out_stride + head * SIZE + places
+    tl.store(target, mixed.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _attend_many(
+    queries, keys, values, table, lines, out,
+    query_stride, table_stride, token_stride, out_stride, qk_scale,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one prompt, for the heads that share one of keys. A line is (the sequence's
+    row of the table, first token, end of its tokens, position of the first)."""
+    head = tl.program_id(0)
+    line = lines + tl.program_id(1) * 4
+    blocks = table + tl.load(line).to(tl.int64) * table_stride
+    first = tl.load(line + 1)
+    last = tl.load(line + 2)
+    position = tl.load(line + 3)
+    TOKENS: tl.constexpr = BM // GROUP
+    packed = tl.arange(0, BM)
+    tokens = first + packed // GROUP
+    heads = head * GROUP + packed % GROUP
+    is_mine = ((packed < TOKENS * GROUP) & (tokens < last))[:, None]
+    places = tl.arange(0, SIZE)
+    at_query = tokens.to(tl.int64)[:, None] * query_stride + heads[:, None] * SIZE + places[None, :]
+    asked = tl.load(queries + at_query, mask=is_mine, other=0.0)
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    mixed = tl.zeros([BM, SIZE], tl.float32)
+    columns = tl.arange(0, BN)
+    # All of these are seen by all of them.
+    whole = (position + 1) // BN * BN
+    for start in range(0, whole, BN):
+        at = start + columns
+        block = tl.load(blocks + at // BLOCK)
+        slot = (block.to(tl.int64) * BLOCK + at % BLOCK) * token_stride + head * SIZE
+        some = tl.load(keys + slot[None, :] + places[:, None])
+        given = tl.load(values + slot[:, None] + places[None, :])
+        peak, total, mixed = _fold(tl.dot(asked, some) * qk_scale, given, peak, total, mixed)
+    end = position + tl.minimum(TOKENS, last - first)
+    limit = position + packed // GROUP
+    for start in range(whole, end, BN):
+        at = start + columns
+        is_there = at < end
+        block = tl.load(blocks + at // BLOCK, mask=is_there, other=0)
+        slot = (block.to(tl.int64) * BLOCK + at % BLOCK) * token_stride + head * SIZE
+        some = tl.load(keys + slot[None, :] + places[:, None], mask=is_there[None, :], other=0.0)
+        given = tl.load(values + slot[:, None] + places[None, :], mask=is_there[:, None], other=0.0)
+        scores = tl.dot(asked, some) * qk_scale
+        is_seen = is_there[None, :] & (at[None, :] <= limit[:, None])
+        scores = tl.where(is_seen, scores, float("-inf"))
+        peak, total, mixed = _fold(scores, given, peak, total, mixed)
+    mixed = mixed / total[:, None]
+    target = out + tokens.to(tl.int64)[:, None] * out_stride + heads[:, None] * SIZE
+    tl.store(target + places[None, :], mixed.to(out.dtype.element_ty), mask=is_mine)
+
+
+def num_splits(num_tokens: int, num_kv_heads: int) -> int:
+    """Into how many parts what each of so many tokens sees is cut: a power of two."""
+    wanted = NUM_PROGRAMS / (num_tokens * num_kv_heads)
+    return min(MAX_SPLITS, triton.next_power_of_2(math.ceil(wanted))) if wanted > 1 else 1
+
+
+def tokens_of_line(group: int) -> int:
+    """How many tokens of a prompt a line of `attend_many` has at most."""
+    return MANY_ROWS // group
+
+
+def attend_one(
+    queries: Any, paged: Paged, positions: Any, rows: Any, out: Any, splits: int
+) -> None:
+    """[tokens, heads, size] of queries, each at its position, which is -1 where there is none, in
+    its row of the table; to `out`, of the same shape. What they see is there."""
+    num_tokens, num_heads, size = queries.shape
+    num_kv_heads = paged.keys.shape[1]
+    group = num_heads // num_kv_heads
+    assert size in HEAD_SIZES and positions.stride(0) == rows.stride(0)
+    assert queries.stride(1) == out.stride(1) == size
+    parts = sums = out
+    if splits > 1:
+        shape = num_tokens, num_heads, splits
+        parts = torch.empty((*shape, size), dtype=torch.float32, device=queries.device)
+        sums = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    _attend_one[(num_tokens, num_kv_heads, splits)](
+        queries, paged.keys, paged.values, paged.table, positions, rows, out, parts, sums,
+        queries.stride(0), positions.stride(0), paged.table.stride(0), paged.keys.stride(0),
+        out.stride(0), math.log2(math.e) / math.sqrt(size),
+        group, size, max(LEAST_ROWS, triton.next_power_of_2(group)), ONE_KEYS[size],
+        paged.block_size, splits, num_warps=ONE_WARPS, num_stages=ONE_STAGES,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(num_tokens, num_heads)](
+            parts, sums, out, out.stride(0), size, splits, num_warps=1 if splits < 16 else 4
+        )
+
+
+def attend_many(queries: Any, paged: Paged, lines: Any, out: Any) -> None:
+    """[tokens, heads, size] of queries; `lines` [lines, 4] say which of them are whose. Their own
+    keys are there already."""
+    num_heads, size = queries.shape[1:]
+    num_kv_heads = paged.keys.shape[1]
+    assert size in HEAD_SIZES and queries.stride(1) == out.stride(1) == size
+    _attend_many[(num_kv_heads, lines.shape[0])](
+        queries, paged.keys, paged.values, paged.table, lines, out,
+        queries.stride(0), paged.table.stride(0), paged.keys.stride(0), out.stride(0),
+        math.log2(math.e) / math.sqrt(size), num_heads // num_kv_heads, size, MANY_ROWS,
+        MANY_KEYS[size], paged.block_size, num_warps=MANY_WARPS, num_stages=MANY_STAGES,
+    )  # fmt: skip

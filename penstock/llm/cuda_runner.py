@@ -1,0 +1,402 @@
+"""Runs steps on a GPU: each is begun and not waited for, so that the next is planned meanwhile.
+
+Steps in which every sequence computes one token are CUDA graphs, one for each of some numbers of
+sequences, with sampling inside; prompts run by the same kernels without a graph. Tokens that were
+drawn stay on the device, where the next step takes them; the host gets a copy when it asks. What a
+step is told lies in a sheet (see `operations`) of fixed places that is copied once from pinned
+memory. Whoever wants penalties, a bias or logprobs is drawn for once more behind the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.backends.torch_cuda import Device, Mark, Replayable
+from penstock.llm import operations
+from penstock.llm.cache import Cache
+from penstock.llm.fused import Fused
+from penstock.llm.models.decoder import Decoder
+from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TOKEN, Places
+from penstock.llm.params import Likelihood, Sampling
+from penstock.llm.runner import Ran, row_of
+from penstock.llm.sampling import MASK, STEPS, key_of, sample
+from penstock.llm.scheduler import Chunk, Limits, Step
+from penstock.llm.sequence import Ending, Sequence
+from penstock.llm.table_rows import TableRows
+from penstock.types import Array
+
+# Steps that are begun before the one before them is committed.
+NUM_AHEAD = 1
+# Sequences of graphs: up to this by powers of two, then by steps of 8, 16 and 32.
+FEW, STEP_SIZES = 8, ((128, 8), (256, 16), (1 << 30, 32))
+# Of what a row of the sheet says about drawing; see `operations`.
+NUM_PARAMETERS = NUM_COLUMNS - KEY
+
+
+def buckets(most: int) -> list[int]:
+    """Numbers of sequences that have a graph."""
+    found, size = [], 1
+    while size < most:
+        found.append(size)
+        step = next(step for limit, step in STEP_SIZES if size < limit)
+        size = size * 2 if size < FEW else size + step
+    return [*found, most]
+
+
+@dataclass(slots=True)
+class Staged:
+    """The host's memory of one step, pinned: what it is told, and what came of it."""
+
+    sheet: Tensor
+    extras: Tensor
+    drawn: Tensor
+    mark: Mark | None = None
+
+
+@dataclass(slots=True)
+class Begun:
+    """A step on its way. Tokens and likelihoods are of its sampled chunks, in order."""
+
+    begin: Mark
+    end: Mark
+    drawn: Tensor
+    # Where in it those of the sampled chunks are.
+    places: list[int]
+    # Those that were drawn for once more, by their place among the sampled.
+    others: list[int] = field(default_factory=list)
+    ran: Ran | None = None
+    _tokens: list[int] | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Waits for them."""
+        if self._tokens is None:
+            self.end.synchronize()
+            drawn = self.drawn.tolist()
+            self._tokens = [drawn[place] for place in self.places]
+        return self._tokens
+
+    @property
+    def likelihoods(self) -> list[Likelihood | None]:
+        found: list[Likelihood | None] = [None] * len(self.places)
+        if self.ran is not None:
+            for place, told in zip(self.others, self.ran.likelihoods, strict=True):
+                found[place] = told
+        return found
+
+    @property
+    def device_s(self) -> float:
+        """How long the device took, once it is done."""
+        return self.begin.elapsed_time(self.end) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A step as the device is told of it; `num_ones` first rows are of one token each."""
+
+    num_tokens: int
+    num_ones: int
+    places: list[int]
+    lines: list[Array]
+    entries: list[int]
+    blocks: list[int]
+
+
+class CudaRunner:
+    """Single thread. Everything goes to the device's one lane of computing, in order."""
+
+    num_ahead = NUM_AHEAD
+
+    def __init__(
+        self, decoder: Decoder, cache: Cache, device: Device, limits: Limits, *, has_graphs: bool
+    ) -> None:
+        self._decoder, self._device, self._limits = decoder, device, limits
+        self._has_graphs = has_graphs
+        self._block_size = cache.block_size
+        # Sequences in a step have one each, and others keep theirs for a while.
+        self._num_rows = 2 * limits.max_sequences
+        max_blocks = -(-limits.max_length // cache.block_size)
+        self._rows = TableRows(self._num_rows, max_blocks)
+        # Written where it is read.
+        with device.lane("compute"):
+            # The last row is nobody's.
+            self._table = self._zeros(self._num_rows + 1, max_blocks)
+            self._last = self._zeros(self._num_rows + 1)
+            self._sheet = self._zeros(limits.max_tokens, NUM_COLUMNS)
+            self._drawn = self._zeros(limits.max_sequences)
+            shape = limits.max_sequences, decoder.shape.vocabulary
+            self._logits = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
+        self._fused = Fused(decoder, cache, self._table)
+        self._parameters = np.zeros((self._num_rows + 1, NUM_PARAMETERS), np.int32)
+        self._staged = [self._stage() for _ in range(NUM_AHEAD + 2)]
+        self._turn = 0
+        self._graphs: dict[int, Replayable] = {}
+        self._buckets = buckets(limits.max_sequences)
+        self.num_replayed = 0
+        self.num_eager = 0
+
+    def prepare(self) -> None:
+        """Compile and capture all that steps need, before somebody waits; nothing that is in the
+        cache is kept."""
+        self._rehearse()
+        with torch.inference_mode():
+            for size in reversed(self._buckets):
+                with self._device.lane("compute"):
+                    self._sheet[:size] = torch.from_numpy(self._nobody(size)).to(self._sheet.device)
+                    # Libraries are set up by it.
+                    self._generate(size)
+                if self._has_graphs:
+                    self._graphs[size], _ = self._device.capture(partial(self._captured, size))
+        self._device.mark("compute").synchronize()
+
+    def run(self, step: Step, samplings: dict[int, Sampling]) -> Begun:
+        """Begun, and not waited for. A token that is not known must be the last that its sequence
+        got in the step before."""
+        staged = self._next_staged()
+        held, new, changes = self._rows.take(step.chunks)
+        for place in new:
+            sampling = samplings[step.chunks[place].sequence.id]
+            self._parameters[held[place].row] = parameters_of(sampling)
+        rows = np.array([each.row for each in held], np.int32)
+        laid = self._laid(step, rows, staged, changes.entries, changes.blocks)
+        is_replayed = laid.num_ones == laid.num_tokens == len(step.chunks)
+        is_replayed &= len(step.chunks) <= self._buckets[-1]
+        with torch.inference_mode(), self._device.lane("compute"):
+            begin = self._device.mark("compute")
+            self._send(staged, laid)
+            if is_replayed:
+                self._replay(laid)
+                places = laid.places
+            else:
+                self._run_eagerly(laid, staged)
+                places = list(range(len(laid.places)))
+            others, ran = self._drawn_again(step, samplings, places, rows)
+            num = max(places, default=-1) + 1
+            if num:
+                staged.drawn[:num].copy_(self._drawn[:num], non_blocking=True)
+            end = self._device.mark("compute")
+        staged.mark = end
+        return Begun(begin, end, staged.drawn[:num], places, others, ran)
+
+    # What the device is told.
+
+    def _laid(
+        self, step: Step, rows: Array, staged: Staged, entries: list[int], blocks: list[int]
+    ) -> Laid:
+        """Writes the sheet of the step."""
+        chunks = step.chunks
+        counts = np.array([chunk.count for chunk in chunks])
+        ends = counts.cumsum()
+        num_tokens = int(ends[-1])
+        starts = np.array([chunk.start for chunk in chunks])
+        sheet: Array = staged.sheet.numpy()[:num_tokens]
+        sheet[:, ROW] = rows.repeat(counts)
+        # Counted on from the start of each chunk.
+        offsets = np.arange(num_tokens) - (ends - counts).repeat(counts)
+        sheet[:, POSITION] = starts.repeat(counts) + offsets
+        sheet[:, TOKEN] = _tokens(chunks, num_tokens)
+        last = ends - 1
+        sheet[last, KEY:] = self._parameters[rows]
+        # As `key_of` has it, of as many tokens as there are.
+        factor = np.uint32(STEPS[0])
+        moved = (starts + counts).astype(np.uint32) * factor
+        sheet[last, KEY] += moved.view(np.int32)
+        num_ones = _num_ones(chunks)
+        places = [place for place, chunk in enumerate(chunks) if chunk.is_sampled]
+        if num_ones < len(chunks):
+            places = last[places].tolist()
+        lines = self._lines(chunks, rows, ends, num_ones)
+        return Laid(num_tokens, num_ones, places, lines, entries, blocks)
+
+    def _lines(self, chunks: Many[Chunk], rows: Array, ends: Array, num_ones: int) -> list[Array]:
+        """Of prompts: those that see most first, for they take longest."""
+        size = operations.tokens_of_line(self._decoder.shape.group)
+        found: list[Array] = []
+        for place in range(num_ones, len(chunks)):
+            chunk, end = chunks[place], int(ends[place])
+            at = np.arange(0, chunk.count, size)
+            line = np.empty((len(at), 4), np.int64)
+            line[:, 0], line[:, 2] = rows[place], end
+            line[:, 1], line[:, 3] = end - chunk.count + at, chunk.start + at
+            found.append(line)
+        if not found:
+            return []
+        lines = np.concatenate(found)
+        return [lines[np.argsort(-lines[:, 3], kind="stable")]]
+
+    def _send(self, staged: Staged, laid: Laid) -> None:
+        num = laid.num_tokens
+        if laid.num_ones == num:
+            num = self._bucket(num)
+            staged.sheet.numpy()[laid.num_tokens : num] = self._nobody(1)
+        self._sheet[:num].copy_(staged.sheet[:num], non_blocking=True)
+        num_changes = len(laid.entries)
+        if num_changes:
+            changes = self._sent(staged, [np.array([laid.entries, laid.blocks], np.int64)], 0)
+            entries, blocks = changes.view(2, num_changes)
+            self._table.view(-1).scatter_(0, entries, blocks.int())
+
+    def _sent(self, staged: Staged, arrays: list[Array], at: int) -> Tensor:
+        """On the device, by way of pinned memory from `at` on, which grows."""
+        flat = np.concatenate([each.ravel() for each in arrays])
+        if at + len(flat) > len(staged.extras):
+            self._device.mark("compute").synchronize()
+            staged.extras = self._pinned(2 * (at + len(flat)), torch.int64)
+        part = staged.extras[at : at + len(flat)]
+        part.numpy()[:] = flat
+        return part.to(self._sheet.device, non_blocking=True)
+
+    # What the device does.
+
+    def _replay(self, laid: Laid) -> None:
+        size = self._bucket(laid.num_tokens)
+        graph = self._graphs.get(size)
+        if graph is None:
+            self.num_eager += 1
+            self._generate(size)
+        else:
+            self.num_replayed += 1
+            graph.replay()
+
+    def _generate(self, size: int) -> None:
+        """One token for each of the first rows of the sheet."""
+        sheet = self._sheet[:size]
+        splits = operations.num_splits(size, self._decoder.shape.num_kv_heads)
+        tokens = operations.known(sheet, self._last)
+        hidden = self._fused.hidden(tokens, Places(sheet, size, splits))
+        self._draw(hidden, sheet)
+
+    def _captured(self, size: int) -> dict[str, Tensor]:
+        self._generate(size)
+        # What it computes is in places of its own.
+        return {}
+
+    def _run_eagerly(self, laid: Laid, staged: Staged) -> None:
+        self.num_eager += 1
+        sheet = self._sheet[: laid.num_tokens]
+        places = np.array(laid.places, np.int64)
+        extras = self._sent(staged, [*laid.lines, places], 2 * len(laid.entries))
+        num_lines = sum(len(each) for each in laid.lines)
+        lines = extras[: 4 * num_lines].view(num_lines, 4).int()
+        ones = laid.num_ones
+        splits = operations.num_splits(self._bucket(ones), self._decoder.shape.num_kv_heads)
+        tokens = operations.known(sheet, self._last)
+        hidden = self._fused.hidden(tokens, Places(sheet, ones, splits, lines))
+        if laid.places:
+            chosen = extras[4 * num_lines :]
+            self._draw(hidden[chosen], sheet[chosen])
+
+    def _draw(self, hidden: Tensor, sheet: Tensor) -> None:
+        num = len(hidden)
+        logits = self._logits[:num]
+        torch.mm(hidden, self._decoder.head.t(), out=logits)
+        operations.draw(logits, sheet, self._drawn[:num], self._last)
+
+    def _drawn_again(
+        self, step: Step, samplings: dict[int, Sampling], places: list[int], rows: Array
+    ) -> tuple[list[int], Ran | None]:
+        """For those that want what the graph does not do, from the same logits."""
+        pairs = zip(rows.tolist(), step.chunks, strict=True)
+        chunks = [(row, chunk) for row, chunk in pairs if chunk.is_sampled]
+        others = [
+            number
+            for number, (_, chunk) in enumerate(chunks)
+            if is_other(chunk, samplings[chunk.sequence.id])
+        ]
+        if not others:
+            return [], None
+        asked = [row_of(chunks[n][1], samplings[chunks[n][1].sequence.id]) for n in others]
+        device = self._sheet.device
+        where = torch.tensor([places[number] for number in others], device=device)
+        sampled = sample(self._logits[where], asked)
+        tokens = sampled.tokens.int()
+        self._drawn[where] = tokens
+        self._last[torch.tensor([chunks[n][0] for n in others], device=device)] = tokens
+        return others, Ran(sampled, [row.sampling.num_logprobs for row in asked])
+
+    # Memory.
+
+    def _rehearse(self) -> None:
+        """A step of prompts that is as large as they come."""
+        limits, left = self._limits, self._limits.max_tokens
+        step, samplings = Step(), {}
+        while left > 0 and len(step.chunks) < limits.max_sequences:
+            number, count = -1 - len(step.chunks), min(left, limits.max_length)
+            sequence = Sequence(number, [0] * count, Ending(1))
+            blocks = [0] * -(-count // self._block_size)
+            step.chunks.append(Chunk(sequence, 0, count, True, 0, blocks))
+            samplings[number] = Sampling(temperature=1.0)
+            left -= count
+        self.run(step, samplings).end.synchronize()
+        self.num_eager = 0
+
+    def _next_staged(self) -> Staged:
+        self._turn += 1
+        staged = self._staged[self._turn % len(self._staged)]
+        if staged.mark is not None:
+            # Whoever copies from it or to it has ended.
+            staged.mark.synchronize()
+        return staged
+
+    def _stage(self) -> Staged:
+        sheet = self._pinned(self._sheet.numel(), torch.int32).view(-1, NUM_COLUMNS)
+        extras = self._pinned(1 << 14, torch.int64)
+        return Staged(sheet, extras, self._pinned(self._limits.max_sequences, torch.int32))
+
+    def _pinned(self, size: int, dtype: torch.dtype) -> Tensor:
+        return self._device.pinned(size * dtype.itemsize).view(dtype)
+
+    def _zeros(self, *sizes: int) -> Tensor:
+        return torch.zeros(sizes, dtype=torch.int32, device=self._decoder.device)
+
+    def _bucket(self, num: int) -> int:
+        """The least that has room; what is larger has none."""
+        return next((size for size in self._buckets if size >= num), num)
+
+    def _nobody(self, num: int) -> Array:
+        """Rows of a sheet without a token."""
+        rows = np.zeros((num, NUM_COLUMNS), np.int32)
+        rows[:, POSITION], rows[:, ROW] = -1, self._num_rows
+        return rows
+
+
+def is_other(chunk: Chunk, sampling: Sampling) -> bool:
+    """Whether it wants more than a graph does."""
+    if sampling.has_penalties or sampling.bias or sampling.num_logprobs is not None:
+        return True
+    sequence = chunk.sequence
+    is_held = chunk.end - sequence.num_prompt < sequence.ending.min_tokens
+    return is_held and bool(sequence.ending.stop_tokens)
+
+
+def parameters_of(sampling: Sampling) -> Array:
+    """Of a row of the sheet, from KEY on; the key is of no tokens yet."""
+    found = np.zeros(NUM_PARAMETERS, np.int32)
+    found[:1] = np.array([key_of(sampling.seed, 0) & MASK], np.uint32).view(np.int32)
+    temperature = 0.0 if sampling.is_greedy else sampling.temperature
+    found[1:2] = np.array([temperature], np.float32).view(np.int32)
+    found[2] = sampling.top_k
+    found[3:] = np.array([sampling.top_p, sampling.min_p], np.float32).view(np.int32)
+    return found
+
+
+def _num_ones(chunks: Many[Chunk]) -> int:
+    """Chunks of one token that come first."""
+    return next((n for n, chunk in enumerate(chunks) if chunk.count > 1), len(chunks))
+
+
+def _tokens(chunks: Many[Chunk], num_tokens: int) -> list[int]:
+    """-1 for those that only the device knows."""
+    found: list[int] = []
+    for chunk in chunks:
+        known = chunk.sequence.tokens[chunk.start : chunk.end]
+        found += known
+        found += [-1] * (chunk.count - len(known))
+    assert len(found) == num_tokens
+    return found

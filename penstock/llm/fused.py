@@ -1,0 +1,55 @@
+"""A decoder's layers by `operations`, over all tokens of a step at once, keys and values in blocks.
+
+The same model as `Decoder.hidden` computes, with fewer passes over memory and nothing that a CUDA
+graph could not hold. `cuda_runner` calls it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.kernels.paged import Paged
+from penstock.llm import operations
+from penstock.llm.cache import Cache
+from penstock.llm.models.decoder import Decoder
+from penstock.llm.models.products import Product
+from penstock.llm.operations import Places
+
+
+class Fused:
+    """`table` [rows, blocks] says where each row's tokens are kept."""
+
+    def __init__(self, decoder: Decoder, cache: Cache, table: Tensor) -> None:
+        self._decoder = decoder
+        self._paged = [
+            Paged(keys, values, table, cache.block_size)
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        ]
+        self._head = Product(decoder.head, None)
+
+    def hidden(self, tokens: Tensor, places: Places) -> Tensor:
+        """[tokens, width], normalised: what logits are made of."""
+        decoder, epsilon = self._decoder, self._decoder.shape.epsilon
+        layers = decoder.layers
+        x = F.embedding(tokens, decoder.embeddings)
+        y, x = operations.add_norm(None, x, layers[0].first_norm, epsilon, layers[0].qkv)
+        for number, layer in enumerate(layers):
+            mixed = self._mixed(number, layer.qkv(y), places)
+            out = layer.out(operations.taken(mixed, layer.out))
+            y, x = operations.add_norm(out, x, layer.last_norm, epsilon, layer.gate_up)
+            fed = layer.down(operations.gate(layer.gate_up(y), layer.down))
+            after = layers[number + 1] if number + 1 < len(layers) else None
+            norm = decoder.norm if after is None else after.first_norm
+            product = self._head if after is None else after.qkv
+            y, x = operations.add_norm(fed, x, norm, epsilon, product)
+        assert isinstance(y, Tensor)
+        return y
+
+    def _mixed(self, number: int, qkv: Tensor, places: Places) -> Tensor:
+        shape, paged = self._decoder.shape, self._paged[number]
+        norms = self._decoder.layers[number].head_norms
+        operations.turn(qkv, paged, places, self._decoder.turns, norms, shape.epsilon)
+        size = shape.head_size
+        queries = qkv[:, : shape.num_heads * size].unflatten(1, (shape.num_heads, size))
+        return operations.attend(queries, paged, places).flatten(1)

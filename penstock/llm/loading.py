@@ -1,0 +1,119 @@
+"""What an engine is made of, from its settings: the decoder, room for keys and values, and what
+runs steps. `engine_main` and whoever measures it call this.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from penstock.errors import ConfigError
+from penstock.llm import operations
+from penstock.llm.cache import Cache, bytes_of_block
+from penstock.llm.checkpoint import made_up, open_checkpoint
+from penstock.llm.engine import Runs
+from penstock.llm.messages import Settings
+from penstock.llm.models.decoder import Decoder
+from penstock.llm.models.shape import Shape
+from penstock.llm.runner import Runner
+from penstock.llm.scheduler import Limits
+
+# Where nothing says how much of a CPU's memory keys and values may take.
+DEFAULT_CACHE_BYTES = 1 << 30
+# Of a GPU's memory that is free; the rest is for fragments, and for what others may need.
+SHARE = 0.94
+# For CUDA graphs and libraries.
+SPARE_BYTES = 2 << 30
+# Products of layers in e4m3, all else in this.
+FP8, BESIDE_FP8 = "fp8", torch.bfloat16
+# Products in e4m3 take sizes that are multiples of this.
+FP8_MULTIPLE = 16
+ADA = (8, 9)
+
+
+def open_decoder(settings: Settings) -> Decoder:
+    """With its weights, on its device."""
+    is_fp8 = settings.dtype == FP8
+    dtype: torch.dtype = BESIDE_FP8 if is_fp8 else getattr(torch, settings.dtype)
+    path = Path(settings.path)
+    if settings.is_made_up:
+        # Drawn as they will be, where they will be: files of that size would take minutes.
+        on_device = settings.device.startswith("cuda")
+        checkpoint = made_up(path, settings.device, dtype) if on_device else made_up(path)
+    else:
+        checkpoint = open_checkpoint(path)
+    try:
+        if is_fp8:
+            _check_fp8(settings.device, checkpoint.shape)
+        return Decoder(checkpoint.shape, checkpoint.weight, settings.device, dtype, is_fp8=is_fp8)
+    finally:
+        checkpoint.close()
+
+
+def _check_fp8(device: str, shape: Shape) -> None:
+    problems = []
+    if device.startswith("cuda") and torch.cuda.get_device_capability(device) < ADA:
+        problems.append(f"dtype fp8: '{device}' has none; expected compute capability 8.9 or more")
+    sizes = {"hidden_size": shape.width, "intermediate_size": shape.inner}
+    problems += [
+        f"dtype fp8: {name} is {size}; expected a multiple of {FP8_MULTIPLE}"
+        for name, size in sizes.items()
+        if size % FP8_MULTIPLE
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def room(settings: Settings, decoder: Decoder, limits: Limits) -> tuple[Cache, int]:
+    """For keys and values, and how many blocks it has; ConfigError where one sequence would not
+    fit."""
+    size, dtype = settings.block_size, decoder.dtype
+    block_bytes = bytes_of_block(decoder.shape, size, dtype)
+    num_bytes = settings.cache_bytes or _left(decoder, limits)
+    num_blocks = num_bytes // block_bytes
+    needed = -(-limits.max_length // size)
+    if num_blocks < needed:
+        raise ConfigError(
+            [
+                f"cache of {num_blocks * block_bytes} bytes: {num_blocks} blocks do not hold one "
+                f"sequence of {limits.max_length} tokens; expected at least "
+                f"{needed * block_bytes} bytes, or a smaller max_length"
+            ]
+        )
+    return Cache(decoder.shape, num_blocks, size, settings.device, dtype), num_blocks
+
+
+def _left(decoder: Decoder, limits: Limits) -> int:
+    """Of the device's memory, without what a step computes in."""
+    if decoder.device.type != "cuda":
+        return DEFAULT_CACHE_BYTES
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(decoder.device)
+    return max(0, int(free * SHARE) - SPARE_BYTES - step_bytes(decoder.shape, limits))
+
+
+def step_bytes(shape: Shape, limits: Limits) -> int:
+    """About as much as the largest step needs, in 16 bits: what goes into a layer's products and
+    comes out of them, and logits, which those that are drawn for apart have several times."""
+    heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
+    token = 2 * (4 * shape.width + heads + 4 * shape.inner)
+    return limits.max_tokens * token + limits.max_sequences * shape.vocabulary * 16
+
+
+def open_runner(
+    settings: Settings, decoder: Decoder, cache: Cache, limits: Limits
+) -> tuple[Runs, int]:
+    """And how many steps it may begin before the one before them is committed."""
+    if not settings.device.startswith("cuda"):
+        return Runner(decoder, cache), 0
+    from penstock.backends.torch_cuda import Cuda
+    from penstock.llm.cuda_runner import CudaRunner
+
+    # What is not computed by kernels waits for the device, which a graph cannot hold.
+    has_graphs = operations.uses_kernels(decoder.embeddings)
+    has_graphs = has_graphs and decoder.shape.head_size in operations.KERNEL_HEADS
+    device = Cuda(settings.device)
+    runner = CudaRunner(decoder, cache, device, limits, has_graphs=has_graphs)
+    runner.prepare()
+    return runner, runner.num_ahead

@@ -1,0 +1,238 @@
+"""What lies between the products of a decoder's layer, and after the last of them: by the kernels
+of `penstock.kernels` on GPUs, in plain torch elsewhere. Every one takes what changes from step to
+step in tensors of fixed places, so that a CUDA graph can hold it. `fused` makes layers of them.
+
+A step's tokens are rows of a *sheet* of whole numbers: which token, at which position, in which row
+of the table of blocks, and, for those that a token is drawn from, how.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.kernels.paged import Paged
+from penstock.llm import sampling
+from penstock.llm.models.decoder import normed, turned
+from penstock.llm.models.products import AnyProduct, Fp8Product, Small, in_fp8
+
+# Columns of the sheet. A token below 0 is the last that was drawn in its row of the table; a
+# position below 0 is nobody's. Temperature and shares are FP32, by their bits.
+TOKEN, POSITION, ROW, KEY, TEMPERATURE, TOP_K, TOP_P, MIN_P = range(8)
+NUM_COLUMNS = 8
+KERNEL_TYPES = (torch.float16, torch.bfloat16)
+# Heads that `kernels.paged_attention` knows.
+KERNEL_HEADS = (16, 32, 64, 128, 256)
+AMPERE = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Of a step's tokens: the first `num_ones` are of sequences that compute one each, whose past
+    is looked at in so many parts; of the others `lines` say which are whose (see
+    `kernels.paged_attention`)."""
+
+    sheet: Tensor
+    num_ones: int
+    num_splits: int
+    lines: Tensor | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        return self.sheet[:, POSITION]
+
+    @property
+    def rows(self) -> Tensor:
+        return self.sheet[:, ROW]
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def uses_kernels(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in KERNEL_TYPES and _has_kernels(x.device)
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    return has_triton() and bool(torch.cuda.get_device_capability(device) >= AMPERE)
+
+
+def num_splits(num_tokens: int, num_kv_heads: int) -> int:
+    if not has_triton():
+        return 1
+    from penstock.kernels import paged_attention
+
+    return paged_attention.num_splits(num_tokens, num_kv_heads)
+
+
+def tokens_of_line(group: int) -> int:
+    # As `kernels.paged_attention` has it, which cannot be asked without Triton.
+    return 128 // group
+
+
+# Layers.
+
+
+def add_norm(
+    added: Tensor | None, residual: Tensor, weight: Tensor, epsilon: float, product: AnyProduct
+) -> tuple[Tensor | Small, Tensor]:
+    """RMSNorm of the sum as the product takes it, and the sum."""
+    if not uses_kernels(residual):
+        total = residual if added is None else residual + added
+        return taken(normed(total, weight, epsilon), product), total
+    from penstock.kernels import decoding
+
+    scales = _room_for_scales(residual) if isinstance(product, Fp8Product) else None
+    found, total = decoding.add_norm(added, residual, weight, epsilon, scales)
+    return (found if scales is None else Small(found, scales)), total
+
+
+def taken(x: Tensor, product: AnyProduct) -> Tensor | Small:
+    """As the product takes it."""
+    if not isinstance(product, Fp8Product):
+        return x
+    if not uses_kernels(x):
+        return in_fp8(x)
+    from penstock.kernels import encoder
+
+    scales = _room_for_scales(x)
+    return Small(encoder.quantise_rows(x, scales), scales)
+
+
+def gate(x: Tensor, product: AnyProduct) -> Tensor | Small:
+    """[tokens, gate and up] to what the product takes."""
+    if not uses_kernels(x):
+        one, other = x.chunk(2, 1)
+        return taken(F.silu(one) * other, product)
+    from penstock.kernels import decoding
+
+    scales = _room_for_scales(x) if isinstance(product, Fp8Product) else None
+    found = decoding.gate(x, scales)
+    return found if scales is None else Small(found, scales)
+
+
+def turn(
+    qkv: Tensor,
+    paged: Paged,
+    places: Places,
+    turns: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+) -> None:
+    """Queries are turned in place; keys, turned, and values go to the blocks of their sequences."""
+    if not uses_kernels(qkv):
+        _plain_turn(qkv, paged, places, turns, norms, epsilon)
+        return
+    from penstock.kernels import decoding
+
+    decoding.turn(qkv, paged, turns, places.positions, places.rows, norms, epsilon)
+
+
+def _plain_turn(
+    qkv: Tensor,
+    paged: Paged,
+    places: Places,
+    turns: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+) -> None:
+    num_kv_heads, size = paged.keys.shape[1:]
+    heads = qkv.unflatten(1, (-1, size))
+    queries, keys, values = heads.split(
+        [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1
+    )
+    is_there = places.positions >= 0
+    positions = places.positions.clamp(min=0).long()
+    if norms is not None:
+        asked, kept = normed(queries, norms[0], epsilon), normed(keys, norms[1], epsilon)
+    else:
+        asked, kept = queries, keys
+    queries.copy_(turned(asked, turns[positions]))
+    slots = slots_of(paged, places.rows, positions)[is_there]
+    paged.keys[slots] = turned(kept, turns[positions])[is_there]
+    paged.values[slots] = values[is_there]
+
+
+def slots_of(paged: Paged, rows: Tensor, positions: Tensor) -> Tensor:
+    """Where tokens are kept."""
+    blocks = paged.table[rows.long(), positions // paged.block_size].long()
+    return blocks * paged.block_size + positions % paged.block_size
+
+
+def attend(queries: Tensor, paged: Paged, places: Places) -> Tensor:
+    """[tokens, heads, size], of which every one sees its sequence up to itself."""
+    size = queries.shape[2]
+    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    if not uses_kernels(queries) or size not in KERNEL_HEADS:
+        _plain_attend(queries, paged, places, out)
+        return out
+    from penstock.kernels import paged_attention
+
+    num = places.num_ones
+    if num:
+        where = places.positions[:num], places.rows[:num]
+        paged_attention.attend_one(queries[:num], paged, *where, out[:num], places.num_splits)
+    if places.lines is not None and len(places.lines):
+        paged_attention.attend_many(queries, paged, places.lines, out)
+    return out
+
+
+def _plain_attend(queries: Tensor, paged: Paged, places: Places, out: Tensor) -> None:
+    positions = places.positions.tolist()
+    for number, row in enumerate(places.rows.tolist()):
+        seen = torch.arange(positions[number] + 1, device=queries.device)
+        slots = slots_of(paged, torch.full_like(seen, row), seen)
+        if len(slots) == 0:
+            out[number] = 0
+            continue
+        keys, values = (each[slots].transpose(0, 1) for each in (paged.keys, paged.values))
+        mixed = F.scaled_dot_product_attention(
+            queries[number, :, None],
+            *(each.repeat_interleave(queries.shape[1] // len(each), 0) for each in (keys, values)),
+        )
+        out[number] = mixed[:, 0]
+
+
+# Tokens.
+
+
+def known(sheet: Tensor, last: Tensor) -> Tensor:
+    """The tokens of a sheet, those included that only the device knows."""
+    tokens = sheet[:, TOKEN]
+    return torch.where(tokens < 0, last[sheet[:, ROW].long()], tokens)
+
+
+def draw(logits: Tensor, sheet: Tensor, drawn: Tensor, last: Tensor) -> None:
+    """A token for each row of logits to `drawn`, and to its row of the table in `last`."""
+    floats = sheet.view(torch.float32)
+    temperatures = floats[:, TEMPERATURE]
+    if not uses_kernels(logits):
+        tokens = _plain_draw(logits.float(), sheet)
+        drawn.copy_(tokens)
+        last[sheet[:, ROW].long()] = tokens
+        return
+    from penstock.kernels import drawing
+
+    lowest = drawing.cut(logits, temperatures, sheet[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
+    drawing.draw(logits, lowest, temperatures, sheet[:, KEY], drawn, last, sheet[:, ROW])
+
+
+def _plain_draw(logits: Tensor, sheet: Tensor) -> Tensor:
+    floats = sheet.view(torch.float32)
+    temperatures = floats[:, TEMPERATURE, None]
+    warm = logits / torch.where(temperatures > 0, temperatures, 1.0)
+    kept = sampling.without(warm, sheet[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
+    noise = sampling.noise(sheet[:, KEY].long() & sampling.MASK, logits.shape[1])
+    return torch.where(temperatures > 0, kept + noise, warm).argmax(1).int()
+
+
+def _room_for_scales(x: Tensor) -> Tensor:
+    return torch.empty(len(x), 1, dtype=torch.float32, device=x.device)

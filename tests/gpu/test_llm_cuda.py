@@ -1,0 +1,187 @@
+"""Language models on a real GPU: a small one with heads of a true size, by CUDA graphs and without,
+beside the plain decoder in FP32; `make test-gpu`. Without one: tests/llm/test_cuda_runner.py."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+import tiny_llm as tiny  # noqa: E402
+
+from penstock.llm.cache import Cache, PlainAttention, Span  # noqa: E402
+from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
+from penstock.llm.engine import Asked, Engine  # noqa: E402
+from penstock.llm.engine_main import load  # noqa: E402
+from penstock.llm.models.decoder import Decoder  # noqa: E402
+from penstock.llm.params import Sampling  # noqa: E402
+from penstock.llm.sequence import Ending  # noqa: E402
+
+SIZES = {
+    "num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 64, "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 1024,
+}  # fmt: skip
+LLAMA = {**tiny.CONFIG, **SIZES}
+QWEN3 = {**tiny.QWEN3, **SIZES, "head_dim": 128, "num_attention_heads": 4}
+# Of logits as large as these; BF16 keeps two digits.
+TOLERANCE = {"bfloat16": 0.03, "float16": 0.005, "fp8": 0.15}
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(params=[LLAMA, QWEN3], ids=["llama", "qwen3"])
+def config(request):
+    return request.param
+
+
+def an_engine(folder, **changes) -> Engine:
+    options = {
+        "device": "cuda:0", "dtype": "bfloat16", "block_size": 16, "cache_bytes": 64 << 20,
+        "max_sequences": 8, "max_tokens": 96, "max_length": 512, "max_waiting": 100, **changes,
+    }  # fmt: skip
+    engine, _ = load(tiny.settings_of(folder, **options))
+    return engine
+
+
+def write(folder, config) -> None:
+    """Weights that make tokens differ in likelihood and keep logits within reach of 16 bits."""
+    torch.manual_seed(4)
+    weights = tiny.weights_of(folder, **config)
+    weights = {n: each / 3 if each.ndim > 1 else each for n, each in weights.items()}
+    tiny.save_file(weights, folder / "model.safetensors")
+
+
+def plain_logits(folder, tokens) -> torch.Tensor:
+    """Of all positions, in FP32 on the CPU, all at once."""
+    checkpoint = open_checkpoint(folder)
+    decoder = Decoder(checkpoint.shape, checkpoint.weight, "cpu", torch.float32)
+    checkpoint.close()
+    cache = Cache(checkpoint.shape, len(tokens), 1, "cpu", torch.float32)
+    attend = PlainAttention(cache, [Span(0, len(tokens), torch.arange(len(tokens)))])
+    with torch.inference_mode():
+        hidden = decoder.hidden(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+        return decoder.logits(hidden)
+
+
+def all_of(engine, due, chance=None):
+    tokens, told = {}, {}
+    while due or not engine.is_idle:
+        while due and (chance is None or chance.random() < 0.4 or engine.is_idle):
+            engine.add(due.pop(0))
+        for piece in engine.step():
+            tokens.setdefault(piece.request, []).append(piece.token)
+            told.setdefault(piece.request, []).append(piece.likelihood)
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    return tokens, told
+
+
+def is_near(folder, prompt, tokens, tolerance) -> None:
+    """Every token is the most likely one, or next to it, of those before it."""
+    logits = plain_logits(folder, [*prompt, *tokens])
+    for at, token in enumerate(tokens):
+        row = logits[len(prompt) + at - 1]
+        spread = float(row.std())
+        assert float(row.max() - row[token]) < 6 * tolerance * spread + 1e-3, at
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "fp8"])
+def test_likelihoods_are_those_of_the_plain_decoder(tmp_path, config, dtype):
+    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the GPU has no FP8")
+    write(tmp_path, config)
+    engine = an_engine(tmp_path, dtype=dtype)
+    chance = random.Random(1)
+    prompt = [chance.randrange(1000) for _ in range(150)]
+    asked = Asked(1, prompt, Sampling(temperature=0.0, num_logprobs=5), Ending(40))
+    tokens, told = all_of(engine, [asked])
+    logits = plain_logits(tmp_path, [*prompt, *tokens[1]])
+    wanted = logits.log_softmax(1)
+    spread = float(logits.std())
+    for at, (token, each) in enumerate(zip(tokens[1], told[1], strict=True)):
+        gap = abs(each.logprob - float(wanted[len(prompt) + at - 1, token]))
+        assert gap < 4 * TOLERANCE[dtype] * spread, at
+
+
+def test_graphs_and_eager_steps_give_the_same_tokens(tmp_path, config):
+    """As many sequences as no graph is for are filled up with nobody's."""
+    write(tmp_path, config)
+    chance = random.Random(2)
+    prompts = [[chance.randrange(1000) for _ in range(chance.randrange(2, 90))] for _ in range(7)]
+
+    def asked():
+        return [Asked(n, each, GREEDY, Ending(30)) for n, each in enumerate(prompts)]
+
+    engine = an_engine(tmp_path)
+    found, _ = all_of(engine, asked())
+    assert engine.runner.num_replayed > 20
+    for number, prompt in enumerate(prompts):
+        is_near(tmp_path, prompt, found[number], TOLERANCE["bfloat16"])
+
+
+def test_preempted_and_shared_beginnings_give_what_each_gives_alone(tmp_path, config):
+    """Up to ties, which are told by the logits of the plain decoder."""
+    write(tmp_path, config)
+    block = 2 * config["num_hidden_layers"] * 16 * config["num_key_value_heads"]
+    block_bytes = block * config["head_dim"] * 2
+    engine = an_engine(tmp_path, cache_bytes=34 * block_bytes)
+    chance = random.Random(5)
+    shared = [chance.randrange(1000) for _ in range(100)]
+    prompts = [
+        shared[: chance.choice([20, 64, 100])] + [chance.randrange(1000) for _ in range(5)]
+        for _ in range(12)
+    ]
+    due = [Asked(n, each, GREEDY, Ending(60)) for n, each in enumerate(prompts)]
+    found, _ = all_of(engine, due, chance)
+    assert engine.scheduler.num_preemptions and engine.scheduler.pool.counts.num_found
+    for number, prompt in enumerate(prompts):
+        assert len(found[number]) == 60
+        is_near(tmp_path, prompt, found[number], TOLERANCE["bfloat16"])
+
+
+def test_a_seed_draws_the_same_alone_and_among_others(tmp_path, config):
+    """Other sums are rounded otherwise, so the first tokens are compared."""
+    write(tmp_path, config)
+    engine = an_engine(tmp_path, dtype="float16")
+    sampling = Sampling(temperature=0.8, seed=77, top_p=0.9, top_k=40)
+    alone, _ = all_of(engine, [Asked(1, [5, 6, 7], sampling, Ending(8))])
+    others = [Asked(n, [n, 3], Sampling(seed=n), Ending(12)) for n in range(2, 8)]
+    among, _ = all_of(engine, [Asked(1, [5, 6, 7], sampling, Ending(8)), *others])
+    assert alone[1][:4] == among[1][:4]
+
+
+def test_penalties_bias_and_stops(tmp_path):
+    write(tmp_path, LLAMA)
+    engine = an_engine(tmp_path)
+    biased = Sampling(temperature=0.0, bias={17: 1e4})
+    banned = Ending(9, frozenset({17}), min_tokens=5)
+    never = Sampling(temperature=0.0, presence_penalty=1e4)
+    found, _ = all_of(
+        engine,
+        [
+            Asked(1, [1, 2], biased, Ending(4)),
+            Asked(2, [1, 2], biased, banned),
+            Asked(3, [4, 5], never, Ending(30)),
+        ],
+    )
+    assert found[1] == [17] * 4
+    assert 17 not in found[2][:5] and found[2][5:] == [17]
+    assert len(set(found[3])) == 30
+
+
+def test_a_step_costs_one_wait_and_is_told_of_by_its_marks(tmp_path):
+    write(tmp_path, LLAMA)
+    engine = an_engine(tmp_path)
+    began = []
+    run = engine.runner.run
+
+    class Kept:
+        def run(self, step, samplings):
+            began.append(run(step, samplings))
+            return began[-1]
+
+    engine.runner = Kept()
+    all_of(engine, [Asked(1, [1, 2, 3], GREEDY, Ending(10))])
+    assert len(began) == 10 and all(0 < each.device_s < 1 for each in began)

@@ -1,0 +1,196 @@
+"""Steps that are begun and not waited for, on a GPU that is none: with the same tokens as by hand,
+or as the runner that waits. On a real one: tests/gpu/test_llm_cuda.py."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tiny_llm as tiny  # noqa: E402
+from fake_gpu import FakeGpu  # noqa: E402
+
+from penstock.llm import operations  # noqa: E402
+from penstock.llm.blocks import BlockPool  # noqa: E402
+from penstock.llm.cache import Cache  # noqa: E402
+from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
+from penstock.llm.cuda_runner import CudaRunner, buckets  # noqa: E402
+from penstock.llm.engine import Asked, Engine  # noqa: E402
+from penstock.llm.models.decoder import Decoder  # noqa: E402
+from penstock.llm.pace import Pace  # noqa: E402
+from penstock.llm.params import Sampling  # noqa: E402
+from penstock.llm.runner import Runner  # noqa: E402
+from penstock.llm.scheduler import Limits, Scheduler  # noqa: E402
+from penstock.llm.sequence import Ending  # noqa: E402
+from penstock.testing import FakeClock  # noqa: E402
+
+SIZE = 4
+GREEDY = Sampling(temperature=0.0)
+
+
+class Model:
+    def __init__(self, folder, config=tiny.CONFIG, num_blocks=64, dtype=torch.float32):
+        self.config, self.num_blocks, self.dtype = config, num_blocks, dtype
+        self.weights = tiny.write_folder(folder, **config)
+        checkpoint = open_checkpoint(folder)
+        self.decoder = Decoder(checkpoint.shape, checkpoint.weight, "cpu", dtype)
+        checkpoint.close()
+        self.gpu = FakeGpu()
+
+    def engine(self, is_late=True, has_graphs=True, **limits) -> Engine:
+        limits = Limits(**{"max_sequences": 6, "max_tokens": 11, "max_length": 64, **limits})
+        cache = Cache(self.decoder.shape, self.num_blocks, SIZE, "cpu", self.dtype)
+        scheduler = Scheduler(BlockPool(self.num_blocks, SIZE), limits)
+        if not is_late:
+            return Engine(scheduler, Runner(self.decoder, cache), Pace(), FakeClock())
+        runner = CudaRunner(self.decoder, cache, self.gpu, limits, has_graphs=has_graphs)
+        runner.prepare()
+        return Engine(scheduler, runner, Pace(), FakeClock(), num_ahead=runner.num_ahead)
+
+
+def all_of(engine: Engine, due: list[Asked], chance: random.Random | None = None):
+    """Tokens and likelihoods of each request."""
+    tokens: dict[int, list[int]] = {}
+    told: dict[int, list] = {}
+    while due or not engine.is_idle:
+        while due and (chance is None or chance.random() < 0.4 or engine.is_idle):
+            engine.add(due.pop(0))
+        for piece in engine.step():
+            tokens.setdefault(piece.request, []).append(piece.token)
+            told.setdefault(piece.request, []).append(piece.likelihood)
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    return tokens, told
+
+
+def test_graphs_are_for_these_numbers_of_sequences():
+    assert buckets(1) == [1]
+    assert buckets(6) == [1, 2, 4, 6]
+    assert buckets(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert buckets(512)[-4:] == [416, 448, 480, 512]
+    for most in range(1, 600):
+        found = buckets(most)
+        assert found == sorted(set(found)) and found[-1] == most
+
+
+@pytest.mark.parametrize("config", [tiny.CONFIG, tiny.QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_many_together_continue_as_by_hand(tmp_path, config, has_graphs):
+    """With prompts in chunks, blocks that others have computed, and some that must begin again."""
+    model = Model(tmp_path, config, num_blocks=14)
+    engine = model.engine(has_graphs=has_graphs)
+    chance = random.Random(3)
+    shared = [chance.randrange(50) for _ in range(9)]
+    prompts = [
+        shared[: chance.randrange(3, 10)]
+        + [chance.randrange(50) for _ in range(chance.randrange(6))]
+        for _ in range(7)
+    ]
+    due = [Asked(n, prompt, GREEDY, Ending(14)) for n, prompt in enumerate(prompts)]
+    found, _ = all_of(engine, due, chance)
+    assert engine.scheduler.num_preemptions and engine.scheduler.pool.counts.num_found
+    for number, prompt in enumerate(prompts):
+        assert found[number] == tiny.continued(model.weights, config, prompt, 14)
+    assert bool(engine.runner.num_replayed) == has_graphs and engine.runner.num_eager
+
+
+def test_tokens_are_not_waited_for_before_the_next_step_is_begun(tmp_path):
+    model = Model(tmp_path)
+    engine = model.engine()
+    engine.add(Asked(1, [3, 1, 4], GREEDY, Ending(4)))
+    waited = len(model.gpu.waited)
+    assert engine.step() == []
+    assert len(model.gpu.waited) == waited
+    assert [piece.token for piece in engine.step()] == tiny.continued(
+        model.weights, model.config, [3, 1, 4], 1
+    )
+    all_of(engine, [])
+
+
+def test_a_token_that_ends_it_is_the_last(tmp_path):
+    model = Model(tmp_path)
+    wanted = tiny.continued(model.weights, model.config, [3, 1, 4], 10)
+    ending = Ending(10, frozenset({wanted[4]}))
+    found, _ = all_of(model.engine(), [Asked(1, [3, 1, 4], GREEDY, ending)])
+    assert found[1] == wanted[: wanted.index(wanted[4]) + 1]
+
+
+SAMPLINGS = [
+    Sampling(temperature=0.9, seed=5),
+    Sampling(temperature=1.5, seed=2**40 + 3, top_k=7),
+    Sampling(temperature=0.7, seed=11, top_p=0.8),
+    Sampling(temperature=1.1, seed=8, min_p=0.1, top_p=0.95),
+    GREEDY,
+    Sampling(temperature=0.0, num_logprobs=3),
+    Sampling(temperature=0.8, seed=9, num_logprobs=0, bias={7: 3.0, 9: -5.0}),
+    Sampling(temperature=0.8, seed=3, presence_penalty=0.7, frequency_penalty=0.2),
+    Sampling(temperature=0.0, repetition_penalty=1.4),
+]
+
+
+def test_tokens_are_drawn_as_by_the_runner_that_waits(tmp_path):
+    model = Model(tmp_path)
+
+    def asked():
+        stops = frozenset(range(0, 50, 2))
+        return [
+            Asked(n, [n + 1, 7, 3], each, Ending(12, stops, min_tokens=n))
+            for n, each in enumerate(SAMPLINGS)
+        ]
+
+    found, told = all_of(model.engine(), asked())
+    wanted, wanted_told = all_of(model.engine(is_late=False), asked())
+    assert found == wanted
+    assert [len(found[n]) > n for n in range(len(SAMPLINGS))] == [True] * len(SAMPLINGS)
+    for number, likelihoods in wanted_told.items():
+        for one, other in zip(told[number], likelihoods, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+                assert list(one.top_tokens) == list(other.top_tokens)
+
+
+def test_a_request_that_is_given_up_while_it_runs_leaves_nothing(tmp_path):
+    engine = Model(tmp_path).engine()
+    for number in range(4):
+        engine.add(Asked(number, [number, 2, 3], GREEDY, Ending(20)))
+    engine.step()
+    engine.step()
+    engine.give_up(0)
+    engine.give_up(2)
+    found, _ = all_of(engine, [])
+    assert set(found) == {1, 3}
+
+
+def test_more_sequences_than_rows_take_turns(tmp_path):
+    """Each row of the table is used by one after the other, and by those that come back."""
+    model = Model(tmp_path)
+    engine = model.engine(max_sequences=2)
+    prompts = [[number % 50, 5] for number in range(12)]
+    due = [Asked(number, each, GREEDY, Ending(3)) for number, each in enumerate(prompts)]
+    found, _ = all_of(engine, due)
+    for number, prompt in enumerate(prompts):
+        assert found[number] == tiny.continued(model.weights, model.config, prompt, 3)
+
+
+def test_kernels_compute_the_same(tmp_path, monkeypatch):
+    """Interpreted, in FP16: logits are close, so that only near ties may differ."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu has the real kernels")
+    sizes = {"head_dim": 16, "hidden_size": 32}
+    model = Model(tmp_path, {**tiny.QWEN3, **sizes}, dtype=torch.float16)
+    prompts = [[3, 1, 4, 1, 5], [2, 7]]
+    limits = {"max_sequences": 2, "max_tokens": 4}
+
+    def asked():
+        return [
+            Asked(n, each, Sampling(temperature=0.0, num_logprobs=5), Ending(2))
+            for n, each in enumerate(prompts)
+        ]
+
+    _, wanted = all_of(model.engine(**limits), asked())
+    monkeypatch.setattr(operations, "uses_kernels", lambda x: x.dtype == torch.float16)
+    _, found = all_of(model.engine(**limits), asked())
+    for number in wanted:
+        one, other = found[number][0], wanted[number][0]
+        assert one.logprob == pytest.approx(other.logprob, abs=0.05)
