@@ -9,6 +9,7 @@ memory. Whoever wants penalties, a bias or logprobs is drawn for once more behin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,8 +24,8 @@ from penstock.llm.cache import Cache
 from penstock.llm.fused import Fused
 from penstock.llm.models.decoder import Decoder
 from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TOKEN, Places
-from penstock.llm.params import Likelihood, Sampling
-from penstock.llm.runner import Ran, row_of
+from penstock.llm.params import Likelihood, PromptPart, Sampling
+from penstock.llm.runner import Ran, num_told, prompts_of, row_of
 from penstock.llm.sampling import MASK, STEPS, key_of, sample
 from penstock.llm.scheduler import Chunk, Limits, Step
 from penstock.llm.sequence import Ending, Sequence
@@ -71,6 +72,7 @@ class Begun:
     # Those that were drawn for once more, by their place among the sampled.
     others: list[int] = field(default_factory=list)
     ran: Ran | None = None
+    prompts: Mapping[int, PromptPart] = field(default_factory=dict)
     _tokens: list[int] | None = None
 
     @property
@@ -167,22 +169,29 @@ class CudaRunner:
         laid = self._laid(step, rows, staged, changes.entries, changes.blocks)
         is_replayed = laid.num_ones == laid.num_tokens == len(step.chunks)
         is_replayed &= len(step.chunks) <= self._buckets[-1]
+        wants_prompts = any(
+            samplings[chunk.sequence.id].num_prompt_logprobs is not None and num_told(chunk) > 0
+            for chunk in step.chunks
+        )
         with torch.inference_mode(), self._device.lane("compute"):
             begin = self._device.mark("compute")
             self._send(staged, laid)
-            if is_replayed:
+            prompts: Mapping[int, PromptPart] = {}
+            if is_replayed and not wants_prompts:
                 self._replay(laid)
                 places = laid.places
             else:
-                self._run_eagerly(laid, staged)
+                hidden = self._run_eagerly(laid, staged)
                 places = list(range(len(laid.places)))
+                if wants_prompts:
+                    prompts = prompts_of(step, samplings, hidden, self._decoder.logits)
             others, ran = self._drawn_again(step, samplings, places, rows)
             num = max(places, default=-1) + 1
             if num:
                 staged.drawn[:num].copy_(self._drawn[:num], non_blocking=True)
             end = self._device.mark("compute")
         staged.mark = end
-        return Begun(begin, end, staged.drawn[:num], places, others, ran)
+        return Begun(begin, end, staged.drawn[:num], places, others, ran, prompts)
 
     # What the device is told.
 
@@ -277,7 +286,8 @@ class CudaRunner:
         # What it computes is in places of its own.
         return {}
 
-    def _run_eagerly(self, laid: Laid, staged: Staged) -> None:
+    def _run_eagerly(self, laid: Laid, staged: Staged) -> Tensor:
+        """What logits are made of, of all its tokens."""
         self.num_eager += 1
         sheet = self._sheet[: laid.num_tokens]
         places = np.array(laid.places, np.int64)
@@ -291,6 +301,7 @@ class CudaRunner:
         if laid.places:
             chosen = extras[4 * num_lines :]
             self._draw(hidden[chosen], sheet[chosen])
+        return hidden
 
     def _draw(self, hidden: Tensor, sheet: Tensor) -> None:
         num = len(hidden)

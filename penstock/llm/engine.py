@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.llm.pace import Pace, Work
-from penstock.llm.params import Likelihood, Sampling
+from penstock.llm.params import Likelihood, PromptPart, Sampling
 from penstock.llm.scheduler import Scheduler, Step
 from penstock.llm.sequence import Ending, Reason, Sequence
 
@@ -33,6 +33,9 @@ class Ran(Protocol):
     def tokens(self) -> list[int]: ...
     @property
     def likelihoods(self) -> Many[Likelihood | None]: ...
+    @property
+    def prompts(self) -> Mapping[int, PromptPart]:
+        """By the ids of sequences."""
 
 
 class Runs(Protocol):
@@ -69,6 +72,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """How likely a part of a request's prompt was."""
+
+    request: int
+    part: PromptPart
+
+
+@dataclass(frozen=True, slots=True)
 class UnderWay:
     step: Step
     ran: Ran
@@ -94,6 +105,8 @@ class Engine:
     # Steps that are begun before the one before them is committed; more than none where the runner
     # does not wait for what it begins.
     num_ahead: int = 0
+    # Of prompts, since somebody took them.
+    told: list[Told] = field(default_factory=list)
     _under_way: deque[UnderWay] = field(default_factory=deque)
     # When the last step was committed.
     _committed: float = 0.0
@@ -121,6 +134,7 @@ class Engine:
                 arrived,
                 asked.priority,
                 asked.salt,
+                is_cached=asked.sampling.num_prompt_logprobs is None,
                 leader=leader,
             )
             leader = leader or sequence
@@ -173,6 +187,9 @@ class Engine:
         tokens = ran.tokens
         sampled = [chunk.sequence.id for chunk in step.chunks if chunk.is_sampled]
         likelihoods = dict(zip(sampled, ran.likelihoods, strict=True))
+        for number, part in ran.prompts.items():
+            if number in self._places:
+                self.told.append(Told(self._places[number][0], part))
         new = self.scheduler.commit(step, tokens)
         now = self.clock()
         self.pace.add(_work_of(step), now - max(done.began, self._committed))
@@ -248,8 +265,10 @@ class Engine:
 
 
 def _of_number(sampling: Sampling, index: int) -> Sampling:
-    """Those of one request draw differently."""
-    return replace(sampling, seed=sampling.seed + index) if index else sampling
+    """Those of one request draw differently, and what is said of their prompt is said once."""
+    if not index:
+        return sampling
+    return replace(sampling, seed=sampling.seed + index, num_prompt_logprobs=None)
 
 
 def _work_of(step: Step) -> Work:

@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.errors import ConfigError, Overloaded, PenstockError
@@ -18,7 +19,7 @@ from penstock.llm import messages
 from penstock.llm.blocks import BlockPool
 from penstock.llm.engine import Asked, Engine, Limits, Piece
 from penstock.llm.pace import Pace, Targets
-from penstock.llm.params import Sampling
+from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.scheduler import Limits as StepLimits
 from penstock.llm.scheduler import Scheduler
 from penstock.llm.sequence import Ending
@@ -27,6 +28,8 @@ from penstock.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger("penstock.engine")
 MAX_ERROR_CHARS = 500
+# Tokens of a prompt in one message.
+MAX_TOLD = 1024
 # Steps in a row, after which a new process may do better: a GPU may be lost to this one.
 MAX_FAILURES = 3
 
@@ -127,11 +130,27 @@ class EngineProcess:
                 raise SystemExit(f"{self._num_failures} steps in a row failed: {reason}") from None
             return
         self._num_failures = 0
+        for told in _drained(engine):
+            self._send(told)
         if pieces:
             self._send(_told(engine, pieces, time.perf_counter() - began))
 
     def _send(self, message: messages.FromEngine) -> None:
         self._sock.send(messages.encode(message))
+
+
+def _drained(engine: Engine) -> Iterator[messages.Prompt]:
+    """What is known of prompts, in messages that are not too large."""
+    told, engine.told = engine.told, []
+    for each in told:
+        likelihoods = [_likely(likelihood) for likelihood in each.part.likelihoods]
+        for start in range(0, len(likelihoods), MAX_TOLD):
+            part = tuple(likelihoods[start : start + MAX_TOLD])
+            yield messages.Prompt(each.request, each.part.start + start, part)
+
+
+def _likely(told: Likelihood) -> messages.Likely:
+    return told.logprob, tuple(told.top_tokens), tuple(told.top_logprobs)
 
 
 def _told(engine: Engine, pieces: list[Piece], step_s: float) -> messages.Pieces:
@@ -148,7 +167,7 @@ def _told(engine: Engine, pieces: list[Piece], step_s: float) -> messages.Pieces
         scheduler.num_preemptions,
         step_s,
         {
-            place: (told.logprob, tuple(told.top_tokens), tuple(told.top_logprobs))
+            place: _likely(told)
             for place, piece in enumerate(pieces)
             if (told := piece.likelihood) is not None
         },

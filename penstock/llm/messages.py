@@ -1,7 +1,7 @@
 """The messages between the core and an engine, each one datagram (see `wire.frames`).
 
     core → engine   Load, Generate, GiveUp, EndText, Stop
-    engine → core   Ready, LoadFailed, Pieces, Refused, Failed
+    engine → core   Ready, LoadFailed, Prompt, Pieces, Refused, Failed
 
 Tokens travel as bytes, four each. All that a step brought is one message.
 """
@@ -120,6 +120,17 @@ class Pieces(Frame, tag="new"):
     likelihoods: dict[int, tuple[float, tuple[int, ...], tuple[float, ...]]] = {}
 
 
+Likely = tuple[float, tuple[int, ...], tuple[float, ...]]
+
+
+class Prompt(Frame, tag="prompt"):
+    """How likely the tokens of a request's prompt were, from `start` on."""
+
+    request: int
+    start: int
+    likelihoods: tuple[Likely, ...]
+
+
 class Refused(Frame, tag="no"):
     """`is_overload`: it may be asked for again later."""
 
@@ -136,7 +147,7 @@ class Failed(Frame, tag="bad"):
 
 
 ToEngine = Load | Generate | GiveUp | EndText | Stop
-FromEngine = Ready | LoadFailed | Pieces | Refused | Failed
+FromEngine = Ready | LoadFailed | Prompt | Pieces | Refused | Failed
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
 encode = msgspec.msgpack.Encoder().encode

@@ -19,6 +19,14 @@ class Likelihood:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPart:
+    """How likely tokens of a prompt were, the first of them at `start`; that at 0 never is one."""
+
+    start: int
+    likelihoods: Sequence[Likelihood]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     # 0: always the most likely token.
     temperature: float = 1.0
@@ -39,6 +47,8 @@ class Sampling:
     bias: Mapping[int, float] = field(default_factory=dict)
     # So many of the most likely are told with every token; None: not even its own.
     num_logprobs: int | None = None
+    # The same of the prompt's tokens, which are then all computed, whoever has done so before.
+    num_prompt_logprobs: int | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -6,18 +6,22 @@ business. Tokens that an earlier step sampled are taken from where that step lef
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from penstock.llm.cache import Cache, PlainAttention, spans_of
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.params import Likelihood, Sampling
+from penstock.llm.params import Likelihood, PromptPart, Sampling
 from penstock.llm.sampling import Row, Sampled, sample
 from penstock.llm.scheduler import Chunk, Step
 from penstock.llm.sequence import Sequence
+
+# Of a prompt's logits at a time: a vocabulary is wide.
+MAX_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,8 @@ class Ran:
     sampled: Sampled
     # How many likely ones each wants to know; None: not even its own.
     wanted: Many[int | None] = ()
+    # By the ids of sequences.
+    prompts: Mapping[int, PromptPart] = field(default_factory=dict)
 
     @property
     def tokens(self) -> list[int]:
@@ -73,7 +79,8 @@ class Runner:
         wanted = [
             samplings[chunk.sequence.id].num_logprobs for chunk in step.chunks if chunk.is_sampled
         ]
-        return Ran(self._sampled(step, hidden, samplings), wanted)
+        prompts = prompts_of(step, samplings, hidden, self._decoder.logits)
+        return Ran(self._sampled(step, hidden, samplings), wanted, prompts)
 
     def _sampled(self, step: Step, hidden: Tensor, samplings: dict[int, Sampling]) -> Sampled:
         places, rows, end = [], [], 0
@@ -85,6 +92,43 @@ class Runner:
         if not rows:
             return Sampled(torch.empty(0, dtype=torch.int64))
         return sample(self._decoder.logits(hidden[places]), rows)
+
+
+def prompts_of(
+    step: Step,
+    samplings: Mapping[int, Sampling],
+    hidden: Tensor,
+    logits: Callable[[Tensor], Tensor],
+) -> dict[int, PromptPart]:
+    """How likely the prompts' tokens were, of those that want to know."""
+    found: dict[int, PromptPart] = {}
+    first = 0
+    for chunk in step.chunks:
+        num, count = samplings[chunk.sequence.id].num_prompt_logprobs, num_told(chunk)
+        if num is not None and count > 0:
+            likelihoods: list[Likelihood] = []
+            for start in range(0, count, MAX_ROWS):
+                end = min(start + MAX_ROWS, count)
+                tokens = chunk.sequence.tokens[chunk.start + start + 1 : chunk.start + end + 1]
+                likelihoods += likely(logits(hidden[first + start : first + end]), tokens, num)
+            found[chunk.sequence.id] = PromptPart(chunk.start + 1, likelihoods)
+        first += chunk.count
+    return found
+
+
+def num_told(chunk: Chunk) -> int:
+    """Of its tokens those that are followed by one of the prompt."""
+    return min(chunk.end, chunk.sequence.num_prompt - 1) - chunk.start
+
+
+def likely(logits: Tensor, tokens: Many[int], num: int) -> list[Likelihood]:
+    """Of each token by its row of logits, with the `num` most likely ones."""
+    logprobs = logits.float().log_softmax(1)
+    index = torch.tensor(tokens, device=logits.device)[:, None]
+    own: list[float] = logprobs.gather(1, index)[:, 0].tolist()
+    top = logprobs.topk(num, 1)
+    rows = zip(own, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [Likelihood(*row) for row in rows]
 
 
 def row_of(chunk: Chunk, sampling: Sampling) -> Row:

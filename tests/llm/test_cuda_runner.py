@@ -194,3 +194,34 @@ def test_kernels_compute_the_same(tmp_path, monkeypatch):
     for number in wanted:
         one, other = found[number][0], wanted[number][0]
         assert one.logprob == pytest.approx(other.logprob, abs=0.05)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_how_likely_a_prompt_was_is_as_by_hand(tmp_path, is_late):
+    """In chunks, beside others, after it was computed by somebody else and by itself again."""
+    model = Model(tmp_path, num_blocks=14)
+    engine = model.engine(is_late=is_late)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7], [3, 1, 4, 1, 5, 9], [2, 7], [8]]
+    wanting = Sampling(temperature=0.0, num_prompt_logprobs=2)
+    due = [Asked(9, prompts[0], GREEDY, Ending(6))]
+    due += [Asked(number, prompt, wanting, Ending(6)) for number, prompt in enumerate(prompts)]
+    due.append(Asked(5, prompts[0], wanting, Ending(2), num=2))
+    told: dict[int, dict[int, object]] = {}
+    while due or not engine.is_idle:
+        if due:
+            engine.add(due.pop(0))
+        engine.step()
+        for each in engine.told:
+            places = told.setdefault(each.request, {})
+            for place, likelihood in enumerate(each.part.likelihoods, each.part.start):
+                places[place] = likelihood
+        engine.told = []
+    assert engine.scheduler.num_preemptions and set(told) == {0, 1, 2, 5}
+    for number, prompt in {**dict(enumerate(prompts[:3])), 5: prompts[0]}.items():
+        logprobs = tiny.by_hand(model.weights, model.config, prompt).log_softmax(-1)
+        assert set(told[number]) == set(range(1, len(prompt)))
+        for place, found in told[number].items():
+            wanted = logprobs[place - 1]
+            assert found.logprob == pytest.approx(float(wanted[prompt[place]]), abs=1e-4)
+            assert list(found.top_tokens) == wanted.topk(2).indices.tolist()
+            assert list(found.top_logprobs) == pytest.approx(wanted.topk(2).values.tolist(), 1e-3)

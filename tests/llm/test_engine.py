@@ -22,6 +22,7 @@ SIZE = 4
 @dataclass
 class Ran:
     tokens: list[int]
+    prompts: dict = field(default_factory=dict)
 
     @property
     def likelihoods(self):
@@ -192,6 +193,7 @@ class Late:
     runner: "LateRunner"
     step: object
     found: list[int] | None = None
+    prompts: dict = field(default_factory=dict)
 
     @property
     def tokens(self):
