@@ -104,7 +104,7 @@ def test_turn(dtype, has_norms, group, num_kv_heads):
     angles = torch.rand(100, size // 2) * 6
     turns = torch.stack([angles.cos(), angles.sin()], 1).cuda()
     host = a_case([(9, 3), (0, 0), (20, 1), (90, 40)], group, num_kv_heads, size, 16, dtype)
-    wanted = qkv.cpu()
+    wanted = qkv.cpu().clone()
     norms_there = None if norms is None else (norms[0].cpu(), norms[1].cpu())
     there = Places(host.sheet, 0, 1)
     operations.turn(wanted, host.paged, there, turns.cpu(), norms_there, 1e-5)

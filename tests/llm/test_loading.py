@@ -1,0 +1,62 @@
+"""What an engine is made of."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tiny_llm as tiny  # noqa: E402
+
+from penstock.errors import ConfigError  # noqa: E402
+from penstock.llm import loading  # noqa: E402
+from penstock.llm.engine import Asked  # noqa: E402
+from penstock.llm.engine_main import load  # noqa: E402
+from penstock.llm.models import llama  # noqa: E402
+from penstock.llm.params import Sampling  # noqa: E402
+from penstock.llm.scheduler import Limits  # noqa: E402
+from penstock.llm.sequence import Ending  # noqa: E402
+
+EVEN = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
+
+
+def test_in_fp8_most_tokens_are_those_of_the_model_as_it_is(tmp_path):
+    tiny.write_folder(tmp_path, **EVEN)
+    chance = random.Random(1)
+    found = []
+    for dtype in ("float32", "fp8"):
+        engine, built = load(tiny.settings_of(tmp_path, dtype=dtype, max_waiting=64))
+        assert built["dtype"] == dtype
+        chance.seed(1)
+        for number in range(30):
+            tokens = [chance.randrange(50) for _ in range(6)]
+            engine.add(Asked(number, tokens, Sampling(temperature=0.0), Ending(1)))
+        tokens = {}
+        while not engine.is_idle:
+            tokens |= {piece.request: piece.token for piece in engine.step()}
+        found.append(tokens)
+    assert sum(found[0][n] == found[1][n] for n in range(30)) >= 20
+
+
+def test_sizes_that_fp8_does_not_take_are_told(tmp_path):
+    tiny.write_folder(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        load(tiny.settings_of(tmp_path, dtype="fp8"))
+    assert error.value.problems == (
+        "dtype fp8: hidden_size is 24; expected a multiple of 16",
+        "dtype fp8: intermediate_size is 40; expected a multiple of 16",
+    )
+
+
+def test_weights_may_be_made_up_for_a_configuration(tmp_path):
+    path = tiny.config_file(tmp_path)
+    engine, built = load(tiny.settings_of(path, is_made_up=True))
+    engine.add(Asked(1, [1, 2], Sampling(temperature=0.0), Ending(3)))
+    assert sum(len(engine.step()) for _ in range(4)) == 3
+    assert built["vocabulary"] == "50"
+
+
+def test_a_step_needs_more_memory_the_more_it_holds():
+    shape = llama.shape_of_config(tiny.CONFIG)
+    needed = [loading.step_bytes(shape, Limits(*each, 64)) for each in ((4, 16), (4, 32), (8, 32))]
+    assert needed == sorted(set(needed))
