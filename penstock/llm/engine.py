@@ -135,6 +135,7 @@ class Engine:
                 work.num_generating, work.num_context_tokens, self.scheduler.limits.max_tokens
             )
         )
+        self.scheduler.note_begun(step, began)
         if not step.chunks:
             return []
         ran = self.runner.run(step, self._samplings)
@@ -192,7 +193,8 @@ class Engine:
         first_s = self.pace.first_token_s(left, num_prompt, self._work())
         if first_s <= promised_s:
             return None
-        return Overloaded(f"the first token would come after {first_s:.2g} s")
+        text = f"the first token would come after {first_s:.2g} s"
+        return Overloaded(text, first_s - promised_s, "predicted_late")
 
     def _work(self) -> Work:
         """Of those that generate."""

@@ -11,7 +11,8 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
@@ -109,23 +110,25 @@ class OpenAiHttp:
         if asked.wishes.max_tokens == 0:
             raise Invalid("max_tokens is 0; expected at least 1", "max_tokens")
         model = self._models.find(asked.model)
-        prompts = [
-            Prompt(
-                _tokens(model.text, each, asked.has_special_tokens),
-                _echo(model.text, each) if asked.is_echoed else "",
-            )
-            for each in asked.prompts
-        ]
         form = CompletionForm(self._head("cmpl", asked.model))
-        _begin(Job(exchange, model, form, asked.wishes, prompts), asked.streaming)
+        with counted(model, exchange.received):
+            prompts = [
+                Prompt(
+                    _tokens(model.text, each, asked.has_special_tokens),
+                    _echo(model.text, each) if asked.is_echoed else "",
+                )
+                for each in asked.prompts
+            ]
+            _begin(Job(exchange, model, form, asked.wishes, prompts), asked.streaming)
 
     def _chats(self, exchange: Exchange) -> None:
         asked = openai_v1.read_chat(exchange.body)
         model = self._models.find(asked.model)
-        text = model.text.chat(asked.messages, asked.template_options)
-        prompts = [Prompt(model.text.encode(text, is_whole=False))]
         form = ChatForm(self._head("chatcmpl", asked.model))
-        _begin(Job(exchange, model, form, asked.wishes, prompts), asked.streaming)
+        with counted(model, exchange.received):
+            text = model.text.chat(asked.messages, asked.template_options)
+            prompts = [Prompt(model.text.encode(text, is_whole=False))]
+            _begin(Job(exchange, model, form, asked.wishes, prompts), asked.streaming)
 
     def _tokenize(self, exchange: Exchange) -> None:
         asked = openai_v1.read_tokenize(exchange.body)
@@ -144,6 +147,16 @@ class OpenAiHttp:
 
     def _head(self, prefix: str, model: str) -> Head:
         return Head(f"{prefix}-{secrets.token_hex(12)}", int(self._clock()), model)
+
+
+@contextmanager
+def counted(model: TextModel, received: float) -> Iterator[None]:
+    """What is refused before the model has it is the model's to count."""
+    try:
+        yield
+    except PenstockError as error:
+        model.refused(error, received)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +191,7 @@ def _begin(job: Job, streaming: openai_v1.Streaming) -> None:
     for number, prompt in enumerate(job.prompts):
         sink = PromptSink(answer, number, prompt.echo)
         generation = generation_of(job.model, job.wishes, prompt.tokens, sink, salt)
+        generation.arrived = job.exchange.received
         answer.generations.append(generation)
     job.exchange.waiter = answer
     for generation in list(answer.generations):
