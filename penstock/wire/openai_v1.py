@@ -57,7 +57,6 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Common(msgspec.Struct, kw_only=True):
-    model: str
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -80,6 +79,7 @@ class _Common(msgspec.Struct, kw_only=True):
 
 
 class _Completion(_Common, kw_only=True):
+    model: str
     prompt: Given
     logprobs: int | None = None
     echo: bool = False
@@ -87,6 +87,7 @@ class _Completion(_Common, kw_only=True):
 
 
 class _Chat(_Common, kw_only=True):
+    model: str
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -227,6 +228,17 @@ def read_chat(body: Raw) -> ChatRequest:
     )
 
 
+def read_wishes(fields: Mapping[str, Any]) -> Wishes:
+    """Of fields that another protocol brought; what is not served is refused as OpenAI's."""
+    try:
+        found = msgspec.convert(fields, _Common, strict=False)
+    except msgspec.ValidationError as error:
+        raise _wrong(error) from None
+    _check_served(fields)
+    most = DEFAULT_MAX_TOKENS if found.max_tokens is None else found.max_tokens
+    return _wishes(found, most, None)
+
+
 def read_embeddings(body: Raw) -> EmbeddingsRequest:
     found: _Embeddings = _decoded(_embeddings, body)
     _check_range("dimensions", found.dimensions, 1, LARGEST)
@@ -260,15 +272,23 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: Raw) -> Any:
     try:
         found, fields = decoder.decode(body), _any.decode(body)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$")
-        param = path.strip("`.").split(".")[0].split("[")[0] or None
-        raise Invalid(f"{param}: {text}" if param else text, param) from None
+        raise _wrong(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Invalid(f"the body is not JSON: {error}") from None
+    _check_served(fields)
+    return found
+
+
+def _wrong(error: msgspec.ValidationError) -> Invalid:
+    text, _, path = str(error).partition(" - at `$")
+    param = path.strip("`.").split(".")[0].split("[")[0] or None
+    return Invalid(f"{param}: {text}" if param else text, param)
+
+
+def _check_served(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if name in UNSERVED and value not in UNSERVED[name]:
             raise Invalid(f"{name} is not served here", name, "unsupported_parameter")
-    return found
 
 
 def _prompts(given: Given, name: str) -> list[str | list[int]]:
