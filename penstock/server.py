@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 from penstock.config import LLM, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, NotFound
 from penstock.protocols import access_log
+from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.fronts import Desk, Front, grpc_trade, http_opening, http_trade
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, read_keys
 from penstock.protocols.generate_http import GenerateHttp
@@ -103,7 +104,10 @@ class Server:
             access_log.log.setLevel(logging.INFO)  # Asked for, whatever else is kept quiet.
         is_logged = config.logs_requests
         openai = OpenAiHttp(
-            TextModels(self.catalog), lambda: self.routes.is_draining, logs_requests=is_logged
+            TextModels(self.catalog),
+            lambda: self.routes.is_draining,
+            logs_requests=is_logged,
+            embeddings=EmbeddingsHttp(self.catalog, is_logged).handle,
         )
         generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, is_logged)
         models = Models(self.catalog, self.routes, is_logged, openai.handle, generate.handle)

@@ -11,6 +11,7 @@ from tiny_text import TOKENIZER
 from penstock import repository
 from penstock.config import LLM, HttpLimits
 from penstock.llm.text_model import TextModel
+from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.gate import Gate
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
@@ -50,7 +51,10 @@ class TextServer:
         self.catalog = Catalog(makers={LLM: lambda config: TextModel(config, EngineThread)})
         self.routes = V2Routes(self.catalog, "", is_explicit=False)
         openai = OpenAiHttp(
-            TextModels(self.catalog), lambda: self.routes.is_draining, logs_requests=True
+            TextModels(self.catalog),
+            lambda: self.routes.is_draining,
+            logs_requests=True,
+            embeddings=EmbeddingsHttp(self.catalog, True).handle,
         )
         generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, logs_requests=True)
         models = Models(self.catalog, self.routes, True, openai.handle, generate.handle)

@@ -68,6 +68,26 @@ def generated(status: object, config: ModelConfig, told: Generated, error: str) 
     _write("http", fields)
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Of a message that became several requests."""
+
+    count: int
+    received: float
+
+
+def embedded(status: object, config: ModelConfig, rows: Rows, error: str) -> None:
+    fields = {
+        "status": status,
+        "model": config.name,
+        "version": config.version,
+        "rows": rows.count,
+        "error": error,
+        "total_ms": _ms(time.monotonic() - rows.received),
+    }
+    _write("http", fields)
+
+
 def refused(
     protocol: str, status: object, what: dict[str, str], received: float, error: str
 ) -> None:

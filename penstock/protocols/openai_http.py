@@ -1,4 +1,5 @@
-"""OpenAI's API over HTTP: completions, chats and models, whole or as a stream of events.
+"""OpenAI's API over HTTP: completions, chats and models, whole or as a stream of events; and where
+embeddings begin.
 
 Translates and nothing more: bodies to what was asked (`wire.openai_v1`), choices to OpenAI's form,
 errors to statuses by one table. `text_answers` does what lies between.
@@ -9,14 +10,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
 from penstock.errors import BackendFailed, NotReady, PenstockError
 from penstock.protocols import access_log
-from penstock.protocols.http import Exchange
+from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.openai_errors import error_event, kind_of, reply_error, reply_method
 from penstock.protocols.text_answers import Job, Prompt, StreamedAnswer, WholeAnswer, begin, counted
 from penstock.wire import openai_v1
@@ -28,8 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.http")
 MODELS = b"/v1/models"
+EMBEDDINGS = b"/v1/embeddings"
 # What the access log is about.
-GENERATING = (b"/v1/completions", b"/v1/chat/completions")
+INFERENCE = (b"/v1/completions", b"/v1/chat/completions", EMBEDDINGS)
 _JSON = b"Content-Type: application/json\r\n"
 
 
@@ -49,24 +51,27 @@ class OpenAiHttp:
         is_draining: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.time,
         logs_requests: bool = False,
+        embeddings: Handler | None = None,
     ) -> None:
         self._is_logged = logs_requests
         self._models = models
         self._is_draining = is_draining
         self._clock = clock
-        self._posts: Mapping[bytes, Callable[[Exchange], None]] = {
+        self._posts: dict[bytes, Callable[[Exchange], None]] = {
             b"/v1/completions": self._completions,
             b"/v1/chat/completions": self._chats,
             b"/tokenize": self._tokenize,
             b"/detokenize": self._detokenize,
         }
+        if embeddings is not None:
+            self._posts[EMBEDDINGS] = embeddings
 
     def handle(self, exchange: Exchange) -> None:
         try:
             self._handle(exchange)
         except PenstockError as error:
             reply_error(exchange, error)
-            if self._is_logged and exchange.head.path in GENERATING:
+            if self._is_logged and exchange.head.path in INFERENCE:
                 what = {"path": exchange.head.path.decode()}
                 status, _ = kind_of(error)
                 access_log.refused("http", status, what, exchange.received, type(error).__name__)

@@ -21,6 +21,7 @@ from penstock.llm.sequence import Ending
 from penstock.protocols import access_log
 from penstock.protocols.http import Exchange
 from penstock.protocols.v2_http import reply_error, status_at
+from penstock.serving.served import Served
 from penstock.types import CANCELLED
 from penstock.wire.openai_v1 import Choice, Invalid, TokenLogprob, Usage, Wishes
 
@@ -32,7 +33,7 @@ _EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-
 
 
 @contextmanager
-def counted(model: TextModel, received: float) -> Iterator[None]:
+def counted(model: Served, received: float) -> Iterator[None]:
     """What is refused before the model has it is the model's to count."""
     try:
         yield

@@ -22,6 +22,8 @@ Raw = bytes | bytearray | memoryview
 Given = str | list[str | int | list[int]]
 MAX_N, MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 128, 16, 256, 1024
 MAX_LOGPROBS, MAX_PROMPTS, MAX_MESSAGES = 20, 512, 4096
+# Of one request for embeddings, as OpenAI has it.
+MAX_INPUTS = 2048
 DEFAULT_MAX_TOKENS = 16
 # Of numbers that are counts or tokens.
 LARGEST = (1 << 31) - 1
@@ -242,7 +244,7 @@ def read_wishes(fields: Mapping[str, Any]) -> Wishes:
 def read_embeddings(body: Raw) -> EmbeddingsRequest:
     found: _Embeddings = _decoded(_embeddings, body)
     _check_range("dimensions", found.dimensions, 1, LARGEST)
-    inputs = _prompts(found.input, "input")
+    inputs = _prompts(found.input, "input", MAX_INPUTS)
     return EmbeddingsRequest(
         found.model, inputs, found.encoding_format == "base64", found.dimensions
     )
@@ -291,7 +293,7 @@ def _check_served(fields: Mapping[str, Any]) -> None:
             raise Invalid(f"{name} is not served here", name, "unsupported_parameter")
 
 
-def _prompts(given: Given, name: str) -> list[str | list[int]]:
+def _prompts(given: Given, name: str, most: int = MAX_PROMPTS) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     texts = [each for each in given if isinstance(each, str)]
@@ -299,8 +301,8 @@ def _prompts(given: Given, name: str) -> list[str | list[int]]:
     tokens = [each for each in given if isinstance(each, int)]
     if max(len(texts), len(lists), len(tokens)) < len(given) or not given:
         raise Invalid(f"{name}: expected texts, or tokens, or lists of tokens", name)
-    if max(len(texts), len(lists)) > MAX_PROMPTS:
-        raise Invalid(f"{name}: {len(given)} of them; expected at most {MAX_PROMPTS}", name)
+    if max(len(texts), len(lists)) > most:
+        raise Invalid(f"{name}: {len(given)} of them; expected at most {most}", name)
     if not all(lists):
         raise Invalid(f"{name}: one of them has no token", name)
     if not all(0 <= each <= LARGEST for part in (tokens, *lists) for each in part):
