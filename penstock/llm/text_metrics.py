@@ -237,9 +237,7 @@ class TextMetrics:
                 name := PREFIX + short,
                 text,
                 "histogram",
-                histogram_lines(
-                    name, self._labels, found.bounds, found.counts, f"{found.total:.9g}"
-                ),
+                histogram_lines(name, self._labels, found.bounds, found.counts, repr(found.total)),
             )
             for short, text, found in (
                 ("time_to_first_token_seconds", "Seconds to the first token", self.first_token_s),

@@ -1,5 +1,7 @@
 """What a language model has done, as numbers and as a scrape reads it."""
 
+from pathlib import Path
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -190,6 +192,10 @@ class TestScrape:
         expected = dict.fromkeys(HISTOGRAMS, "histogram")
         expected |= dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(GAUGES, "gauge")
         assert found == expected
+
+    def test_every_name_is_documented(self, metrics):
+        text = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+        assert all(f"`{family.name}`" in text for family in metrics.families())
 
     def test_every_line_names_its_model_and_version(self, model, metrics):
         for name, family in scraped(model).items():
