@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import penstock
 from penstock.errors import Overloaded, PenstockError
@@ -97,6 +97,20 @@ class BatchStatistics:
         self.output_s += timings.compute_output_s
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric of one model, as the lines that a scrape gets."""
+
+    name: str
+    text: str
+    kind: str
+    lines: Sequence[str]
+
+
+class Exposed(Protocol):
+    def families(self) -> Sequence[Family]: ...
+
+
 class ModelMetrics:
     """Owned by the core's loop; `num_pending` is asked of the model at scrape time."""
 
@@ -124,6 +138,8 @@ class ModelMetrics:
         self.padded_bytes = 0
         self.padding_bytes = 0
         self.load_s = 0.0
+        # What only models of its kind have.
+        self.others: Exposed | None = None
 
     def fold(self, answered: Sequence[Request], num_rows: int, timings: Timings) -> Waits:
         """One batch that was executed; `answered` are those of its requests that got their answer,
@@ -181,6 +197,18 @@ class ModelMetrics:
         for_instance.sum_s += instance_s
         count = len(answered)
         return (queue_s - instance_s) / count, instance_s / count
+
+    def answered(self, total_s: float, infer_s: float) -> None:
+        """One request that no batch was made for; the model had it for `infer_s`."""
+        self.last_inference = time.time()
+        self.num_success += 1
+        self.num_inferences += 1
+        self.num_executions += 1
+        self.phases["request"].add(total_s)
+        self.phases["compute_infer"].add(infer_s)
+        batch = self.batches.setdefault(1, BatchStatistics())
+        batch.count += 1
+        batch.infer_s += infer_s
 
     def failed(self, reason: str, count: int = 1) -> None:
         self.num_failures[reason] += count
@@ -310,13 +338,13 @@ def expose(
         lines += _duration(phase, items) + _histogram(phase, items)
     for wait in WAITS:
         lines += _histogram(wait, items)
-    lines += _batch_sizes(items) + _batch_tokens(items) + _gauges(items)
+    lines += _batch_sizes(items) + _batch_tokens(items) + _gauges(items) + _others(items)
     if fronts:
         lines += _fronts(fronts)
     if host is not None:
         lines += _host(host)
     lines += _head("penstock_build_info", "The version that runs; always 1", "gauge")
-    lines.append(f"penstock_build_info{_labels(version=penstock.__version__)} 1")
+    lines.append(f"penstock_build_info{label_text(version=penstock.__version__)} 1")
     return ("\n".join(lines) + "\n").encode()
 
 
@@ -387,13 +415,40 @@ def _batch_tokens(items: Sequence[Pending]) -> list[str]:
 def _series(
     name: str, item: Pending, bounds: Sequence[float], counts: Sequence[int], total_sum: str
 ) -> list[str]:
+    labels = {"model": item.metrics.name, "version": item.metrics.version}
+    return histogram_lines(name, labels, bounds, counts, total_sum)
+
+
+def histogram_lines(
+    name: str,
+    labels: Mapping[str, str],
+    bounds: Sequence[float],
+    counts: Sequence[int],
+    total_sum: str,
+) -> list[str]:
+    """`counts` are of each bucket alone, and of what is above all bounds."""
     totals = list(accumulate(counts))
     lines = [
-        f"{name}_bucket{_of(item, le=bound)} {total}"
+        f"{name}_bucket{label_text(**labels, le=bound)} {total}"
         for bound, total in zip((*map(str, bounds), "+Inf"), totals, strict=True)
     ]
-    lines.append(f"{name}_sum{_of(item)} {total_sum}")
-    lines.append(f"{name}_count{_of(item)} {totals[-1]}")
+    lines.append(f"{name}_sum{label_text(**labels)} {total_sum}")
+    lines.append(f"{name}_count{label_text(**labels)} {totals[-1]}")
+    return lines
+
+
+def _others(items: Sequence[Pending]) -> list[str]:
+    """A family of several models is written once."""
+    found: dict[str, list[Family]] = {}
+    for item in items:
+        if item.metrics.others is not None:
+            for family in item.metrics.others.families():
+                found.setdefault(family.name, []).append(family)
+    lines: list[str] = []
+    for name, families in found.items():
+        lines += _head(name, families[0].text, families[0].kind)
+        for family in families:
+            lines += family.lines
     return lines
 
 
@@ -463,7 +518,9 @@ def _gpus(gpus: Sequence[GpuUse]) -> list[str]:
     ):
         values = [(gpu.uuid, getattr(gpu, attribute)) for gpu in gpus]
         told = [
-            f"{name}{_labels(gpu_uuid=uuid)} {value}" for uuid, value in values if value is not None
+            f"{name}{label_text(gpu_uuid=uuid)} {value}"
+            for uuid, value in values
+            if value is not None
         ]
         lines += _head(name, text, kind) + told if told else []
     return lines
@@ -474,21 +531,21 @@ def _head(name: str, text: str, kind: str) -> list[str]:
 
 
 def _of(item: Pending, **more: str) -> str:
-    return _labels(model=item.metrics.name, version=item.metrics.version, **more)
+    return label_text(model=item.metrics.name, version=item.metrics.version, **more)
 
 
 def _front(front: FrontUse) -> str:
     if not front.front:
-        return _labels(protocol=front.protocol)
-    return _labels(protocol=front.protocol, front=front.front)
+        return label_text(protocol=front.protocol)
+    return label_text(protocol=front.protocol, front=front.front)
 
 
 def _process(process: ProcessUse) -> str:
     if not process.model and process.instance:
-        return _labels(process=process.role, front=process.instance)
+        return label_text(process=process.role, front=process.instance)
     if not process.model:
-        return _labels(process=process.role)
-    return _labels(
+        return label_text(process=process.role)
+    return label_text(
         process=process.role,
         model=process.model,
         version=process.version,
@@ -496,7 +553,7 @@ def _process(process: ProcessUse) -> str:
     )
 
 
-def _labels(**labels: str) -> str:
+def label_text(**labels: str) -> str:
     return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items()) + "}"
 
 

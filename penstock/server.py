@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, cast
 from penstock.config import LLM, ModelConfig, ServerConfig
 from penstock.errors import ConfigError, NotFound
 from penstock.protocols import access_log
+from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.fronts import Desk, Front, grpc_trade, http_opening, http_trade
 from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, read_keys
+from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
 from penstock.protocols.line import listen_problem, reserve, why_not_listen
 from penstock.protocols.metrics_http import MetricsHttp
@@ -100,8 +102,15 @@ class Server:
         self.routes.tells_reasons = gate.keys is None
         if config.logs_requests:
             access_log.log.setLevel(logging.INFO)  # Asked for, whatever else is kept quiet.
-        openai = OpenAiHttp(TextModels(self.catalog), lambda: self.routes.is_draining)
-        models = Models(self.catalog, self.routes, config.logs_requests, openai.handle)
+        is_logged = config.logs_requests
+        openai = OpenAiHttp(
+            TextModels(self.catalog),
+            lambda: self.routes.is_draining,
+            logs_requests=is_logged,
+            embeddings=EmbeddingsHttp(self.catalog, is_logged).handle,
+        )
+        generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, is_logged)
+        models = Models(self.catalog, self.routes, is_logged, openai.handle, generate.handle)
         self.v2 = V2Http(models, config.limits, gate, config.logs_requests)
         self.http = HttpServer(self.v2.handle, config.limits)
         self.http_port = config.http_port

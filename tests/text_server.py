@@ -1,5 +1,6 @@
 """A server of one tiny language model, in this process, over real sockets."""
 
+import asyncio
 import json
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,9 @@ from tiny_text import TOKENIZER
 from penstock import repository
 from penstock.config import LLM, HttpLimits
 from penstock.llm.text_model import TextModel
+from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.gate import Gate
+from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
 from penstock.protocols.openai_http import OpenAiHttp
 from penstock.protocols.v2_http import Models, V2Http
@@ -47,8 +50,14 @@ class TextServer:
     def __init__(self, gate=None):
         self.catalog = Catalog(makers={LLM: lambda config: TextModel(config, EngineThread)})
         self.routes = V2Routes(self.catalog, "", is_explicit=False)
-        openai = OpenAiHttp(TextModels(self.catalog), lambda: self.routes.is_draining)
-        models = Models(self.catalog, self.routes, handle_openai=openai.handle)
+        openai = OpenAiHttp(
+            TextModels(self.catalog),
+            lambda: self.routes.is_draining,
+            logs_requests=True,
+            embeddings=EmbeddingsHttp(self.catalog, True).handle,
+        )
+        generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, logs_requests=True)
+        models = Models(self.catalog, self.routes, True, openai.handle, generate.handle)
         self.v2 = V2Http(models, HttpLimits(), gate or Gate())
         self.http = HttpServer(self.v2.handle, HttpLimits())
         self.port = 0
@@ -75,3 +84,17 @@ async def served(folder, gate=None, parameters=None):
         await server.v2.close()
         await server.http.close()
         await server.catalog.close()
+
+
+async def posted(server, path, body, headers="", method="POST"):
+    """Status, headers and body, by hand."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n{headers}"
+    )
+    writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
+    answer = await reader.read()
+    writer.close()
+    start, _, rest = answer.partition(b"\r\n\r\n")
+    return int(start.split()[1]), start.decode(), rest

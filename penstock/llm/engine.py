@@ -166,6 +166,7 @@ class Engine:
                 work.num_generating, work.num_context_tokens, self.scheduler.limits.max_tokens
             )
         )
+        self.scheduler.note_begun(step, began)
         if not step.chunks:
             return self._finish() if self._under_way else []
         # Some may end before it runs.
@@ -245,7 +246,8 @@ class Engine:
         first_s = self.pace.first_token_s(left, num_prompt, self._work())
         if first_s <= promised_s:
             return None
-        return Overloaded(f"the first token would come after {first_s:.2g} s")
+        text = f"the first token would come after {first_s:.2g} s"
+        return Overloaded(text, first_s - promised_s, "predicted_late")
 
     def _work(self) -> Work:
         """Of those that generate."""

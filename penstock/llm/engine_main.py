@@ -42,6 +42,8 @@ class EngineProcess:
         self._buffer = bytearray(MAX_FRAME_BYTES)
         self._engine: Engine | None = None
         self._num_failures = 0
+        # Tokens that were computed when the core was last told.
+        self._num_told = 0
 
     def serve(self) -> None:
         """Until the core closes the socket or says Stop."""
@@ -110,8 +112,7 @@ class EngineProcess:
         try:
             engine.add(asked_of(message))
         except PenstockError as error:
-            is_overload = isinstance(error, Overloaded)
-            self._send(messages.Refused(message.request, str(error), is_overload))
+            self._send(_refusal(message.request, error))
         except Exception as error:  # The engine loop: one that cannot be read is not the others'.
             log.exception("a request cannot be added")
             engine.give_up(message.request, "error")
@@ -132,7 +133,8 @@ class EngineProcess:
         self._num_failures = 0
         for told in _drained(engine):
             self._send(told)
-        if pieces:
+        if pieces or engine.scheduler.num_computed > self._num_told:
+            self._num_told = engine.scheduler.num_computed
             self._send(_told(engine, pieces, time.perf_counter() - began))
 
     def _send(self, message: messages.FromEngine) -> None:
@@ -171,7 +173,17 @@ def _told(engine: Engine, pieces: list[Piece], step_s: float) -> messages.Pieces
             for place, piece in enumerate(pieces)
             if (told := piece.likelihood) is not None
         },
+        num_computed=scheduler.num_computed,
+        num_asked=scheduler.pool.counts.num_asked,
+        num_cached=scheduler.pool.counts.num_found,
+        waits_s=scheduler.take_waits(),
     )
+
+
+def _refusal(request: int, error: PenstockError) -> messages.Refused:
+    if isinstance(error, Overloaded):
+        return messages.Refused(request, str(error), True, error.retry_after_s, error.reason)
+    return messages.Refused(request, str(error), False)
 
 
 def asked_of(message: messages.Generate) -> Asked:

@@ -54,7 +54,10 @@ class Going:
     stream: Stream
     stops: StopTexts
     num_tokens: int = 0
+    # Of its last token.
+    last_at: float | None = None
     is_ended: bool = False
+    reason: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,8 +72,10 @@ class Generation:
     num: int = 1
     priority: int = 0
     salt: str = ""
+    # When it was asked for; 0: when it is admitted.
     arrived: float = 0.0
     # The model's, from when it was admitted.
+    admitted: float = 0.0
     id: int = -1
     going: list[Going] = field(default_factory=list)
     num_found: int = 0

@@ -31,6 +31,8 @@ from penstock.llm.generation import Generation, Going, Part
 from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.stops import StopTexts
 from penstock.llm.text import Text
+from penstock.llm.text_metrics import TextMetrics
+from penstock.metrics import ModelMetrics
 from penstock.serving.supervisor import (
     Life,
     ProcessLife,
@@ -39,6 +41,7 @@ from penstock.serving.supervisor import (
     backoff_s,
     deaths_in_a_row,
 )
+from penstock.types import CANCELLED
 from penstock.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger("penstock.llm")
@@ -63,8 +66,11 @@ class LlmModel:
         text: Text,
         start_life: StartLife = EngineLife,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        metrics: ModelMetrics | None = None,
     ) -> None:
         self.name = name
+        self.metrics = TextMetrics(metrics or ModelMetrics(name, ""))
         self.text = text
         self.state: State = "LOADING"
         self.reason = ""
@@ -138,24 +144,30 @@ class LlmModel:
             self._admit(generation)
         except (NotReady, InvalidRequest) as error:
             generation.is_ended = True
+            now = self._clock()
+            self.metrics.refused(error, now - (generation.arrived or now))
             generation.sink.failed(error)
 
     def cancel(self, generation: Generation) -> None:
         """Nobody waits any more. Safe at any time; its sink is not called again."""
+        self._give_up(generation, CANCELLED)
+
+    def cancel_with(self, generation: Generation, error: PenstockError) -> None:
+        """Its sink is told."""
+        if generation.id in self._open:
+            self._give_up(generation, error)
+            generation.sink.failed(error)
+
+    def _give_up(self, generation: Generation, error: PenstockError) -> None:
         if self._open.pop(generation.id, None) is None:
             return
         generation.is_ended = True
+        self.metrics.failed(generation, error, self._clock())
         if not self._given_up:
             # Those of one turn of the loop leave together.
             self._loop.call_soon(self._send_given_up)
         self._given_up.append(generation.id)
         self._check_idle()
-
-    def cancel_with(self, generation: Generation, error: PenstockError) -> None:
-        """Its sink is told."""
-        if generation.id in self._open:
-            self.cancel(generation)
-            generation.sink.failed(error)
 
     def _admit(self, generation: Generation) -> None:
         ready = self.ready
@@ -163,7 +175,8 @@ class LlmModel:
             raise NotReady(f"model '{self.name}' is not ready: {self.reason or 'it is loading'}")
         self._check(generation, ready)
         generation.id = next(self._ids)
-        generation.arrived = self._clock()
+        generation.admitted = self._clock()
+        generation.arrived = generation.arrived or generation.admitted
         data = self._encoded(generation)
         generation.going = [
             Going(self.text.stream(), StopTexts(generation.stops)) for _ in range(generation.num)
@@ -262,8 +275,7 @@ class LlmModel:
             case messages.Pieces():
                 self._take(message)
             case messages.Refused():
-                error = Overloaded if message.is_overload else InvalidRequest
-                self._fail(message.request, error(message.reason))
+                self._refuse(message)
             case messages.Failed():
                 for request in message.requests:
                     self._fail(request, BackendFailed(message.reason))
@@ -277,6 +289,7 @@ class LlmModel:
     def _came(self, message: messages.Ready) -> None:
         self.ready, self.state, self.reason = message, "READY", ""
         self._ready_at = self._clock()
+        self.metrics.loaded(message)
         log.info("%s is ready after %.2f s", self.name, message.load_s, extra={"model": self.name})
         if not self._loaded.done():
             self._loaded.set_result(None)
@@ -284,6 +297,7 @@ class LlmModel:
     def _take(self, message: messages.Pieces) -> None:
         self.last = message
         now = self._clock()
+        self.metrics.step(message)
         for place, request in enumerate(message.requests):
             index, reason = message.indices[place], message.reasons[place]
             token, num_found = message.tokens[place], message.num_found[place]
@@ -297,14 +311,16 @@ class LlmModel:
                 except Exception:  # Of one that waits, or of its text; the others go on.
                     log.exception("%s: an answer cannot be given", self.name)
                     self.cancel_with(generation, BackendFailed("internal error; this is a bug"))
+        self._check_idle()
 
     def _give(self, generation: Generation, part: Part, now: float) -> None:
         """`part` has no text yet."""
         index, token, reason = part.index, part.token, part.reason
         going = generation.going[index]
+        self.metrics.token(generation, going, now)
         going.num_tokens += 1
-        generation.first_at = generation.first_at or now
-        generation.last_at = now
+        generation.first_at = now if generation.first_at is None else generation.first_at
+        generation.last_at = going.last_at = now
         # What a token that ends it stands for is no part of the text.
         is_end = reason == "stop" and token in generation.ending.stop_tokens
         text = "" if is_end else going.stream.add(token)
@@ -317,7 +333,7 @@ class LlmModel:
             reason = "stop"
         elif reason:
             text += self._rest(going)
-        going.is_ended = bool(reason)
+        going.is_ended, going.reason = bool(reason), reason
         generation.sink.part(replace(part, text=text, reason=reason))
         if going.is_ended and all(each.is_ended for each in generation.going):
             self._finish(generation)
@@ -331,13 +347,26 @@ class LlmModel:
         """Unless its sink has given it up meanwhile."""
         if self._open.pop(generation.id, None) is not None:
             generation.is_ended = True
+            self.metrics.finished(generation, self._clock())
             generation.sink.finished(generation.totals)
             self._check_idle()
 
-    def _fail(self, request: int, error: BackendFailed | InvalidRequest | Overloaded) -> None:
+    def _refuse(self, message: messages.Refused) -> None:
+        generation = self._open.pop(message.request, None)
+        if generation is not None:
+            error: PenstockError = InvalidRequest(message.reason)
+            if message.is_overload:
+                error = Overloaded(message.reason, message.retry_after_s, message.kind)
+            generation.is_ended = True
+            self.metrics.refused(error, self._clock() - generation.arrived)
+            generation.sink.failed(error)
+            self._check_idle()
+
+    def _fail(self, request: int, error: BackendFailed) -> None:
         generation = self._open.pop(request, None)
         if generation is not None:
             generation.is_ended = True
+            self.metrics.failed(generation, error, self._clock())
             generation.sink.failed(error)
             self._check_idle()
 
@@ -345,11 +374,13 @@ class LlmModel:
         generations, self._open = list(self._open.values()), {}
         for each in generations:
             each.is_ended = True
+            self.metrics.failed(each, error, self._clock())
             each.sink.failed(error)
         self._check_idle()
 
     def _check_idle(self) -> None:
         if not self._open:
+            self.metrics.idle()
             self._idle.set()
 
     def _died(self, reason: str) -> None:
@@ -367,6 +398,8 @@ class LlmModel:
 
     def _ended(self, reason: str) -> None:
         was_ready, self.state = self.state == "READY", "UNAVAILABLE"
+        if was_ready:
+            self.metrics.died()
         well_s = self._clock() - self._ready_at if was_ready else 0.0
         self._num_deaths = deaths_in_a_row(self._num_deaths, well_s)
         self._fail_all(BackendFailed(f"the engine {reason}; what it had generated is lost"))
@@ -381,3 +414,4 @@ class LlmModel:
         text = "%s: the engine %s; restart in %.1f s"
         log.warning(text, self.name, reason, delay_s, extra={"model": self.name, "reason": reason})
         self._restart = self._loop.call_later(delay_s, self._launch)
+        self.metrics.restarted()

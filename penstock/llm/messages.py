@@ -103,7 +103,8 @@ class LoadFailed(Frame, tag="lf"):
 
 
 class Pieces(Frame, tag="new"):
-    """One of each for every token of a step; reasons are empty while a sequence goes on."""
+    """One of each for every token of a step, which may have brought none; reasons are empty while a
+    sequence goes on."""
 
     requests: tuple[int, ...]
     indices: tuple[int, ...]
@@ -118,6 +119,12 @@ class Pieces(Frame, tag="new"):
     step_s: float
     # Of the tokens that somebody wants to know it of, by their place.
     likelihoods: dict[int, tuple[float, tuple[int, ...], tuple[float, ...]]] = {}
+    # Tokens since the engine was loaded: computed, looked for in the cache, found there.
+    num_computed: int = 0
+    num_asked: int = 0
+    num_cached: int = 0
+    # How long requests waited that were begun since the last message.
+    waits_s: tuple[float, ...] = ()
 
 
 Likely = tuple[float, tuple[int, ...], tuple[float, ...]]
@@ -137,6 +144,9 @@ class Refused(Frame, tag="no"):
     request: int
     reason: str
     is_overload: bool
+    retry_after_s: float = 1.0
+    # Of an overload: what it counts as.
+    kind: str = "queue_full"
 
 
 class Failed(Frame, tag="bad"):

@@ -88,6 +88,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        # Tokens, by all steps that are committed.
+        self.num_computed = 0
+        self._waits_s: list[float] = []
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:
         """Whether such a sequence could run if it were alone."""
@@ -124,11 +127,24 @@ class Scheduler:
     def commit(self, step: Step, sampled: Many[int]) -> list[New]:
         """What it sampled, one for each chunk that is sampled, in order. Steps are committed in the
         order in which they were planned."""
+        self.num_computed += step.num_tokens
         tokens = iter(sampled)
         new: list[New] = []
         for chunk in step.chunks:
             new.extend(self._commit(chunk, tokens))
         return new
+
+    def note_begun(self, step: Step, now: float) -> None:
+        """Those that it begins have waited until now; those of one request once."""
+        for sequence in (chunk.sequence for chunk in step.chunks):
+            if not sequence.is_begun and sequence.leader is None:
+                self._waits_s.append(now - sequence.arrived)
+            sequence.is_begun = True
+
+    def take_waits(self) -> tuple[float, ...]:
+        """How long those waited that were begun since this was last asked."""
+        found, self._waits_s = tuple(self._waits_s), []
+        return found
 
     # Planning.
 

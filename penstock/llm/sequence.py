@@ -58,6 +58,8 @@ class Sequence:
     # Tokens that it found when it was first admitted.
     num_found: int = 0
     is_admitted: bool = False
+    # Whether a step with it was begun.
+    is_begun: bool = False
     _keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:

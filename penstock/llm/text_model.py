@@ -59,7 +59,9 @@ class TextModel:
     async def start(self) -> None:
         began = time.monotonic()
         text = await asyncio.to_thread(read_text, self._settings.path, self._settings.is_made_up)
-        self._engine = LlmModel(self.config.name, self._settings, text, self._start_life)
+        self._engine = LlmModel(
+            self.config.name, self._settings, text, self._start_life, metrics=self.metrics
+        )
         await self._engine.start()
         self.metrics.load_s = time.monotonic() - began
         self.loaded_at = int(time.time())
@@ -96,8 +98,7 @@ class TextModel:
 
     @property
     def num_waiting(self) -> int:
-        last = None if self._engine is None else self._engine.last
-        return 0 if last is None else last.num_waiting
+        return 0 if self._engine is None else self._engine.metrics.num_waiting
 
     @property
     def instances(self) -> Sequence[EnginePlace]:

@@ -6,9 +6,14 @@ from __future__ import annotations
 import json
 import logging
 import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.config import ModelConfig
 from penstock.types import Request, Timings
+
+if TYPE_CHECKING:
+    from penstock.llm.generation import Generation
 
 log = logging.getLogger("penstock.requests")
 
@@ -28,11 +33,66 @@ def ended(protocol: str, status: object, config: ModelConfig, request: Request, 
     _write(protocol, fields)
 
 
+@dataclass(slots=True)
+class Generated:
+    """What became of the prompts of one request for text."""
+
+    id: str
+    received: float
+    num_prompt: int = 0
+    num_generated: int = 0
+    first_at: float | None = None
+
+    def add(self, generation: Generation) -> None:
+        totals = generation.totals
+        self.num_prompt += totals.num_prompt
+        self.num_generated += totals.num_generated
+        if generation.first_at is not None:
+            self.first_at = min(generation.first_at, self.first_at or generation.first_at)
+
+
+def generated(status: object, config: ModelConfig, told: Generated, error: str) -> None:
+    """A request for text that a model answered, or did not."""
+    fields = {
+        "status": status,
+        "model": config.name,
+        "version": config.version,
+        "request_id": told.id,
+        "prompt_tokens": told.num_prompt,
+        "generation_tokens": told.num_generated,
+        "error": error,
+        "total_ms": _ms(time.monotonic() - told.received),
+    }
+    if told.first_at is not None:
+        fields["first_token_ms"] = _ms(told.first_at - told.received)
+    _write("http", fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Of a message that became several requests."""
+
+    count: int
+    received: float
+
+
+def embedded(status: object, config: ModelConfig, rows: Rows, error: str) -> None:
+    fields = {
+        "status": status,
+        "model": config.name,
+        "version": config.version,
+        "rows": rows.count,
+        "error": error,
+        "total_ms": _ms(time.monotonic() - rows.received),
+    }
+    _write("http", fields)
+
+
 def refused(
     protocol: str, status: object, what: dict[str, str], received: float, error: str
 ) -> None:
     """A message that did not become a request; `what` says whom it was for: a model, or a path."""
-    total_ms = round((time.monotonic() - received) * 1e3, 3)
+    total_ms = _ms(time.monotonic() - received)
     fields = {"status": status, **what, "error": error, "total_ms": total_ms}
     _write(protocol, fields)
 
@@ -57,7 +117,11 @@ def _milliseconds(timings: Timings) -> dict[str, float]:
         spans["compute_input"] = timings.compute_input_s
         spans["compute_infer"] = timings.compute_infer_s
         spans["compute_output"] = timings.compute_output_s
-    return {f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in spans.items()}
+    return {f"{name}_ms": _ms(seconds) for name, seconds in spans.items()}
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
 
 
 def _quoted(value: object) -> str:

@@ -59,6 +59,7 @@ STATUS: dict[type[PenstockError], int] = {
 MIN_COMPRESSED_BYTES = 1024
 MAX_PATH_LOGGED = 200
 _INFER = re.compile(rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?/infer")
+GENERATE = re.compile(rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?/generate(_stream)?")
 _JSON = b"Content-Type: application/json\r\n"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 
@@ -174,6 +175,7 @@ class Models:
         routes: V2Routes,
         logs_requests: bool = False,
         handle_openai: Handler | None = None,
+        handle_generate: Handler | None = None,
     ) -> None:
         self._make_sink = LoggedSink if logs_requests else InferSink
         self._catalog = catalog
@@ -181,11 +183,14 @@ class Models:
         self._codec = Codec()
         self._bridge = AsgiBridge(routes.application())
         self._handle_openai = handle_openai or self._bridge.handle
+        self._handle_generate = handle_generate or self._bridge.handle
         self.close = self._bridge.close
 
     def other(self, exchange: Exchange) -> None:
         if openai_errors.is_openai(exchange.head.path):
             self._handle_openai(exchange)
+        elif GENERATE.fullmatch(exchange.head.path):
+            self._handle_generate(exchange)
         else:
             self._bridge.handle(exchange)
 
@@ -329,7 +334,12 @@ class V2Http:
 def status_of(error: PenstockError) -> int:
     if isinstance(error, NotAllowed) and error.needs_key:
         return 401
-    return STATUS.get(type(error), 500)
+    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+
+
+def status_at(path: bytes, error: PenstockError) -> int:
+    """As the protocol of this path has it."""
+    return openai_errors.kind_of(error)[0] if openai_errors.is_openai(path) else status_of(error)
 
 
 def reply_error(exchange: Exchange, error: PenstockError) -> None:

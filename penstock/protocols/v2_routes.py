@@ -43,8 +43,6 @@ EXTENSIONS = (
 )
 # Paths of the protocol that are refused with a sentence, and what they are about.
 MISSING = {
-    "/v2/models/{name}/generate": "generate is",
-    "/v2/models/{name}/generate_stream": "generate_stream is",
     "/v2/models/{name}/trace/setting": "trace settings are",
     "/v2/trace/setting": "trace settings are",
     "/v2/logging": "log settings are",

@@ -22,6 +22,8 @@ Raw = bytes | bytearray | memoryview
 Given = str | list[str | int | list[int]]
 MAX_N, MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 128, 16, 256, 1024
 MAX_LOGPROBS, MAX_PROMPTS, MAX_MESSAGES = 20, 512, 4096
+# Of one request for embeddings, as OpenAI has it.
+MAX_INPUTS = 2048
 DEFAULT_MAX_TOKENS = 16
 # Of numbers that are counts or tokens.
 LARGEST = (1 << 31) - 1
@@ -57,7 +59,6 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Common(msgspec.Struct, kw_only=True):
-    model: str
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -80,6 +81,7 @@ class _Common(msgspec.Struct, kw_only=True):
 
 
 class _Completion(_Common, kw_only=True):
+    model: str
     prompt: Given
     logprobs: int | None = None
     echo: bool = False
@@ -87,6 +89,7 @@ class _Completion(_Common, kw_only=True):
 
 
 class _Chat(_Common, kw_only=True):
+    model: str
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -227,10 +230,21 @@ def read_chat(body: Raw) -> ChatRequest:
     )
 
 
+def read_wishes(fields: Mapping[str, Any]) -> Wishes:
+    """Of fields that another protocol brought; what is not served is refused as OpenAI's."""
+    try:
+        found = msgspec.convert(fields, _Common, strict=False)
+    except msgspec.ValidationError as error:
+        raise _wrong(error) from None
+    _check_served(fields)
+    most = DEFAULT_MAX_TOKENS if found.max_tokens is None else found.max_tokens
+    return _wishes(found, most, None)
+
+
 def read_embeddings(body: Raw) -> EmbeddingsRequest:
     found: _Embeddings = _decoded(_embeddings, body)
     _check_range("dimensions", found.dimensions, 1, LARGEST)
-    inputs = _prompts(found.input, "input")
+    inputs = _prompts(found.input, "input", MAX_INPUTS)
     return EmbeddingsRequest(
         found.model, inputs, found.encoding_format == "base64", found.dimensions
     )
@@ -260,18 +274,26 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: Raw) -> Any:
     try:
         found, fields = decoder.decode(body), _any.decode(body)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$")
-        param = path.strip("`.").split(".")[0].split("[")[0] or None
-        raise Invalid(f"{param}: {text}" if param else text, param) from None
+        raise _wrong(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Invalid(f"the body is not JSON: {error}") from None
-    for name, value in fields.items():
-        if name in UNSERVED and value not in UNSERVED[name]:
-            raise Invalid(f"{name} is not served here", name, "unsupported_parameter")
+    _check_served(fields)
     return found
 
 
-def _prompts(given: Given, name: str) -> list[str | list[int]]:
+def _wrong(error: msgspec.ValidationError) -> Invalid:
+    text, _, path = str(error).partition(" - at `$")
+    param = path.strip("`.").split(".")[0].split("[")[0] or None
+    return Invalid(f"{param}: {text}" if param else text, param)
+
+
+def _check_served(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        if name in UNSERVED and value not in UNSERVED[name]:
+            raise Invalid(f"{name} is not served here", name, "unsupported_parameter")
+
+
+def _prompts(given: Given, name: str, most: int = MAX_PROMPTS) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     texts = [each for each in given if isinstance(each, str)]
@@ -279,8 +301,8 @@ def _prompts(given: Given, name: str) -> list[str | list[int]]:
     tokens = [each for each in given if isinstance(each, int)]
     if max(len(texts), len(lists), len(tokens)) < len(given) or not given:
         raise Invalid(f"{name}: expected texts, or tokens, or lists of tokens", name)
-    if max(len(texts), len(lists)) > MAX_PROMPTS:
-        raise Invalid(f"{name}: {len(given)} of them; expected at most {MAX_PROMPTS}", name)
+    if max(len(texts), len(lists)) > most:
+        raise Invalid(f"{name}: {len(given)} of them; expected at most {most}", name)
     if not all(lists):
         raise Invalid(f"{name}: one of them has no token", name)
     if not all(0 <= each <= LARGEST for part in (tokens, *lists) for each in part):

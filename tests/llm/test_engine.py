@@ -163,8 +163,10 @@ class TestRefusals:
         for number in range(1, 40):
             engine.pace.add(Work(number * 10, 0), 0.01 + number * 0.1)
         engine.add(asked(1, prompt=range(40)))
-        with pytest.raises(Overloaded, match=r"the first token would come after 0\.\d+ s"):
+        text = r"the first token would come after 0\.\d+ s"
+        with pytest.raises(Overloaded, match=text) as caught:
             engine.add(asked(2, prompt=range(40)))
+        assert caught.value.reason == "predicted_late" and 0 < caught.value.retry_after_s < 1
         engine.give_up(1)
         # Whoever is alone would have it no sooner later.
         for number in range(1, 40):

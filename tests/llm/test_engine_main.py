@@ -90,6 +90,19 @@ def test_several_at_once_and_one_that_nobody_waits_for(core, tmp_path):
     assert message.num_free_blocks == core_blocks(tmp_path)
 
 
+def test_a_step_without_a_token_is_told_too(core, tmp_path):
+    tiny.write_folder(tmp_path)
+    core.load(tmp_path, max_tokens=4)
+    core.send(generate(1, list(range(1, 10)), max_tokens=1))
+    steps = [core.receive() for _ in range(3)]
+    assert [each.tokens == () for each in steps] == [True, True, False]
+    assert [each.num_computed for each in steps] == [4, 8, 9]
+    assert [each.num_running for each in steps] == [1, 1, 0]
+    assert [len(each.waits_s) for each in steps] == [1, 0, 0] and steps[0].num_asked == 9
+    core.send(generate(2, list(range(1, 10)), max_tokens=1))
+    assert core.receive().num_cached == 8
+
+
 def core_blocks(folder) -> int:
     from penstock.llm.engine_main import load
 

@@ -27,6 +27,7 @@ from penstock.llm.language_model import LlmModel  # noqa: E402
 from penstock.llm.params import Sampling  # noqa: E402
 from penstock.llm.sequence import Ending  # noqa: E402
 from penstock.llm.text import Text  # noqa: E402
+from penstock.metrics import ModelMetrics  # noqa: E402
 
 TEXT = Text(TOKENIZER)
 CONFIG = {**tiny.CONFIG, "vocab_size": TEXT.num_tokens, "max_position_embeddings": 256}
@@ -208,6 +209,59 @@ def test_a_full_queue_refuses(tmp_path):
                 if (await ended(each)).error is not None:
                     errors.append(each.sink.error)
             assert errors and all(isinstance(each, Overloaded) for each in errors)
+            assert errors[0].reason == "queue_full"
+
+    run(scenario)
+
+
+class Ticking:
+    """A clock that goes on by a second whenever somebody looks."""
+
+    now = 1000.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+def test_what_it_does_is_counted(tmp_path):
+    async def scenario():
+        tiny.write_folder(tmp_path, **CONFIG)
+        counted = ModelMetrics("smol", "1")
+        settings = tiny.settings_of(tmp_path, max_length=200, max_tokens=4)
+        model = LlmModel("smol", settings, TEXT, EngineThread, Ticking(), metrics=counted)
+        await model.start()
+        found = model.metrics
+        prompt = "the cat sat on the mat, a naïve café"
+        first, again = a_generation(prompt, arrived=500.0), a_generation(prompt, num=2)
+        await answered(model, first)
+        assert (found.num_running, found.num_waiting, found.cache_use) == (0, 0, 0.0)
+        num_prompt = len(first.tokens)
+        assert found.num_prompt_tokens == num_prompt and found.num_generated_tokens == 8
+        assert found.first_token_s.total > 500 and found.next_token_s.count == 7
+        # A prompt takes several steps; the last token is not computed.
+        assert found.step_tokens.total == num_prompt + 7
+        assert found.step_tokens.count == -(-num_prompt // 4) + 7
+        assert found.num_asked == num_prompt and found.num_cached == 0 and found.queue_s.count == 1
+        await answered(model, again)
+        assert found.num_cached >= 2 * (num_prompt // 4 - 1) * 4 and found.queue_s.count == 2
+        assert found.num_ended["length"] == 2 and counted.num_success == 2
+        model.submit(a_generation([]))
+        wrong = a_generation(max_tokens=500)
+        await answered(model, wrong)
+        assert counted.num_refused["invalid"] == 2 and found.request_s.count == 2
+        left = a_generation(max_tokens=100)
+        model.submit(left)
+        while not left.sink.texts:
+            await asyncio.sleep(0.001)
+        assert found.num_running == 1 and found.cache_use > 0
+        model.cancel(left)
+        assert found.num_running == 0 and found.cache_use == 0.0
+        assert found.num_ended["abort"] == 1 and counted.num_failures["CANCELED"] == 1
+        await asyncio.sleep(0.05)
+        # What the engine told before it knew is of nobody any more.
+        assert found.num_running == 0
+        await model.close()
 
     run(scenario)
 
@@ -309,6 +363,7 @@ def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
                     await asyncio.sleep(0.01)
             again = a_generation()
             assert (await answered(model, again)).error is None and model.num_restarts == 1
+            assert model.metrics.num_ended["error"] == 1 and model.metrics.num_running == 0
 
     run(scenario)
 

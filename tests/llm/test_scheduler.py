@@ -144,6 +144,28 @@ class TestSteps:
         assert counts(planner.plan()) == {1: 3}
 
 
+class TestCounts:
+    def test_tokens_are_those_of_committed_steps(self):
+        planner, device = scheduler(max_tokens=8), Device()
+        planner.add(a_sequence(prompt=range(10), max_tokens=2))
+        planner.plan()
+        assert planner.num_computed == 0
+        planner = scheduler(max_tokens=8)
+        planner.add(a_sequence(prompt=range(10), max_tokens=2))
+        ran(planner, device, 3)
+        assert planner.num_computed == 11
+
+    def test_a_request_waits_until_its_first_step_and_once(self):
+        planner = scheduler(max_sequences=2)
+        leader = a_sequence(1)
+        for each in (leader, a_sequence(2, leader=leader), a_sequence(3)):
+            planner.add(each)
+        step = planner.plan()
+        planner.note_begun(step, 12.5)
+        planner.note_begun(step, 13.0)
+        assert planner.take_waits() == (11.5, 9.5) and planner.take_waits() == ()
+
+
 class TestAhead:
     def test_a_step_is_planned_while_the_one_before_it_runs(self):
         planner, device, sequence = scheduler(), Device(), a_sequence(max_tokens=3)

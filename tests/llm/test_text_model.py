@@ -10,6 +10,7 @@ pytest.importorskip("tokenizers")
 
 import tiny_llm as tiny
 from engine_thread import EngineThread
+from prometheus_client.parser import text_string_to_metric_families
 from text_server import NAME, served, write_model
 
 from penstock import repository
@@ -40,6 +41,55 @@ def test_it_is_shown_as_the_others_are(tmp_path):
             assert server.catalog.find_all("") == []
 
     asyncio.run(scenario())
+
+
+async def got(server, path):
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    answer = await reader.read()
+    writer.close()
+    return answer.partition(b"\r\n\r\n")[2].decode()
+
+
+async def asked(server, **body):
+    body = json.dumps({"model": NAME, "prompt": "the cat", **body}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+    answer = await reader.read()
+    writer.close()
+    return int(answer.split()[1])
+
+
+def test_a_scrape_and_v2s_statistics_show_what_was_generated(tmp_path):
+    async def scenario():
+        async with served(tmp_path) as server:
+            statuses = [
+                await asked(server, max_tokens=3),
+                await asked(server, max_tokens=1000),
+                await asked(server, prompt=[100_000]),
+            ]
+            stats = json.loads(await got(server, f"/v2/models/{NAME}/stats"))["model_stats"][0]
+            return statuses, await got(server, "/metrics"), stats
+
+    statuses, text, stats = asyncio.run(scenario())
+    assert statuses == [200, 400, 400]
+    samples = {
+        (each.name, each.labels.get("finished_reason", each.labels.get("reason"))): each.value
+        for family in text_string_to_metric_families(text)
+        for each in family.samples
+        if NAME in (each.labels.get("model_name"), each.labels.get("model"))
+        and "le" not in each.labels
+    }
+    assert samples["penstock:generation_tokens_total", None] == 3
+    assert samples["penstock:request_success_total", "length"] == 1
+    assert samples["penstock:time_to_first_token_seconds_count", None] == 1
+    assert samples["penstock:num_requests_running", None] == 0
+    assert samples["nv_inference_request_success_total", None] == 1
+    assert samples["penstock_rejections_total", "invalid"] == 2
+    assert stats["inference_stats"]["success"]["count"] == 1 == stats["inference_count"]
+    assert stats["inference_stats"]["success"]["ns"] > 0
+    assert stats["inference_stats"]["fail"]["count"] == 2
 
 
 def test_before_it_is_loaded_it_says_so(tmp_path):

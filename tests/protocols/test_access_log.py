@@ -73,3 +73,16 @@ def test_a_clients_text_is_one_quoted_field(lines, id):
     text = lines.records[0].getMessage()
     assert f"request_id={json.dumps(id)} rows=1" in text
     assert text.isascii() and text.isprintable()
+
+
+def test_texts_and_vectors_have_lines_of_their_own(lines):
+    told = access_log.Generated("cmpl-1", time.monotonic() - 1.0)
+    access_log.generated(200, CONFIG, told, "")
+    told.num_prompt, told.num_generated, told.first_at = 5, 2, told.received + 0.25
+    access_log.generated(499, CONFIG, told, "Cancelled")
+    access_log.embedded(200, CONFIG, access_log.Rows(7, time.monotonic()), "")
+    none, left, vectors = lines.records
+    assert not hasattr(none, "first_token_ms") and none.generation_tokens == 0
+    assert (left.prompt_tokens, left.generation_tokens, left.error) == (5, 2, "Cancelled")
+    assert left.first_token_ms == 250.0 and left.total_ms >= 1000.0
+    assert (vectors.rows, vectors.model, vectors.version) == (7, "digits", "2")

@@ -45,17 +45,20 @@ ROUTES = {
     "/v2/repository/models/{name}/load": "admin",
     "/v2/repository/models/{name}/unload": "admin",
     "/metrics": "metrics",
-    "/v2/models/{name}/generate": "infer",
-    "/v2/models/{name}/generate_stream": "infer",
     "/v2/models/{name}/trace/setting": "admin",
-    "/v2/models/{name}/versions/{version}/generate": "infer",
-    "/v2/models/{name}/versions/{version}/generate_stream": "infer",
     "/v2/models/{name}/versions/{version}/trace/setting": "admin",
     "/v2/trace/setting": "admin",
     "/v2/logging": "admin",
     "/v2/systemsharedmemory/{rest:path}": "admin",
     "/v2/cudasharedmemory/{rest:path}": "admin",
 }
+# What is not Starlette's.
+SHORT = [
+    "/v2/models/{name}/infer",
+    "/v2/models/{name}/generate",
+    "/v2/models/{name}/generate_stream",
+]
+SHORT += ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/tokenize"]
 # What each RPC needs, and the route of HTTP that does the same. A new RPC must be entered here.
 INFERENCE = "/inference.GRPCInferenceService/"
 RPCS = {
@@ -99,6 +102,10 @@ def test_every_route_has_a_scope_that_somebody_thought_of():
     import asyncio
 
     assert {path: scope_of(path) for path in asyncio.run(all_routes())} == ROUTES
+
+
+def test_what_computes_needs_a_key_that_may_infer():
+    assert {scope_of(path) for path in SHORT} == {"infer"}
 
 
 def test_every_rpc_has_the_scope_of_the_route_that_does_the_same():

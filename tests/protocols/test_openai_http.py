@@ -10,10 +10,18 @@ pytest.importorskip("tokenizers")
 openai = pytest.importorskip("openai")
 
 from engine_thread import EngineThread  # noqa: E402
-from text_server import NAME, served  # noqa: E402
+from text_server import NAME, posted, served  # noqa: E402
 from tiny_text import TOKENIZER  # noqa: E402
 
 from penstock.protocols.gate import Gate, read_keys  # noqa: E402
+
+
+@pytest.fixture
+def lines(caplog):
+    caplog.set_level("INFO", logger="penstock.requests")
+    caplog.handler.addFilter(lambda record: record.name == "penstock.requests")
+    return caplog
+
 
 CHAT = [{"role": "user", "content": "the cat"}]
 
@@ -41,18 +49,6 @@ def lenient(client):
     """Its types say that a piece of a completion always has a reason why it ended; OpenAI's own
     pieces have none but in the last."""
     return client.with_options(_extra_kwargs={"_strict_response_validation": False})
-
-
-async def posted(server, path, body, headers=""):
-    """Status, headers and body, by hand."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n{headers}"
-    writer.write(head.encode() + b"Connection: close\r\n\r\n" + data)
-    answer = await reader.read()
-    writer.close()
-    start, _, rest = answer.partition(b"\r\n\r\n")
-    return int(start.split()[1]), start.decode(), rest
 
 
 async def settled(server, timeout_s=10):
@@ -332,13 +328,50 @@ class TestEnds:
         assert with_client(tmp_path, scenario).status_code == 503
 
 
-def test_keys_do_not_share_prompts():
-    from penstock.protocols.openai_http import salt_of
+class TestAccessLog:
+    def test_a_line_tells_tokens_and_times_of_whole_answers_and_streams(self, tmp_path, lines):
+        async def scenario(client, server):
+            asked = {"model": NAME, "prompt": ["the cat", "on"], "max_tokens": 3}
+            whole = await client.completions.create(**asked, extra_body={"ignore_eos": True})
+            stream = await client.chat.completions.create(
+                model=NAME, messages=CHAT, max_tokens=2, stream=True
+            )
+            chunks = [chunk async for chunk in stream]
+            generate = {"text_input": "a mat", "max_tokens": 1, "id": "mine"}
+            await posted(server, f"/v2/models/{NAME}/generate", generate)
+            return whole, chunks
 
-    salts = [
-        salt_of({}),
-        salt_of({b"authorization": b"Bearer a"}),
-        salt_of({b"authorization": b"Bearer b"}),
-        salt_of({b"x-api-key": b"c"}),
-    ]
-    assert len(set(salts)) == 4 and "Bearer" not in "".join(salts)
+        whole, chunks = with_client(tmp_path, scenario)
+        first, second, third = lines.records
+        assert (first.status, first.model, first.version) == (200, NAME, "1")
+        assert first.request_id == whole.id and second.request_id == chunks[0].id
+        assert first.prompt_tokens == whole.usage.prompt_tokens and first.generation_tokens == 6
+        assert 0 < first.first_token_ms < first.total_ms and second.generation_tokens == 2
+        assert third.request_id == "mine" and "the cat" not in first.getMessage()
+
+    def test_what_is_refused_or_left_has_its_line(self, tmp_path, lines):
+        async def scenario(client, server):
+            await posted(server, "/v1/completions", {"model": "x", "prompt": "a"})
+            await posted(server, "/v1/chat/completions", b"{")
+            await posted(server, "/v1/nowhere", {})
+            await posted(server, "/v1/completions", {"model": NAME, "prompt": [99_999]})
+            await posted(server, f"/v2/models/{NAME}/generate", {"text_input": 3})
+            body = {"model": NAME, "prompt": "the", "max_tokens": 200, "stream": True}
+            data = json.dumps(body | {"ignore_eos": True}).encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+            writer.write(head.encode() + b"\r\n" + data)
+            await reader.readuntil(b"data: ")
+            writer.transport.abort()
+            await settled(server)
+
+        with_client(tmp_path, scenario)
+        found = [(each.status, each.error, getattr(each, "path", "")) for each in lines.records]
+        assert found == [
+            (404, "NotFound", "/v1/completions"),
+            (400, "Invalid", "/v1/chat/completions"),
+            (400, "InvalidRequest", ""),
+            (400, "Invalid", f"/v2/models/{NAME}/generate"),
+            (499, "Cancelled", ""),
+        ]
+        assert lines.records[-1].generation_tokens > 0

@@ -39,6 +39,7 @@ from penstock.errors import (
 )
 from penstock.protocols.fronts import Desk
 from penstock.protocols.gate import Gate
+from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
 from penstock.protocols.v2_http import STATUS, Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
@@ -141,7 +142,8 @@ class Api:
 
 def v2_of(catalog: Any, limits: HttpLimits | None = None) -> tuple[V2Http, V2Routes]:
     routes = V2Routes(catalog, str(EXAMPLES), is_explicit=False)
-    return V2Http(Models(catalog, routes), limits or HttpLimits(), Gate()), routes
+    models = Models(catalog, routes, handle_generate=GenerateHttp(catalog).handle)
+    return V2Http(models, limits or HttpLimits(), Gate()), routes
 
 
 async def run_until(
@@ -697,8 +699,8 @@ def test_the_error_for_an_unknown_path_is_tritons_and_names_it(api: Api) -> None
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("POST", "/v2/models/echo/generate", "generate is not supported"),
-        ("POST", "/v2/models/echo/versions/1/generate_stream", "generate_stream is not supported"),
+        ("POST", "/v2/models/echo/generate", "generate is for language models; 'echo' takes"),
+        ("POST", "/v2/models/echo/versions/1/generate_stream", "ask /v2/models/echo/infer"),
         ("GET", "/v2/models/echo/trace/setting", "trace settings are not supported"),
         ("POST", "/v2/trace/setting", "trace settings are not supported"),
         ("GET", "/v2/logging", "log settings are not supported"),

@@ -1,0 +1,268 @@
+"""What a language model has done, under the names that vLLM's users know: `vllm:` is `penstock:`.
+
+Plain numbers that are added to, with the time as an argument; text only when somebody looks.
+`LlmModel` tells it what happens. What every model has (answers, failures, refusals) goes on to the
+model's own metrics. docs/observability.md lists them all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.errors import Cancelled, PenstockError
+from penstock.metrics import Family, ModelMetrics, histogram_lines, label_text
+
+if TYPE_CHECKING:
+    from penstock.llm.generation import Generation, Going
+    from penstock.llm.messages import Pieces, Ready
+
+PREFIX = "penstock:"
+# Why requests ended, as vLLM says it.
+REASONS = ("stop", "length", "abort", "error")
+# The bounds are those of vLLM, so that its dashboards show the same.
+FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+NEXT_TOKEN_S = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+REQUEST_S = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+STEP_TOKENS = (1.0, *(float(8 << power) for power in range(12)))
+
+
+def token_bounds(max_length: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 and so on, as far as texts can be long."""
+    found = []
+    power = 1
+    while power <= max_length:
+        found += [float(step * power) for step in (1, 2, 5) if step * power <= max_length]
+        power *= 10
+    return tuple(found)
+
+
+class Distribution:
+    """How many values fell between which bounds, and their sum."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class EngineTotals:
+    """What an engine has told of itself; another one begins at nothing."""
+
+    __slots__ = ("num_asked", "num_cached", "num_computed", "num_preemptions")
+
+    def __init__(self) -> None:
+        self.num_preemptions = 0
+        self.num_computed = 0
+        self.num_asked = 0
+        self.num_cached = 0
+
+
+class TextMetrics:
+    """Of one language model, over all lives of its engine."""
+
+    def __init__(self, model: ModelMetrics) -> None:
+        self._model = model
+        model.others = self
+        self.num_running = 0
+        self.num_waiting = 0
+        # Share of the blocks for keys and values that are held.
+        self.cache_use = 0.0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_asked = 0
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.num_ended = dict.fromkeys(REASONS, 0)
+        self.first_token_s = Distribution(FIRST_TOKEN_S)
+        self.next_token_s = Distribution(NEXT_TOKEN_S)
+        # Of a request's tokens after the first, their mean.
+        self.mean_token_s = Distribution(NEXT_TOKEN_S)
+        self.request_s = Distribution(REQUEST_S)
+        self.queue_s = Distribution(REQUEST_S)
+        self.prompt_tokens = Distribution(())
+        self.generated_tokens = Distribution(())
+        self.step_tokens = Distribution(STEP_TOKENS)
+        self._told = EngineTotals()
+        self._num_blocks = 0
+
+    # The engine.
+
+    def loaded(self, ready: Ready) -> None:
+        """An engine has come."""
+        self._told = EngineTotals()
+        self._num_blocks = ready.num_blocks
+        bounds = token_bounds(ready.max_length)
+        if bounds != self.prompt_tokens.bounds:
+            self.prompt_tokens, self.generated_tokens = Distribution(bounds), Distribution(bounds)
+
+    def step(self, pieces: Pieces) -> None:
+        told = self._told
+        self.num_running, self.num_waiting = pieces.num_running, pieces.num_waiting
+        self.cache_use = 1 - pieces.num_free_blocks / self._num_blocks if self._num_blocks else 0.0
+        self.num_preemptions += pieces.num_preemptions - told.num_preemptions
+        self.num_asked += pieces.num_asked - told.num_asked
+        self.num_cached += pieces.num_cached - told.num_cached
+        if pieces.num_computed > told.num_computed:
+            self.step_tokens.add(pieces.num_computed - told.num_computed)
+        for wait_s in pieces.waits_s:
+            self.queue_s.add(wait_s)
+        told.num_preemptions, told.num_computed = pieces.num_preemptions, pieces.num_computed
+        told.num_asked, told.num_cached = pieces.num_asked, pieces.num_cached
+
+    def idle(self) -> None:
+        """Nobody waits for anything: what an engine still has, if there is one, is given up."""
+        self.num_running = self.num_waiting = 0
+        self.cache_use = 0.0
+
+    def died(self) -> None:
+        self._model.num_deaths["crash"] += 1
+
+    def restarted(self) -> None:
+        self._model.num_restarts += 1
+
+    # Requests.
+
+    def token(self, generation: Generation, going: Going, now: float) -> None:
+        """One has come; neither of them knows it yet."""
+        self.num_generated_tokens += 1
+        if generation.first_at is None:
+            self.num_prompt_tokens += len(generation.tokens)
+            self.first_token_s.add(now - generation.arrived)
+        if going.last_at is not None:
+            self.next_token_s.add(now - going.last_at)
+
+    def finished(self, generation: Generation, now: float) -> None:
+        total_s = now - generation.arrived
+        reasons = {each.reason for each in generation.going}
+        # One of several texts that was cut is what an operator wants to know of.
+        self.num_ended["length" if "length" in reasons else "stop"] += 1
+        self._ended(generation, now)
+        self._model.answered(total_s, now - generation.admitted)
+
+    def failed(self, generation: Generation, error: PenstockError, now: float) -> None:
+        """After it was admitted."""
+        is_left = isinstance(error, Cancelled)
+        self.num_ended["abort" if is_left else "error"] += 1
+        self._ended(generation, now)
+        self._model.failed("CANCELED" if is_left else "BACKEND")
+        self._model.fail_s += max(0.0, now - generation.arrived)
+
+    def refused(self, error: PenstockError, seconds: float) -> None:
+        """Before anything was computed."""
+        self._model.refused(error)
+        self._model.fail_s += max(0.0, seconds)
+
+    def _ended(self, generation: Generation, now: float) -> None:
+        self.request_s.add(now - generation.arrived)
+        self.prompt_tokens.add(len(generation.tokens))
+        numbers = [each.num_tokens for each in generation.going]
+        self.generated_tokens.add(sum(numbers))
+        first_at, last_at = generation.first_at, generation.last_at
+        if first_at is not None and last_at is not None and max(numbers) > 1:
+            self.mean_token_s.add((last_at - first_at) / (max(numbers) - 1))
+
+    # What a scrape gets.
+
+    def families(self) -> Sequence[Family]:
+        return [*self._gauges(), *self._counters(), *self._distributions()]
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {"model_name": self._model.name, "version": self._model.version}
+
+    def _gauges(self) -> list[Family]:
+        return [
+            self._one(
+                "num_requests_running", "Texts that steps compute", "gauge", self.num_running
+            ),
+            self._one("num_requests_waiting", "Texts that wait for it", "gauge", self.num_waiting),
+            self._one(
+                "kv_cache_usage_perc",
+                "Share of the blocks for keys and values in use (0 to 1)",
+                "gauge",
+                round(self.cache_use, 6),
+            ),
+        ]
+
+    def _counters(self) -> list[Family]:
+        found = [
+            self._one(name, text, "counter", value)
+            for name, text, value in (
+                ("prompt_tokens_total", "Tokens of prompts", self.num_prompt_tokens),
+                ("generation_tokens_total", "Tokens generated", self.num_generated_tokens),
+                (
+                    "prefix_cache_queries_total",
+                    "Tokens of prompts that were looked for in the cache",
+                    self.num_asked,
+                ),
+                ("prefix_cache_hits_total", "Tokens that were found there", self.num_cached),
+                (
+                    "num_preemptions_total",
+                    "Texts that gave their blocks up to others",
+                    self.num_preemptions,
+                ),
+            )
+        ]
+        name = f"{PREFIX}request_success_total"
+        lines = [
+            f"{name}{label_text(**self._labels, finished_reason=reason)} {count}"
+            for reason, count in self.num_ended.items()
+        ]
+        return [*found, Family(name, "Requests that ended, by why", "counter", lines)]
+
+    def _distributions(self) -> list[Family]:
+        return [
+            Family(
+                name := PREFIX + short,
+                text,
+                "histogram",
+                histogram_lines(name, self._labels, found.bounds, found.counts, repr(found.total)),
+            )
+            for short, text, found in (
+                ("time_to_first_token_seconds", "Seconds to the first token", self.first_token_s),
+                (
+                    "inter_token_latency_seconds",
+                    "Seconds from one token to the next",
+                    self.next_token_s,
+                ),
+                (
+                    "request_time_per_output_token_seconds",
+                    "Mean seconds of a request's tokens after the first",
+                    self.mean_token_s,
+                ),
+                ("e2e_request_latency_seconds", "Seconds of a request", self.request_s),
+                ("request_queue_time_seconds", "Seconds until a request is begun", self.queue_s),
+                ("request_prompt_tokens", "Tokens of a prompt", self.prompt_tokens),
+                (
+                    "request_generation_tokens",
+                    "Tokens generated for a request",
+                    self.generated_tokens,
+                ),
+                ("iteration_tokens_total", "Tokens that a step computes", self.step_tokens),
+            )
+        ]
+
+    def _one(self, short: str, text: str, kind: str, value: float) -> Family:
+        name = PREFIX + short
+        return Family(name, text, kind, [f"{name}{label_text(**self._labels)} {value}"])

@@ -1,0 +1,220 @@
+"""OpenAI's embeddings over HTTP, by any model that takes a text a row and gives a vector a row.
+
+Each text goes through the model's own batching like any inference: rows of one request must have
+answers of one shape, also those that nobody asked for here. Which tokens a text has only the
+function before the model knows, in its worker.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.config import ModelConfig
+from penstock.errors import BackendFailed, PenstockError
+from penstock.protocols import access_log
+from penstock.protocols.http import Exchange
+from penstock.protocols.openai_errors import kind_of, reply_error
+from penstock.protocols.text_answers import counted
+from penstock.serving.catalog import Catalog
+from penstock.serving.served import Served
+from penstock.types import (
+    CANCELLED,
+    Array,
+    Request,
+    RequestedOutput,
+    Response,
+    Tensor,
+    TensorSpec,
+    from_array,
+    num_elements,
+    to_array,
+)
+from penstock.wire import openai_v1
+from penstock.wire.openai_v1 import EmbeddingsRequest, Invalid
+
+Vectors = npt.NDArray[np.float32]
+FLOATS = ("FP32", "FP16", "BF16", "FP64")
+MAX_TENSORS_TOLD = 8
+_JSON = b"Content-Type: application/json\r\n"
+
+
+class EmbeddingsHttp:
+    """Behind the gate; what it raises is for whoever answers errors."""
+
+    def __init__(self, catalog: Catalog, logs_requests: bool = False) -> None:
+        self._catalog = catalog
+        self._is_logged = logs_requests
+
+    def handle(self, exchange: Exchange) -> None:
+        asked = openai_v1.read_embeddings(exchange.body)
+        model = self._catalog.find(asked.model)
+        with counted(model, exchange.received):
+            texts = [each for each in asked.inputs if isinstance(each, str)]
+            if len(texts) < len(asked.inputs):
+                raise Invalid("input: tokens are not served here; expected texts", "input")
+            embedder = embedder_of(model.config)
+            size = embedder.size
+            if asked.num_dimensions is not None and 0 < size < asked.num_dimensions:
+                text = f"dimensions is {asked.num_dimensions}; expected at most {size}"
+                raise Invalid(text, "dimensions")
+        answer = EmbeddingsAnswer(exchange, model, asked, embedder, self._is_logged)
+        exchange.waiter = answer
+        answer.begin(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedder:
+    """How a model is asked for vectors."""
+
+    text: TensorSpec
+    vector: str
+    # Numbers of a vector; 0: not known before.
+    size: int
+    has_batch: bool
+
+    def input(self, text: str) -> Tensor:
+        shape = (1,) * (len(self.text.shape) + self.has_batch)
+        element = np.array(text.encode(), dtype=np.object_)
+        return from_array(self.text.name, "BYTES", element.reshape(shape))
+
+
+def embedder_of(config: ModelConfig) -> Embedder:
+    """Invalid where it is none, with what it takes and gives."""
+    texts = [each for each in config.inputs if _is_text(each)]
+    others = [each for each in config.inputs if each not in texts and not each.is_optional]
+    vectors = [each for each in config.outputs if _is_vector(each)]
+    if len(texts) != 1 or others or len(vectors) != 1:
+        raise Invalid(
+            f"model '{config.name}' takes {_told(config.inputs)} and gives "
+            f"{_told(config.outputs)}; expected one text (BYTES, of one element) and one vector of "
+            "floats a row",
+            "model",
+        )
+    (vector,) = vectors
+    size = max(0, num_elements(vector.shape))
+    return Embedder(texts[0], vector.name, size, config.max_batch_size > 0)
+
+
+def _is_text(spec: TensorSpec) -> bool:
+    return spec.datatype == "BYTES" and all(each in (1, -1) for each in spec.shape)
+
+
+def _is_vector(spec: TensorSpec) -> bool:
+    """Of any length; ones in front do not count."""
+    long = [each for each in spec.shape if each != 1]
+    return spec.datatype in FLOATS and len(long) == 1 and spec.shape[-1] == long[0]
+
+
+def _told(specs: Sequence[TensorSpec]) -> str:
+    told = [f"{each.name} {each.datatype} {list(each.shape)}" for each in specs[:MAX_TENSORS_TOLD]]
+    more = ["and others"] if len(specs) > MAX_TENSORS_TOLD else []
+    return ", ".join(told + more) or "no tensors"
+
+
+class EmbeddingsAnswer:
+    """To one message; ends once, with all vectors or with an error."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        model: Served,
+        asked: EmbeddingsRequest,
+        embedder: Embedder,
+        is_logged: bool,
+    ) -> None:
+        self._exchange = exchange
+        self._model = model
+        self._asked = asked
+        self._embedder = embedder
+        self._is_logged = is_logged
+        self._requests: list[Request] = []
+        self._num_submitted = 0
+        # By the identity of their request.
+        self._vectors: dict[int, Vectors] = {}
+        self._is_over = False
+
+    def begin(self, texts: Sequence[str]) -> None:
+        outputs = [RequestedOutput(self._embedder.vector)]
+        received = self._exchange.received
+        for text in texts:
+            inputs = [self._embedder.input(text)]
+            self._requests.append(Request(self, inputs, received, outputs=outputs))
+        for request in self._requests:
+            if not self._is_over:
+                self._num_submitted += 1
+                self._model.submit(request)
+
+    def abandon(self) -> None:
+        """The client left."""
+        self._give_up()
+        self._note(CANCELLED)
+
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        if self._is_over:
+            return
+        try:
+            if isinstance(answer, PenstockError):
+                raise answer
+            found = vectors_of(answer, self._embedder.vector)
+            self._vectors[id(request)] = _cut(found, self._asked.num_dimensions)
+            if len(self._vectors) == len(self._requests):
+                self._is_over = True
+                self._reply()
+                self._note(None)
+        except PenstockError as error:
+            self._give_up()
+            reply_error(self._exchange, error)
+            self._note(error)
+
+    def _give_up(self) -> None:
+        self._is_over = True
+        for request in self._requests[: self._num_submitted]:
+            self._model.cancel(request)
+
+    def _note(self, error: PenstockError | None) -> None:
+        """One line for all texts."""
+        if self._is_logged:
+            status, kind = 200, ""
+            if error is not None:
+                status, kind = kind_of(error)[0], type(error).__name__
+            rows = access_log.Rows(len(self._requests), self._exchange.received)
+            access_log.embedded(status, self._model.config, rows, kind)
+
+    def _reply(self) -> None:
+        found = np.concatenate([self._vectors[id(each)] for each in self._requests])
+        shown: Sequence[object] = found.tolist()
+        if self._asked.is_base64:
+            little = found.astype("<f4")
+            shown = [base64.b64encode(each.tobytes()).decode() for each in little]
+        num_tokens = sum(each.num_tokens for each in self._requests)
+        body = openai_v1.embeddings(self._asked.model, shown, num_tokens)
+        self._exchange.reply(200, _JSON, (body,))
+
+
+def vectors_of(answer: Response, name: str) -> Vectors:
+    """One a row, copied: the answer's memory is lent."""
+    (tensor,) = [each for each in answer.outputs if each.name == name]
+    array: Array = to_array(tensor)
+    if tensor.datatype == "BF16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    found: Vectors = np.array(array, dtype=np.float32).reshape(-1, array.shape[-1])
+    if not np.isfinite(found).all():
+        raise BackendFailed("the model gave a vector with numbers that are not finite")
+    return found
+
+
+def _cut(vectors: Vectors, num_dimensions: int | None) -> Vectors:
+    """To so many numbers, of length one again."""
+    if num_dimensions is None:
+        return vectors
+    if num_dimensions > vectors.shape[-1]:
+        text = f"dimensions is {num_dimensions}; expected at most {vectors.shape[-1]}"
+        raise Invalid(text, "dimensions")
+    cut = vectors[:, :num_dimensions]
+    lengths = np.linalg.norm(cut, axis=1, keepdims=True)
+    return np.asarray(cut / np.where(lengths > 0, lengths, 1), dtype=np.float32)

@@ -1,0 +1,114 @@
+"""Triton's generate extension over HTTP: a text to a language model, the answer whole or as events.
+
+Translates and nothing more (`wire.generate_v2`); `text_answers` does what lies between, and errors
+have v2's form. Models that are no language models are told so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+from urllib.parse import unquote
+
+from penstock.config import LLM
+from penstock.errors import NotReady, PenstockError, Unsupported
+from penstock.protocols import access_log
+from penstock.protocols.http import Exchange
+from penstock.protocols.text_answers import (
+    Job,
+    OneEventAnswer,
+    Prompt,
+    StreamedAnswer,
+    WholeAnswer,
+    begin,
+    counted,
+)
+from penstock.protocols.v2_http import GENERATE, reply_error, status_of
+from penstock.serving.catalog import Catalog
+from penstock.wire import generate_v2
+from penstock.wire.generate_v2 import AnswerHead
+from penstock.wire.openai_v1 import Choice, Usage
+
+if TYPE_CHECKING:
+    from penstock.llm.text_model import TextModel
+
+log = logging.getLogger("penstock.http")
+
+
+class GenerateHttp:
+    """Behind the gate."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        is_draining: Callable[[], bool] = lambda: False,
+        logs_requests: bool = False,
+    ) -> None:
+        self._catalog = catalog
+        self._is_draining = is_draining
+        self._is_logged = logs_requests
+
+    def handle(self, exchange: Exchange) -> None:
+        try:
+            self._handle(exchange)
+        except PenstockError as error:
+            reply_error(exchange, error)
+            if self._is_logged:
+                what = {"path": exchange.head.path.decode("latin-1")}
+                status, kind = status_of(error), type(error).__name__
+                access_log.refused("http", status, what, exchange.received, kind)
+        except Exception:  # The protocol edge: the client is told.
+            log.exception("while handling %r", exchange.head.path)
+            exchange.reply_error(500, "internal error")
+
+    def _handle(self, exchange: Exchange) -> None:
+        match = GENERATE.fullmatch(exchange.head.path)
+        assert match is not None
+        if exchange.head.method != b"POST":
+            exchange.reply_error(405, "generate takes POST", b"Allow: POST\r\n")
+            return
+        model = self._find(unquote(match[1].decode("latin-1")), (match[2] or b"").decode())
+        with counted(model, exchange.received):
+            if self._is_draining():
+                raise NotReady("the server is shutting down")
+            asked = generate_v2.read(exchange.body, match[3] is not None)
+            head = AnswerHead(model.config.name, model.config.version, asked)
+            tokens = model.text.encode(asked.text, is_whole=True)
+            prompts = [Prompt(tokens, asked.text if asked.is_echoed else "")]
+            form = GenerateForm(head)
+            job = Job(exchange, model, form, asked.wishes, prompts, asked.id, self._is_logged)
+            if asked.is_streamed:
+                begin(StreamedAnswer(job))
+            else:
+                begin(WholeAnswer(job) if match[3] is None else OneEventAnswer(job))
+
+    def _find(self, name: str, version: str) -> TextModel:
+        model = self._catalog.find(name, version)
+        if model.config.backend != LLM:
+            raise Unsupported(
+                f"generate is for language models; '{name}' takes tensors: ask "
+                f"/v2/models/{name}/infer"
+            )
+        return cast("TextModel", model)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateForm:
+    head: AnswerHead
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        return generate_v2.whole(self.head, choices, usage)
+
+    def begin(self, index: int) -> bytes:
+        return b""
+
+    def piece(self, choice: Choice, offset: int) -> bytes:
+        return generate_v2.event(self.head, choice)
+
+    def end(self, usage: Usage) -> bytes:
+        return b""
+
+    def error(self, error: PenstockError) -> bytes:
+        return generate_v2.error_event(str(error))

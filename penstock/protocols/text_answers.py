@@ -1,0 +1,294 @@
+"""A request for text on its way through HTTP: from what was asked to generations, and from their
+parts to one answer, whole or as a stream of events, in whatever form a protocol gives it.
+
+An answer that is streamed begins with its first piece, so that whatever is refused before has a
+status of its own. Whoever leaves has it given up at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.errors import PenstockError
+from penstock.llm.generation import Generation, GenerationSink, Part, Totals
+from penstock.llm.params import Likelihood, Sampling
+from penstock.llm.sequence import Ending
+from penstock.protocols import access_log
+from penstock.protocols.http import Exchange
+from penstock.protocols.v2_http import reply_error, status_at
+from penstock.serving.served import Served
+from penstock.types import CANCELLED
+from penstock.wire.openai_v1 import Choice, Invalid, TokenLogprob, Usage, Wishes
+
+if TYPE_CHECKING:
+    from penstock.llm.text_model import TextModel
+
+_JSON = b"Content-Type: application/json\r\n"
+_EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
+
+
+@contextmanager
+def counted(model: Served, received: float) -> Iterator[None]:
+    """What is refused before the model has it is the model's to count."""
+    try:
+        yield
+    except PenstockError as error:
+        model.refused(error, received)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: list[int]
+    # What comes before its text.
+    echo: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request, understood."""
+
+    exchange: Exchange
+    model: TextModel
+    form: Form
+    wishes: Wishes
+    prompts: Sequence[Prompt]
+    # What the log calls it.
+    id: str = ""
+    is_logged: bool = False
+
+
+def begin(answer: Answer) -> None:
+    job = answer.job
+    salt = salt_of(job.exchange.head.headers)
+    for number, prompt in enumerate(job.prompts):
+        sink = PromptSink(answer, number, prompt.echo)
+        generation = generation_of(job.model, job.wishes, prompt.tokens, sink, salt)
+        generation.arrived = job.exchange.received
+        answer.generations.append(generation)
+    job.exchange.waiter = answer
+    for generation in list(answer.generations):
+        if not answer.is_over:
+            job.model.generate(generation)
+
+
+def salt_of(headers: Mapping[bytes, bytes]) -> str:
+    """Who shares prompts in the cache: those with the same key."""
+    secret = headers.get(b"authorization", b"") or headers.get(b"x-api-key", b"")
+    return hashlib.sha256(secret).hexdigest()[:16] if secret else ""
+
+
+def generation_of(
+    model: TextModel, wishes: Wishes, tokens: list[int], sink: GenerationSink, salt: str
+) -> Generation:
+    left = model.max_length - len(tokens)
+    if left < (wishes.max_tokens or 1):
+        asked = f" and {wishes.max_tokens} are to follow" if wishes.max_tokens else ""
+        raise Invalid(
+            f"the prompt has {len(tokens)} tokens{asked}; expected at most {model.max_length} "
+            "together",
+            code="context_length_exceeded",
+        )
+    stops = frozenset(wishes.stop_tokens)
+    if not wishes.ignores_end:
+        stops |= model.text.stop_tokens
+    sampling = Sampling(
+        temperature=wishes.temperature,
+        top_p=wishes.top_p,
+        top_k=wishes.top_k,
+        min_p=wishes.min_p,
+        presence_penalty=wishes.presence_penalty,
+        frequency_penalty=wishes.frequency_penalty,
+        repetition_penalty=wishes.repetition_penalty,
+        seed=secrets.randbits(62) if wishes.seed is None else wishes.seed,
+        bias=wishes.bias,
+        num_logprobs=wishes.num_logprobs,
+    )
+    ending = Ending(wishes.max_tokens or left, stops, wishes.min_tokens)
+    return Generation(
+        tokens, sampling, ending, sink, wishes.stops, wishes.num, wishes.priority, salt
+    )
+
+
+# Answers.
+
+
+class Form(Protocol):
+    """How choices are written, whole and in pieces."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes: ...
+    def begin(self, index: int) -> bytes:
+        """Before the first piece of a choice; empty where nothing is."""
+
+    def piece(self, choice: Choice, offset: int) -> bytes:
+        """`offset`: characters of the choice before it."""
+
+    def end(self, usage: Usage) -> bytes:
+        """After the last piece."""
+
+    def error(self, error: PenstockError) -> bytes:
+        """Instead of what is missing of a stream."""
+
+
+@dataclass(slots=True)
+class PromptSink:
+    """Of one prompt of a request: its choices come after those of the prompts before it."""
+
+    answer: Answer
+    number: int
+    echo: str
+
+    def part(self, part: Part) -> None:
+        self.answer.part(self.number, part, self.echo)
+
+    def finished(self, totals: Totals) -> None:
+        self.answer.finished(totals)
+
+    def failed(self, error: PenstockError) -> None:
+        self.answer.failed(error)
+
+
+@dataclass(slots=True)
+class Growing:
+    """A choice."""
+
+    text: str = ""
+    reason: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    has_begun: bool = False
+
+
+class Answer:
+    """To one request, of one or several prompts; ends once, with all of them or with an error."""
+
+    def __init__(self, job: Job) -> None:
+        self.exchange = job.exchange
+        self.form = job.form
+        self.generations: list[Generation] = []
+        self.is_over = False
+        self.choices: dict[int, Growing] = {}
+        self.usage = Usage(0, 0)
+        self.job = job
+        self._model = job.model
+        self._num = job.wishes.num
+        self._has_logprobs = job.wishes.num_logprobs is not None
+        self._num_finished = 0
+
+    def abandon(self) -> None:
+        """The client left."""
+        self._give_up()
+        self._note(CANCELLED)
+
+    def part(self, number: int, part: Part, echo: str) -> None:
+        place = number * self._num + part.index
+        choice = self.choices.setdefault(place, Growing())
+        text = part.text if choice.has_begun else echo + part.text
+        logprobs = None
+        if self._has_logprobs:
+            logprobs = [] if part.likelihood is None else [self._named(part, part.likelihood)]
+        self.grow(choice, Choice(place, text, part.reason or None, logprobs))
+        choice.has_begun = True
+
+    def finished(self, totals: Totals) -> None:
+        known = self.usage
+        self.usage = Usage(
+            known.num_prompt + totals.num_prompt,
+            known.num_generated + totals.num_generated,
+            known.num_cached + totals.num_found,
+        )
+        self._num_finished += 1
+        if self._num_finished == len(self.generations):
+            self.is_over = True
+            self.end()
+            self._note(None)
+
+    def failed(self, error: PenstockError) -> None:
+        if not self.is_over:
+            self._give_up()
+            self.fail(error)
+            self._note(error)
+
+    def _give_up(self) -> None:
+        self.is_over = True
+        for generation in self.generations:
+            self._model.give_up(generation)
+
+    def _note(self, error: PenstockError | None) -> None:
+        """For the access log; of a stream that failed the status was sent before."""
+        if self.job.is_logged:
+            path = self.exchange.head.path
+            status = 200 if error is None else status_at(path, error)
+            kind = "" if error is None else type(error).__name__
+            told = access_log.Generated(self.job.id, self.exchange.received)
+            for each in self.generations:
+                told.add(each)
+            access_log.generated(status, self._model.config, told, kind)
+
+    def _named(self, part: Part, likelihood: Likelihood) -> TokenLogprob:
+        text = self._model.text
+        top = [
+            (text.token(token), logprob)
+            for token, logprob in zip(likelihood.top_tokens, likelihood.top_logprobs, strict=True)
+        ]
+        return TokenLogprob(text.token(part.token), likelihood.logprob, top)
+
+    def grow(self, choice: Growing, new: Choice) -> None:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        raise NotImplementedError
+
+    def fail(self, error: PenstockError) -> None:
+        reply_error(self.exchange, error)
+
+
+class WholeAnswer(Answer):
+    def grow(self, choice: Growing, new: Choice) -> None:
+        choice.text += new.text
+        choice.reason = new.reason
+        choice.logprobs += new.logprobs or ()
+
+    def end(self) -> None:
+        choices = [
+            Choice(place, each.text, each.reason, each.logprobs if self._has_logprobs else None)
+            for place, each in sorted(self.choices.items())
+        ]
+        self.reply(self.form.whole(choices, self.usage))
+
+    def reply(self, body: bytes) -> None:
+        self.exchange.reply(200, _JSON, (body,))
+
+
+class OneEventAnswer(WholeAnswer):
+    """Whole, to whoever reads streams."""
+
+    def reply(self, body: bytes) -> None:
+        self.exchange.reply(200, _EVENTS, (b"data: " + body + b"\n\n",))
+
+
+class StreamedAnswer(Answer):
+    def grow(self, choice: Growing, new: Choice) -> None:
+        if not self.exchange.is_streaming:
+            self.exchange.start_stream(200, _EVENTS)
+        data = b"" if choice.has_begun else self.form.begin(new.index)
+        # Parts of a character that is not whole yet are nothing to tell.
+        if new.text or new.reason or new.logprobs:
+            data += self.form.piece(new, len(choice.text))
+        choice.text += new.text
+        self.exchange.stream(data)
+
+    def end(self) -> None:
+        self.exchange.stream(self.form.end(self.usage))
+        self.exchange.end_stream()
+
+    def fail(self, error: PenstockError) -> None:
+        if not self.exchange.is_streaming:
+            reply_error(self.exchange, error)
+            return
+        self.exchange.stream(self.form.error(error))
+        self.exchange.end_stream()

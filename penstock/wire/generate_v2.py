@@ -1,0 +1,154 @@
+"""Triton's generate extension, as its vLLM backend has it: a text with its parameters to what was
+asked for, and what was generated to JSON, whole or in events.
+
+Pure. Parameters may stand beside the text, in `parameters`, or as JSON in `sampling_parameters`;
+those beside the text win. As Triton's, a whole answer begins with the text that was sent, unless
+`exclude_input_in_output` is true, and a stream never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.wire.openai_v1 import Choice, Invalid, Raw, Usage, Wishes, read_wishes
+
+# Of Triton's backends, not served here; nothing may be asked with them.
+UNSERVED = ("return_logprobs", "return_cumulative_logprob", "bad_words", "stop_words", "image")
+# Of a stream's events: how many tokens they are is not told.
+WHOLE_ONLY = ("return_num_input_tokens", "return_num_output_tokens")
+NOTHING: tuple[object, ...] = (None, False, "", [], [""])
+BOOLEANS = ("stream", "exclude_input_in_output", "return_finish_reason", *WHOLE_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    text: str
+    wishes: Wishes
+    is_streamed: bool
+    # Whether the answer begins with the text.
+    is_echoed: bool
+    # Comes back as it was sent.
+    id: str
+    has_reason: bool
+    has_num_input: bool
+    has_num_output: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What all answers to a request begin with."""
+
+    model_name: str
+    model_version: str
+    asked: GenerateRequest
+
+    def json(self) -> dict[str, Any]:
+        found = {"model_name": self.model_name, "model_version": self.model_version}
+        return found | ({"id": self.asked.id} if self.asked.id else {})
+
+
+_body = msgspec.json.Decoder(dict[str, Any])
+_encode = msgspec.json.Encoder().encode
+
+
+def read(body: Raw, is_streaming: bool) -> GenerateRequest:
+    """`is_streaming`: the path says that the answer may come in pieces."""
+    fields = _object(body, "the body")
+    text, id = fields.get("text_input"), fields.get("id", "")
+    if not isinstance(text, str):
+        raise Invalid("text_input: expected one text", "text_input")
+    if not isinstance(id, str):
+        raise Invalid("id: expected a string", "id")
+    found = _parameters(fields)
+    flags = {name: _flag(found, name) for name in BOOLEANS}
+    for name in UNSERVED:
+        if found.get(name) not in NOTHING:
+            raise Invalid(f"{name} is not served here", name)
+    is_streamed = is_streaming and flags["stream"] is not False
+    _check(flags, is_streaming, is_streamed)
+    wishes = read_wishes({**found, "stream": None})
+    if is_streamed and wishes.num > 1:
+        raise Invalid(f"n is {wishes.num}; expected 1 in a stream", "n")
+    return GenerateRequest(
+        text,
+        wishes,
+        is_streamed,
+        is_echoed=not is_streamed and not flags["exclude_input_in_output"],
+        id=id,
+        has_reason=bool(flags["return_finish_reason"]),
+        has_num_input=bool(flags["return_num_input_tokens"]),
+        has_num_output=bool(flags["return_num_output_tokens"]),
+    )
+
+
+def _check(flags: dict[str, bool | None], is_streaming: bool, is_streamed: bool) -> None:
+    if flags["stream"] and not is_streaming:
+        raise Invalid("stream: generate gives one answer; ask generate_stream", "stream")
+    if is_streamed and flags["exclude_input_in_output"] is False:
+        text = "exclude_input_in_output: a stream does not hold the input; expected true"
+        raise Invalid(text, "exclude_input_in_output")
+    for name in WHOLE_ONLY:
+        if is_streamed and flags[name]:
+            raise Invalid(f"{name} is not served in streams", name)
+
+
+def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
+    inner = fields.get("parameters")
+    if inner is not None and not isinstance(inner, dict):
+        raise Invalid("parameters: expected an object", "parameters")
+    packed = fields.get("sampling_parameters")
+    if packed is not None and not isinstance(packed, str):
+        raise Invalid("sampling_parameters: expected JSON as a string", "sampling_parameters")
+    found = _object(packed.encode(), "sampling_parameters") if packed else {}
+    found |= inner or {}
+    found |= fields
+    for name in ("text_input", "id", "parameters", "sampling_parameters"):
+        found.pop(name, None)
+    return found
+
+
+def _flag(found: dict[str, Any], name: str) -> bool | None:
+    value = found.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise Invalid(f"{name}: expected true or false", name)
+    return value
+
+
+def _object(data: Raw, what: str) -> dict[str, Any]:
+    try:
+        return _body.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Invalid(f"{what} is no JSON object: {error}") from None
+
+
+def whole(head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> bytes:
+    asked = head.asked
+    found = head.json() | {"text_output": _one_or_all([each.text for each in choices])}
+    if asked.has_reason:
+        found["finish_reason"] = _one_or_all([each.reason for each in choices])
+    if asked.has_num_input:
+        found["num_input_tokens"] = usage.num_prompt
+    if asked.has_num_output:
+        found["num_output_tokens"] = usage.num_generated
+    return _encode(found)
+
+
+def event(head: AnswerHead, choice: Choice) -> bytes:
+    found = head.json() | {"text_output": choice.text}
+    if head.asked.has_reason:
+        # vLLM's way to say that there is none yet.
+        found["finish_reason"] = str(choice.reason)
+    return b"data: " + _encode(found) + b"\n\n"
+
+
+def error_event(text: str) -> bytes:
+    return b"data: " + _encode({"error": text}) + b"\n\n"
+
+
+def _one_or_all(values: Sequence[Any]) -> Any:
+    """An output of one element is not in a list."""
+    return values[0] if len(values) == 1 else values
