@@ -37,9 +37,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [
-    str(Path(__file__).resolve().parents[2] / each) for each in ("", "examples", "benchmarks")
-]
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import fetch
 import numpy as np
