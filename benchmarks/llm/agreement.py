@@ -49,7 +49,7 @@ from mixes import Mix, alone
 from ours import Ours
 from rich.console import Console
 from rich.table import Table
-from rivals.environment import InstallError, ensure
+from rivals.environment import Environment, InstallError, ensure
 from smollm2 import FOLDER, RESULTS, ROOT, Prompt
 
 TOLERANCE, TIE, SHARE = 5e-4, 1e-3, 0.95
@@ -102,16 +102,20 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def environment() -> Environment:
+    """Of transformers, with the torch that we have. InstallError says why not."""
+    needed = ["gguf", "accelerate"]
+    return ensure("transformers", "transformers", TRANSFORMERS, needed, runtime="torch")
+
+
 class Comparison:
     def __init__(self, args: argparse.Namespace) -> None:
         self._num_tokens: int = args.tokens
         self._seed: int = args.seed
         path = smollm2.model_file()
-        environment = ensure(
-            "transformers", "transformers", TRANSFORMERS, ["gguf", "accelerate"], runtime="torch"
-        )
+        theirs = environment()
         self._versions = {
-            "transformers": environment.version,
+            "transformers": theirs.version,
             "torch": str(torch.__version__),
             "model": path.name,
         }
@@ -130,7 +134,7 @@ class Comparison:
         }
         key = [args.tokens, args.seed, args.mix, args.prompts, self._versions, code_digest()]
         self._journal = Journal(args.work, key, args.again)
-        self.reference = Reference(environment.python, path, args.threads)
+        self.reference = Reference(theirs.python, path, args.threads)
 
     def run(self) -> None:
         for number, prompt in self._prompts.items():
