@@ -88,20 +88,26 @@ class TracedRunner:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    decoder: KeepingDecoder
+    decoder: Decoder
     text: Text
 
     @classmethod
-    def load(cls, path: Path, dtype: torch.dtype = torch.float32) -> Ours:
+    def load(
+        cls,
+        path: Path,
+        dtype: torch.dtype = torch.float32,
+        kind: type[Decoder] = KeepingDecoder,
+    ) -> Ours:
         checkpoint = open_checkpoint(path)
         try:
-            decoder = KeepingDecoder(checkpoint.shape, checkpoint.weight, "cpu", dtype)
+            decoder = kind(checkpoint.shape, checkpoint.weight, "cpu", dtype)
             return cls(decoder, of_gguf(checkpoint.metadata))
         finally:
             checkpoint.close()
 
     def traced(self, room: Room) -> tuple[Engine, Trace]:
         """Sequences of requests that ask for one continuation are numbered as they are added."""
+        assert isinstance(self.decoder, KeepingDecoder)
         runner = TracedRunner(self._runner(room), self.decoder)
         return _engine(room, runner), runner.trace
 
