@@ -60,8 +60,6 @@ NUM_PROMPT, NUM_TOKENS, ROUNDS = 64, 128, 3
 QUICK_TOKENS = 16
 GOAL = 0.5
 SEED = 11
-# Characters by which a text is known to be of the same model.
-ALIKE = 24
 Tokens = list[int]
 
 
@@ -222,18 +220,19 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def alike(mine: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> float:
-    """The share of texts that begin as those of our FP32 do."""
+    """Characters by which texts begin as those of our FP32 do, in the median."""
     exact = {(row["round"], row["streams"]): row["texts"] for row in rows if row["side"] == OURS[0]}
-    pairs = [
-        (text[:ALIKE], other[:ALIKE])
+    return statistics.median(
+        len(os.path.commonprefix([text, other]))
         for row in mine
         for text, other in zip(row["texts"], exact[row["round"], row["streams"]], strict=True)
-    ]
-    return sum(text == other for text, other in pairs) / len(pairs)
+    )
 
 
 def table_of(found: Mapping[str, Any]) -> Table:
-    table = Table("engine", "streams", "decoded/s", "with prompts/s", "first token, s", "same text")
+    table = Table(
+        "engine", "streams", "decoded/s", "with prompts/s", "first token, s", "same chars"
+    )
     for streams, by_side in found["medians"].items():
         for name, each in by_side.items():
             figures = (
@@ -241,7 +240,7 @@ def table_of(found: Mapping[str, Any]) -> Table:
                 f"{each['per_s']:.1f}",
                 f"{each['first_s']:.3f}",
             )
-            table.add_row(name, streams, *figures, f"{each['alike']:.0%}")
+            table.add_row(name, streams, *figures, f"{each['alike']:.0f}")
     return table
 
 
