@@ -46,16 +46,21 @@ def onnx_path(model_name: str) -> Path:
 
 
 def ensure(
-    name: str, package: str, versions: Sequence[str], extras: Sequence[str] = ()
+    name: str,
+    package: str,
+    versions: Sequence[str],
+    extras: Sequence[str] = (),
+    runtime: str = "onnxruntime",
 ) -> Environment:
     """The environment with the first of these versions that installs.
 
-    Every environment gets the ONNX Runtime release that Penstock has, so the model costs the same.
+    Every environment gets the release of the runtime that Penstock has, so the model costs the
+    same; none where the alternative brings its own.
     """
-    runtime = f"onnxruntime=={importlib.metadata.version('onnxruntime')}"
+    same = [f"{runtime}=={_own_release(runtime)}"] if runtime else []
     home = BENCH / name
     marker = home / "installed.json"
-    wanted = [*versions, *extras, runtime]
+    wanted = [*versions, *extras, *same]
     if marker.exists():
         saved = json.loads(marker.read_text())
         if saved["wanted"] == wanted:
@@ -63,13 +68,18 @@ def ensure(
     reasons: list[str] = []
     for version in versions:
         try:
-            _install(home, [f"{package}=={version}", *extras, runtime])
+            _install(home, [f"{package}=={version}", *extras, *same])
         except InstallError as error:
             reasons.append(str(error))
             continue
         marker.write_text(json.dumps({"wanted": wanted, "version": version, "reasons": reasons}))
         return _environment(home, version, reasons)
     raise InstallError("; ".join(reasons))
+
+
+def _own_release(package: str) -> str:
+    """Without what was said about a build, which registries do not know."""
+    return importlib.metadata.version(package).partition("+")[0]
 
 
 def _environment(home: Path, version: str, reasons: Sequence[str]) -> Environment:

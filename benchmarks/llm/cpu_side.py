@@ -1,0 +1,135 @@
+"""One engine, in a process of its own: `python cpu_side.py NAME FILE.gguf THREADS STREAMS`.
+
+Answers lines of JSON: prompts as tokens, and how many tokens each is to be continued by. They begin
+together and end when all are done. What is told is the time that took, and the texts. Runs in the
+environment of the engine that it is about, and imports no other.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+Prompts = list[list[int]]
+
+
+class Side(Protocol):
+    def __init__(self, path: Path, num_threads: int, num_streams: int, max_length: int) -> None: ...
+    def texts(self, prompts: Prompts, num_tokens: int) -> list[str]: ...
+
+
+class Penstock:
+    """Our engine and scheduler, without the process and the protocol around them."""
+
+    dtype = "float32"
+
+    def __init__(self, path: Path, num_threads: int, num_streams: int, max_length: int) -> None:
+        sys.path.append(str(Path(__file__).resolve().parents[2]))
+        import torch
+        from ours import Ours, Room, asked
+
+        from penstock.llm.models.decoder import Decoder
+
+        torch.set_num_threads(num_threads)
+        self._asked = asked
+        self._ours = Ours.load(path, getattr(torch, self.dtype), Decoder)
+        num_blocks = num_streams * -(-max_length // 16)
+        room = Room(num_blocks, 16, num_streams, num_streams * max_length, max_length)
+        self._engine = self._ours.engine(room)
+
+    def texts(self, prompts: Prompts, num_tokens: int) -> list[str]:
+        self._engine.scheduler.pool.clear()
+        for number, tokens in enumerate(prompts):
+            self._engine.add(self._asked(number, tokens, num_tokens))
+        found: list[list[int]] = [[] for _ in prompts]
+        while not self._engine.is_idle:
+            for piece in self._engine.step():
+                found[piece.request].append(piece.token)
+        return [self._ours.text.decode(tokens) for tokens in found]
+
+
+class PenstockBfloat16(Penstock):
+    dtype = "bfloat16"
+
+
+class LlamaCpp:
+    def __init__(self, path: Path, num_threads: int, num_streams: int, max_length: int) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_parallel = num_streams
+        params.n_ctx = num_streams * max_length
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
+        params.verbosity = -1
+        self._server = xllamacpp.Server(params)
+
+    def texts(self, prompts: Prompts, num_tokens: int) -> list[str]:
+        answers: list[dict] = []
+        asked = {"prompt": prompts, "max_tokens": num_tokens, "temperature": 0}
+        asked |= {"ignore_eos": True, "cache_prompt": False}
+        self._server.handle_completions(asked, answers.append)
+        choices = sorted(answers[0]["choices"], key=lambda each: each["index"])
+        assert all(each["finish_reason"] == "length" for each in choices), answers
+        return [each["text"] for each in choices]
+
+
+class OpenVino:
+    def __init__(self, path: Path, num_threads: int, num_streams: int, max_length: int) -> None:
+        import numpy
+        import openvino
+        import openvino_genai
+
+        self._numpy, self._openvino, self._genai = numpy, openvino, openvino_genai
+        scheduling = openvino_genai.SchedulerConfig()
+        scheduling.max_num_seqs = num_streams
+        scheduling.max_num_batched_tokens = num_streams * max_length
+        scheduling.enable_prefix_caching = False
+        scheduling.cache_size = 1
+        self._pipeline = openvino_genai.LLMPipeline(
+            str(path), "CPU", scheduler_config=scheduling, INFERENCE_NUM_THREADS=num_threads
+        )
+
+    def texts(self, prompts: Prompts, num_tokens: int) -> list[str]:
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = num_tokens, True, False
+        # Filled up on the left; what is masked is not computed.
+        sizes = len(prompts), max(map(len, prompts))
+        ids = self._numpy.zeros(sizes, self._numpy.int64)
+        mask = self._numpy.zeros_like(ids)
+        for row, tokens in enumerate(prompts):
+            ids[row, sizes[1] - len(tokens) :] = tokens
+            mask[row, sizes[1] - len(tokens) :] = 1
+        tensors = [self._openvino.Tensor(each) for each in (ids, mask)]
+        found = self._pipeline.generate(self._genai.TokenizedInputs(*tensors), config).tokens
+        assert all(len(tokens) == num_tokens for tokens in found)
+        tokenizer = self._pipeline.get_tokenizer()
+        return [tokenizer.decode(tokens) for tokens in found]
+
+
+SIDES: dict[str, type[Side]] = {
+    "penstock fp32": Penstock,
+    "penstock bf16": PenstockBfloat16,
+    "llama.cpp": LlamaCpp,
+    "openvino-genai": OpenVino,
+}
+
+
+def main() -> None:
+    name, path = sys.argv[1], Path(sys.argv[2])
+    num_threads, num_streams, max_length = map(int, sys.argv[3:])
+    # What libraries print is not an answer.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    side = SIDES[name](path, num_threads, num_streams, max_length)
+    print(json.dumps({"ready": name}), file=answers, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began = time.perf_counter()
+        texts = side.texts(asked["prompts"], asked["num_tokens"])
+        took_s = time.perf_counter() - began
+        print(json.dumps({"seconds": took_s, "texts": texts}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
