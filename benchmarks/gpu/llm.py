@@ -89,7 +89,7 @@ class Scale:
     num_beside: int = 64
     length_beside: int = 256
     max_sequences: int = 256
-    max_queued: int = 512
+    max_queued: int = 500
     max_tokens: int = 16_384
     block_size: int = 16
 
@@ -219,6 +219,9 @@ def throughput(
         if hasattr(watch.runner, name):
             setattr(watch.runner, name, 0)
     engine.runner = watch
+    # As an engine's process does.
+    gc.collect()
+    gc.freeze()
     for asked in requests(pairs, vocabulary):
         engine.add(asked)
     if bench.is_profiled:

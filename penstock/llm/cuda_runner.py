@@ -9,6 +9,7 @@ memory. Whoever wants penalties, a bias or logprobs is drawn for once more behin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.backends.checks import first_line
 from penstock.backends.torch_cuda import Device, Mark, Replayable
 from penstock.llm import operations
 from penstock.llm.cache import Cache
@@ -31,6 +33,7 @@ from penstock.llm.sequence import Ending, Sequence
 from penstock.llm.table_rows import TableRows
 from penstock.types import Array
 
+log = logging.getLogger("penstock.engine")
 # Steps that are begun before the one before them is committed.
 NUM_AHEAD = 1
 # Sequences of graphs: up to this by powers of two, then by steps of 8, 16 and 32.
@@ -138,6 +141,8 @@ class CudaRunner:
         self._turn = 0
         self._graphs: dict[int, Replayable] = {}
         self._buckets = buckets(limits.max_sequences)
+        # Why steps of so many sequences run without a graph.
+        self.problems: dict[int, str] = {}
         self.num_replayed = 0
         self.num_eager = 0
 
@@ -152,8 +157,15 @@ class CudaRunner:
                     # Libraries are set up by it.
                     self._generate(size)
                 if self._has_graphs:
-                    self._graphs[size], _ = self._device.capture(partial(self._captured, size))
+                    self._capture(size)
         self._device.mark("compute").synchronize()
+
+    def facts(self) -> dict[str, str]:
+        found = {"cuda_graphs": str(len(self._graphs)) if self._has_graphs else "off"}
+        if self.problems:
+            size, problem = next(iter(self.problems.items()))
+            found["without_cuda_graph"] = f"{len(self.problems)} sizes, {size} first: {problem}"
+        return found
 
     def run(self, step: Step, samplings: dict[int, Sampling]) -> Begun:
         """Begun, and not waited for. A token that is not known must be the last that its sequence
@@ -271,6 +283,13 @@ class CudaRunner:
         tokens = operations.known(sheet, self._last)
         hidden = self._fused.hidden(tokens, Places(sheet, size, splits))
         self._draw(hidden, sheet)
+
+    def _capture(self, size: int) -> None:
+        try:
+            self._graphs[size], _ = self._device.capture(partial(self._captured, size))
+        except Exception as error:  # Of many types; such steps run without.
+            self.problems[size] = first_line(error)
+            log.warning("no CUDA graph for %d sequences: %s", size, self.problems[size])
 
     def _captured(self, size: int) -> dict[str, Tensor]:
         self._generate(size)
