@@ -227,7 +227,9 @@ def attend_one(
         )
 
 
-def attend_many(queries: Any, paged: Paged, lines: Any, out: Any) -> None:
+def attend_many(
+    queries: Any, paged: Paged, lines: Any, out: Any, num_stages: int | None = None
+) -> None:
     """[tokens, heads, size] of queries; `lines` [lines, 4] say which of them are whose. Their own
     keys are there already."""
     num_heads, size = queries.shape[1:]
@@ -238,7 +240,8 @@ def attend_many(queries: Any, paged: Paged, lines: Any, out: Any) -> None:
         queries, paged.keys, paged.values, paged.table, lines, out,
         queries.stride(0), paged.table.stride(0), paged.keys.stride(0), out.stride(0),
         math.log2(math.e) / math.sqrt(size), num_heads // num_kv_heads, size, MANY_ROWS,
-        MANY_KEYS, paged.block_size, num_warps=MANY_WARPS, num_stages=_stages(queries.device),
+        MANY_KEYS, paged.block_size, num_warps=MANY_WARPS,
+        num_stages=num_stages or _stages(queries.device),
     )  # fmt: skip
 
 
