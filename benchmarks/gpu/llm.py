@@ -482,7 +482,8 @@ def attention_case(bench: Bench, num: int, group: int, most: int) -> tuple[Any, 
 
     device, dtype = bench.device, torch.float16 if bench.device == "cpu" else torch.bfloat16
     chance = random.Random(SEED)
-    lengths = [chance.randint(most // 8, most) for _ in range(num)]
+    # As the runner has them: those that see most first.
+    lengths = sorted((chance.randint(most // 8, most) for _ in range(num)), reverse=True)
     blocks = -(-most // 16)
     order = list(range(num * blocks))
     chance.shuffle(order)

@@ -61,8 +61,8 @@ def _attend_one(
     BLOCK: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One part of what one token sees, for the heads that share one of keys."""
-    token = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    token = tl.program_id(1)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
     length = tl.load(positions + token * row_stride) + 1
@@ -99,7 +99,7 @@ def _attend_one(
     total = tl.where(total > 0, total, 1.0)
     mixed = mixed / total[:, None]
     if IS_SPLIT:
-        num_heads = tl.num_programs(1) * GROUP
+        num_heads = tl.num_programs(0) * GROUP
         part = (token.to(tl.int64) * num_heads + heads) * num_splits + split
         tl.store(parts + part[:, None] * SIZE + places[None, :], mixed, mask=is_mine)
         tl.store(sums + part, peak + tl.log2(total), mask=group < GROUP)
@@ -202,7 +202,8 @@ def attend_one(
     queries: Any, paged: Paged, positions: Any, rows: Any, out: Any, splits: int
 ) -> None:
     """[tokens, heads, size] of queries, each at its position, which is -1 where there is none, in
-    its row of the table; to `out`, of the same shape. What they see is there."""
+    its row of the table; to `out`, of the same shape. What they see is there. Those that see most
+    should come first: what begins last would else be waited for."""
     num_tokens, num_heads, size = queries.shape
     num_kv_heads = paged.keys.shape[1]
     group = num_heads // num_kv_heads
@@ -214,7 +215,8 @@ def attend_one(
         shape = num_tokens, num_heads, splits
         parts = torch.empty((*shape, size), dtype=torch.float32, device=queries.device)
         sums = torch.empty(shape, dtype=torch.float32, device=queries.device)
-    _attend_one[(num_tokens, num_kv_heads, splits)](
+    # The heads of a token run next to each other: their keys lie next to each other too.
+    _attend_one[(num_kv_heads, num_tokens, splits)](
         queries, paged.keys, paged.values, paged.table, positions, rows, out, parts, sums,
         queries.stride(0), positions.stride(0), paged.table.stride(0), paged.keys.stride(0),
         out.stride(0), math.log2(math.e) / math.sqrt(size),
