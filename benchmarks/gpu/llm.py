@@ -89,7 +89,7 @@ class Scale:
     num_beside: int = 64
     length_beside: int = 256
     max_sequences: int = 256
-    max_queued: int = 512
+    max_queued: int = 500
     max_tokens: int = 16_384
     block_size: int = 16
 
@@ -219,6 +219,9 @@ def throughput(
         if hasattr(watch.runner, name):
             setattr(watch.runner, name, 0)
     engine.runner = watch
+    # As an engine's process does.
+    gc.collect()
+    gc.freeze()
     for asked in requests(pairs, vocabulary):
         engine.add(asked)
     if bench.is_profiled:
@@ -260,6 +263,8 @@ def profiled(bench: Bench, engine: Engine, num_steps: int = 8) -> dict[str, Any]
     name = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     rows = sorted(told.key_averages(), key=lambda each: -getattr(each, name))
     total = sum(getattr(each, name) for each in rows)
+    if not total:
+        raise RuntimeError("the profiler tells of no kernels on this machine")
     num, each_ms = len(engine.scheduler.running), took_us / num_steps / 1e3
     print(f"{num} sequences, {each_ms:.2f} ms a step, of which {total / took_us:.0%} in kernels")
     kernels = []
@@ -436,7 +441,40 @@ def attention(bench: Bench) -> dict[str, Any]:
                   f"{num_bytes / took_ms / 1e6:.0f} GB/s", flush=True)  # fmt: skip
             if small:
                 break
+    for keys, warps, stages in ((64, 8, 3), (64, 8, 2), (64, 8, 4), (128, 8, 2), (32, 8, 4),
+                                (64, 4, 3)):  # fmt: skip
+        name = f"prompts: {keys}/{warps}/{stages}"
+        try:
+            rows[name] = prompts_rate(bench, keys, warps, stages)
+        except Exception as error:
+            rows[name] = f"{type(error).__name__}: {error}"[:80]
+        print(name, rows[name], flush=True)
+        if small:
+            break
     return rows
+
+
+def prompts_rate(bench: Bench, keys: int, warps: int, stages: int) -> str:
+    """Eight prompts of the same length, causal: half of all pairs are computed."""
+    from penstock.kernels import paged_attention
+
+    num, length = (2, 40) if bench.is_tiny else (8, 2048)
+    _, paged, _, _ = attention_case(bench, num, 4, length)
+    dtype = paged.keys.dtype
+    queries = torch.randn(num * length, 32, 128, device=bench.device, dtype=dtype)
+    size = paged_attention.tokens_of_line(4)
+    lines = [
+        [row, row * length + at, (row + 1) * length, at]
+        for at in reversed(range(0, length, size))
+        for row in range(num)
+    ]
+    table = torch.tensor(lines, dtype=torch.int32, device=bench.device)
+    out = torch.empty_like(queries)
+    paged_attention.MANY_KEYS, paged_attention.MANY_WARPS = keys, warps
+    took_ms = timed_ms(
+        bench, lambda: paged_attention.attend_many(queries, paged, table, out, stages)
+    )
+    return f"{4 * num * length * length / 2 * 32 * 128 / took_ms / 1e9:.0f} TFLOP/s"
 
 
 def attention_case(bench: Bench, num: int, group: int, most: int) -> tuple[Any, ...]:
@@ -444,7 +482,8 @@ def attention_case(bench: Bench, num: int, group: int, most: int) -> tuple[Any, 
 
     device, dtype = bench.device, torch.float16 if bench.device == "cpu" else torch.bfloat16
     chance = random.Random(SEED)
-    lengths = [chance.randint(most // 8, most) for _ in range(num)]
+    # As the runner has them: those that see most first.
+    lengths = sorted((chance.randint(most // 8, most) for _ in range(num)), reverse=True)
     blocks = -(-most // 16)
     order = list(range(num * blocks))
     chance.shuffle(order)
@@ -464,9 +503,13 @@ def attention_ms(bench: Bench, case: tuple[Any, ...]) -> float:
     if bench.is_tiny:
         splits = 2
 
-    def run() -> None:
-        paged_attention.attend_one(queries, paged, sheet[:, 0], sheet[:, 1], out, splits)
+    return timed_ms(
+        bench,
+        lambda: paged_attention.attend_one(queries, paged, sheet[:, 0], sheet[:, 1], out, splits),
+    )
 
+
+def timed_ms(bench: Bench, run: Callable[[], None]) -> float:
     if bench.device == "cpu":
         began = time.perf_counter()
         run()
@@ -489,6 +532,7 @@ HEADLINES = {"itl": "itl_ms", "prefix": "ratio", "transformers": "ratio"}
 
 
 def freed(bench: Bench) -> None:
+    gc.unfreeze()
     gc.collect()
     if bench.device != "cpu":
         torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from step to step is in tensors on the device, so a CUDA graph can hold `attend_
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -26,10 +27,11 @@ NUM_PROGRAMS = 8 * 132
 MAX_SPLITS = 64
 # Keys that are looked at together by head size, with warps and stages: those of one token wait for
 # memory, so many are on their way at once.
-ONE_KEYS, ONE_WARPS, ONE_STAGES = {16: 64, 32: 64, 64: 128, 128: 64, 256: 32}, 4, 3
+ONE_KEYS, ONE_WARPS, ONE_STAGES = {16: 64, 32: 64, 64: 128, 128: 64}, 4, 3
 # Rows (tokens times heads) of a prompt that one program takes.
-MANY_ROWS = 128
-MANY_KEYS, MANY_WARPS, MANY_STAGES = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32}, 8, 3
+MANY_ROWS, MANY_KEYS, MANY_WARPS, MANY_STAGES = 128, 64, 8, 3
+# With heads of 128, 3 stages need so much shared memory; smaller GPUs have room for 2.
+MANY_BYTES, FEW_STAGES = 131_104, 2
 HEAD_SIZES = tuple(ONE_KEYS)
 
 
@@ -45,19 +47,27 @@ def _fold(scores, values, peak, total, mixed):
 
 
 @triton.jit
+def _slots(block, at, PIECE: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr):
+    """Where keys are kept that lie, piece by piece, in these blocks at these positions."""
+    first = block.to(tl.int64) * BLOCK + at % BLOCK
+    return tl.reshape(first[:, None] + tl.arange(0, PIECE)[None, :], [BN])
+
+
+@triton.jit
 def _attend_one(
     queries, keys, values, table, positions, rows, out, parts, sums,
     query_stride, row_stride, table_stride, token_stride, out_stride, qk_scale,
     GROUP: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One part of what one token sees, for the heads that share one of keys."""
-    token = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    token = tl.program_id(1)
     split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
     length = tl.load(positions + token * row_stride) + 1
     blocks = table + tl.load(rows + token * row_stride).to(tl.int64) * table_stride
-    share = tl.cdiv(tl.cdiv(length, NUM_SPLITS), BN) * BN
+    share = tl.cdiv(tl.cdiv(length, num_splits), BN) * BN
     begin = split * share
     end = tl.minimum(begin + share, length)
     group = tl.arange(0, BM)
@@ -70,11 +80,16 @@ def _attend_one(
     total = tl.zeros([BM], tl.float32)
     mixed = tl.zeros([BM, SIZE], tl.float32)
     columns = tl.arange(0, BN)
+    # Keys that lie next to each other; `begin` is where some such begin.
+    PIECE: tl.constexpr = BN if BN < BLOCK else BLOCK
+    pieces = begin + tl.arange(0, BN // PIECE) * PIECE
+    block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
     for start in range(begin, end, BN):
-        at = start + columns
-        is_seen = at < end
-        block = tl.load(blocks + at // BLOCK, mask=is_seen, other=0)
-        slot = (block.to(tl.int64) * BLOCK + at % BLOCK) * token_stride + head * SIZE
+        is_seen = start + columns < end
+        slot = _slots(block, pieces, PIECE, BN, BLOCK) * token_stride + head * SIZE
+        # Blocks are looked up one round before their keys are, so that these are fetched early.
+        pieces += BN
+        block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
         some = tl.load(keys + slot[None, :] + places[:, None], mask=is_seen[None, :], other=0.0)
         scores = tl.dot(asked, some) * qk_scale
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
@@ -83,14 +98,14 @@ def _attend_one(
     # Of a place without a token nothing is seen.
     total = tl.where(total > 0, total, 1.0)
     mixed = mixed / total[:, None]
-    if NUM_SPLITS == 1:
-        target = out + token.to(tl.int64) * out_stride + heads[:, None] * SIZE + places[None, :]
-        tl.store(target, mixed.to(out.dtype.element_ty), mask=is_mine)
-    else:
-        num_heads = tl.num_programs(1) * GROUP
-        part = (token.to(tl.int64) * num_heads + heads) * NUM_SPLITS + split
+    if IS_SPLIT:
+        num_heads = tl.num_programs(0) * GROUP
+        part = (token.to(tl.int64) * num_heads + heads) * num_splits + split
         tl.store(parts + part[:, None] * SIZE + places[None, :], mixed, mask=is_mine)
         tl.store(sums + part, peak + tl.log2(total), mask=group < GROUP)
+    else:
+        target = out + token.to(tl.int64) * out_stride + heads[:, None] * SIZE + places[None, :]
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=is_mine)
 
 
 @triton.jit
@@ -141,22 +156,26 @@ def _attend_many(
     total = tl.zeros([BM], tl.float32)
     mixed = tl.zeros([BM, SIZE], tl.float32)
     columns = tl.arange(0, BN)
+    end = position + tl.minimum(TOKENS, last - first)
+    PIECE: tl.constexpr = BN if BN < BLOCK else BLOCK
+    pieces = tl.arange(0, BN // PIECE) * PIECE
+    block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
     # All of these are seen by all of them.
     whole = (position + 1) // BN * BN
-    for start in range(0, whole, BN):
-        at = start + columns
-        block = tl.load(blocks + at // BLOCK)
-        slot = (block.to(tl.int64) * BLOCK + at % BLOCK) * token_stride + head * SIZE
+    for _ in range(0, whole, BN):
+        slot = _slots(block, pieces, PIECE, BN, BLOCK) * token_stride + head * SIZE
+        pieces += BN
+        block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
         some = tl.load(keys + slot[None, :] + places[:, None])
         given = tl.load(values + slot[:, None] + places[None, :])
         peak, total, mixed = _fold(tl.dot(asked, some) * qk_scale, given, peak, total, mixed)
-    end = position + tl.minimum(TOKENS, last - first)
     limit = position + packed // GROUP
     for start in range(whole, end, BN):
         at = start + columns
         is_there = at < end
-        block = tl.load(blocks + at // BLOCK, mask=is_there, other=0)
-        slot = (block.to(tl.int64) * BLOCK + at % BLOCK) * token_stride + head * SIZE
+        slot = _slots(block, pieces, PIECE, BN, BLOCK) * token_stride + head * SIZE
+        pieces += BN
+        block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
         some = tl.load(keys + slot[None, :] + places[:, None], mask=is_there[None, :], other=0.0)
         given = tl.load(values + slot[:, None] + places[None, :], mask=is_there[:, None], other=0.0)
         scores = tl.dot(asked, some) * qk_scale
@@ -183,23 +202,26 @@ def attend_one(
     queries: Any, paged: Paged, positions: Any, rows: Any, out: Any, splits: int
 ) -> None:
     """[tokens, heads, size] of queries, each at its position, which is -1 where there is none, in
-    its row of the table; to `out`, of the same shape. What they see is there."""
+    its row of the table; to `out`, of the same shape. What they see is there. Those that see most
+    should come first: what begins last would else be waited for."""
     num_tokens, num_heads, size = queries.shape
     num_kv_heads = paged.keys.shape[1]
     group = num_heads // num_kv_heads
     assert size in HEAD_SIZES and positions.stride(0) == rows.stride(0)
+    assert _is_power_of_two(paged.block_size)
     assert queries.stride(1) == out.stride(1) == size
     parts = sums = out
     if splits > 1:
         shape = num_tokens, num_heads, splits
         parts = torch.empty((*shape, size), dtype=torch.float32, device=queries.device)
         sums = torch.empty(shape, dtype=torch.float32, device=queries.device)
-    _attend_one[(num_tokens, num_kv_heads, splits)](
+    # The heads of a token run next to each other: their keys lie next to each other too.
+    _attend_one[(num_kv_heads, num_tokens, splits)](
         queries, paged.keys, paged.values, paged.table, positions, rows, out, parts, sums,
         queries.stride(0), positions.stride(0), paged.table.stride(0), paged.keys.stride(0),
         out.stride(0), math.log2(math.e) / math.sqrt(size),
         group, size, max(LEAST_ROWS, triton.next_power_of_2(group)), ONE_KEYS[size],
-        paged.block_size, splits, num_warps=ONE_WARPS, num_stages=ONE_STAGES,
+        paged.block_size, splits > 1, num_warps=ONE_WARPS, num_stages=ONE_STAGES,
     )  # fmt: skip
     if splits > 1:
         _join[(num_tokens, num_heads)](
@@ -207,15 +229,31 @@ def attend_one(
         )
 
 
-def attend_many(queries: Any, paged: Paged, lines: Any, out: Any) -> None:
+def attend_many(
+    queries: Any, paged: Paged, lines: Any, out: Any, num_stages: int | None = None
+) -> None:
     """[tokens, heads, size] of queries; `lines` [lines, 4] say which of them are whose. Their own
     keys are there already."""
     num_heads, size = queries.shape[1:]
     num_kv_heads = paged.keys.shape[1]
     assert size in HEAD_SIZES and queries.stride(1) == out.stride(1) == size
+    assert _is_power_of_two(paged.block_size)
     _attend_many[(num_kv_heads, lines.shape[0])](
         queries, paged.keys, paged.values, paged.table, lines, out,
         queries.stride(0), paged.table.stride(0), paged.keys.stride(0), out.stride(0),
         math.log2(math.e) / math.sqrt(size), num_heads // num_kv_heads, size, MANY_ROWS,
-        MANY_KEYS[size], paged.block_size, num_warps=MANY_WARPS, num_stages=MANY_STAGES,
+        MANY_KEYS, paged.block_size, num_warps=MANY_WARPS,
+        num_stages=num_stages or _stages(queries.device),
     )  # fmt: skip
+
+
+@functools.cache
+def _stages(device: torch.device) -> int:
+    if device.type != "cuda":
+        return MANY_STAGES
+    properties = torch.cuda.get_device_properties(device)
+    return MANY_STAGES if properties.shared_memory_per_block_optin >= MANY_BYTES else FEW_STAGES
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

@@ -9,6 +9,7 @@ memory. Whoever wants penalties, a bias or logprobs is drawn for once more behin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.backends.checks import first_line
 from penstock.backends.torch_cuda import Device, Mark, Replayable
 from penstock.llm import operations
 from penstock.llm.cache import Cache
@@ -29,9 +31,10 @@ from penstock.llm.runner import Ran, num_told, prompts_of, row_of
 from penstock.llm.sampling import MASK, STEPS, key_of, sample
 from penstock.llm.scheduler import Chunk, Limits, Step
 from penstock.llm.sequence import Ending, Sequence
-from penstock.llm.table_rows import TableRows
+from penstock.llm.table_rows import Changes, TableRows
 from penstock.types import Array
 
+log = logging.getLogger("penstock.engine")
 # Steps that are begun before the one before them is committed.
 NUM_AHEAD = 1
 # Sequences of graphs: up to this by powers of two, then by steps of 8, 16 and 32.
@@ -104,10 +107,10 @@ class Laid:
 
     num_tokens: int
     num_ones: int
-    places: list[int]
+    # The last row of each chunk.
+    ends: Array
     lines: list[Array]
-    entries: list[int]
-    blocks: list[int]
+    changes: Changes
 
 
 class CudaRunner:
@@ -140,6 +143,8 @@ class CudaRunner:
         self._turn = 0
         self._graphs: dict[int, Replayable] = {}
         self._buckets = buckets(limits.max_sequences)
+        # Why steps of so many sequences run without a graph.
+        self.problems: dict[int, str] = {}
         self.num_replayed = 0
         self.num_eager = 0
 
@@ -154,52 +159,55 @@ class CudaRunner:
                     # Libraries are set up by it.
                     self._generate(size)
                 if self._has_graphs:
-                    self._graphs[size], _ = self._device.capture(partial(self._captured, size))
+                    self._capture(size)
         self._device.mark("compute").synchronize()
+
+    def facts(self) -> dict[str, str]:
+        found = {"cuda_graphs": str(len(self._graphs)) if self._has_graphs else "off"}
+        if self.problems:
+            size, problem = next(iter(self.problems.items()))
+            found["without_cuda_graph"] = f"{len(self.problems)} sizes, {size} first: {problem}"
+        return found
 
     def run(self, step: Step, samplings: dict[int, Sampling]) -> Begun:
         """Begun, and not waited for. A token that is not known must be the last that its sequence
         got in the step before."""
         staged = self._next_staged()
-        held, new, changes = self._rows.take(step.chunks)
+        order = _ordered(step.chunks)
+        chunks = [step.chunks[number] for number in order]
+        held, new, changes = self._rows.take(chunks)
         for place in new:
-            sampling = samplings[step.chunks[place].sequence.id]
+            sampling = samplings[chunks[place].sequence.id]
             self._parameters[held[place].row] = parameters_of(sampling)
         rows = np.array([each.row for each in held], np.int32)
-        laid = self._laid(step, rows, staged, changes.entries, changes.blocks)
-        is_replayed = laid.num_ones == laid.num_tokens == len(step.chunks)
-        is_replayed &= len(step.chunks) <= self._buckets[-1]
-        wants_prompts = any(
-            samplings[chunk.sequence.id].num_prompt_logprobs is not None and num_told(chunk) > 0
-            for chunk in step.chunks
-        )
+        laid = self._laid(chunks, rows, staged, changes)
+        # In the order of the step again.
+        where = np.argsort(order)
+        sampled = [n for n, chunk in enumerate(step.chunks) if chunk.is_sampled]
+        places: list[int] = laid.ends[where[sampled]].tolist()
         with torch.inference_mode(), self._device.lane("compute"):
             begin = self._device.mark("compute")
             self._send(staged, laid)
             prompts: Mapping[int, PromptPart] = {}
-            if is_replayed and not wants_prompts:
+            if laid.num_ones == laid.num_tokens and not _wants_prompts(chunks, samplings):
                 self._replay(laid)
-                places = laid.places
             else:
-                hidden = self._run_eagerly(laid, staged)
-                places = list(range(len(laid.places)))
-                if wants_prompts:
-                    prompts = prompts_of(step, samplings, hidden, self._decoder.logits)
-            others, ran = self._drawn_again(step, samplings, places, rows)
+                hidden = self._run_eagerly(laid, staged, places)
+                places = list(range(len(places)))
+                prompts = prompts_of(Step(chunks), samplings, hidden, self._decoder.logits)
+            chosen = [step.chunks[number] for number in sampled]
+            again = self._drawn_again(chosen, samplings, places, rows[where[sampled]])
             num = max(places, default=-1) + 1
             if num:
                 staged.drawn[:num].copy_(self._drawn[:num], non_blocking=True)
             end = self._device.mark("compute")
         staged.mark = end
-        return Begun(begin, end, staged.drawn[:num], places, others, ran, prompts)
+        return Begun(begin, end, staged.drawn[:num], places, *again, prompts)
 
     # What the device is told.
 
-    def _laid(
-        self, step: Step, rows: Array, staged: Staged, entries: list[int], blocks: list[int]
-    ) -> Laid:
-        """Writes the sheet of the step."""
-        chunks = step.chunks
+    def _laid(self, chunks: Many[Chunk], rows: Array, staged: Staged, changes: Changes) -> Laid:
+        """Writes the sheet of a step."""
         counts = np.array([chunk.count for chunk in chunks])
         ends = counts.cumsum()
         num_tokens = int(ends[-1])
@@ -216,12 +224,9 @@ class CudaRunner:
         factor = np.uint32(STEPS[0])
         moved = (starts + counts).astype(np.uint32) * factor
         sheet[last, KEY] += moved.view(np.int32)
-        num_ones = _num_ones(chunks)
-        places = [place for place, chunk in enumerate(chunks) if chunk.is_sampled]
-        if num_ones < len(chunks):
-            places = last[places].tolist()
+        num_ones = int((counts == 1).sum())
         lines = self._lines(chunks, rows, ends, num_ones)
-        return Laid(num_tokens, num_ones, places, lines, entries, blocks)
+        return Laid(num_tokens, num_ones, last, lines, changes)
 
     def _lines(self, chunks: Many[Chunk], rows: Array, ends: Array, num_ones: int) -> list[Array]:
         """Of prompts: those that see most first, for they take longest."""
@@ -245,10 +250,10 @@ class CudaRunner:
             num = self._bucket(num)
             staged.sheet.numpy()[laid.num_tokens : num] = self._nobody(1)
         self._sheet[:num].copy_(staged.sheet[:num], non_blocking=True)
-        num_changes = len(laid.entries)
-        if num_changes:
-            changes = self._sent(staged, [np.array([laid.entries, laid.blocks], np.int64)], 0)
-            entries, blocks = changes.view(2, num_changes)
+        changes = laid.changes
+        if changes.entries:
+            flat = np.array([changes.entries, changes.blocks], np.int64)
+            entries, blocks = self._sent(staged, [flat], 0).view(2, -1)
             self._table.view(-1).scatter_(0, entries, blocks.int())
 
     def _sent(self, staged: Staged, arrays: list[Array], at: int) -> Tensor:
@@ -281,24 +286,32 @@ class CudaRunner:
         hidden = self._fused.hidden(tokens, Places(sheet, size, splits))
         self._draw(hidden, sheet)
 
+    def _capture(self, size: int) -> None:
+        try:
+            self._graphs[size], _ = self._device.capture(partial(self._captured, size))
+        except Exception as error:  # Of many types; such steps run without.
+            self.problems[size] = first_line(error)
+            log.warning("no CUDA graph for %d sequences: %s", size, self.problems[size])
+
     def _captured(self, size: int) -> dict[str, Tensor]:
         self._generate(size)
         # What it computes is in places of its own.
         return {}
 
-    def _run_eagerly(self, laid: Laid, staged: Staged) -> Tensor:
-        """What logits are made of, of all its tokens."""
+    def _run_eagerly(self, laid: Laid, staged: Staged, places: list[int]) -> Tensor:
+        """`places` are those of rows that are drawn for, in order. What logits are made of, of all
+        rows."""
         self.num_eager += 1
         sheet = self._sheet[: laid.num_tokens]
-        places = np.array(laid.places, np.int64)
-        extras = self._sent(staged, [*laid.lines, places], 2 * len(laid.entries))
+        flat = np.array(places, np.int64)
+        extras = self._sent(staged, [*laid.lines, flat], 2 * len(laid.changes.entries))
         num_lines = sum(len(each) for each in laid.lines)
         lines = extras[: 4 * num_lines].view(num_lines, 4).int()
         ones = laid.num_ones
         splits = operations.num_splits(self._bucket(ones), self._decoder.shape.num_kv_heads)
         tokens = operations.known(sheet, self._last)
         hidden = self._fused.hidden(tokens, Places(sheet, ones, splits, lines))
-        if laid.places:
+        if places:
             chosen = extras[4 * num_lines :]
             self._draw(hidden[chosen], sheet[chosen])
         return hidden
@@ -310,25 +323,28 @@ class CudaRunner:
         operations.draw(logits, sheet, self._drawn[:num], self._last)
 
     def _drawn_again(
-        self, step: Step, samplings: dict[int, Sampling], places: list[int], rows: Array
+        self,
+        chunks: Many[Chunk],
+        samplings: dict[int, Sampling],
+        places: list[int],
+        rows: Array,
     ) -> tuple[list[int], Ran | None]:
-        """For those that want what the graph does not do, from the same logits."""
-        pairs = zip(rows.tolist(), step.chunks, strict=True)
-        chunks = [(row, chunk) for row, chunk in pairs if chunk.is_sampled]
+        """Of those that were drawn for, the ones that want what the graph does not do, from the
+        same logits."""
         others = [
             number
-            for number, (_, chunk) in enumerate(chunks)
+            for number, chunk in enumerate(chunks)
             if is_other(chunk, samplings[chunk.sequence.id])
         ]
         if not others:
             return [], None
-        asked = [row_of(chunks[n][1], samplings[chunks[n][1].sequence.id]) for n in others]
+        asked = [row_of(chunks[n], samplings[chunks[n].sequence.id]) for n in others]
         device = self._sheet.device
         where = torch.tensor([places[number] for number in others], device=device)
         sampled = sample(self._logits[where], asked)
         tokens = sampled.tokens.int()
         self._drawn[where] = tokens
-        self._last[torch.tensor([chunks[n][0] for n in others], device=device)] = tokens
+        self._last[torch.from_numpy(rows[others]).to(device).long()] = tokens
         return others, Ran(sampled, [row.sampling.num_logprobs for row in asked])
 
     # Memory.
@@ -377,6 +393,14 @@ class CudaRunner:
         return rows
 
 
+def _wants_prompts(chunks: Many[Chunk], samplings: Mapping[int, Sampling]) -> bool:
+    """Of what a graph computes nobody sees but what was drawn."""
+    return any(
+        samplings[chunk.sequence.id].num_prompt_logprobs is not None and num_told(chunk) > 0
+        for chunk in chunks
+    )
+
+
 def is_other(chunk: Chunk, sampling: Sampling) -> bool:
     """Whether it wants more than a graph does."""
     if sampling.has_penalties or sampling.bias or sampling.num_logprobs is not None:
@@ -397,9 +421,12 @@ def parameters_of(sampling: Sampling) -> Array:
     return found
 
 
-def _num_ones(chunks: Many[Chunk]) -> int:
-    """Chunks of one token that come first."""
-    return next((n for n, chunk in enumerate(chunks) if chunk.count > 1), len(chunks))
+def _ordered(chunks: Many[Chunk]) -> list[int]:
+    """Those of one token first, and of these the ones that see most (`kernels.paged_attention` says
+    why); then prompts, as they are."""
+    ones = [number for number, chunk in enumerate(chunks) if chunk.count == 1]
+    ones.sort(key=lambda number: -chunks[number].start)
+    return ones + [number for number, chunk in enumerate(chunks) if chunk.count > 1]
 
 
 def _tokens(chunks: Many[Chunk], num_tokens: int) -> list[int]:

@@ -6,6 +6,7 @@ there is nothing to do it sleeps until a message comes. It dies with the core.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import select
@@ -94,6 +95,9 @@ class EngineProcess:
             log.exception("the model cannot be loaded")
             self._send(messages.LoadFailed((f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS],)))
             return False
+        # What is here stays; looking at it again and again would hold up steps.
+        gc.collect()
+        gc.freeze()
         take_part()
         scheduler = self._engine.scheduler
         self._send(
@@ -215,8 +219,9 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
     scheduler = Scheduler(BlockPool(num_blocks, settings.block_size), limits)
     pace = Pace(Targets(settings.ttft_s, settings.tpot_s))
     waiting = Limits(max_waiting=settings.max_waiting)
-    runner, num_ahead = loading.open_runner(settings, decoder, cache, limits)
-    engine = Engine(scheduler, runner, pace, time.monotonic, waiting, num_ahead)
+    opened = loading.open_runner(settings, decoder, cache, limits)
+    clock = time.monotonic
+    engine = Engine(scheduler, opened.runner, pace, clock, waiting, opened.num_ahead)
     built = {
         "torch": str(torch.__version__),
         "device": settings.device,
@@ -224,6 +229,7 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
         "parameters": str(shape.num_parameters),
         "vocabulary": str(shape.vocabulary),
         "cache_bytes": str(cache.keys.nbytes + cache.values.nbytes),
+        **opened.facts,
     }
     return engine, built
 

@@ -4,6 +4,8 @@ runs steps. `engine_main` and whoever measures it call this.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -69,6 +71,8 @@ def room(settings: Settings, decoder: Decoder, limits: Limits) -> tuple[Cache, i
     """For keys and values, and how many blocks it has; ConfigError where one sequence would not
     fit."""
     size, dtype = settings.block_size, decoder.dtype
+    if size & (size - 1):
+        raise ConfigError([f"block_size is {size}; expected a power of two"])
     block_bytes = bytes_of_block(decoder.shape, size, dtype)
     num_bytes = settings.cache_bytes or _left(decoder, limits)
     num_blocks = num_bytes // block_bytes
@@ -101,12 +105,17 @@ def step_bytes(shape: Shape, limits: Limits) -> int:
     return limits.max_tokens * token + limits.max_sequences * shape.vocabulary * 16
 
 
-def open_runner(
-    settings: Settings, decoder: Decoder, cache: Cache, limits: Limits
-) -> tuple[Runs, int]:
-    """And how many steps it may begin before the one before them is committed."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    runner: Runs
+    # Steps that it may begin before the one before them is committed.
+    num_ahead: int = 0
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+def open_runner(settings: Settings, decoder: Decoder, cache: Cache, limits: Limits) -> Opened:
     if not settings.device.startswith("cuda"):
-        return Runner(decoder, cache), 0
+        return Opened(Runner(decoder, cache))
     from penstock.backends.torch_cuda import Cuda
     from penstock.llm.cuda_runner import CudaRunner
 
@@ -116,4 +125,4 @@ def open_runner(
     device = Cuda(settings.device)
     runner = CudaRunner(decoder, cache, device, limits, has_graphs=has_graphs)
     runner.prepare()
-    return runner, runner.num_ahead
+    return Opened(runner, runner.num_ahead, runner.facts())

@@ -27,7 +27,7 @@ TOKEN, POSITION, ROW, KEY, TEMPERATURE, TOP_K, TOP_P, MIN_P = range(8)
 NUM_COLUMNS = 8
 KERNEL_TYPES = (torch.float16, torch.bfloat16)
 # Heads that `kernels.paged_attention` knows.
-KERNEL_HEADS = (16, 32, 64, 128, 256)
+KERNEL_HEADS = (16, 32, 64, 128)
 AMPERE = (8, 0)
 
 

@@ -93,6 +93,21 @@ def test_many_together_continue_as_by_hand(tmp_path, config, has_graphs):
     assert bool(engine.runner.num_replayed) == has_graphs and engine.runner.num_eager
 
 
+def test_what_cannot_be_captured_runs_without_and_is_said(tmp_path):
+    model = Model(tmp_path)
+    model.gpu.capture_errors = [RuntimeError("not permitted\nwhen capturing")] * 4
+    engine = model.engine()
+    found, _ = all_of(engine, [Asked(1, [3, 1, 4], GREEDY, Ending(5))])
+    assert found[1] == tiny.continued(model.weights, model.config, [3, 1, 4], 5)
+    assert engine.runner.num_replayed == 0
+    assert engine.runner.facts() == {
+        "cuda_graphs": "0",
+        "without_cuda_graph": "4 sizes, 6 first: not permitted",
+    }
+    assert model.engine().runner.facts() == {"cuda_graphs": "4"}
+    assert model.engine(has_graphs=False).runner.facts() == {"cuda_graphs": "off"}
+
+
 def test_tokens_are_not_waited_for_before_the_next_step_is_begun(tmp_path):
     model = Model(tmp_path)
     engine = model.engine()

@@ -60,3 +60,9 @@ def test_a_step_needs_more_memory_the_more_it_holds():
     shape = llama.shape_of_config(tiny.CONFIG)
     needed = [loading.step_bytes(shape, Limits(*each, 64)) for each in ((4, 16), (4, 32), (8, 32))]
     assert needed == sorted(set(needed))
+
+
+def test_blocks_have_a_power_of_two_of_tokens(tmp_path):
+    path = tiny.config_file(tmp_path)
+    with pytest.raises(ConfigError, match="block_size is 12; expected a power of two"):
+        load(tiny.settings_of(path, is_made_up=True, block_size=12))
