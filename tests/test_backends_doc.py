@@ -12,7 +12,7 @@ from penstock.config import LLM
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "backends.md").read_text()
-OF_LANGUAGE_MODELS = (ROOT / "docs" / "llm.md").read_text()
+OF_LANGUAGE_MODELS = set(re.findall(r"`(penstock\.\w+)`", (ROOT / "docs" / "llm.md").read_text()))
 SECTIONS = dict(re.findall(r"^## (\w+)$(.*?)(?=^## |\Z)", TEXT, re.M | re.S))
 
 
@@ -60,7 +60,9 @@ def test_options_of_ours_are_in_the_table_of_their_backend():
     for section, names in pbtxt.BACKEND_OPTIONS.items():
         # Language models have a page of their own.
         text = OF_LANGUAGE_MODELS if section == LLM else ""
-        assert set(names) <= (set(re.findall(r"`([^`]+)`", text)) if text else options(section))
+        assert set(names) <= (
+            set(re.findall(r"`(penstock\.\w+)`", text)) if text else options(section)
+        )
 
 
 def test_options_of_null_are_all_there():

@@ -79,6 +79,8 @@ class Generation:
     id: int = -1
     going: list[Going] = field(default_factory=list)
     num_found: int = 0
+    # How likely each token of the prompt was, where that was asked for; of the first nobody knows.
+    prompt_likelihoods: list[Likelihood | None] = field(default_factory=list)
     first_at: float | None = None
     last_at: float | None = None
     is_ended: bool = False

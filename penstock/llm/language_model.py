@@ -272,6 +272,8 @@ class LlmModel:
 
     def _handle(self, message: messages.FromEngine) -> None:
         match message:
+            case messages.Prompt():
+                self._take_prompt(message)
             case messages.Pieces():
                 self._take(message)
             case messages.Refused():
@@ -293,6 +295,15 @@ class LlmModel:
         log.info("%s is ready after %.2f s", self.name, message.load_s, extra={"model": self.name})
         if not self._loaded.done():
             self._loaded.set_result(None)
+
+    def _take_prompt(self, message: messages.Prompt) -> None:
+        """Comes before the first token of its request."""
+        generation = self._open.get(message.request)
+        if generation is not None:
+            known = generation.prompt_likelihoods
+            known += [None] * (len(generation.tokens) - len(known))
+            for place, told in enumerate(message.likelihoods, message.start):
+                known[place] = Likelihood(*told)
 
     def _take(self, message: messages.Pieces) -> None:
         self.last = message

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
@@ -21,7 +21,7 @@ from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.openai_errors import error_event, kind_of, reply_error, reply_method
 from penstock.protocols.text_answers import Job, Prompt, StreamedAnswer, WholeAnswer, begin, counted
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import Choice, Head, Invalid, Known, Usage
+from penstock.wire.openai_v1 import Choice, Head, Known, Usage
 
 if TYPE_CHECKING:
     from penstock.llm.text import Text
@@ -113,10 +113,6 @@ class OpenAiHttp:
 
     def _completions(self, exchange: Exchange) -> None:
         asked = openai_v1.read_completion(exchange.body)
-        if asked.is_echoed and asked.wishes.num_logprobs is not None:
-            raise Invalid("echo together with logprobs is not served", "echo")
-        if asked.wishes.max_tokens == 0:
-            raise Invalid("max_tokens is 0; expected at least 1", "max_tokens")
         model = self._models.find(asked.model)
         form = CompletionForm(self._head("cmpl", asked.model), asked.streaming.has_usage)
         with counted(model, exchange.received):
@@ -128,6 +124,8 @@ class OpenAiHttp:
                 for each in asked.prompts
             ]
             job = Job(exchange, model, form, asked.wishes, prompts, form.head.id, self._is_logged)
+            if asked.is_echoed and asked.wishes.num_logprobs is not None:
+                job = replace(job, tells_prompts=True)
             begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
 
     def _chats(self, exchange: Exchange) -> None:

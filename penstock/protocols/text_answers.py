@@ -8,10 +8,12 @@ status of its own. Whoever leaves has it given up at once.
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import PenstockError
@@ -61,14 +63,26 @@ class Job:
     # What the log calls it.
     id: str = ""
     is_logged: bool = False
+    # Tokens of prompts are told with their logprobs, before those that are generated.
+    tells_prompts: bool = False
+
+    @property
+    def is_of_prompts(self) -> bool:
+        """Nothing is to be generated."""
+        return self.wishes.max_tokens == 0
 
 
 def begin(answer: Answer) -> None:
     job = answer.job
     salt = salt_of(job.exchange.head.headers)
+    # A prompt is computed on the way to a token, which nobody has to see.
+    wishes = replace(job.wishes, max_tokens=1) if job.is_of_prompts else job.wishes
     for number, prompt in enumerate(job.prompts):
         sink = PromptSink(answer, number, prompt.echo)
-        generation = generation_of(job.model, job.wishes, prompt.tokens, sink, salt)
+        generation = generation_of(job.model, wishes, prompt.tokens, sink, salt)
+        if job.tells_prompts:
+            num = wishes.num_logprobs
+            generation.sampling = replace(generation.sampling, num_prompt_logprobs=num)
         generation.arrived = job.exchange.received
         answer.generations.append(generation)
     job.exchange.waiter = answer
@@ -187,10 +201,15 @@ class Answer:
     def part(self, number: int, part: Part, echo: str) -> None:
         place = number * self._num + part.index
         choice = self.choices.setdefault(place, Growing())
-        text = part.text if choice.has_begun else echo + part.text
-        logprobs = None
-        if self._has_logprobs:
-            logprobs = [] if part.likelihood is None else [self._named(part, part.likelihood)]
+        is_seen = not self.job.is_of_prompts
+        text = part.text if is_seen else ""
+        logprobs: list[TokenLogprob] | None = [] if self._has_logprobs else None
+        if logprobs is not None and part.likelihood is not None and is_seen:
+            logprobs = [self._named(part.token, part.likelihood)]
+        if not choice.has_begun:
+            text = echo + text
+            if logprobs is not None and self.job.tells_prompts:
+                logprobs = [*self._of_prompt(self.generations[number]), *logprobs]
         self.grow(choice, Choice(place, text, part.reason or None, logprobs))
         choice.has_begun = True
 
@@ -198,7 +217,7 @@ class Answer:
         known = self.usage
         self.usage = Usage(
             known.num_prompt + totals.num_prompt,
-            known.num_generated + totals.num_generated,
+            known.num_generated + (0 if self.job.is_of_prompts else totals.num_generated),
             known.num_cached + totals.num_found,
         )
         self._num_finished += 1
@@ -229,13 +248,21 @@ class Answer:
                 told.add(each)
             access_log.generated(status, self._model.config, told, kind)
 
-    def _named(self, part: Part, likelihood: Likelihood) -> TokenLogprob:
+    def _of_prompt(self, generation: Generation) -> list[TokenLogprob]:
+        return [
+            TokenLogprob(self._model.text.token(token), math.nan)
+            if likelihood is None
+            else self._named(token, likelihood)
+            for token, likelihood in zip_longest(generation.tokens, generation.prompt_likelihoods)
+        ]
+
+    def _named(self, token: int, likelihood: Likelihood) -> TokenLogprob:
         text = self._model.text
         top = [
-            (text.token(token), logprob)
-            for token, logprob in zip(likelihood.top_tokens, likelihood.top_logprobs, strict=True)
+            (text.token(other), logprob)
+            for other, logprob in zip(likelihood.top_tokens, likelihood.top_logprobs, strict=True)
         ]
-        return TokenLogprob(text.token(part.token), likelihood.logprob, top)
+        return TokenLogprob(text.token(token), likelihood.logprob, top)
 
     def grow(self, choice: Growing, new: Choice) -> None:
         raise NotImplementedError

@@ -114,6 +114,37 @@ class TestCompletions:
             # What was taken is the most likely.
             assert logprob == pytest.approx(max(top.values()))
 
+    @pytest.mark.parametrize("max_tokens", [0, 1, 3])
+    def test_how_likely_the_prompt_itself_was(self, tmp_path, max_tokens):
+        """As evaluations ask for it."""
+
+        async def scenario(client, server):
+            asked = dict(model=NAME, prompt="the cat sat on the mat", temperature=0, logprobs=1)
+            # What was computed before is computed again for it.
+            before = await client.completions.create(**asked, max_tokens=4)
+            # Of the first token nothing is known, which the client's types do not foresee.
+            asked |= {"max_tokens": max_tokens, "echo": True}
+            found = await lenient(client).completions.create(**asked)
+            streamed = await lenient(client).completions.create(**asked, stream=True)
+            return before, found, [chunk async for chunk in streamed]
+
+        before, found, chunks = with_client(tmp_path, scenario)
+        (choice,) = found.choices
+        told, ids = choice.logprobs, TOKENIZER.encode("the cat sat on the mat").ids
+        assert len(told.tokens) == len(told.token_logprobs) == len(ids) + max_tokens
+        assert "".join(told.tokens[: len(ids)]) == "the cat sat on the mat"
+        assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+        assert all(each < 0 for each in told.token_logprobs[1:])
+        assert all(max(top.values()) >= own for own, top in
+                   zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True))  # fmt: skip
+        generated = before.choices[0].logprobs.token_logprobs[:max_tokens]
+        assert told.token_logprobs[len(ids) :] == pytest.approx(generated, abs=1e-4)
+        assert found.usage.completion_tokens == max_tokens and choice.finish_reason == "length"
+        texts = [each.choices[0].text for each in chunks if each.choices]
+        assert "".join(texts) == choice.text and choice.text.startswith("the cat sat on the mat")
+        first = chunks[0].choices[0].logprobs
+        assert first.tokens[: len(ids)] == told.tokens[: len(ids)]
+
     def test_a_text_that_stops_leaves_the_stop_out(self, tmp_path):
         async def scenario(client, server):
             asked = dict(model=NAME, prompt="the cat", max_tokens=12, temperature=0)
