@@ -13,8 +13,11 @@ pytest.importorskip("triton")
 
 import tiny_llm as tiny  # noqa: E402
 
+from penstock.backends.torch_cuda import Cuda  # noqa: E402
+from penstock.llm import loading  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, Span  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
+from penstock.llm.cuda_runner import CudaRunner  # noqa: E402
 from penstock.llm.engine import Asked, Engine  # noqa: E402
 from penstock.llm.engine_main import load  # noqa: E402
 from penstock.llm.models.decoder import Decoder  # noqa: E402
@@ -30,6 +33,10 @@ QWEN3 = {**tiny.QWEN3, **SIZES, "head_dim": 128, "num_attention_heads": 4}
 # Of logits as large as these; BF16 keeps two digits.
 TOLERANCE = {"bfloat16": 0.05, "float16": 0.01, "fp8": 0.4}
 GREEDY = Sampling(temperature=0.0)
+OPTIONS = {
+    "device": "cuda:0", "dtype": "bfloat16", "block_size": 16, "cache_bytes": 64 << 20,
+    "max_sequences": 8, "max_tokens": 96, "max_length": 512, "max_waiting": 100,
+}  # fmt: skip
 
 
 @pytest.fixture(params=[LLAMA, QWEN3], ids=["llama", "qwen3"])
@@ -38,11 +45,20 @@ def config(request):
 
 
 def an_engine(folder, **changes) -> Engine:
-    options = {
-        "device": "cuda:0", "dtype": "bfloat16", "block_size": 16, "cache_bytes": 64 << 20,
-        "max_sequences": 8, "max_tokens": 96, "max_length": 512, "max_waiting": 100, **changes,
-    }  # fmt: skip
-    engine, _ = load(tiny.settings_of(folder, **options))
+    engine, _ = load(tiny.settings_of(folder, **{**OPTIONS, **changes}))
+    return engine
+
+
+def without_graphs(folder) -> Engine:
+    """The same, but for that."""
+    engine = an_engine(folder)
+    settings = tiny.settings_of(folder, **OPTIONS)
+    decoder = loading.open_decoder(settings)
+    limits = engine.scheduler.limits
+    cache, _ = loading.room(settings, decoder, limits)
+    device = Cuda(settings.device)
+    engine.runner = CudaRunner(decoder, cache, device, limits, has_graphs=False)
+    engine.runner.prepare()
     return engine
 
 
@@ -119,6 +135,9 @@ def test_graphs_and_eager_steps_give_the_same_tokens(tmp_path, config):
     engine = an_engine(tmp_path)
     found, _ = all_of(engine, asked())
     assert engine.runner.num_replayed > 20
+    eager = without_graphs(tmp_path)
+    assert all_of(eager, asked())[0] == found
+    assert eager.runner.num_replayed == 0
     for number, prompt in enumerate(prompts):
         is_near(tmp_path, prompt, found[number], TOLERANCE["bfloat16"])
 

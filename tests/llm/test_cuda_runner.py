@@ -76,20 +76,20 @@ def test_graphs_are_for_these_numbers_of_sequences():
 @pytest.mark.parametrize("has_graphs", [True, False])
 def test_many_together_continue_as_by_hand(tmp_path, config, has_graphs):
     """With prompts in chunks, blocks that others have computed, and some that must begin again."""
-    model = Model(tmp_path, config, num_blocks=14)
+    model = Model(tmp_path, config, num_blocks=12)
     engine = model.engine(has_graphs=has_graphs)
     chance = random.Random(3)
     shared = [chance.randrange(50) for _ in range(9)]
     prompts = [
         shared[: chance.randrange(3, 10)]
         + [chance.randrange(50) for _ in range(chance.randrange(6))]
-        for _ in range(7)
+        for _ in range(6)
     ]
-    due = [Asked(n, prompt, GREEDY, Ending(14)) for n, prompt in enumerate(prompts)]
+    due = [Asked(n, prompt, GREEDY, Ending(12)) for n, prompt in enumerate(prompts)]
     found, _ = all_of(engine, due, chance)
     assert engine.scheduler.num_preemptions and engine.scheduler.pool.counts.num_found
     for number, prompt in enumerate(prompts):
-        assert found[number] == tiny.continued(model.weights, config, prompt, 14)
+        assert found[number] == tiny.continued(model.weights, config, prompt, 12)
     assert bool(engine.runner.num_replayed) == has_graphs and engine.runner.num_eager
 
 
