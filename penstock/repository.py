@@ -71,6 +71,12 @@ def read(path: str | os.PathLike[str]) -> Found:
 def _read_all(folders: Sequence[Path], root: Path) -> Found:
     found = Found()
     for folder in folders:
+        name = _name(folder)
+        if name in found.folders:
+            problem = f"both {found.folders[name].name} and {folder.name} are called '{name}'"
+            found.problems[name] = [f"{problem}; expected one of that name"]
+            found.configs = [config for config in found.configs if config.name != name]
+            continue
         if (named := _text_model(folder)) is not None:
             found.configs += named.configs
             found.problems |= named.problems

@@ -1550,6 +1550,14 @@ class TestLanguageModels:
         with pytest.raises(NotFound, match="there: a, b"):
             read_one(tmp_path, "c")
 
+    def test_two_of_one_name_are_a_problem(self, tmp_path: Path) -> None:
+        self.folder(tmp_path / "smol")
+        (tmp_path / "smol.gguf").write_bytes(b"GGUF")
+        (tmp_path / "other.gguf").write_bytes(b"GGUF")
+        found = read(tmp_path)
+        assert [config.name for config in found.configs] == ["other"]
+        assert "both smol and smol.gguf" in found.problems["smol"][0]
+
     def test_links_may_lead_anywhere_as_in_a_cache_of_downloads(self, tmp_path: Path) -> None:
         blobs = self.folder(tmp_path / "blobs")
         snapshot = tmp_path / "snapshots" / "abc"

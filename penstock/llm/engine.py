@@ -24,6 +24,8 @@ from penstock.llm.scheduler import Scheduler, Step
 from penstock.llm.sequence import Ending, Reason, Sequence
 
 Clock = Callable[[], float]
+# What the last sequence counts in what is usual.
+NEWEST = 0.1
 
 
 class Ran(Protocol):
@@ -108,6 +110,8 @@ class Engine:
     # Of prompts, since somebody took them.
     told: list[Told] = field(default_factory=list)
     _under_way: deque[UnderWay] = field(default_factory=deque)
+    # Tokens that sequences generated, of late.
+    _usual: float | None = None
     # When the last step was committed.
     _committed: float = 0.0
     _sequences: dict[int, list[Sequence]] = field(default_factory=dict)
@@ -243,11 +247,32 @@ class Engine:
             # It would come no sooner later; and how long it takes is learnt anew.
             return None
         left = sum(each.num_left for each in before if not each.num_generated)
-        first_s = self.pace.first_token_s(left, num_prompt, self._work())
+        work = self._work()
+        first_s = self.pace.first_token_s(left, num_prompt, work)
+        first_s += self._steps_to_a_place() * self.pace.step_s(work)
         if first_s <= promised_s:
             return None
         text = f"the first token would come after {first_s:.2g} s"
         return Overloaded(text, first_s - promised_s, "predicted_late")
+
+    def _steps_to_a_place(self) -> float:
+        """Until one that comes now may run: those that run end one after the other, and those
+        before it take their places. They are taken to be as long as others were."""
+        scheduler = self.scheduler
+        place = len(scheduler.waiting) - (scheduler.limits.max_sequences - len(scheduler.running))
+        if place < 0:
+            return 0.0
+        left = sorted(self._left(each) for each in scheduler.running)
+        rounds, place = divmod(place, max(1, len(left)))
+        waiting = [self._left(each) for each in scheduler.waiting]
+        mean = sum(waiting) / len(waiting) if waiting else 0.0
+        return rounds * mean + (left[place] if left else 0.0)
+
+    def _left(self, sequence: Sequence) -> float:
+        """Tokens that it will still generate."""
+        most = float(sequence.ending.max_tokens)
+        usual = most if self._usual is None else min(most, self._usual)
+        return max(1.0, usual - sequence.num_generated)
 
     def _work(self) -> Work:
         """Of those that generate."""
@@ -262,6 +287,9 @@ class Engine:
                 self._forget(each)
 
     def _forget(self, sequence: Sequence) -> None:
+        if sequence.reason in ("stop", "length"):
+            known = sequence.num_generated if self._usual is None else self._usual
+            self._usual = known + NEWEST * (sequence.num_generated - known)
         self._places.pop(sequence.id, None)
         self._samplings.pop(sequence.id, None)
 

@@ -225,7 +225,9 @@ class LlmModel:
                 f"the prompt has {len(generation.tokens)} tokens; expected at most "
                 f"{ready.max_length - 1}"
             )
-        tokens = [*generation.tokens, *generation.sampling.bias]
+        # Of the model's own some may be of another tokenizer.
+        stops = generation.ending.stop_tokens - self.text.stop_tokens
+        tokens = [*generation.tokens, *generation.sampling.bias, *stops]
         if not 0 <= min(tokens) <= max(tokens) < ready.vocabulary:
             strange = next(each for each in tokens if not 0 <= each < ready.vocabulary)
             raise InvalidRequest(f"token {strange}; expected 0 to {ready.vocabulary - 1}")
@@ -359,7 +361,11 @@ class LlmModel:
         if self._open.pop(generation.id, None) is not None:
             generation.is_ended = True
             self.metrics.finished(generation, self._clock())
-            generation.sink.finished(generation.totals)
+            try:
+                generation.sink.finished(generation.totals)
+            except Exception:  # Of whoever waits.
+                log.exception("%s: an answer cannot be given", self.name)
+                generation.sink.failed(BackendFailed("internal error; this is a bug"))
             self._check_idle()
 
     def _refuse(self, message: messages.Refused) -> None:
@@ -398,7 +404,10 @@ class LlmModel:
         life, sender = self._life, self._sender
         assert life is not None and sender is not None
         # What it sent before counts.
-        self._receive()
+        try:
+            self._receive()
+        except Exception:  # Whatever it is, another is started.
+            log.exception("%s: the last words of the engine cannot be read", self.name)
         self._loop.remove_reader(life.sock.fileno())
         sender.close()
         life.sock.close()

@@ -94,8 +94,9 @@ def biased(logits: Tensor, rows: Sequence[Row]) -> Tensor:
             tokens = torch.tensor(list(sampling.bias), device=logits.device)
             values = torch.tensor(list(sampling.bias.values()), device=logits.device)
             found[place, tokens] += values
-        if row.banned:
-            found[place, list(row.banned)] = float("-inf")
+        # Those that this vocabulary has not cannot be drawn.
+        if banned := [token for token in row.banned if token < logits.shape[1]]:
+            found[place, banned] = float("-inf")
     return found
 
 

@@ -70,6 +70,8 @@ class Text:
         self._template = template
         self._names = dict(names or {})
         self.stop_tokens = stop_tokens
+        # Of single tokens that were asked for; at most as many as there are.
+        self._texts: dict[int, str] = {}
 
     @property
     def has_template(self) -> bool:
@@ -79,6 +81,11 @@ class Text:
     def num_tokens(self) -> int:
         size: int = self._tokenizer.get_vocab_size()
         return size
+
+    @cached_property
+    def longest_token(self) -> int:
+        """In characters: a text that is longer than so many of it has more tokens."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
         """`is_whole`: with what the model wants before a text; not for what a template made."""
@@ -91,7 +98,9 @@ class Text:
 
     def token(self, token: int) -> str:
         """One by itself, special ones by their names."""
-        found: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        found = self._texts.get(token)
+        if found is None:
+            found = self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
         return found
 
     def stream(self) -> Stream:

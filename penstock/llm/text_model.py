@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, NotReady, PenstockError, Unsupported
+from penstock.errors import ConfigError, NotReady, PenstockError, TooLarge, Unsupported
 from penstock.llm.generation import Generation
 from penstock.llm.gguf import GgufFile
 from penstock.llm.language_model import EngineLife, LlmModel
@@ -163,6 +163,21 @@ class TextModel:
         if ready is None:
             raise self._not_ready()
         return ready.max_length
+
+    def encoded(self, text: str, *, is_whole: bool = True) -> list[int]:
+        """TooLarge, before anything is computed, where it has more tokens than a text may have:
+        nobody else is answered meanwhile."""
+        most = self.max_length * self.text.longest_token
+        if len(text) > most:
+            raise TooLarge(
+                f"the text has {len(text)} characters, more than {self.max_length} tokens can be"
+            )
+        return self.text.encode(text, is_whole=is_whole)
+
+    @property
+    def max_waiting(self) -> int:
+        """Texts that may wait for their first token."""
+        return self._settings.max_waiting
 
     def generate(self, generation: Generation) -> None:
         """Every outcome goes to its sink, refusals too."""

@@ -8,6 +8,7 @@ function before the model knows, in its worker.
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,7 @@ from penstock.wire.openai_v1 import EmbeddingsRequest, Invalid
 Vectors = npt.NDArray[np.float32]
 FLOATS = ("FP32", "FP16", "BF16", "FP64")
 MAX_TENSORS_TOLD = 8
+log = logging.getLogger("penstock.http")
 _JSON = b"Content-Type: application/json\r\n"
 
 
@@ -167,9 +169,15 @@ class EmbeddingsAnswer:
                 self._reply()
                 self._note(None)
         except PenstockError as error:
-            self._give_up()
-            reply_error(self._exchange, error)
-            self._note(error)
+            self._fail(error)
+        except Exception:  # The protocol edge: the client is told.
+            log.exception("vectors of '%s' cannot be given", self._asked.model)
+            self._fail(BackendFailed("the model's vectors cannot be put together"))
+
+    def _fail(self, error: PenstockError) -> None:
+        self._give_up()
+        reply_error(self._exchange, error)
+        self._note(error)
 
     def _give_up(self) -> None:
         self._is_over = True

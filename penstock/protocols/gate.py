@@ -110,7 +110,7 @@ class Gate:
     def _check_key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         if self.keys is None or scope == "open":
             return
-        secret = _secret(headers)
+        secret = secret_of(headers)
         if secret is None:
             raise NotAllowed(
                 "this needs an API key: Authorization: Bearer <key>, or X-API-Key", needs_key=True
@@ -197,7 +197,8 @@ def _key_problems(entry: Mapping[str, object]) -> list[str]:
     return problems
 
 
-def _secret(headers: Mapping[bytes, bytes]) -> bytes | None:
+def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The key that came with a message."""
     given = headers.get(b"authorization")
     if given is not None and given[:7].lower() == b"bearer ":
         return given[7:].strip()

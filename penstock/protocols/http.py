@@ -171,7 +171,9 @@ class Exchange:
     def start_stream(self, status: int, headers: bytes) -> None:
         """An answer of unknown length; `stream` its parts, then `end_stream`."""
         self.is_streaming = True
-        close = b"" if self._connection.will_keep_alive(self.head) else b"Connection: close\r\n"
+        # It has been read; where it lies others may write.
+        self.body = b""
+        close = b"" if self._keeps_after_stream() else b"Connection: close\r\n"
         coding = b"" if self.head.is_http_1_0 else b"Transfer-Encoding: chunked\r\n"
         self._connection.write(_status_line(status) + headers + close + coding + b"\r\n")
 
@@ -187,9 +189,13 @@ class Exchange:
         if not self.is_finished:
             self.is_finished = True
             self.waiter = None
-            keeps = self._connection.will_keep_alive(self.head)
+            keeps = self._keeps_after_stream()
             has_end = self.head.method != b"HEAD" and not self.head.is_http_1_0
             self._connection.finish(b"0\r\n\r\n" if has_end else b"", keeps)
+
+    def _keeps_after_stream(self) -> bool:
+        """To HTTP/1.0 only the end of the connection says where it ends."""
+        return self._connection.will_keep_alive(self.head) and not self.head.is_http_1_0
 
     def abort(self) -> None:
         """An answer that cannot be completed: cut the connection so that the client notices."""

@@ -118,7 +118,7 @@ class OpenAiHttp:
         with counted(model, exchange.received):
             prompts = [
                 Prompt(
-                    _tokens(model.text, each, asked.has_special_tokens),
+                    _tokens(model, each, asked.has_special_tokens),
                     _echo(model.text, each) if asked.is_echoed else "",
                 )
                 for each in asked.prompts
@@ -134,7 +134,7 @@ class OpenAiHttp:
         form = ChatForm(self._head("chatcmpl", asked.model), asked.streaming.has_usage)
         with counted(model, exchange.received):
             text = model.text.chat(asked.messages, asked.template_options)
-            prompts = [Prompt(model.text.encode(text, is_whole=False))]
+            prompts = [Prompt(model.encoded(text, is_whole=False))]
             job = Job(exchange, model, form, asked.wishes, prompts, form.head.id, self._is_logged)
             begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
 
@@ -142,9 +142,9 @@ class OpenAiHttp:
         asked = openai_v1.read_tokenize(exchange.body)
         model = self._models.find(asked.model)
         if asked.prompt is None:
-            tokens = model.text.encode(model.text.chat(asked.messages), is_whole=False)
+            tokens = model.encoded(model.text.chat(asked.messages), is_whole=False)
         else:
-            tokens = model.text.encode(asked.prompt, is_whole=asked.has_special_tokens)
+            tokens = model.encoded(asked.prompt, is_whole=asked.has_special_tokens)
         texts = [model.text.token(each) for each in tokens] if asked.has_texts else None
         exchange.reply(200, _JSON, (openai_v1.tokenized(tokens, model.max_length, texts),))
 
@@ -157,8 +157,8 @@ class OpenAiHttp:
         return Head(f"{prefix}-{secrets.token_hex(12)}", int(self._clock()), model)
 
 
-def _tokens(text: Text, prompt: str | list[int], is_whole: bool) -> list[int]:
-    return text.encode(prompt, is_whole=is_whole) if isinstance(prompt, str) else prompt
+def _tokens(model: TextModel, prompt: str | list[int], is_whole: bool) -> list[int]:
+    return model.encoded(prompt, is_whole=is_whole) if isinstance(prompt, str) else prompt
 
 
 def _echo(text: Text, prompt: str | list[int]) -> str:

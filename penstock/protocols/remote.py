@@ -249,7 +249,12 @@ class Remote:
         data = b"".join([piece.data for piece in unpack(frame.parcel, self._answers)])
         self._release(frame.parcel)
         if frame.is_part:
-            self._forwards[frame.call][0](data, frame)
+            deliver, offset = self._forwards[frame.call]
+            if offset is not None:
+                # Whoever answers part by part has read the message.
+                self._outbox.release(offset)
+                self._forwards[frame.call] = (deliver, None)
+            deliver(data, frame)
             return
         deliver, offset = self._forwards.pop(frame.call)
         if offset is not None:

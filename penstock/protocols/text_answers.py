@@ -21,6 +21,7 @@ from penstock.llm.generation import Generation, GenerationSink, Part, Totals
 from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.sequence import Ending
 from penstock.protocols import access_log
+from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
 from penstock.protocols.v2_http import reply_error, status_at
 from penstock.serving.served import Served
@@ -74,6 +75,9 @@ class Job:
 
 def begin(answer: Answer) -> None:
     job = answer.job
+    num_asked = len(job.prompts) * job.wishes.num
+    if num_asked > job.model.max_waiting:
+        raise Invalid(f"{num_asked} texts; expected at most {job.model.max_waiting} in a request")
     salt = salt_of(job.exchange.head.headers)
     # A prompt is computed on the way to a token, which nobody has to see.
     wishes = replace(job.wishes, max_tokens=1) if job.is_of_prompts else job.wishes
@@ -93,7 +97,7 @@ def begin(answer: Answer) -> None:
 
 def salt_of(headers: Mapping[bytes, bytes]) -> str:
     """Who shares prompts in the cache: those with the same key."""
-    secret = headers.get(b"authorization", b"") or headers.get(b"x-api-key", b"")
+    secret = secret_of(headers)
     return hashlib.sha256(secret).hexdigest()[:16] if secret else ""
 
 

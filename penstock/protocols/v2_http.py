@@ -265,6 +265,9 @@ class V2Http:
         self._gate.check(unquote(head.path.decode("latin-1")), head.headers)
         match = _INFER.fullmatch(head.path)
         if match is None:
+            is_text = openai_errors.is_openai(head.path) or GENERATE.fullmatch(head.path)
+            if is_text and len(exchange.body) > self._limits.max_json_bytes:
+                raise self._too_much_json()
             self._door.other(exchange)
             return None
         call = self._call(match, exchange)
@@ -324,11 +327,14 @@ class V2Http:
                     f"Inference-Header-Content-Length is {length}, the body has {size} bytes"
                 )
         if (size if length is None else length) > self._limits.max_json_bytes:
-            raise TooLarge(
-                f"the JSON of a request may have {self._limits.max_json_bytes} bytes; "
-                "send large tensors as binary data, or raise --max-json-bytes"
-            )
+            raise self._too_much_json("send large tensors as binary data, or ")
         return length
+
+    def _too_much_json(self, advice: str = "") -> TooLarge:
+        most = self._limits.max_json_bytes
+        return TooLarge(
+            f"the JSON of a request may have {most} bytes; {advice}raise --max-json-bytes"
+        )
 
 
 def status_of(error: PenstockError) -> int:

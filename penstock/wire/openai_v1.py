@@ -55,7 +55,7 @@ class Invalid(InvalidRequest):
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class _Common(msgspec.Struct, kw_only=True):
@@ -75,17 +75,17 @@ class _Common(msgspec.Struct, kw_only=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    priority: int = 0
+    priority: int | None = None
 
 
 class _Completion(_Common, kw_only=True):
     model: str
     prompt: Given
     logprobs: int | None = None
-    echo: bool = False
-    add_special_tokens: bool = True
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class _Chat(_Common, kw_only=True):
@@ -100,7 +100,7 @@ class _Chat(_Common, kw_only=True):
 class _Embeddings(msgspec.Struct, kw_only=True):
     model: str
     input: Given
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
 
 
@@ -208,7 +208,12 @@ def read_completion(body: Raw) -> CompletionRequest:
     most = DEFAULT_MAX_TOKENS if found.max_tokens is None else found.max_tokens
     wishes = _wishes(found, most, num_logprobs, least)
     return CompletionRequest(
-        found.model, prompts, wishes, _streaming(found), found.echo, found.add_special_tokens
+        found.model,
+        prompts,
+        wishes,
+        _streaming(found),
+        bool(found.echo),
+        found.add_special_tokens is not False,
     )
 
 
@@ -364,10 +369,10 @@ def _wishes(
         min_tokens=found.min_tokens or 0,
         stops=_stops(found.stop),
         stop_tokens=tuple(found.stop_token_ids or ()),
-        ignores_end=found.ignore_eos,
+        ignores_end=bool(found.ignore_eos),
         num=found.n or 1,
         num_logprobs=num_logprobs,
-        priority=found.priority,
+        priority=found.priority or 0,
     )
 
 
@@ -412,7 +417,7 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
 def _streaming(found: _Common) -> Streaming:
     if found.stream_options is not None and not found.stream:
         raise Invalid("stream_options is for streams; expected stream to be true", "stream_options")
-    has_usage = found.stream_options is not None and found.stream_options.include_usage
+    has_usage = found.stream_options is not None and bool(found.stream_options.include_usage)
     return Streaming(bool(found.stream), has_usage)
 
 
@@ -601,9 +606,14 @@ def _completion_logprobs(
     return {
         "tokens": [each.text for each in logprobs],
         "token_logprobs": [_finite(each.logprob) for each in logprobs],
-        "top_logprobs": [dict(each.top) if each.top else None for each in logprobs],
+        "top_logprobs": [_top(each) for each in logprobs] if any(e.top for e in logprobs) else None,
         "text_offset": offsets,
     }
+
+
+def _top(token: TokenLogprob) -> dict[str, float] | None:
+    """By their texts; of those that look the same the most likely."""
+    return dict(reversed(token.top)) if token.top else None
 
 
 def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
@@ -620,7 +630,9 @@ def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | 
 
 
 def _chat_token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+    # Which bytes a part of a character stands for its text does not say.
+    data = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": _finite(logprob), "bytes": data}
 
 
 def _finite(logprob: float) -> float | None:

@@ -286,3 +286,23 @@ def test_a_step_that_fails_ends_those_under_way_too():
     assert not engine.is_idle
     assert engine.fail() == [1]
     assert is_clean(engine)
+
+
+def test_who_would_wait_for_a_place_is_refused_in_time():
+    """Few places, long texts: prompts are short, and nobody gets to them."""
+    engine = an_engine(Targets(ttft_s=0.5), limits=Limits(max_waiting=1000))
+    engine.scheduler.limits = StepLimits(4, 16, 2000)
+    engine.scheduler.pool = BlockPool(4000, SIZE)
+    engine.add(asked(0, max_tokens=40))
+    while not engine.is_idle:
+        engine.step()
+    num_refused = 0
+    for number in range(1, 30):
+        try:
+            engine.add(asked(number, max_tokens=500))
+        except Overloaded:
+            num_refused += 1
+        engine.step()
+    # Texts were of 40 tokens so far, 0.4 s: those for whom there is no place come later than that.
+    assert num_refused >= 20
+    assert len(engine.scheduler.running) == 4 and len(engine.scheduler.waiting) <= 4

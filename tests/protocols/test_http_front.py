@@ -187,6 +187,25 @@ async def test_a_stream_arrives_as_it_is_made(until: Until):
         await until(lambda: served.front.num_running == 0)
 
 
+async def test_a_message_is_not_kept_while_its_answer_is_streamed(until: Until):
+    asked: list[Exchange] = []
+    body = bytes(4 * INLINE_BYTES)
+
+    async with serving(handler=asked.append) as served, served.connect() as client:
+        head = f"POST /stream HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}"
+        client.writer.write(head.encode() + b"\r\n\r\n" + body)
+        await until(lambda: bool(asked))
+        assert len(asked[0].body) == len(body)
+        asked[0].start_stream(200, b"")
+        asked[0].stream(b"one")
+        assert (await client.reader.readuntil(b"one")).count(b"Connection: close") == 1
+        assert asked[0].body == b""
+        asked[0].end_stream()
+        # HTTP/1.0 knows the end by the end of the connection.
+        assert await client.reader.read() == b""
+        await until(lambda: served.front.num_running == 0)
+
+
 async def test_whoever_leaves_a_stream_is_reported_and_the_rest_goes_nowhere(until: Until):
     asked: list[Exchange] = []
     left: list[str] = []

@@ -145,6 +145,14 @@ class TestCompletions:
         first = chunks[0].choices[0].logprobs
         assert first.tokens[: len(ids)] == told.tokens[: len(ids)]
 
+    def test_logprobs_without_others_are_of_the_tokens_alone(self, tmp_path):
+        async def scenario(client, server):
+            asked = dict(model=NAME, prompt="the", max_tokens=3, temperature=0)
+            return await client.completions.create(**asked, logprobs=0)
+
+        told = with_client(tmp_path, scenario).choices[0].logprobs
+        assert len(told.token_logprobs) == 3 and told.top_logprobs is None
+
     def test_a_text_that_stops_leaves_the_stop_out(self, tmp_path):
         async def scenario(client, server):
             asked = dict(model=NAME, prompt="the cat", max_tokens=12, temperature=0)
@@ -269,6 +277,44 @@ class TestProblems:
         errors = [json.loads(body)["error"] for _, _, body in found]
         assert errors[0]["code"] == errors[1]["code"] == "context_length_exceeded"
         assert "100000" in errors[2]["message"] and errors[3]["code"] == "model_not_found"
+
+    def test_a_token_that_the_model_has_not_ends_nobody_else(self, tmp_path):
+        async def scenario(client, server):
+            body = {"model": NAME, "prompt": "the", "max_tokens": 100, "ignore_eos": True}
+            going = asyncio.ensure_future(posted(server, "/v1/completions", body))
+            await asyncio.sleep(0.05)
+            strange = {**body, "stop_token_ids": [2_000_000_000], "min_tokens": 1}
+            refused = await posted(server, "/v1/completions", strange)
+            return await going, refused
+
+        (status, _, _), (refused, _, body) = with_client(tmp_path, scenario)
+        assert (status, refused) == (200, 400) and b"2000000000" in body
+
+    def test_what_is_too_long_to_be_looked_at_is_not(self, tmp_path):
+        async def scenario(client, server):
+            long = {"model": NAME, "prompt": "a" * 1_000_000}
+            huge = {"model": NAME, "prompt": "a" * (9 << 20)}
+            many = {"model": NAME, "prompt": ["a"] * 300, "n": 4}
+            return [
+                await posted(server, "/v1/completions", long),
+                await posted(server, "/tokenize", long),
+                await posted(server, "/v1/completions", huge),
+                await posted(server, f"/v2/models/{NAME}/generate", huge),
+                await posted(server, "/v1/completions", many),
+            ]
+
+        found = with_client(tmp_path, scenario)
+        assert [status for status, _, _ in found] == [413, 413, 413, 413, 400]
+        assert b"characters" in found[0][2] and b"max-json-bytes" in found[2][2]
+        assert b"1200 texts" in found[4][2]
+
+    def test_null_is_as_good_as_nothing(self, tmp_path):
+        async def scenario(client, server):
+            names = ("echo", "ignore_eos", "priority", "add_special_tokens", "n", "stop", "seed")
+            body = {"model": NAME, "prompt": "the", "max_tokens": 2, **dict.fromkeys(names)}
+            return await posted(server, "/v1/completions", body)
+
+        assert with_client(tmp_path, scenario)[0] == 200
 
     def test_too_many_are_refused_with_when_to_come_again(self, tmp_path):
         async def scenario(client, server):

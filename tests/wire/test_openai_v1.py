@@ -287,3 +287,11 @@ class TestTokens:
         with pytest.raises(openai.Invalid, match="from 0 on") as caught:
             openai.read_detokenize(b'{"model": "m", "tokens": [-1]}')
         assert caught.value.param == "tokens"
+
+
+def test_of_likely_tokens_that_look_the_same_the_most_likely_is_told():
+    same = TokenLogprob("\ufffd", -0.1, [("\ufffd", -0.1), ("\ufffd", -5.0)])
+    found = json.loads(openai.completion(HEAD, [Choice(0, "x", "stop", [same])], Usage(1, 1)))
+    assert found["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1}]
+    found = json.loads(openai.chat(HEAD, [Choice(0, "x", "stop", [same])], Usage(1, 1)))
+    assert found["choices"][0]["logprobs"]["content"][0]["bytes"] is None
