@@ -51,6 +51,9 @@ STOP_S = 5.0
 SOCKET_OVERHEAD = 1024
 # Deaths while loading that make it fail.
 MAX_LOAD_DEATHS = 3
+# An engine that is silent for so many of its slowest steps hangs; before the first step it has so
+# many times as long as later.
+SLOWER, FIRST_STEP = 20, 10
 PLAIN = Sampling()
 EngineLife: StartLife = partial(ProcessLife, module=MODULE)
 OF_MESSAGES = [each.name for each in fields(Sampling) if each.name != "bias"]
@@ -93,6 +96,12 @@ class LlmModel:
         self._ready_at = 0.0
         self._is_stopping = False
         self._restart: asyncio.TimerHandle | None = None
+        self._hang_s = settings.hang_s
+        self._slowest_s = 0.0
+        # When the engine last said something, or had nothing to do, by the loop's clock.
+        self._heard = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        self._is_hung = False
         self._loaded: asyncio.Future[None] = self._loop.create_future()
         self._dead = asyncio.Event()
         self._idle = asyncio.Event()
@@ -114,8 +123,9 @@ class LlmModel:
         self.state, self.reason = "UNAVAILABLE", "it is unloaded"
         if not self._loaded.done():
             self._loaded.cancel()
-        if self._restart is not None:
-            self._restart.cancel()
+        for timer in (self._restart, self._watch):
+            if timer is not None:
+                timer.cancel()
         self._fail_all(Cancelled("the model is unloaded"))
         if self._life is None:
             return
@@ -181,10 +191,33 @@ class LlmModel:
         generation.going = [
             Going(self.text.stream(), StopTexts(generation.stops)) for _ in range(generation.num)
         ]
+        if not self._open:
+            self._heard = self._loop.time()
         self._open[generation.id] = generation
         self._idle.clear()
         assert self._sender is not None
         self._sender.send(data)
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._longest_silence_s, self._look_after)
+
+    @property
+    def _longest_silence_s(self) -> float:
+        """Every step is told; of the first nobody knows how long it takes."""
+        if not self._slowest_s:
+            return FIRST_STEP * self._hang_s
+        return max(self._hang_s, SLOWER * self._slowest_s)
+
+    def _look_after(self) -> None:
+        """While somebody waits: an engine that says nothing is replaced."""
+        self._watch = None
+        if not self._open or self._life is None:
+            return
+        left_s = self._heard + self._longest_silence_s - self._loop.time()
+        if left_s > 0:
+            self._watch = self._loop.call_later(left_s, self._look_after)
+            return
+        self._is_hung = True
+        self._life.kill()
 
     def _encoded(self, generation: Generation) -> bytes:
         """InvalidRequest where it does not fit a datagram."""
@@ -270,6 +303,7 @@ class LlmModel:
                 self._loop.remove_reader(self._life.sock.fileno())
                 self._life.socket_closed()
                 return
+            self._heard = self._loop.time()
             self._handle(messages.decode_from_engine(memoryview(self._buffer)[:size]))
 
     def _handle(self, message: messages.FromEngine) -> None:
@@ -309,6 +343,7 @@ class LlmModel:
 
     def _take(self, message: messages.Pieces) -> None:
         self.last = message
+        self._slowest_s = max(self._slowest_s, message.step_s)
         now = self._clock()
         self.metrics.step(message)
         for place, request in enumerate(message.requests):
@@ -403,6 +438,9 @@ class LlmModel:
     def _died(self, reason: str) -> None:
         life, sender = self._life, self._sender
         assert life is not None and sender is not None
+        if self._is_hung:
+            reason = f"said nothing for {self._longest_silence_s:.3g} s and was killed"
+            self._is_hung = False
         # What it sent before counts.
         try:
             self._receive()

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from penstock.config import DEFAULT_HANG_S
 from penstock.wire.frames import MAX_FRAME_BYTES, Frame
 
 VERSION = 1
@@ -50,6 +51,8 @@ class Settings(Frame, tag="set"):
     tpot_s: float | None = None
     # Weights are made up for the configuration at `path`.
     is_made_up: bool = False
+    # The core's: an engine that is silent for longer hangs, if its steps are not so slow.
+    hang_s: float = DEFAULT_HANG_S
 
 
 class Load(Frame, tag="load"):

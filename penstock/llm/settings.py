@@ -92,6 +92,7 @@ def settings_of(config: ModelConfig) -> Settings:
         ttft_s=numbers["ttft_ms"] / 1e3 or None,
         tpot_s=numbers["tpot_ms"] / 1e3 or None,
         is_made_up=is_made_up == "true",
+        hang_s=config.hang_s,
     )
 
 

@@ -342,6 +342,34 @@ def test_a_sink_that_fails_is_nobody_elses_problem(tmp_path):
     run(scenario)
 
 
+def test_an_engine_that_says_nothing_is_replaced(tmp_path):
+    """A real process, stopped as if a driver never came back."""
+
+    async def scenario():
+        tiny.write_folder(tmp_path, **CONFIG)
+        settings = tiny.settings_of(tmp_path, max_length=200, hang_s=2.0)
+        model = LlmModel("smol", settings, TEXT)
+        await model.start()
+        try:
+            assert (await answered(model, a_generation())).error is None
+            await asyncio.sleep(2.5)
+            # Nobody waits: silence is no fault.
+            stopped = model.pid
+            assert model.state == "READY" and model.num_restarts == 0
+            os.kill(stopped, signal.SIGSTOP)
+            told = await answered(model, a_generation())
+            assert isinstance(told.error, BackendFailed) and "said nothing for" in str(told.error)
+            async with asyncio.timeout(60):
+                while model.state != "READY":
+                    await asyncio.sleep(0.02)
+            assert model.pid != stopped
+            assert (await answered(model, a_generation())).error is None
+        finally:
+            await model.close()
+
+    run(scenario)
+
+
 def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
     async def scenario():
         lives = []
