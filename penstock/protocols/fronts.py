@@ -277,6 +277,11 @@ class Relay:
         head.content_length = len(body.data)
         self.exchange = Exchange(self, head, body.data)
 
+    @property
+    def num_unsent(self) -> int:
+        """The front looks after it."""
+        return 0
+
     def will_keep_alive(self, head: Head) -> bool:
         return head.keep_alive and not self._session.is_draining
 

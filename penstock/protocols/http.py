@@ -26,6 +26,8 @@ log = logging.getLogger("penstock.http")
 
 SWEEP_S = 1.0
 MAX_PIPELINED = 16
+# Of a stream that its client does not read: beyond it nobody waits for him.
+MAX_UNSENT_BYTES = 8 << 20
 # How much larger a chunked body may be on the wire; a chunk of one byte takes six. And what may be
 # there before that counts, since one read may bring other messages along.
 MAX_CHUNK_OVERHEAD = 8
@@ -94,6 +96,10 @@ class Peer(Protocol):
     received: float
     writable: asyncio.Event
 
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that wait for the client to read."""
+
     def will_keep_alive(self, head: Head) -> bool: ...
 
     def write(self, data: bytes) -> None: ...
@@ -155,8 +161,14 @@ class Exchange:
             self._connection.finish(data, keep_alive)
 
     def pass_part(self, data: bytes) -> None:
-        """The beginning of such an answer, or what comes after it."""
-        if not self.is_finished:
+        """The beginning of such an answer, or what comes after it. A client that reads nothing of
+        what does not end is let go."""
+        if self.is_finished:
+            return
+        if self._connection.num_unsent > MAX_UNSENT_BYTES:
+            # Whoever works on the answer is told when the connection is gone.
+            self.abort()
+        else:
             self._connection.write(data)
 
     def leave(self) -> None:
@@ -181,9 +193,9 @@ class Exchange:
         if not part or self.is_finished or self.head.method == b"HEAD":
             return
         if self.head.is_http_1_0:
-            self._connection.write(bytes(part))
+            self.pass_part(bytes(part))
         else:
-            self._connection.write(b"%x\r\n%b\r\n" % (len(part), bytes(part)))
+            self.pass_part(b"%x\r\n%b\r\n" % (len(part), bytes(part)))
 
     def end_stream(self) -> None:
         if not self.is_finished:
@@ -234,7 +246,7 @@ class Connection(asyncio.Protocol):
         self._chunk_bytes = 0
         self._owes_continue = False
         self._is_advancing = False
-        self._num_unsent = 0
+        self._num_written = self._num_sent = 0
         self._num_headers = 0
         self._head: Head | None = None
         self._body = bytearray()
@@ -426,8 +438,13 @@ class Connection(asyncio.Protocol):
     def will_keep_alive(self, head: Head) -> bool:
         return head.keep_alive and not self._server.is_draining
 
+    @property
+    def num_unsent(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     def write(self, data: bytes) -> None:
         if not self._is_closing and self._transport is not None:
+            self._num_written += len(data)
             self._transport.write(data)
 
     def finish(self, data: bytes, keep_alive: bool) -> None:
@@ -465,10 +482,11 @@ class Connection(asyncio.Protocol):
         limits = self._limits
         blocked = self.write_blocked_since
         if blocked is not None and self._transport is not None:
-            unsent = self._transport.get_write_buffer_size()
-            if unsent < self._num_unsent:
+            # What is added meanwhile does not hide that something was read.
+            num_sent = self._num_written - self.num_unsent
+            if num_sent > self._num_sent:
                 self.write_blocked_since = blocked = now
-            self._num_unsent = unsent
+            self._num_sent = num_sent
         if blocked is not None and now - blocked > limits.write_timeout_s:
             self.abort()
         elif self._running is not None or self._is_closing:

@@ -92,6 +92,9 @@ class Wire:
 
     abort = close
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def is_closing(self) -> bool:
         return self.is_closed
 
@@ -691,6 +694,32 @@ async def test_a_streamed_answer_to_http_1_0_ends_with_the_connection(serve: Any
         answer, rest = await served.last_words(get().replace(b"HTTP/1.1", b"HTTP/1.0"))
     assert "transfer-encoding" not in answer.headers
     assert answer.body + rest == b"abc"
+
+
+async def test_a_client_that_reads_nothing_of_a_stream_is_let_go(serve: Any) -> None:
+    """However much is made for him, not all of it is kept."""
+    left: list[str] = []
+    kept: list[int] = []
+
+    class Waiter:
+        def abandon(self) -> None:
+            left.append("left")
+
+    def flood(exchange: Exchange) -> None:
+        exchange.waiter = Waiter()
+        exchange.start_stream(200, b"")
+        for count in range(100):
+            exchange.stream(bytes(1 << 20))
+            if exchange.is_finished:
+                kept.append(count)
+                return
+
+    async with serve(flood) as served, served.connect() as client:
+        await client.send(get())
+        async with asyncio.timeout(10):
+            while not left:
+                await asyncio.sleep(0.01)
+    assert left == ["left"] and kept and kept[0] < 50
 
 
 async def test_an_aborted_answer_is_never_taken_for_a_complete_one(serve: Any) -> None:
