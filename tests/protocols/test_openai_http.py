@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
 
@@ -18,9 +19,10 @@ from penstock.protocols.gate import Gate, read_keys  # noqa: E402
 
 @pytest.fixture
 def lines(caplog):
+    """The handler is everybody's: what it leaves out it must not leave out for others."""
     caplog.set_level("INFO", logger="penstock.requests")
-    caplog.handler.addFilter(lambda record: record.name == "penstock.requests")
-    return caplog
+    with caplog.filtering(logging.Filter("penstock.requests")):
+        yield caplog
 
 
 CHAT = [{"role": "user", "content": "the cat"}]
