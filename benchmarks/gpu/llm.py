@@ -40,10 +40,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from penstock.backends.packed_encoder import has_triton
 from penstock.llm.engine import Asked, Engine, Piece
 from penstock.llm.engine_main import load
 from penstock.llm.messages import Settings
-from penstock.llm.operations import has_triton
 from penstock.llm.params import Sampling
 from penstock.llm.sequence import Ending
 

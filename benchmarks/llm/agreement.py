@@ -112,7 +112,7 @@ class Comparison:
     def __init__(self, args: argparse.Namespace) -> None:
         self._num_tokens: int = args.tokens
         self._seed: int = args.seed
-        path = smollm2.model_file()
+        path = fetch.smollm2()
         theirs = environment()
         self._versions = {
             "transformers": theirs.version,

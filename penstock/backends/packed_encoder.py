@@ -119,9 +119,12 @@ def has_triton() -> bool:
 
 
 def uses_kernels(x: Tensor) -> bool:
-    if not x.is_cuda or x.dtype not in KERNEL_TYPES or not has_triton():
-        return False
-    return bool(torch.cuda.get_device_capability(x.device) >= AMPERE)
+    return x.is_cuda and x.dtype in KERNEL_TYPES and _has_kernels(x.device)
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    return has_triton() and bool(torch.cuda.get_device_capability(device) >= AMPERE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +155,13 @@ def taken_of(x: Tensor, scaling: Scaling | None) -> Taken:
     if uses_kernels(x):
         from penstock.kernels import encoder
 
-        scales = _room_for_scales(x)
+        scales = room_for_scales(x)
         return Taken(encoder.quantise_rows(x, scales), scales)
     scales = x.float().abs().amax(1, keepdim=True).clamp(min=SMALLEST) / FP8_MAX
     return Taken(to_fp8(x, 1 / scales), scales)
 
 
-def _room_for_scales(x: Tensor) -> Tensor:
+def room_for_scales(x: Tensor) -> Tensor:
     return torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
 
 
@@ -184,7 +187,7 @@ def add_norm(
 
     inverse = None if scaling is None else scaling.inverse
     is_by_row = scaling is not None and inverse is None
-    scales = _room_for_scales(added) if is_by_row else None
+    scales = room_for_scales(added) if is_by_row else None
     x, small = encoder.add_norm(added, residual, norm, inverse, scales)
     return x, Taken(x if small is None else small, scales)
 
@@ -364,7 +367,7 @@ class PackedLayer(nn.Module):
         if scaling is None or scaling.inverse is not None:
             inverse = None if scaling is None else scaling.inverse
             return Taken(encoder.gelu(x, inverse, is_fast=is_fast))
-        scales = _room_for_scales(x)
+        scales = room_for_scales(x)
         return Taken(encoder.quantise_rows(x, scales, has_gelu=True, is_fast=is_fast), scales)
 
 

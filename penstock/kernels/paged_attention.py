@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.paged import Paged
+from penstock.kernels.varlen import fold
 
 # Rows of a product at least, for tensor cores.
 LEAST_ROWS = 16
@@ -33,17 +34,6 @@ MANY_ROWS, MANY_KEYS, MANY_WARPS, MANY_STAGES = 128, 64, 8, 3
 # With heads of 128, 3 stages need so much shared memory; smaller GPUs have room for 2.
 MANY_BYTES, FEW_STAGES = 131_104, 2
 HEAD_SIZES = tuple(ONE_KEYS)
-
-
-@triton.jit
-def _fold(scores, values, peak, total, mixed):
-    """What is known of the softmax after some more keys."""
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_peak[:, None])
-    shrink = tl.exp2(peak - new_peak)
-    total = total * shrink + tl.sum(weights, 1)
-    mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None])
-    return new_peak, total, mixed
 
 
 @triton.jit
@@ -94,7 +84,7 @@ def _attend_one(
         scores = tl.dot(asked, some) * qk_scale
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         given = tl.load(values + slot[:, None] + places[None, :], mask=is_seen[:, None], other=0.0)
-        peak, total, mixed = _fold(scores, given, peak, total, mixed)
+        peak, total, mixed = fold(scores, given, peak, total, mixed)
     # Of a place without a token nothing is seen.
     total = tl.where(total > 0, total, 1.0)
     mixed = mixed / total[:, None]
@@ -168,7 +158,7 @@ def _attend_many(
         block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
         some = tl.load(keys + slot[None, :] + places[:, None])
         given = tl.load(values + slot[:, None] + places[None, :])
-        peak, total, mixed = _fold(tl.dot(asked, some) * qk_scale, given, peak, total, mixed)
+        peak, total, mixed = fold(tl.dot(asked, some) * qk_scale, given, peak, total, mixed)
     limit = position + packed // GROUP
     for start in range(whole, end, BN):
         at = start + columns
@@ -181,7 +171,7 @@ def _attend_many(
         scores = tl.dot(asked, some) * qk_scale
         is_seen = is_there[None, :] & (at[None, :] <= limit[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
-        peak, total, mixed = _fold(scores, given, peak, total, mixed)
+        peak, total, mixed = fold(scores, given, peak, total, mixed)
     mixed = mixed / total[:, None]
     target = out + tokens.to(tl.int64)[:, None] * out_stride + heads[:, None] * SIZE
     tl.store(target + places[None, :], mixed.to(out.dtype.element_ty), mask=is_mine)

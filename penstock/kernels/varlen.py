@@ -34,7 +34,7 @@ def _score(queries, keys, qk_scale, is_inside):
 
 
 @triton.jit
-def _fold(scores, values, peak, total, mixed):
+def fold(scores, values, peak, total, mixed):
     """What is known of the softmax after one more block of keys."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - new_peak[:, None])
@@ -75,7 +75,7 @@ def _attend(
             keys = tl.load(base + WIDTH + at[None, :] * stride + places[:, None])
             values = tl.load(base + 2 * WIDTH + at[:, None] * stride + places[None, :])
             scores = tl.dot(queries, keys) * qk_scale
-            peak, total, mixed = _fold(scores, values, peak, total, mixed)
+            peak, total, mixed = fold(scores, values, peak, total, mixed)
         if whole < end:
             at = whole + columns
             is_inside = at < end
@@ -88,7 +88,7 @@ def _attend(
                 mask=is_inside[:, None], other=0.0,
             )  # fmt: skip
             scores = _score(queries, keys, qk_scale, is_inside)
-            peak, total, mixed = _fold(scores, values, peak, total, mixed)
+            peak, total, mixed = fold(scores, values, peak, total, mixed)
         mixed = mixed / total[:, None]
         target = out + rows[:, None] * out_stride + head * SIZE + places[None, :]
         if TO_FP8:

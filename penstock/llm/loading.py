@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.backends.packed_encoder import uses_kernels
 from penstock.errors import ConfigError
 from penstock.llm import operations
 from penstock.llm.cache import Cache, bytes_of_block
@@ -120,7 +121,7 @@ def open_runner(settings: Settings, decoder: Decoder, cache: Cache, limits: Limi
     from penstock.llm.cuda_runner import CudaRunner
 
     # What is not computed by kernels waits for the device, which a graph cannot hold.
-    has_graphs = operations.uses_kernels(decoder.embeddings)
+    has_graphs = uses_kernels(decoder.embeddings)
     has_graphs = has_graphs and decoder.shape.head_size in operations.KERNEL_HEADS
     device = Cuda(settings.device)
     runner = CudaRunner(decoder, cache, device, limits, has_graphs=has_graphs)

@@ -8,14 +8,13 @@ of the table of blocks, and, for those that a token is drawn from, how.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.backends.packed_encoder import has_triton, room_for_scales, uses_kernels
 from penstock.kernels.paged import Paged
 from penstock.llm import sampling
 from penstock.llm.models.decoder import normed, turned
@@ -25,10 +24,8 @@ from penstock.llm.models.products import AnyProduct, Fp8Product, Small, in_fp8
 # position below 0 is nobody's. Temperature and shares are FP32, by their bits.
 TOKEN, POSITION, ROW, KEY, TEMPERATURE, TOP_K, TOP_P, MIN_P = range(8)
 NUM_COLUMNS = 8
-KERNEL_TYPES = (torch.float16, torch.bfloat16)
 # Heads that `kernels.paged_attention` knows.
 KERNEL_HEADS = (16, 32, 64, 128)
-AMPERE = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +46,6 @@ class Places:
     @property
     def rows(self) -> Tensor:
         return self.sheet[:, ROW]
-
-
-@functools.cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def uses_kernels(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype in KERNEL_TYPES and _has_kernels(x.device)
-
-
-@functools.cache
-def _has_kernels(device: torch.device) -> bool:
-    return has_triton() and bool(torch.cuda.get_device_capability(device) >= AMPERE)
 
 
 def num_splits(num_tokens: int, num_kv_heads: int) -> int:
@@ -90,7 +73,7 @@ def add_norm(
         return taken(normed(total, weight, epsilon), product), total
     from penstock.kernels import decoding
 
-    scales = _room_for_scales(residual) if isinstance(product, Fp8Product) else None
+    scales = room_for_scales(residual) if isinstance(product, Fp8Product) else None
     found, total = decoding.add_norm(added, residual, weight, epsilon, scales)
     return (found if scales is None else Small(found, scales)), total
 
@@ -103,7 +86,7 @@ def taken(x: Tensor, product: AnyProduct) -> Tensor | Small:
         return in_fp8(x)
     from penstock.kernels import encoder
 
-    scales = _room_for_scales(x)
+    scales = room_for_scales(x)
     return Small(encoder.quantise_rows(x, scales), scales)
 
 
@@ -114,7 +97,7 @@ def gate(x: Tensor, product: AnyProduct) -> Tensor | Small:
         return taken(F.silu(one) * other, product)
     from penstock.kernels import decoding
 
-    scales = _room_for_scales(x) if isinstance(product, Fp8Product) else None
+    scales = room_for_scales(x) if isinstance(product, Fp8Product) else None
     found = decoding.gate(x, scales)
     return found if scales is None else Small(found, scales)
 
@@ -232,7 +215,3 @@ def _plain_draw(logits: Tensor, sheet: Tensor) -> Tensor:
     kept = sampling.without(warm, sheet[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
     noise = sampling.noise(sheet[:, KEY].long() & sampling.MASK, logits.shape[1])
     return torch.where(temperatures > 0, kept + noise, warm).argmax(1).int()
-
-
-def _room_for_scales(x: Tensor) -> Tensor:
-    return torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
