@@ -1,10 +1,12 @@
 """Runs steps on a GPU: each is begun and not waited for, so that the next is planned meanwhile.
 
-Steps in which every sequence computes one token are CUDA graphs, one for each of some numbers of
-sequences, with sampling inside; prompts run by the same kernels without a graph. Tokens that were
-drawn stay on the device, where the next step takes them; the host gets a copy when it asks. What a
-step is told lies in a sheet (see `operations`) of fixed places that is copied once from pinned
-memory. Whoever wants penalties, a bias or logprobs is drawn for once more behind the graph.
+Steps of few tokens are CUDA graphs, one for each of some numbers of them, with sampling inside:
+those in which every sequence computes one, and short rests of prompts, whose tokens are looked at
+as if each were a sequence of its own that shares its blocks. Longer prompts run by the same kernels
+without a graph. Tokens that were drawn stay on the device, where the next step takes them; the host
+gets a copy when it asks. What a step is told lies in a sheet (see `operations`) of fixed places
+that is copied once from pinned memory. Whoever wants penalties, a bias or logprobs is drawn for
+once more behind the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from penstock.llm import operations
 from penstock.llm.cache import Cache
 from penstock.llm.fused import Fused
 from penstock.llm.models.decoder import Decoder
-from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TOKEN, Places
+from penstock.llm.operations import KEY, NUM_COLUMNS, POSITION, ROW, TARGET, TOKEN, Places
 from penstock.llm.params import Likelihood, PromptPart, Sampling
 from penstock.llm.runner import Ran, num_told, prompts_of, row_of
 from penstock.llm.sampling import MASK, STEPS, key_of, sample
@@ -37,14 +39,19 @@ from penstock.types import Array
 log = logging.getLogger("penstock.engine")
 # Steps that are begun before the one before them is committed.
 NUM_AHEAD = 1
-# Sequences of graphs: up to this by powers of two, then by steps of 8, 16 and 32.
+# Tokens of graphs: up to this by powers of two, then by steps of 8, 16 and 32.
 FEW, STEP_SIZES = 8, ((128, 8), (256, 16), (1 << 30, 32))
+# The largest graph has room for so many tokens at least, so that rests of prompts find one.
+LEAST_TOKENS = 64
+# Keys that the tokens of prompts in a graph see, all together: each reads its own, and from so many
+# on that takes longer than a step without a graph needs to be begun.
+MOST_SEEN = 1 << 18
 # Of what a row of the sheet says about drawing; see `operations`.
 NUM_PARAMETERS = NUM_COLUMNS - KEY
 
 
 def buckets(most: int) -> list[int]:
-    """Numbers of sequences that have a graph."""
+    """Numbers of tokens that have a graph."""
     found, size = [], 1
     while size < most:
         found.append(size)
@@ -107,6 +114,7 @@ class Laid:
 
     num_tokens: int
     num_ones: int
+    is_graph: bool
     # The last row of each chunk.
     ends: Array
     lines: list[Array]
@@ -127,6 +135,7 @@ class CudaRunner:
         # Sequences in a step have one each, and others keep theirs for a while.
         self._num_rows = 2 * limits.max_sequences
         max_blocks = -(-limits.max_length // cache.block_size)
+        most = max(limits.max_sequences, min(LEAST_TOKENS, limits.max_tokens))
         self._rows = TableRows(self._num_rows, max_blocks)
         # Written where it is read.
         with device.lane("compute"):
@@ -134,16 +143,16 @@ class CudaRunner:
             self._table = self._zeros(self._num_rows + 1, max_blocks)
             self._last = self._zeros(self._num_rows + 1)
             self._sheet = self._zeros(limits.max_tokens, NUM_COLUMNS)
-            self._drawn = self._zeros(limits.max_sequences)
-            shape = limits.max_sequences, decoder.shape.vocabulary
+            self._drawn = self._zeros(most)
+            shape = most, decoder.shape.vocabulary
             self._logits = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
         self._fused = Fused(decoder, cache, self._table)
         self._parameters = np.zeros((self._num_rows + 1, NUM_PARAMETERS), np.int32)
         self._staged = [self._stage() for _ in range(NUM_AHEAD + 2)]
         self._turn = 0
         self._graphs: dict[int, Replayable] = {}
-        self._buckets = buckets(limits.max_sequences)
-        # Why steps of so many sequences run without a graph.
+        self._buckets = buckets(most)
+        # Why steps of so many tokens run without a graph.
         self.problems: dict[int, str] = {}
         self.num_replayed = 0
         self.num_eager = 0
@@ -180,7 +189,8 @@ class CudaRunner:
             sampling = samplings[chunks[place].sequence.id]
             self._parameters[held[place].row] = parameters_of(sampling)
         rows = np.array([each.row for each in held], np.int32)
-        laid = self._laid(chunks, rows, staged, changes)
+        is_told = _wants_prompts(chunks, samplings)
+        laid = self._laid(chunks, rows, staged, changes, is_told=is_told)
         # In the order of the step again.
         where = np.argsort(order)
         sampled = [n for n, chunk in enumerate(step.chunks) if chunk.is_sampled]
@@ -189,7 +199,7 @@ class CudaRunner:
             begin = self._device.mark("compute")
             self._send(staged, laid)
             prompts: Mapping[int, PromptPart] = {}
-            if laid.num_ones == laid.num_tokens and not _wants_prompts(chunks, samplings):
+            if laid.is_graph:
                 self._replay(laid)
             else:
                 hidden = self._run_eagerly(laid, staged, places)
@@ -206,8 +216,10 @@ class CudaRunner:
 
     # What the device is told.
 
-    def _laid(self, chunks: Many[Chunk], rows: Array, staged: Staged, changes: Changes) -> Laid:
-        """Writes the sheet of a step."""
+    def _laid(
+        self, chunks: Many[Chunk], rows: Array, staged: Staged, changes: Changes, *, is_told: bool
+    ) -> Laid:
+        """Writes the sheet of a step. A graph tells nobody more than what was drawn."""
         counts = np.array([chunk.count for chunk in chunks])
         ends = counts.cumsum()
         num_tokens = int(ends[-1])
@@ -219,14 +231,24 @@ class CudaRunner:
         sheet[:, POSITION] = starts.repeat(counts) + offsets
         sheet[:, TOKEN] = _tokens(chunks, num_tokens)
         last = ends - 1
+        # Those in front of it may be drawn for as well, greedily and for nobody.
+        sheet[:, TARGET], sheet[:, KEY:] = self._num_rows, 0
+        sheet[last, TARGET] = rows
         sheet[last, KEY:] = self._parameters[rows]
         # As `key_of` has it, of as many tokens as there are.
         factor = np.uint32(STEPS[0])
         moved = (starts + counts).astype(np.uint32) * factor
         sheet[last, KEY] += moved.view(np.int32)
         num_ones = int((counts == 1).sum())
-        lines = self._lines(chunks, rows, ends, num_ones)
-        return Laid(num_tokens, num_ones, last, lines, changes)
+        num_seen = int((sheet[num_ones:, POSITION] + 1).sum())
+        is_graph = not is_told and self._fits_a_graph(num_tokens, num_ones, num_seen)
+        lines = [] if is_graph else self._lines(chunks, rows, ends, num_ones)
+        return Laid(num_tokens, num_ones, is_graph, last, lines, changes)
+
+    def _fits_a_graph(self, num_tokens: int, num_ones: int, num_seen: int) -> bool:
+        if num_ones == num_tokens:
+            return True
+        return num_seen <= MOST_SEEN and self._bucket(num_tokens) in self._graphs
 
     def _lines(self, chunks: Many[Chunk], rows: Array, ends: Array, num_ones: int) -> list[Array]:
         """Of prompts: those that see most first, for they take longest."""
@@ -246,7 +268,7 @@ class CudaRunner:
 
     def _send(self, staged: Staged, laid: Laid) -> None:
         num = laid.num_tokens
-        if laid.num_ones == num:
+        if laid.is_graph:
             num = self._bucket(num)
             staged.sheet.numpy()[laid.num_tokens : num] = self._nobody(1)
         self._sheet[:num].copy_(staged.sheet[:num], non_blocking=True)
@@ -279,7 +301,7 @@ class CudaRunner:
             graph.replay()
 
     def _generate(self, size: int) -> None:
-        """One token for each of the first rows of the sheet."""
+        """The first rows of the sheet, each drawn for."""
         sheet = self._sheet[:size]
         splits = operations.num_splits(size, self._decoder.shape.num_kv_heads)
         tokens = operations.known(sheet, self._last)
@@ -291,7 +313,7 @@ class CudaRunner:
             self._graphs[size], _ = self._device.capture(partial(self._captured, size))
         except Exception as error:  # Of many types; such steps run without.
             self.problems[size] = first_line(error)
-            log.warning("no CUDA graph for %d sequences: %s", size, self.problems[size])
+            log.warning("no CUDA graph for %d tokens: %s", size, self.problems[size])
 
     def _captured(self, size: int) -> dict[str, Tensor]:
         self._generate(size)
@@ -374,7 +396,7 @@ class CudaRunner:
     def _stage(self) -> Staged:
         sheet = self._pinned(self._sheet.numel(), torch.int32).view(-1, NUM_COLUMNS)
         extras = self._pinned(1 << 14, torch.int64)
-        return Staged(sheet, extras, self._pinned(self._limits.max_sequences, torch.int32))
+        return Staged(sheet, extras, self._pinned(len(self._drawn), torch.int32))
 
     def _pinned(self, size: int, dtype: torch.dtype) -> Tensor:
         return self._device.pinned(size * dtype.itemsize).view(dtype)
@@ -389,12 +411,12 @@ class CudaRunner:
     def _nobody(self, num: int) -> Array:
         """Rows of a sheet without a token."""
         rows = np.zeros((num, NUM_COLUMNS), np.int32)
-        rows[:, POSITION], rows[:, ROW] = -1, self._num_rows
+        rows[:, POSITION], rows[:, ROW], rows[:, TARGET] = -1, self._num_rows, self._num_rows
         return rows
 
 
 def _wants_prompts(chunks: Many[Chunk], samplings: Mapping[int, Sampling]) -> bool:
-    """Of what a graph computes nobody sees but what was drawn."""
+    """Whether somebody wants to know how likely the prompt was."""
     return any(
         samplings[chunk.sequence.id].num_prompt_logprobs is not None and num_told(chunk) > 0
         for chunk in chunks

@@ -3,7 +3,8 @@ of `penstock.kernels` on GPUs, in plain torch elsewhere. Every one takes what ch
 step in tensors of fixed places, so that a CUDA graph can hold it. `fused` makes layers of them.
 
 A step's tokens are rows of a *sheet* of whole numbers: which token, at which position, in which row
-of the table of blocks, and, for those that a token is drawn from, how.
+of the table of blocks, and, for those that a token is drawn from, how, and in which row the next
+step finds it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from penstock.llm.models.decoder import normed, turned
 from penstock.llm.models.products import AnyProduct, Fp8Product, Small, in_fp8
 
 # Columns of the sheet. A token below 0 is the last that was drawn in its row of the table; a
-# position below 0 is nobody's. Temperature and shares are FP32, by their bits.
-TOKEN, POSITION, ROW, KEY, TEMPERATURE, TOP_K, TOP_P, MIN_P = range(8)
-NUM_COLUMNS = 8
+# position below 0 is nobody's. What is drawn is kept for the row of `TARGET`, its own or nobody's.
+# Temperature and shares are FP32, by their bits.
+TOKEN, POSITION, ROW, TARGET, KEY, TEMPERATURE, TOP_K, TOP_P, MIN_P = range(9)
+NUM_COLUMNS = 9
 # Heads that `kernels.paged_attention` knows.
 KERNEL_HEADS = (16, 32, 64, 128)
 
@@ -194,18 +196,19 @@ def known(sheet: Tensor, last: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, sheet: Tensor, drawn: Tensor, last: Tensor) -> None:
-    """A token for each row of logits to `drawn`, and to its row of the table in `last`."""
+    """A token for each row of logits to `drawn`, and to the row of the table in `last` that is its
+    target."""
     floats = sheet.view(torch.float32)
     temperatures = floats[:, TEMPERATURE]
     if not uses_kernels(logits):
         tokens = _plain_draw(logits.float(), sheet)
         drawn.copy_(tokens)
-        last[sheet[:, ROW].long()] = tokens
+        last[sheet[:, TARGET].long()] = tokens
         return
     from penstock.kernels import drawing
 
     lowest = drawing.cut(logits, temperatures, sheet[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
-    drawing.draw(logits, lowest, temperatures, sheet[:, KEY], drawn, last, sheet[:, ROW])
+    drawing.draw(logits, lowest, temperatures, sheet[:, KEY], drawn, last, sheet[:, TARGET])
 
 
 def _plain_draw(logits: Tensor, sheet: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 import tiny_llm as tiny  # noqa: E402
 from fake_gpu import FakeGpu  # noqa: E402
 
-from penstock.llm import operations  # noqa: E402
+from penstock.llm import cuda_runner, operations  # noqa: E402
 from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache  # noqa: E402
 from penstock.llm.checkpoint import open_checkpoint  # noqa: E402
@@ -62,7 +62,7 @@ def all_of(engine: Engine, due: list[Asked], chance: random.Random | None = None
     return tokens, told
 
 
-def test_graphs_are_for_these_numbers_of_sequences():
+def test_graphs_are_for_these_numbers_of_tokens():
     assert buckets(1) == [1]
     assert buckets(6) == [1, 2, 4, 6]
     assert buckets(40) == [1, 2, 4, 8, 16, 24, 32, 40]
@@ -73,9 +73,12 @@ def test_graphs_are_for_these_numbers_of_sequences():
 
 
 @pytest.mark.parametrize("config", [tiny.CONFIG, tiny.QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("most_seen", [0, 40, 1 << 18])
 @pytest.mark.parametrize("has_graphs", [True, False])
-def test_many_together_continue_as_by_hand(tmp_path, config, has_graphs):
-    """With prompts in chunks, blocks that others have computed, and some that must begin again."""
+def test_many_together_continue_as_by_hand(tmp_path, monkeypatch, config, has_graphs, most_seen):
+    """With prompts in chunks, blocks that others have computed, and some that must begin again; no
+    prompt in a graph, or some, or all of them."""
+    monkeypatch.setattr(cuda_runner, "MOST_SEEN", most_seen)
     model = Model(tmp_path, config, num_blocks=12)
     engine = model.engine(has_graphs=has_graphs)
     chance = random.Random(3)
@@ -90,21 +93,38 @@ def test_many_together_continue_as_by_hand(tmp_path, config, has_graphs):
     assert engine.scheduler.num_preemptions and engine.scheduler.pool.counts.num_found
     for number, prompt in enumerate(prompts):
         assert found[number] == tiny.continued(model.weights, config, prompt, 12)
-    assert bool(engine.runner.num_replayed) == has_graphs and engine.runner.num_eager
+    assert bool(engine.runner.num_replayed) == has_graphs
+    assert bool(engine.runner.num_eager) == (not has_graphs or most_seen < 1 << 18)
+
+
+def test_a_short_rest_of_a_prompt_is_a_graph(tmp_path, monkeypatch):
+    """What follows a prefix that is known: as soon as its tokens see too much it is none."""
+    model = Model(tmp_path)
+    prompt = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+    wanted = tiny.continued(model.weights, model.config, prompt, 3)
+    # Of ten tokens two blocks are found again, and two tokens see nine and ten keys.
+    for most_seen, num_eager in ((19, 0), (18, 1)):
+        engine = model.engine()
+        all_of(engine, [Asked(1, prompt, GREEDY, Ending(3))])
+        monkeypatch.setattr(cuda_runner, "MOST_SEEN", most_seen)
+        engine.runner.num_eager = 0
+        found, _ = all_of(engine, [Asked(2, prompt, GREEDY, Ending(3))])
+        assert found[2] == wanted and engine.runner.num_eager == num_eager
+        assert engine.scheduler.pool.counts.num_found == 2 * SIZE
 
 
 def test_what_cannot_be_captured_runs_without_and_is_said(tmp_path):
     model = Model(tmp_path)
-    model.gpu.capture_errors = [RuntimeError("not permitted\nwhen capturing")] * 4
+    model.gpu.capture_errors = [RuntimeError("not permitted\nwhen capturing")] * 5
     engine = model.engine()
     found, _ = all_of(engine, [Asked(1, [3, 1, 4], GREEDY, Ending(5))])
     assert found[1] == tiny.continued(model.weights, model.config, [3, 1, 4], 5)
     assert engine.runner.num_replayed == 0
     assert engine.runner.facts() == {
         "cuda_graphs": "0",
-        "without_cuda_graph": "4 sizes, 6 first: not permitted",
+        "without_cuda_graph": "5 sizes, 11 first: not permitted",
     }
-    assert model.engine().runner.facts() == {"cuda_graphs": "4"}
+    assert model.engine().runner.facts() == {"cuda_graphs": "5"}
     assert model.engine(has_graphs=False).runner.facts() == {"cuda_graphs": "off"}
 
 

@@ -57,7 +57,7 @@ def test_tokens_are_drawn_as_they_are_from_rows():
         sheet[:, KEY:] = [parameters_of(each) for each in samplings]
         moved = np.full(5, position, np.uint32) * np.uint32(STEPS[0])
         sheet[:, KEY] += moved.view(np.int32)
-        sheet[:, operations.ROW] = [4, 3, 2, 1, 0]
+        sheet[:, operations.TARGET] = [4, 3, 2, 1, 0]
         drawn, last = torch.zeros(5, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
         operations.draw(logits, torch.from_numpy(sheet), drawn, last)
         assert drawn.tolist() == sample(logits, rows).tokens.tolist()
