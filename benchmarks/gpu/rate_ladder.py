@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SHARES = (0.80, 0.85, 0.90, 0.95, 1.00, 1.05)
+SHARES = (0.70, 0.80, 0.85, 0.90, 0.95, 1.00)
 SIDES = ("penstock", "triton")
 # Of the limit: who is this late at a rate would only be later at higher ones.
 CLEARLY = 4.0

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+SHARES = (0.80, 0.85, 0.90, 0.95, 1.00, 1.05)
 PORTS = {"penstock": 1001, "triton": 1002}
 # A second: rates that are kept, by model.
 CAPACITY = {"penstock": 1000.0, "x1_0us": 600.0, "x2_0us": 900.0, "x2_2000us": 850.0}
@@ -21,7 +22,10 @@ PROBES_S = 8 * TURN_S
 def beside(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
     import beside_triton
+    import rate_ladder
 
+    for module in (beside_triton, rate_ladder):
+        monkeypatch.setattr(module, "SHARES", SHARES)
     return beside_triton
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+SHARES = (0.80, 0.85, 0.90, 0.95, 1.00, 1.05)
 LIMIT_MS = 100.0
 KEPT, MISSED, CLEARLY = 50.0, 150.0, 401.0
 
@@ -16,6 +17,7 @@ def rate_ladder(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
     import rate_ladder
 
+    monkeypatch.setattr(rate_ladder, "SHARES", SHARES)
     return rate_ladder
 
 
