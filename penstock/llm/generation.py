@@ -12,7 +12,7 @@ from penstock.llm.sequence import Ending
 from penstock.llm.stops import StopTexts
 
 if TYPE_CHECKING:
-    from penstock.llm.text import Stream
+    from penstock.llm.token_bytes import Stream
 
 
 @dataclass(frozen=True, slots=True)

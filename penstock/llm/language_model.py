@@ -189,7 +189,8 @@ class LlmModel:
         generation.arrived = generation.arrived or generation.admitted
         data = self._encoded(generation)
         generation.going = [
-            Going(self.text.stream(), StopTexts(generation.stops)) for _ in range(generation.num)
+            Going(self.text.stream(generation.tokens), StopTexts(generation.stops))
+            for _ in range(generation.num)
         ]
         if not self._open:
             self._heard = self._loop.time()
