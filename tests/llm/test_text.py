@@ -1,6 +1,8 @@
 """Between text and tokens, with a small tokenizer that is made here."""
 
 import json
+import threading
+import time
 
 import pytest
 
@@ -54,6 +56,18 @@ def text() -> Text:
 @pytest.mark.parametrize("sample", SAMPLE)
 def test_text_comes_back(text, sample):
     assert text.decode(text.encode(sample)) == sample
+
+
+def test_others_run_while_a_text_is_encoded(text):
+    said = " ".join(SAMPLE * 8000)
+    thread = threading.Thread(target=text.encode, args=(said,))
+    num_turns = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.0005)
+        num_turns += 1
+    # Of hundreds; two or three where the interpreter is not let go of.
+    assert num_turns > 20
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, WITH_BYTES])
