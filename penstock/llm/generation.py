@@ -72,6 +72,10 @@ class Generation:
     num: int = 1
     priority: int = 0
     salt: str = ""
+    # Of several that are asked for together the first, for the others; and tokens of the others'
+    # prompts, for the first.
+    leader: Generation | None = None
+    num_following: int = 0
     # When it was asked for; 0: when it is admitted.
     arrived: float = 0.0
     # The model's, from when it was admitted.

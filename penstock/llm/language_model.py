@@ -239,6 +239,8 @@ class LlmModel:
             generation.num,
             generation.priority,
             generation.salt,
+            None if generation.leader is None else generation.leader.id,
+            generation.num_following,
         )
         try:
             data = messages.encode(message)

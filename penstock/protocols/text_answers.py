@@ -140,6 +140,10 @@ def begin(answer: Answer) -> None:
             generation.sampling = replace(generation.sampling, num_prompt_logprobs=num)
         generation.arrived = job.exchange.received
         answer.generations.append(generation)
+    first, *others = answer.generations
+    first.num_following = sum(len(each.tokens) for each in others)
+    for each in others:
+        each.leader = first
     job.exchange.waiter = answer
     for generation in list(answer.generations):
         if not answer.is_over:

@@ -335,6 +335,19 @@ class TestProblems:
             assert "Retry-After: " in head
             assert json.loads(body)["error"]["type"] == "rate_limit_error"
 
+    def test_several_prompts_are_not_late_for_each_other(self, tmp_path):
+        """However soon the first token is promised: nothing else is asked for."""
+
+        async def scenario(client, server):
+            body = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "ignore_eos": True}
+            await posted(server, "/v1/completions", body)
+            many = {**body, "prompt": ["the cat sat on the mat"] * 40, "max_tokens": 2}
+            return await posted(server, "/v1/completions", many)
+
+        limits = {"penstock.max_num_seqs": "4", "penstock.ttft_ms": "0.01"}
+        status, _, body = with_client(tmp_path, scenario, parameters=limits)
+        assert status == 200 and len(json.loads(body)["choices"]) == 40
+
     def test_a_key_is_asked_for_in_the_same_form(self, tmp_path):
         path = tmp_path / "keys.toml"
         path.write_text('[[key]]\nsecret = "sixteen characters!"\nscopes = ["infer"]\n')
