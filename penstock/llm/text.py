@@ -67,14 +67,14 @@ class Text:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._template = template
-        self._names = dict(names or {})
+        self.template = template
+        self.names = dict(names or {})
         self._bytes = TokenBytes(tokenizer)
         self.stop_tokens = stop_tokens
 
     @property
     def has_template(self) -> bool:
-        return bool(self._template)
+        return bool(self.template)
 
     @property
     def num_tokens(self) -> int:
@@ -94,9 +94,10 @@ class Text:
         tokens: list[int] = found.ids
         return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Without special tokens; bytes that are no characters are replaced."""
-        told = [token for token in tokens if self._bytes.has_text(token)]
+    def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
+        """Without special tokens, or with their names; bytes that are no characters are
+        replaced."""
+        told = [token for token in tokens if keeps_special or self._bytes.has_text(token)]
         begin = [self._bytes.of_first(token) for token in told[:1]]
         return b"".join([*begin, *map(self._bytes.of, told[1:])]).decode("utf-8", "replace")
 
@@ -111,11 +112,11 @@ class Text:
     def chat(self, messages: Messages, options: Mapping[str, object] | None = None) -> str:
         """The text that the model continues with an answer. InvalidRequest with what the template
         does not like."""
-        if not self._template:
+        if not self.template:
             raise InvalidRequest("the model has no template for chats; ask for a completion")
         try:
             made: str = self._compiled.render(
-                {"add_generation_prompt": True, **(options or {}), **self._names}
+                {"add_generation_prompt": True, **(options or {}), **self.names}
                 | {"messages": messages}
             )
         except InvalidRequest:
@@ -132,7 +133,7 @@ class Text:
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_refuse, strftime_now=_now)
         try:
-            return environment.from_string(self._template)
+            return environment.from_string(self.template)
         except TemplateError as error:
             raise InvalidRequest(f"the model's template cannot be read: {error}") from None
 

@@ -51,6 +51,8 @@ class TokenBytes:
     def of_first(self, token: int) -> bytes:
         """Where a text begins."""
         whole = self.of(token)
+        if token in self._special:
+            return whole
         try:
             whole.decode()
         except UnicodeDecodeError:  # A part of a character, which no space is.

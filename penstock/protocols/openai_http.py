@@ -30,7 +30,7 @@ from penstock.protocols.text_answers import (
     counted,
 )
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import Choice, Head, Known, Usage
+from penstock.wire.openai_v1 import Choice, Head, Invalid, Known, Usage
 
 if TYPE_CHECKING:
     from penstock.llm.text import Text
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.http")
 MODELS = b"/v1/models"
 EMBEDDINGS = b"/v1/embeddings"
+TOKENIZER = b"/tokenizer_info"
 # What the access log is about.
 INFERENCE = (b"/v1/completions", b"/v1/chat/completions", EMBEDDINGS)
 _JSON = b"Content-Type: application/json\r\n"
@@ -95,6 +96,8 @@ class OpenAiHttp:
         path = exchange.head.path
         if path == MODELS or path.startswith(MODELS + b"/"):
             self._tell_models(exchange)
+        elif path == TOKENIZER:
+            self._tell_tokenizer(exchange)
         elif (post := self._posts.get(path)) is None:
             text = f"there is no {path.decode('latin-1')[:200]} here"
             body = openai_v1.error(text, "not_found_error")
@@ -122,6 +125,23 @@ class OpenAiHttp:
             self._models.find(name)
             raise NotReady(f"model '{name}' is loading")
         exchange.reply(200, _JSON, (openai_v1.model(found[0]),))
+
+    def _tell_tokenizer(self, exchange: Exchange) -> None:
+        if exchange.head.method not in (b"GET", b"HEAD"):
+            reply_method(exchange, b"GET")
+            return
+        text = self._find(None).text
+        exchange.reply(200, _JSON, (openai_v1.tokenizer_info(text.names, text.template),))
+
+    def _find(self, name: str | None) -> TextModel:
+        """Without a name the only one; lm-eval gives none for its tokens."""
+        if name is None:
+            names = [each.name for each in self._models.known()]
+            if len(names) != 1:
+                told = ", ".join(names) or "none"
+                raise Invalid(f"model: expected one of those that are loaded: {told}", "model")
+            (name,) = names
+        return self._models.find(name)
 
     def _completions(self, exchange: Exchange) -> None:
         asked = openai_v1.read_completion(exchange.body)
@@ -157,7 +177,7 @@ class OpenAiHttp:
 
     def _tokenize(self, exchange: Exchange) -> None:
         asked = openai_v1.read_tokenize(exchange.body)
-        model = self._models.find(asked.model)
+        model = self._find(asked.model)
 
         def go_on(found: Sequence[list[int]]) -> None:
             (tokens,) = found
@@ -172,7 +192,7 @@ class OpenAiHttp:
 
     def _detokenize(self, exchange: Exchange) -> None:
         name, tokens = openai_v1.read_detokenize(exchange.body)
-        text = self._models.find(name).text.decode(tokens)
+        text = self._find(name).text.decode(tokens, keeps_special=True)
         exchange.reply(200, _JSON, (openai_v1.detokenized(text),))
 
     def _head(self, prefix: str, model: str) -> Head:
