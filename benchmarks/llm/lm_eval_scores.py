@@ -17,8 +17,8 @@ What must hold, set before measuring; the script fails otherwise:
 - every generated text is the same;
 - scores are the same: accuracies exactly, perplexities to 1e-4 of their size.
 
-lm-eval is installed under `.bench/` on first use, and asks nobody outside this machine. What `hf`
-found is kept as long as its questions are the same; `--again` asks it anew.
+lm-eval is installed under `.bench/` on first use, and asks nobody outside this machine. What was
+found in one way is kept as long as questions and code are the same; `--again` begins anew.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rich.console import Console
 from rich.table import Table
 from rivals.environment import Environment, InstallError, ensure, publishable
 from serving import Server
-from smollm2 import FOLDER, RESULTS
+from smollm2 import FOLDER, RESULTS, ROOT
 
 LM_EVAL = ["0.4.13"]
 NEEDED = ["transformers==5.22.2", "accelerate", "aiohttp", "tenacity", "gguf"]
@@ -79,7 +79,14 @@ WAYS = (
     Way(
         "texts", "local-completions", {"tokenized_requests": False, "num_concurrent": 4}, like="hf"
     ),
-    Way("remote", "local-completions", {"tokenizer_backend": "auto"}, batch_size=8, like="hf"),
+    Way(
+        "remote",
+        "local-completions",
+        {"tokenizer_backend": "auto"},
+        (PERPLEXITY, OPINIONS),
+        8,
+        like="hf",
+    ),  # fmt: skip
     Way("hf chat", "hf", {}, (OPINIONS,), is_chat=True),
     Way("chat", "local-chat-completions", {}, (OPINIONS,), is_chat=True, like="hf chat"),
 )
@@ -118,7 +125,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tiny", action="store_true", help="a few questions of each kind")
-    parser.add_argument("--again", action="store_true", help="nothing is kept of what hf found")
+    parser.add_argument("--again", action="store_true", help="nothing is kept of what was found")
     parser.add_argument(
         "--work", type=Path, default=FOLDER / "lm-eval", help="tasks and what lm-eval writes"
     )
@@ -156,7 +163,7 @@ def run(way: Way, args: argparse.Namespace, theirs: Environment, folder: Path, a
     out = args.work / "runs" / way.name.replace(" ", "-")
     kept = out / KEPT
     key = key_of(way, args, theirs)
-    if not way.like and not args.again and kept.exists():
+    if not args.again and kept.exists():
         known = json.loads(kept.read_text())
         if known["key"] == key:
             return run_of(way, out, known["seconds"])
@@ -189,11 +196,15 @@ def run_of(way: Way, out: Path, took_s: float) -> Run:
 
 
 def key_of(way: Way, args: argparse.Namespace, theirs: Environment) -> str:
-    """Of all that the answers of transformers depend on."""
+    """Of all that the answers depend on."""
     rows = [(args.work / "tasks" / f"{task}.jsonl").read_text() for task in way.tasks]
     about = [eval_tasks.ABOUT[task] for task in way.tasks]
     key = json.dumps([rows, about, theirs.version, NEEDED, way.is_chat, dict(way.args)])
-    return hashlib.sha256(key.encode()).hexdigest()
+    digest = hashlib.sha256(key.encode())
+    if way.like:
+        for path in sorted((ROOT / "penstock").rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def model_args(way: Way, folder: Path, address: str) -> dict[str, object]:
