@@ -28,12 +28,12 @@ TEMPLATE = (
 )
 
 
-def write_model(folder, parameters=None):
+def write_model(folder, parameters=None, max_length=256):
     """A folder as Hugging Face has it, called as the model is."""
     folder = folder / NAME
     folder.mkdir()
     size = TOKENIZER.get_vocab_size()
-    tiny.write_folder(folder, vocab_size=size, max_position_embeddings=256)
+    tiny.write_folder(folder, vocab_size=size, max_position_embeddings=max_length)
     TOKENIZER.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": TEMPLATE, "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -72,9 +72,9 @@ class TextServer:
 
 
 @asynccontextmanager
-async def served(folder, gate=None, parameters=None):
+async def served(folder, gate=None, parameters=None, max_length=256):
     server = TextServer(gate)
-    await server.catalog.load(repository.read(write_model(folder, parameters)))
+    await server.catalog.load(repository.read(write_model(folder, parameters, max_length)))
     assert server.catalog.failures == []
     server.routes.is_loading = False
     server.port = await server.http.start("127.0.0.1", 0)

@@ -1,6 +1,14 @@
-"""A tokenizer that is trained in a moment, on a few lines."""
+"""Small tokenizers: of bytes, trained in a moment on a few lines, and of words with spaces."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 SPECIAL = ["<|end|>", "<|start|>"]
 SAMPLE = [
@@ -25,4 +33,46 @@ def trained() -> Tokenizer:
     return tokenizer
 
 
+def with_bytes() -> Tokenizer:
+    """As Llama 2 and Mistral have it: words begin with a space that is not there before the first,
+    and what is no token comes as bytes."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["▁", "t", "h", "e", "c", "a", "s", ".", "é", "日", "th", "▁the", "▁c", "▁▁", "the"]
+    merges = [("t", "h"), ("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "c"), ("▁", "▁")]
+    merges += [("th", "e")]
+    names = list(dict.fromkeys([*tokens, *words, *("".join(each) for each in merges)]))
+    vocabulary = {name: number for number, name in enumerate(names)}
+    model = models.BPE(
+        vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", vocabulary["<s>"])]
+    )
+    return tokenizer
+
+
+def with_marks() -> Tokenizer:
+    """The same, with the decoder that newer files have in the place of three others."""
+    tokenizer = with_bytes()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace("▁", "always")]
+    )
+    return tokenizer
+
+
 TOKENIZER = trained()
+WITH_BYTES = with_bytes()
+WITH_MARKS = with_marks()

@@ -48,7 +48,8 @@ class Runs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request: one prompt, continued `num` times."""
+    """A request: one prompt, continued `num` times. Whoever asks with several prompts at once has
+    one for each, which are judged together, with the first."""
 
     id: int
     tokens: Many[int]
@@ -57,6 +58,9 @@ class Asked:
     num: int = 1
     priority: int = 0
     salt: str = ""
+    # Of several, the id of the first, for the others; and tokens of the others, for the first.
+    leader: int | None = None
+    num_following: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +236,15 @@ class Engine:
             raise InvalidRequest(
                 f"n is {asked.num}; expected at most {self.limits.max_sequences_of_request}"
             )
-        refusal = self._refusal(num_prompt)
+        refusal = self._refusal(asked)
         if refusal is not None:
             raise refusal
 
-    def _refusal(self, num_prompt: int) -> PenstockError | None:
+    def _refusal(self, asked: Asked) -> PenstockError | None:
         if len(self.scheduler.waiting) >= self.limits.max_waiting:
             return Overloaded(f"{len(self.scheduler.waiting)} requests wait already")
         promised_s = self.pace.targets.ttft_s
-        if promised_s is None or not self.pace.is_known:
+        if promised_s is None or not self.pace.is_known or asked.leader in self._sequences:
             return None
         before = [*self.scheduler.running, *self.scheduler.waiting]
         if not before:
@@ -248,7 +252,7 @@ class Engine:
             return None
         left = sum(each.num_left for each in before if not each.num_generated)
         work = self._work()
-        first_s = self.pace.first_token_s(left, num_prompt, work)
+        first_s = self.pace.first_token_s(left, len(asked.tokens) + asked.num_following, work)
         first_s += self._steps_to_a_place() * self.pace.step_s(work)
         if first_s <= promised_s:
             return None

@@ -201,6 +201,8 @@ def asked_of(message: messages.Generate) -> Asked:
         message.num,
         message.priority,
         message.salt,
+        message.leader,
+        message.num_following,
     )
 
 

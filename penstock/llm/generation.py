@@ -12,7 +12,7 @@ from penstock.llm.sequence import Ending
 from penstock.llm.stops import StopTexts
 
 if TYPE_CHECKING:
-    from penstock.llm.text import Stream
+    from penstock.llm.token_bytes import Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,10 @@ class Generation:
     num: int = 1
     priority: int = 0
     salt: str = ""
+    # Of several that are asked for together the first, for the others; and tokens of the others'
+    # prompts, for the first.
+    leader: Generation | None = None
+    num_following: int = 0
     # When it was asked for; 0: when it is admitted.
     arrived: float = 0.0
     # The model's, from when it was admitted.

@@ -189,7 +189,8 @@ class LlmModel:
         generation.arrived = generation.arrived or generation.admitted
         data = self._encoded(generation)
         generation.going = [
-            Going(self.text.stream(), StopTexts(generation.stops)) for _ in range(generation.num)
+            Going(self.text.stream(generation.tokens), StopTexts(generation.stops))
+            for _ in range(generation.num)
         ]
         if not self._open:
             self._heard = self._loop.time()
@@ -238,6 +239,8 @@ class LlmModel:
             generation.num,
             generation.priority,
             generation.salt,
+            None if generation.leader is None else generation.leader.id,
+            generation.num_following,
         )
         try:
             data = messages.encode(message)

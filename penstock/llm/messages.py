@@ -73,6 +73,8 @@ class Generate(Frame, tag="gen"):
     num: int
     priority: int
     salt: str
+    leader: int | None = None
+    num_following: int = 0
 
 
 class GiveUp(Frame, tag="up"):

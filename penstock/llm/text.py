@@ -1,5 +1,4 @@
-"""Between text and tokens: a model's tokenizer, how the messages of a chat become one text, and a
-stream of tokens as text while it grows.
+"""Between text and tokens: a model's tokenizer, and how the messages of a chat become one text.
 
 The tokenizer is that of `tokenizers`, from a folder's tokenizer.json or from what a GGUF file says.
 Templates of chats come with models and are run in a sandbox: they see messages, and nothing else.
@@ -28,6 +27,7 @@ from tokenizers import (
 
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.llm.json_files import read_object
+from penstock.llm.token_bytes import Stream, TokenBytes
 
 TOKENIZER, SETTINGS, GENERATION = (
     "tokenizer.json",
@@ -67,15 +67,14 @@ class Text:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._template = template
-        self._names = dict(names or {})
+        self.template = template
+        self.names = dict(names or {})
+        self._bytes = TokenBytes(tokenizer)
         self.stop_tokens = stop_tokens
-        # Of single tokens that were asked for; at most as many as there are.
-        self._texts: dict[int, str] = {}
 
     @property
     def has_template(self) -> bool:
-        return bool(self._template)
+        return bool(self.template)
 
     @property
     def num_tokens(self) -> int:
@@ -88,32 +87,36 @@ class Text:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
-        """`is_whole`: with what the model wants before a text; not for what a template made."""
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=is_whole).ids
-        return found
+        """`is_whole`: with what the model wants before a text; not for what a template made. Other
+        threads run meanwhile."""
+        # Of the library's ways this one lets go of the interpreter.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)
+        tokens: list[int] = found.ids
+        return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        found: str = self._tokenizer.decode(list(tokens))
-        return found
+    def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
+        """Without special tokens, or with their names; bytes that are no characters are
+        replaced."""
+        told = [token for token in tokens if keeps_special or self._bytes.has_text(token)]
+        begin = [self._bytes.of_first(token) for token in told[:1]]
+        return b"".join([*begin, *map(self._bytes.of, told[1:])]).decode("utf-8", "replace")
 
     def token(self, token: int) -> str:
-        """One by itself, special ones by their names."""
-        found = self._texts.get(token)
-        if found is None:
-            found = self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
-        return found
+        """One by itself, as it is within a text, special ones by their names."""
+        return self._bytes.of(token).decode("utf-8", "replace")
 
-    def stream(self) -> Stream:
-        return Stream(self._tokenizer)
+    def stream(self, prompt: Sequence[int] = ()) -> Stream:
+        """Of what follows these."""
+        return Stream(self._bytes, prompt)
 
     def chat(self, messages: Messages, options: Mapping[str, object] | None = None) -> str:
         """The text that the model continues with an answer. InvalidRequest with what the template
         does not like."""
-        if not self._template:
+        if not self.template:
             raise InvalidRequest("the model has no template for chats; ask for a completion")
         try:
             made: str = self._compiled.render(
-                {"add_generation_prompt": True, **(options or {}), **self._names}
+                {"add_generation_prompt": True, **(options or {}), **self.names}
                 | {"messages": messages}
             )
         except InvalidRequest:
@@ -130,30 +133,9 @@ class Text:
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_refuse, strftime_now=_now)
         try:
-            return environment.from_string(self._template)
+            return environment.from_string(self.template)
         except TemplateError as error:
             raise InvalidRequest(f"the model's template cannot be read: {error}") from None
-
-
-class Stream:
-    """Of one sequence: text as it grows. Characters come when they are whole."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoding = decoders.DecodeStream(skip_special_tokens=True)
-        self._tokens: list[int] = []
-        self._sent = ""
-
-    def add(self, token: int) -> str:
-        self._tokens.append(token)
-        piece: str = self._decoding.step(self._tokenizer, token) or ""
-        self._sent += piece
-        return piece
-
-    def rest(self) -> str:
-        """It has ended: what was held back of a character that was never whole."""
-        whole: str = self._tokenizer.decode(self._tokens)
-        return whole.removeprefix(self._sent) if whole.startswith(self._sent) else ""
 
 
 def _refuse(message: str) -> None:

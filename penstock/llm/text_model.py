@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from penstock.config import ModelConfig
-from penstock.errors import ConfigError, NotReady, PenstockError, TooLarge, Unsupported
+from penstock.errors import (
+    ConfigError,
+    NotReady,
+    Overloaded,
+    PenstockError,
+    TooLarge,
+    Unsupported,
+)
 from penstock.llm.generation import Generation
 from penstock.llm.gguf import GgufFile
 from penstock.llm.language_model import EngineLife, LlmModel
@@ -28,6 +37,10 @@ TENSORS = (
     "a language model takes no tensors; ask /v1/chat/completions, /v1/completions or "
     "/v2/models/{name}/generate"
 )
+# Texts, or lists of tokens.
+Given = Sequence[str | list[int]]
+# Threads for texts that are long.
+NUM_ENCODERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,9 @@ class TextModel:
         self._settings = settings_of(config)
         self._start_life = start_life
         self._engine: LlmModel | None = None
+        # Beside the event loop, which has its own to do.
+        self._encoders = ThreadPoolExecutor(NUM_ENCODERS, f"encode {config.name}")
+        self._encoding: set[asyncio.Task[None]] = set()
 
     # Life.
 
@@ -67,12 +83,18 @@ class TextModel:
         self.loaded_at = int(time.time())
 
     async def drain(self) -> None:
+        while self._encoding:
+            await asyncio.wait(self._encoding)
         if self._engine is not None:
             await self._engine.drain()
 
     async def close(self) -> None:
         if self._engine is not None:
             await self._engine.close()
+        # Whose texts are still encoded is told that it is closed.
+        while self._encoding:
+            await asyncio.wait(self._encoding)
+        self._encoders.shutdown()
 
     # What the catalog shows.
 
@@ -164,15 +186,56 @@ class TextModel:
             raise self._not_ready()
         return ready.max_length
 
-    def encoded(self, text: str, *, is_whole: bool = True) -> list[int]:
-        """TooLarge, before anything is computed, where it has more tokens than a text may have:
-        nobody else is answered meanwhile."""
+    def check_lengths(self, given: Given) -> None:
+        """TooLarge, before anything is computed, where one has more tokens than a text may have."""
         most = self.max_length * self.text.longest_token
-        if len(text) > most:
-            raise TooLarge(
-                f"the text has {len(text)} characters, more than {self.max_length} tokens can be"
-            )
-        return self.text.encode(text, is_whole=is_whole)
+        for each in given:
+            if isinstance(each, str) and len(each) > most:
+                raise TooLarge(
+                    f"the text has {len(each)} characters, more than {self.max_length} tokens "
+                    "can be"
+                )
+
+    def encoded(self, given: Given, *, is_whole: bool = True) -> list[list[int]]:
+        """The tokens of each; tokens are what they are."""
+        text = self.text
+        return [
+            text.encode(each, is_whole=is_whole) if isinstance(each, str) else each
+            for each in given
+        ]
+
+    def encode_aside(
+        self,
+        given: Given,
+        is_whole: bool,
+        then: Callable[[list[list[int]]], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """The same in a thread, while others are answered; either is called on the event loop.
+        Overloaded where as many wait for that as may wait for a token."""
+        if len(self._encoding) >= self.max_waiting:
+            raise Overloaded(f"{len(self._encoding)} requests wait already")
+        task = asyncio.get_running_loop().create_task(
+            self._encode_aside(given, is_whole, then, failed)
+        )
+        self._encoding.add(task)
+        task.add_done_callback(self._encoding.discard)
+
+    async def _encode_aside(
+        self,
+        given: Given,
+        is_whole: bool,
+        then: Callable[[list[list[int]]], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            encode = partial(self.encoded, given, is_whole=is_whole)
+            found = await loop.run_in_executor(self._encoders, encode)
+        except Exception as error:  # Of somebody else's library, for whoever asked.
+            failed(error)
+        else:
+            then(found)
 
     @property
     def max_waiting(self) -> int:

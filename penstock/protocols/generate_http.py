@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote
 
@@ -20,6 +21,7 @@ from penstock.protocols.text_answers import (
     Job,
     OneEventAnswer,
     Prompt,
+    Reading,
     StreamedAnswer,
     WholeAnswer,
     begin,
@@ -51,8 +53,11 @@ class GenerateHttp:
         self._is_logged = logs_requests
 
     def handle(self, exchange: Exchange) -> None:
+        self._guarded(exchange, partial(self._handle, exchange))
+
+    def _guarded(self, exchange: Exchange, answer: Callable[[], None]) -> None:
         try:
-            self._handle(exchange)
+            answer()
         except PenstockError as error:
             reply_error(exchange, error)
             if self._is_logged:
@@ -74,15 +79,17 @@ class GenerateHttp:
             if self._is_draining():
                 raise NotReady("the server is shutting down")
             asked = generate_v2.read(exchange.body, match[3] is not None)
-            head = AnswerHead(model.config.name, model.config.version, asked)
-            tokens = model.text.encode(asked.text, is_whole=True)
-            prompts = [Prompt(tokens, asked.text if asked.is_echoed else "")]
-            form = GenerateForm(head)
+        form = GenerateForm(AnswerHead(model.config.name, model.config.version, asked))
+
+        def go_on(found: Sequence[list[int]]) -> None:
+            prompts = [Prompt(each, asked.text if asked.is_echoed else "") for each in found]
             job = Job(exchange, model, form, asked.wishes, prompts, asked.id, self._is_logged)
             if asked.is_streamed:
                 begin(StreamedAnswer(job))
             else:
                 begin(WholeAnswer(job) if match[3] is None else OneEventAnswer(job))
+
+        Reading(exchange, model, go_on, self._guarded).begin([asked.text])
 
     def _find(self, name: str, version: str) -> TextModel:
         model = self._catalog.find(name, version)

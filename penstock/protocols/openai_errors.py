@@ -35,7 +35,7 @@ KINDS: dict[type[PenstockError], tuple[int, str]] = {
     BackendFailed: (500, "server_error"),
 }
 # Paths that vLLM's users know without a version.
-OTHERS = (b"/tokenize", b"/detokenize")
+OTHERS = (b"/tokenize", b"/detokenize", b"/tokenizer_info")
 _JSON = b"Content-Type: application/json\r\n"
 
 

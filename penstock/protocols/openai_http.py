@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import unquote
 
@@ -19,9 +20,17 @@ from penstock.errors import BackendFailed, NotReady, PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.openai_errors import error_event, kind_of, reply_error, reply_method
-from penstock.protocols.text_answers import Job, Prompt, StreamedAnswer, WholeAnswer, begin, counted
+from penstock.protocols.text_answers import (
+    Job,
+    Prompt,
+    Reading,
+    StreamedAnswer,
+    WholeAnswer,
+    begin,
+    counted,
+)
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import Choice, Head, Known, Usage
+from penstock.wire.openai_v1 import Choice, Head, Invalid, Known, Usage
 
 if TYPE_CHECKING:
     from penstock.llm.text import Text
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.http")
 MODELS = b"/v1/models"
 EMBEDDINGS = b"/v1/embeddings"
+TOKENIZER = b"/tokenizer_info"
 # What the access log is about.
 INFERENCE = (b"/v1/completions", b"/v1/chat/completions", EMBEDDINGS)
 _JSON = b"Content-Type: application/json\r\n"
@@ -67,8 +77,11 @@ class OpenAiHttp:
             self._posts[EMBEDDINGS] = embeddings
 
     def handle(self, exchange: Exchange) -> None:
+        self._guarded(exchange, partial(self._handle, exchange))
+
+    def _guarded(self, exchange: Exchange, answer: Callable[[], None]) -> None:
         try:
-            self._handle(exchange)
+            answer()
         except PenstockError as error:
             reply_error(exchange, error)
             if self._is_logged and exchange.head.path in INFERENCE:
@@ -83,6 +96,8 @@ class OpenAiHttp:
         path = exchange.head.path
         if path == MODELS or path.startswith(MODELS + b"/"):
             self._tell_models(exchange)
+        elif path == TOKENIZER:
+            self._tell_tokenizer(exchange)
         elif (post := self._posts.get(path)) is None:
             text = f"there is no {path.decode('latin-1')[:200]} here"
             body = openai_v1.error(text, "not_found_error")
@@ -111,54 +126,77 @@ class OpenAiHttp:
             raise NotReady(f"model '{name}' is loading")
         exchange.reply(200, _JSON, (openai_v1.model(found[0]),))
 
+    def _tell_tokenizer(self, exchange: Exchange) -> None:
+        if exchange.head.method not in (b"GET", b"HEAD"):
+            reply_method(exchange, b"GET")
+            return
+        text = self._find(None).text
+        exchange.reply(200, _JSON, (openai_v1.tokenizer_info(text.names, text.template),))
+
+    def _find(self, name: str | None) -> TextModel:
+        """Without a name the only one; lm-eval gives none for its tokens."""
+        if name is None:
+            names = [each.name for each in self._models.known()]
+            if len(names) != 1:
+                told = ", ".join(names) or "none"
+                raise Invalid(f"model: expected one of those that are loaded: {told}", "model")
+            (name,) = names
+        return self._models.find(name)
+
     def _completions(self, exchange: Exchange) -> None:
         asked = openai_v1.read_completion(exchange.body)
         model = self._models.find(asked.model)
         form = CompletionForm(self._head("cmpl", asked.model), asked.streaming.has_usage)
-        with counted(model, exchange.received):
+
+        def go_on(found: Sequence[list[int]]) -> None:
             prompts = [
-                Prompt(
-                    _tokens(model, each, asked.has_special_tokens),
-                    _echo(model.text, each) if asked.is_echoed else "",
-                )
-                for each in asked.prompts
+                Prompt(tokens, _echo(model.text, each) if asked.is_echoed else "")
+                for tokens, each in zip(found, asked.prompts, strict=True)
             ]
             job = Job(exchange, model, form, asked.wishes, prompts, form.head.id, self._is_logged)
             if asked.is_echoed and asked.wishes.num_logprobs is not None:
                 job = replace(job, tells_prompts=True)
             begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
 
+        reading = Reading(exchange, model, go_on, self._guarded)
+        reading.begin(asked.prompts, is_whole=asked.has_special_tokens)
+
     def _chats(self, exchange: Exchange) -> None:
         asked = openai_v1.read_chat(exchange.body)
         model = self._models.find(asked.model)
         form = ChatForm(self._head("chatcmpl", asked.model), asked.streaming.has_usage)
-        with counted(model, exchange.received):
-            text = model.text.chat(asked.messages, asked.template_options)
-            prompts = [Prompt(model.encoded(text, is_whole=False))]
+
+        def go_on(found: Sequence[list[int]]) -> None:
+            prompts = [Prompt(tokens) for tokens in found]
             job = Job(exchange, model, form, asked.wishes, prompts, form.head.id, self._is_logged)
             begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
 
+        with counted(model, exchange.received):
+            text = model.text.chat(asked.messages, asked.template_options)
+        Reading(exchange, model, go_on, self._guarded).begin([text], is_whole=False)
+
     def _tokenize(self, exchange: Exchange) -> None:
         asked = openai_v1.read_tokenize(exchange.body)
-        model = self._models.find(asked.model)
+        model = self._find(asked.model)
+
+        def go_on(found: Sequence[list[int]]) -> None:
+            (tokens,) = found
+            texts = [model.text.token(each) for each in tokens] if asked.has_texts else None
+            exchange.reply(200, _JSON, (openai_v1.tokenized(tokens, model.max_length, texts),))
+
+        reading = Reading(exchange, model, go_on, self._guarded, is_counted=False)
         if asked.prompt is None:
-            tokens = model.encoded(model.text.chat(asked.messages), is_whole=False)
+            reading.begin([model.text.chat(asked.messages)], is_whole=False)
         else:
-            tokens = model.encoded(asked.prompt, is_whole=asked.has_special_tokens)
-        texts = [model.text.token(each) for each in tokens] if asked.has_texts else None
-        exchange.reply(200, _JSON, (openai_v1.tokenized(tokens, model.max_length, texts),))
+            reading.begin([asked.prompt], is_whole=asked.has_special_tokens)
 
     def _detokenize(self, exchange: Exchange) -> None:
         name, tokens = openai_v1.read_detokenize(exchange.body)
-        text = self._models.find(name).text.decode(tokens)
+        text = self._find(name).text.decode(tokens, keeps_special=True)
         exchange.reply(200, _JSON, (openai_v1.detokenized(text),))
 
     def _head(self, prefix: str, model: str) -> Head:
         return Head(f"{prefix}-{secrets.token_hex(12)}", int(self._clock()), model)
-
-
-def _tokens(model: TextModel, prompt: str | list[int], is_whole: bool) -> list[int]:
-    return model.encoded(prompt, is_whole=is_whole) if isinstance(prompt, str) else prompt
 
 
 def _echo(text: Text, prompt: str | list[int]) -> str:

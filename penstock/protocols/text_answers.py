@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.errors import PenstockError
+from penstock.errors import Cancelled, PenstockError
 from penstock.llm.generation import Generation, GenerationSink, Part, Totals
 from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.sequence import Ending
@@ -31,6 +32,8 @@ from penstock.wire.openai_v1 import Choice, Invalid, TokenLogprob, Usage, Wishes
 if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
 
+# Characters whose tokens are found on the event loop: about a millisecond.
+MAX_AT_ONCE = 2000
 _JSON = b"Content-Type: application/json\r\n"
 _EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
 
@@ -43,6 +46,54 @@ def counted(model: Served, received: float) -> Iterator[None]:
     except PenstockError as error:
         model.refused(error, received)
         raise
+
+
+Guarded = Callable[[Exchange, Callable[[], None]], None]
+Then = Callable[[Sequence[list[int]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The texts of a request on their way to tokens: at once, or in a thread where that would keep
+    others waiting. Whoever leaves meanwhile is not answered."""
+
+    exchange: Exchange
+    model: TextModel
+    # Called with the tokens of each.
+    then: Then
+    # Calls that when it is later, and tells the client of errors.
+    guarded: Guarded
+    # Whether what is refused is the model's to count.
+    is_counted: bool = True
+
+    def begin(self, given: Sequence[str | list[int]], *, is_whole: bool = True) -> None:
+        """Errors that are known at once are raised."""
+        with self._counted():
+            self.model.check_lengths(given)
+            if sum(len(each) for each in given if isinstance(each, str)) <= MAX_AT_ONCE:
+                self.then(self.model.encoded(given, is_whole=is_whole))
+            else:
+                self.model.encode_aside(given, is_whole, self._encoded, self._failed)
+
+    def _encoded(self, tokens: Sequence[list[int]]) -> None:
+        self.guarded(self.exchange, partial(self._go_on, tokens))
+
+    def _failed(self, error: Exception) -> None:
+        self.guarded(self.exchange, partial(_raise, error))
+
+    def _go_on(self, tokens: Sequence[list[int]]) -> None:
+        with self._counted():
+            if self.exchange.is_finished:
+                raise Cancelled("the client left")
+            self.then(tokens)
+
+    def _counted(self) -> AbstractContextManager[None]:
+        is_counted = self.is_counted
+        return counted(self.model, self.exchange.received) if is_counted else nullcontext()
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +140,10 @@ def begin(answer: Answer) -> None:
             generation.sampling = replace(generation.sampling, num_prompt_logprobs=num)
         generation.arrived = job.exchange.received
         answer.generations.append(generation)
+    first, *others = answer.generations
+    first.num_following = sum(len(each.tokens) for each in others)
+    for each in others:
+        each.leader = first
     job.exchange.waiter = answer
     for generation in list(answer.generations):
         if not answer.is_over:

@@ -105,7 +105,7 @@ class _Embeddings(msgspec.Struct, kw_only=True):
 
 
 class _Tokenize(msgspec.Struct, kw_only=True):
-    model: str
+    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
@@ -113,7 +113,7 @@ class _Tokenize(msgspec.Struct, kw_only=True):
 
 
 class _Detokenize(msgspec.Struct, kw_only=True):
-    model: str
+    model: str | None = None
     tokens: list[int]
 
 
@@ -174,7 +174,8 @@ class ChatRequest:
 class TokenizeRequest:
     """Of a text, or of the messages of a chat."""
 
-    model: str
+    # None: the only one.
+    model: str | None
     prompt: str | None
     messages: Sequence[Mapping[str, Any]]
     has_special_tokens: bool
@@ -267,8 +268,8 @@ def read_tokenize(body: Raw) -> TokenizeRequest:
     )
 
 
-def read_detokenize(body: Raw) -> tuple[str, list[int]]:
-    """The model, and the tokens."""
+def read_detokenize(body: Raw) -> tuple[str | None, list[int]]:
+    """The model (None: the only one), and the tokens."""
     found: _Detokenize = _decoded(_detokenize, body)
     if not all(0 <= each <= LARGEST for each in found.tokens):
         raise Invalid("tokens: expected tokens from 0 on", "tokens")
@@ -551,6 +552,13 @@ def tokenized(tokens: Sequence[int], max_length: int, texts: Sequence[str] | Non
 
 def detokenized(text: str) -> bytes:
     return _encode({"prompt": text})
+
+
+def tokenizer_info(names: Mapping[str, str], template: str) -> bytes:
+    """Names of special tokens, and what makes a text of a chat; null where there is none."""
+    return _encode(
+        {"eos_token": None, "bos_token": None, **names, "chat_template": template or None}
+    )
 
 
 def error(text: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:

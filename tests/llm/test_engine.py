@@ -176,6 +176,49 @@ class TestRefusals:
         assert is_clean(engine)
 
 
+class TestSeveralPrompts:
+    """Of one request, judged as one. A prompt of 10 takes 0.11 s, and each more of 10 0.1 s."""
+
+    def engine(self, ttft_s) -> Engine:
+        engine = an_engine(Targets(ttft_s=ttft_s))
+        engine.scheduler.limits = StepLimits(4, 16, 2000)
+        engine.scheduler.pool = BlockPool(4000, SIZE)
+        for number in range(1, 40):
+            engine.pace.add(Work(number * 10, 0), 0.01 + number * 0.1)
+        return engine
+
+    def together(self, count, begin=1, size=10):
+        first = asked(begin, prompt=range(size), num_following=(count - 1) * size)
+        others = range(begin + 1, begin + count)
+        return [first, *(asked(each, prompt=range(size), leader=begin) for each in others)]
+
+    def test_those_who_are_alone_are_not_late_for_each_other(self):
+        """There are not even places for all of them."""
+        engine = self.engine(ttft_s=0.25)
+        for each in self.together(20):
+            engine.add(each)
+        assert {request for request, _ in all_of(engine)} == set(range(1, 21))
+        # Those of different requests are.
+        engine = self.engine(ttft_s=0.25)
+        engine.add(asked(31, prompt=range(10)))
+        engine.add(asked(32, prompt=range(10)))
+        with pytest.raises(Overloaded):
+            engine.add(asked(33, prompt=range(10)))
+
+    def test_behind_others_all_of_them_count(self):
+        engine = self.engine(ttft_s=0.55)
+        engine.add(asked(50, prompt=range(10)))
+        with pytest.raises(Overloaded, match=r"after 0\.6"):
+            engine.add(self.together(5)[0])
+        # Without the first, each for itself.
+        engine.add(self.together(5)[1])
+        engine.give_up(2)
+        for each in self.together(4):
+            engine.add(each)
+        all_of(engine)
+        assert is_clean(engine)
+
+
 def test_steps_hold_as_many_tokens_of_prompts_as_the_promise_allows():
     engine = an_engine(Targets(tpot_s=0.05))
     for number in range(1, 40):

@@ -12,7 +12,7 @@ pytest.importorskip("tokenizers")
 
 import tiny_llm as tiny  # noqa: E402
 from engine_thread import EngineThread  # noqa: E402
-from tiny_text import TOKENIZER  # noqa: E402
+from tiny_text import TOKENIZER, WITH_BYTES  # noqa: E402
 
 from penstock.errors import (  # noqa: E402
     BackendFailed,
@@ -68,9 +68,9 @@ def a_generation(prompt="the cat", max_tokens=8, stops=(), stop_tokens=(), **opt
 
 
 @asynccontextmanager
-async def started(folder, life=EngineThread, **changes):
+async def started(folder, life=EngineThread, text=TEXT, **changes):
     tiny.write_folder(folder, **CONFIG)
-    model = LlmModel("smol", tiny.settings_of(folder, max_length=200, **changes), TEXT, life)
+    model = LlmModel("smol", tiny.settings_of(folder, max_length=200, **changes), text, life)
     await model.start()
     try:
         yield model
@@ -108,6 +108,20 @@ def test_text_comes_in_pieces_and_is_the_whole(tmp_path):
             again = a_generation(prompt, max_tokens=12)
             assert (await answered(model, again)).texts == sink.texts
             assert again.sink.totals.num_found > 0
+
+    run(scenario)
+
+
+def test_a_word_after_a_prompt_keeps_its_space(tmp_path):
+    async def scenario():
+        text, word = Text(WITH_BYTES), WITH_BYTES.token_to_id("▁the")
+        async with started(tmp_path, text=text) as model:
+            always = Sampling(temperature=0.0, bias={word: 100.0})
+            asked = a_generation(text.encode("the cat"), max_tokens=3, sampling=always)
+            assert (await answered(model, asked)).texts[0] == " the the the"
+            # Behind what nobody sees it is the first.
+            first = a_generation([1], max_tokens=2, sampling=always)
+            assert (await answered(model, first)).texts[0] == "the the"
 
     run(scenario)
 

@@ -226,6 +226,31 @@ class TestModels:
         assert "".join(told["token_strs"]) == "the cat" == back["prompt"]
         assert told["count"] == len(told["tokens"]) < chat["count"] and told["max_model_len"] == 256
 
+    def test_who_names_no_model_means_the_only_one(self, tmp_path):
+        """As lm-eval does, which wants to know more of the tokenizer too."""
+
+        async def scenario(client, server):
+            prompt = {"prompt": "<|start|>the", "add_special_tokens": False}
+            _, _, told = await posted(server, "/tokenize", prompt)
+            tokens = json.loads(told)["tokens"]
+            _, _, back = await posted(server, "/detokenize", {"tokens": tokens})
+            info = await posted(server, "/tokenizer_info", b"", method="GET")
+            wrong = await posted(server, "/tokenizer_info", b"")
+            await server.catalog.unload(NAME)
+            nobody = [
+                await posted(server, "/tokenize", prompt),
+                await posted(server, "/tokenizer_info", b"", method="GET"),
+            ]
+            return tokens, json.loads(back)["prompt"], info, wrong[0], nobody
+
+        tokens, back, info, wrong, nobody = with_client(tmp_path, scenario)
+        assert tokens == TOKENIZER.encode("<|start|>the").ids and back == "<|start|>the"
+        about = json.loads(info[2])
+        assert (about["eos_token"], about["bos_token"]) == ("<|end|>", None)
+        assert "messages" in about["chat_template"] and wrong == 405
+        for status, _, body in nobody:
+            assert status == 400 and json.loads(body)["error"]["param"] == "model"
+
     def test_v2_knows_it_and_sends_tensors_elsewhere(self, tmp_path):
         async def scenario(client, server):
             tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}
@@ -334,6 +359,19 @@ class TestProblems:
         for head, body in refused:
             assert "Retry-After: " in head
             assert json.loads(body)["error"]["type"] == "rate_limit_error"
+
+    def test_several_prompts_are_not_late_for_each_other(self, tmp_path):
+        """However soon the first token is promised: nothing else is asked for."""
+
+        async def scenario(client, server):
+            body = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "ignore_eos": True}
+            await posted(server, "/v1/completions", body)
+            many = {**body, "prompt": ["the cat sat on the mat"] * 40, "max_tokens": 2}
+            return await posted(server, "/v1/completions", many)
+
+        limits = {"penstock.max_num_seqs": "4", "penstock.ttft_ms": "0.01"}
+        status, _, body = with_client(tmp_path, scenario, parameters=limits)
+        assert status == 200 and len(json.loads(body)["choices"]) == 40
 
     def test_a_key_is_asked_for_in_the_same_form(self, tmp_path):
         path = tmp_path / "keys.toml"

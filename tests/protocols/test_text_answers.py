@@ -1,6 +1,24 @@
 """What lies between a request for text and its answer; both protocols' tests go through it."""
 
-from penstock.protocols.text_answers import salt_of
+import asyncio
+import json
+import logging
+import threading
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
+
+from text_server import NAME, posted, served
+
+from penstock.llm.text import Text
+from penstock.protocols.text_answers import MAX_AT_ONCE, salt_of
+
+# More than one token for a few characters.
+LONG = "the cat sat on the mat " * 120
+MODEL = {"model": NAME, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+GENERATE = f"/v2/models/{NAME}/generate"
 
 
 def test_keys_do_not_share_prompts():
@@ -11,3 +29,160 @@ def test_keys_do_not_share_prompts():
         salt_of({b"x-api-key": b"c"}),
     ]
     assert len(set(salts)) == 4 and "Bearer" not in "".join(salts)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Long texts are encoded when this is set: by somebody who runs meanwhile."""
+    may_go = threading.Event()
+    encode = Text.encode
+
+    def waiting(text, said, *, is_whole=True):
+        if len(said) > MAX_AT_ONCE:
+            assert may_go.wait(20), "nobody runs meanwhile"
+        return encode(text, said, is_whole=is_whole)
+
+    monkeypatch.setattr(Text, "encode", waiting)
+    return may_go
+
+
+def run(folder, scenario, max_length=4000):
+    async def whole():
+        async with served(folder, max_length=max_length) as server, asyncio.timeout(120):
+            return await scenario(server)
+
+    return asyncio.run(whole())
+
+
+class TestLongTexts:
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/completions", {**MODEL, "prompt": LONG}),
+            ("/v1/chat/completions", {**MODEL, "messages": [{"role": "user", "content": LONG}]}),
+            ("/tokenize", {"model": NAME, "prompt": LONG}),
+            ("/tokenize", {"model": NAME, "messages": [{"role": "user", "content": LONG}]}),
+            (GENERATE, {"text_input": LONG, "max_tokens": 3}),
+        ],
+    )
+    def test_others_are_answered_while_one_is_encoded(self, tmp_path, held, path, body):
+        async def scenario(server):
+            long = asyncio.ensure_future(posted(server, path, body))
+            short = await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
+            assert not long.done()
+            held.set()
+            return short[0], (await long)[0]
+
+        assert run(tmp_path, scenario) == (200, 200)
+
+    def test_several_come_in_order_and_are_what_short_ones_are(self, tmp_path, held):
+        held.set()
+        texts = [LONG, "the cat", LONG[4:], "on"]
+
+        async def scenario(server):
+            body = {**MODEL, "echo": True, "logprobs": 1}
+            both = json.loads(
+                (await posted(server, "/v1/completions", body | {"prompt": texts}))[2]
+            )
+            tokens = [server.model.text.encode(each) for each in texts]
+            same = json.loads(
+                (await posted(server, "/v1/completions", body | {"prompt": tokens}))[2]
+            )
+            return both["choices"], same["choices"]
+
+        found, same = run(tmp_path, scenario)
+        assert [each["index"] for each in found] == [0, 1, 2, 3]
+        assert [each["text"] for each in found] == [each["text"] for each in same]
+        for each, text in zip(found, texts, strict=True):
+            assert each["text"].startswith(text)
+
+    def test_what_is_wrong_with_one_is_told_as_of_a_short_one(self, tmp_path, held, monkeypatch):
+        held.set()
+
+        async def scenario(server):
+            much = {**MODEL, "prompt": LONG, "max_tokens": 3000}
+            found = [
+                await posted(server, "/v1/completions", much),
+                await posted(server, GENERATE, {"text_input": LONG, "max_tokens": 3000}),
+            ]
+
+            def broken(*_, **__):
+                raise ValueError("no such letter")
+
+            monkeypatch.setattr(Text, "encode", broken)
+            found.append(await posted(server, "/v1/completions", {**MODEL, "prompt": LONG}))
+            found.append(await posted(server, GENERATE, {"text_input": LONG}))
+            return found, server.model.metrics.num_refused
+
+        found, refused = run(tmp_path, scenario, max_length=1500)
+        assert [status for status, _, _ in found] == [400, 400, 500, 500]
+        assert json.loads(found[0][2])["error"]["code"] == "context_length_exceeded"
+        assert json.loads(found[2][2])["error"]["message"] == "internal error"
+        assert b"internal error" in found[3][2] and refused["invalid"] == 2
+
+    def test_whoever_leaves_meanwhile_is_not_answered(self, tmp_path, held, caplog):
+        caplog.set_level("INFO", logger="penstock.requests")
+
+        async def scenario(server):
+            data = json.dumps({**MODEL, "prompt": LONG}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(head.encode() + b"\r\n" + data)
+            await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
+            writer.transport.abort()
+            await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
+            held.set()
+            await server.model.drain()
+
+        with caplog.filtering(logging.Filter("penstock.requests")):
+            run(tmp_path, scenario)
+        assert [each.status for each in caplog.records] == [200, 200, 499]
+
+    def test_a_server_that_ends_answers_it(self, tmp_path, held):
+        async def scenario(server):
+            long = asyncio.ensure_future(
+                posted(server, "/v1/completions", {**MODEL, "prompt": LONG})
+            )
+            await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
+            drained = asyncio.ensure_future(server.model.drain())
+            await asyncio.sleep(0)
+            assert not drained.done()
+            held.set()
+            await drained
+            return (await long)[0]
+
+        assert run(tmp_path, scenario) == 200
+
+    def test_one_of_a_model_that_is_unloaded_is_told_so(self, tmp_path, held):
+        async def scenario(server):
+            long = asyncio.ensure_future(
+                posted(server, "/v1/completions", {**MODEL, "prompt": LONG})
+            )
+            await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
+            closed = asyncio.ensure_future(server.model.close())
+            await asyncio.sleep(0.05)
+            held.set()
+            await closed
+            return (await long)[0]
+
+        assert run(tmp_path, scenario) == 503
+
+    def test_so_many_and_no_more_wait_for_it(self, tmp_path, held):
+        async def scenario(server):
+            body = {**MODEL, "prompt": LONG}
+            first = [
+                asyncio.ensure_future(posted(server, "/v1/completions", body)) for _ in range(3)
+            ]
+            done, waiting = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            held.set()
+            return [each.result()[0] for each in done] + sorted(
+                [(await each)[0] for each in waiting]
+            )
+
+        async def whole():
+            limits = {"penstock.max_waiting": "2"}
+            async with served(tmp_path, parameters=limits, max_length=4000) as server:
+                async with asyncio.timeout(120):
+                    return await scenario(server)
+
+        assert asyncio.run(whole()) == [429, 200, 200]
