@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from penstock.errors import BackendFailed, NotReady, PenstockError
 from penstock.protocols import access_log
-from penstock.protocols.http import Exchange, Handler
+from penstock.protocols.http import Exchange
 from penstock.protocols.openai_errors import error_event, kind_of, reply_error, reply_method
 from penstock.protocols.text_answers import Job, Prompt, StreamedAnswer, WholeAnswer, begin, counted
 from penstock.wire import openai_v1
@@ -42,6 +42,13 @@ class TextModels(Protocol):
     def known(self) -> Sequence[Known]: ...
 
 
+class Embeddings(Protocol):
+    def handle(self, exchange: Exchange) -> None:
+        """What it raises is answered here."""
+
+    def known(self) -> Sequence[Known]: ...
+
+
 class OpenAiHttp:
     """Behind the gate."""
 
@@ -51,7 +58,7 @@ class OpenAiHttp:
         is_draining: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.time,
         logs_requests: bool = False,
-        embeddings: Handler | None = None,
+        embeddings: Embeddings | None = None,
     ) -> None:
         self._is_logged = logs_requests
         self._models = models
@@ -64,7 +71,8 @@ class OpenAiHttp:
             b"/detokenize": self._detokenize,
         }
         if embeddings is not None:
-            self._posts[EMBEDDINGS] = embeddings
+            self._posts[EMBEDDINGS] = embeddings.handle
+        self._embeddings = embeddings
 
     def handle(self, exchange: Exchange) -> None:
         try:
@@ -99,7 +107,7 @@ class OpenAiHttp:
         if head.method not in (b"GET", b"HEAD"):
             reply_method(exchange, b"GET")
             return
-        known = self._models.known()
+        known = self._known()
         if head.path == MODELS:
             exchange.reply(200, _JSON, (openai_v1.models(known),))
             return
@@ -110,6 +118,11 @@ class OpenAiHttp:
             self._models.find(name)
             raise NotReady(f"model '{name}' is loading")
         exchange.reply(200, _JSON, (openai_v1.model(found[0]),))
+
+    def _known(self) -> list[Known]:
+        """All that can be asked here, for texts or for vectors."""
+        found = list(self._models.known())
+        return found if self._embeddings is None else [*found, *self._embeddings.known()]
 
     def _completions(self, exchange: Exchange) -> None:
         asked = openai_v1.read_completion(exchange.body)
