@@ -391,19 +391,6 @@ def unknown_figures() -> Optimization:
     return found
 
 
-MAKERS = {
-    "met": met,
-    "missed": missed,
-    "refused": refused,
-    "already-met": already_met,
-    "without-data": without_data,
-    "interrupted": interrupted,
-    "nothing": nothing,
-    "unknown-figures": unknown_figures,
-    "served-otherwise": served_otherwise,
-}
-
-
 TEXT_SLO = "p99 ttft < 500ms, p99 tpot < 100ms at 2/s poisson"
 DTYPE = Step("dtype", {"dtype": "bfloat16"})
 PACE = Step("pace", {"tpot_ms": "100"})
@@ -482,3 +469,17 @@ def text() -> Optimization:
         elapsed_s=300.0,
         form="text",
     )
+
+
+MAKERS = {
+    "met": met,
+    "missed": missed,
+    "refused": refused,
+    "already-met": already_met,
+    "without-data": without_data,
+    "interrupted": interrupted,
+    "nothing": nothing,
+    "unknown-figures": unknown_figures,
+    "served-otherwise": served_otherwise,
+    "text": text,
+}

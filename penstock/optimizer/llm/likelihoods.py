@@ -16,8 +16,7 @@ from penstock.optimizer.budget import Budget
 from penstock.types import Array
 
 METRICS = ("kl", "agreement", "nll")
-# Of two that differ by less nobody sees the difference; 8-bit weights mostly are below, 4-bit ones
-# mostly not.
+# More than ten times what BF16 does to SmolLM2-135M (0.0014).
 DEFAULT = Budget("kl", 0.02, is_lower_better=True)
 # Likeliest tokens that are compared, and those that are told so that they are found.
 NUM_COMPARED, NUM_TOLD = 16, 64

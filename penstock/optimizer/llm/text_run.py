@@ -16,6 +16,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm.settings import DTYPES, settings_of
 from penstock.llm.text_model import read_text
@@ -99,11 +101,13 @@ def _opened(plan: Plan) -> Iterator[TextSubject]:
     work = work_of(plan)
     folder = work / f"{OPENING}{os.getpid()}"
     try:
-        sweep(work)
-        folder.mkdir(parents=True)
-        yield open_text_subject(plan.model, plan.device, folder / plan.name)
-    except OSError as error:
-        raise ConfigError([f"{error.filename or work}: {error.strerror or error}"]) from None
+        try:
+            sweep(work)
+            folder.mkdir(parents=True)
+            subject = open_text_subject(plan.model, plan.device, folder / plan.name)
+        except OSError as error:
+            raise ConfigError([f"{error.filename or work}: {error.strerror or error}"]) from None
+        yield subject
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -260,7 +264,18 @@ class Run:
         except PenstockError as error:
             made.notes.append(f"the last measurement failed: {error}")
             return
-        made.before, made.after = found[0], found[-1]
+        if any(each.max_rate is None for each in found):
+            made.notes.append("the highest rates are those of the search, not measured in turns")
+        whole = [_with_rate(*each) for each in zip(found, pair, strict=True)]
+        made.before, made.after = whole[0], whole[-1]
+
+
+def _with_rate(proven: Served, finalist: Finalist) -> Served:
+    """Where the proof had no time for it, the rate that the search found."""
+    if proven.max_rate is not None:
+        return proven
+    found = finalist.served
+    return msgspec.structs.replace(proven, max_rate=found.max_rate, curve=found.curve)
 
 
 def choose(lab: TextLab, findings: Findings) -> Choice:

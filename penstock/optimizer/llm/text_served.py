@@ -50,6 +50,8 @@ PROBE_S = 20.0
 # One client alone, to know where rates begin.
 ALONE_S, ALONE_WARM_UP_S = 5.0, 1.0
 NUM_ROUNDS = 2
+# Of what is left, for searches: the last level of each ends after its time.
+IN_TIME = 0.7
 # Of the search for the highest rate of one build.
 SEARCH_S = 90.0
 LOWEST_RATE = 0.01
@@ -225,7 +227,7 @@ def prove(
             account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     found = [served_of(account, load, plan) for account in accounts]
     left_s = left()
-    search_s = SEARCH_S if left_s is None else min(SEARCH_S, left_s / len(builds))
+    search_s = SEARCH_S if left_s is None else min(SEARCH_S, IN_TIME * left_s / len(builds))
     if search_s < MIN_SEARCH_S or not has_limits(plan):
         return found
     searches = _searched(servers, builds, plan, watch, starts, search_s)

@@ -444,7 +444,10 @@ def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Fi
 
 
 def _curves(optimization: Optimization) -> Figure | None:
-    """Throughput against latency, before and after, with what was promised."""
+    """Throughput against latency, before and after, with what was promised. Answers of seconds are
+    too few for a throughput: they have curves of their own."""
+    if optimization.form == "text":
+        return None
     sides: list[tuple[str, Served | None, str]] = [("original", optimization.before, BEFORE_COLOUR)]
     if has_after(optimization):
         sides.append(("chosen", optimization.after, AFTER_COLOUR))

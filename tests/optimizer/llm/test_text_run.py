@@ -8,12 +8,16 @@ import pytest
 pytest.importorskip("torch")
 
 import text_server
+from optimizer import made_optimizations as made
 
 from penstock import repository
 from penstock.errors import ConfigError
 from penstock.llm.settings import settings_of
 from penstock.optimizer import budget
+from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.llm import text_run, text_served
+from penstock.optimizer.llm.text_search import Finalist, Findings
 from penstock.optimizer.llm.text_steps import serving_offers
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.report import optimize_page, optimize_table
@@ -145,3 +149,81 @@ class TestWrongInputs:
         plan = a_plan(root, data=str(tmp_path / "x.jsonl"))
         with pytest.raises(ConfigError, match="expected 'prompt', 'messages' or 'conversations'"):
             text_run.optimize(plan, lambda progress: None, "")
+
+
+class HeldOut:
+    """A lab whose held-out prompts allow some datatypes."""
+
+    def __init__(self, *allowed):
+        self.allowed = allowed
+        self.asked = []
+
+    def judge(self, candidate, part, alpha):
+        (step,) = candidate.steps
+        dtype = step.settings["dtype"]
+        self.asked.append((dtype, part, alpha))
+        is_passed = dtype in self.allowed
+        return Judgement(
+            "kl", 0.0, 0.01, 0.01, 0.015, 0.02, 24, 0, 24, "b", alpha, is_passed, text=dtype
+        )
+
+
+HALF, EIGHT = (Step("dtype", {"dtype": name}) for name in ("bfloat16", "int8"))
+MORE = Step("sequences", {"max_num_seqs": "32"})
+
+
+def findings_of(*candidates):
+    kept = [
+        Finalist(Candidate(steps), made.served_text(1.0 + number, 0.05), 1.0 + number)
+        for number, steps in enumerate(((), *candidates))
+    ]
+    return Findings(kept=kept)
+
+
+class TestChoice:
+    def test_is_the_best_that_the_held_out_prompts_allow(self):
+        lab = HeldOut("bfloat16")
+        choice = text_run.choose(lab, findings_of((HALF,), (EIGHT,), (EIGHT, MORE)))
+        assert choice.finalist.candidate.steps == (HALF,) and choice.held_out.is_passed
+        # A datatype is asked about once, however it is served, and each costs some of the risk.
+        assert [each[:2] for each in lab.asked] == [("int8", "held out"), ("bfloat16", "held out")]
+        assert lab.asked[0][2] > lab.asked[1][2]
+        assert [each.text for each in choice.refused] == ["int8"]
+
+    def test_what_loses_nothing_is_not_asked_about(self):
+        lab = HeldOut()
+        choice = text_run.choose(lab, findings_of((MORE,)))
+        assert choice.finalist.candidate.steps == (MORE,)
+        assert choice.held_out is None and lab.asked == []
+
+    def test_is_the_original_where_nothing_else_is_allowed(self):
+        choice = text_run.choose(HeldOut(), findings_of((HALF,)))
+        assert choice.finalist.candidate.steps == () and len(choice.refused) == 1
+
+
+class TestOutcome:
+    def outcome(self, findings, choice, tpot_s):
+        found = made.text()
+        found.after = made.served_text(2.0, tpot_s)
+        return text_run.outcome_of(findings, choice, found)
+
+    def test_says_why_the_slo_is_not_kept(self):
+        findings = findings_of((HALF,))
+        kept, original = findings.kept[1], findings.kept[0]
+        refused = HeldOut().judge(Candidate((EIGHT,)), "choice", 0.05)
+        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.05) == "met"
+        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.2) == "missed"
+        assert self.outcome(findings, text_run.Choice(original, None, [refused]), 0.2) == "refused"
+        findings.is_interrupted = True
+        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.2) == "interrupted"
+
+
+def test_each_step_that_was_kept_has_its_place_up_to_the_choice():
+    findings = findings_of((HALF,), (HALF, MORE), (EIGHT,))
+    choice = text_run.Choice(findings.kept[2], None, [])
+    found = made.text()
+    found.before, found.after = made.served_text(1.1, 0.1), made.served_text(3.3, 0.05)
+    phases = text_run.phases_of(findings, choice, found)
+    assert [phase.label for phase in phases] == ["original", str(HALF), str(MORE)]
+    # The first and the last as they were proven.
+    assert [phase.max_rate for phase in phases] == [1.1, 2.0, 3.3]

@@ -174,5 +174,5 @@ def test_rates_of_a_language_model_are_drawn_against_first_tokens_and_the_others
         assert any(height == pytest.approx(limit) for height in heights)
         assert "SLO: p99" in figure["layout"]["annotations"][0]["text"]
     assert found["tpot_curves"][0]["data"][1]["y"] == pytest.approx([48.0, 60.0, 240.0])
-    assert found["phases"] == [None] and found["rate_steps"][0] is not None
+    assert found["phases"] == found["curves"] == [None] and found["rate_steps"][0] is not None
     assert not {"ttft_curves", "tpot_curves"} & optimize_plots.figures_of(made.met()).keys()
