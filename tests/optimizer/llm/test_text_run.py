@@ -69,6 +69,7 @@ def found(root):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_run, "SEARCH_S", 0.1)
         patch.setattr(text_served, "SEARCH_S", 0.0)
+        patch.setattr(text_served, "NUM_ROUNDS", 1)
         patch.setattr(text_run, "DTYPES", ("auto", "float32", "bfloat16", "fp8"))
         patch.setattr(text_run, "serving_offers", lambda *asked: serving_offers(*asked)[:1])
         optimization = text_run.optimize(a_plan(root), told.append, "penstock optimize smol")
