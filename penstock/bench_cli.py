@@ -171,9 +171,9 @@ CSV = click.option(
     "--data",
     metavar="PATH",
     default="",
-    help="Representative inputs: .npz, .npy, .jsonl, .json (perf_analyzer's form), .parquet or a "
-    "folder of images. Random values of the model's signature are sent unless it is given: give "
-    "it whenever time depends on values.",
+    help="Representative inputs: .npz, .npy, .jsonl, .json (perf_analyzer's form), .parquet, .txt "
+    "(a prompt a line) or a folder of images. Random values of the model's signature are sent "
+    "unless it is given: give it whenever time depends on values.",
 )
 @click.option(
     "--data-name",
@@ -322,6 +322,7 @@ def bench(target: str, **flags: Any) -> None:
       openai+http://host:port/v1                     completions or chat, streamed
       http://…                                       any other URL, with --body
       models/NAME                                    a model's folder: in this process
+      model.gguf                                     a language model, as are folders of such
     """
     from penstock.benchmark.report import run_files
 
@@ -532,6 +533,8 @@ class Reading:
         return [f"--{name.replace('_', '-')}" for name in names if self.flags[name]]
 
 
+# Kinds of targets that are asked as OpenAI's API is.
+TEXTS = ["OpenAI", "text in process"]
 LOADS = ("concurrency", "rate", "ramp", "steps", "trace", "find_knee", "max_rate")
 DURATION_S = 10.0
 MAX_CONNECTIONS = 1024
@@ -540,6 +543,7 @@ KINDS = {
     "v2 HTTP": "v2 over HTTP",
     "v2 gRPC": "v2 over gRPC",
     "in process": "a model in this process",
+    "text in process": "a language model in this process",
     "OpenAI": "OpenAI servers",
     "HTTP": "plain URLs",
 }
@@ -595,22 +599,25 @@ def _check_gate(reading: Reading, slo: Slo | None) -> None:
 def _check_unused(reading: Reading, spec: TargetSpec) -> None:
     """A flag that would do nothing is a mistake somebody wants to hear of."""
     from penstock.benchmark.targets import kind_of
+    from penstock.benchmark.targets.path_target import is_text
 
     flags = reading.flags
     try:
         kind = kind_of(spec)
+        if kind == "in process" and is_text(spec):
+            kind = "text in process"
     except ConfigError as error:
         reading.problems += error.problems
         return
     given = {
-        "--tensors json": (flags["tensors"] == "json", "v2 HTTP"),
-        "--api completions": (flags["api"] == "completions", "OpenAI"),
-        "--extra": (bool(flags["extra"]), "OpenAI"),
-        "--method": (bool(flags["method"]), "HTTP"),
+        "--tensors json": (flags["tensors"] == "json", ["v2 HTTP"]),
+        "--api completions": (flags["api"] == "completions", TEXTS),
+        "--extra": (bool(flags["extra"]), TEXTS),
+        "--method": (bool(flags["method"]), ["HTTP"]),
     }
-    for name, (is_given, only_kind) in given.items():
-        if is_given and kind != only_kind:
-            reading.problems.append(f"{name}: is for {KINDS[only_kind]}; this is {KINDS[kind]}")
+    for name, (is_given, kinds) in given.items():
+        if is_given and kind not in kinds:
+            reading.problems.append(f"{name}: is for {KINDS[kinds[0]]}; this is {KINDS[kind]}")
     if flags["data_name"] and not flags["data"]:
         reading.problems.append("--data-name: there is no --data to name the input of")
 

@@ -38,8 +38,9 @@ class _Command(click.Command):
 @click.option(
     "--data",
     metavar="PATH",
-    help="Representative inputs, as for bench: .npz, .npy, .jsonl, .json, .parquet or a folder of "
-    "images. Give it whenever you can: without it nothing is quantised.",
+    help="Representative inputs, as for bench: .npz, .npy, .jsonl, .json, .parquet, .txt (prompts) "
+    "or a folder of images. Give it whenever you can: without it nothing is quantised, and no "
+    "language model is optimised.",
 )
 @click.option(
     "--data-name",
@@ -68,13 +69,15 @@ class _Command(click.Command):
 @click.option(
     "--slo",
     metavar="SLO",
-    help="What must hold when served, as in 'p99 < 20 ms at 200/s'. Needed, here or in --plan.",
+    help="What must hold when served, as in 'p99 < 20 ms at 200/s' or, of language models, "
+    "'ttft p99 < 500 ms, tpot p99 < 100 ms at 2/s'. Needed, here or in --plan.",
 )
 @click.option(
     "--accuracy",
     metavar="BUDGET",
-    help="How much may be lost, as in 'top1 drop <= 0.5 %' or 'score rise <= 2 % relative'; 1 % "
-    "unless given. Lower it where mistakes are dear, and bring more examples.",
+    help="How much may be lost, as in 'top1 drop <= 0.5 %', 'score rise <= 2 % relative' or, of "
+    "language models, 'kl rise <= 0.02' or 'agreement drop <= 3 %'; 1 %, or that kl, unless given. "
+    "Lower it where mistakes are dear, and bring more examples.",
 )
 @click.option(
     "--preprocess",
@@ -172,6 +175,7 @@ def optimize(
       package.module:factory     a function that returns an nn.Module
       model.pt2                  what torch.export.save writes
       folder/                    Hugging Face: config.json and model.safetensors
+      model.gguf                 a language model, as are folders of such
       models/NAME[/VERSION]      a version of a repository, to be optimised again
 
     Killed at any moment it goes on where it was when it is run again. Exit codes: 0 the SLO is
@@ -209,8 +213,13 @@ def make_plan(model: str | None, plan_path: str | None, flags: dict[str, Any]) -
 
 
 def _optimize(plan: Plan) -> Optimization:
+    from penstock.optimizer.llm.recognise import is_language_model
     from penstock.optimizer.report.optimize_live import Live
-    from penstock.optimizer.run import optimize as run
+
+    if is_language_model(plan.model):
+        from penstock.optimizer.llm.text_run import optimize as run
+    else:
+        from penstock.optimizer.run import optimize as run
 
     command = shlex.join(["penstock", *sys.argv[1:]])
     with Live() as live:

@@ -107,7 +107,7 @@ class Server:
             TextModels(self.catalog),
             lambda: self.routes.is_draining,
             logs_requests=is_logged,
-            embeddings=EmbeddingsHttp(self.catalog, is_logged).handle,
+            embeddings=EmbeddingsHttp(self.catalog, is_logged),
         )
         generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, is_logged)
         models = Models(self.catalog, self.routes, is_logged, openai.handle, generate.handle)

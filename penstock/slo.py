@@ -2,6 +2,8 @@
 
     p99 < 20ms, p50 ttft < 100ms, throughput >= 500/s, memory <= 2GiB at 200/s poisson
 
+A metric may also stand before its statistic: ttft p50 < 100ms.
+
 Pure values with a parser that reports every problem and a `str` that parses to the same again.
 Knows nothing of how things are measured; `judge` compares numbers that others measured.
 """
@@ -207,6 +209,9 @@ def _parse_terms(text: str, problems: list[str]) -> Iterator[Term]:
 def _parse_term(text: str) -> Term:
     match = re.fullmatch(r"([^<>=]*?)\s*([<>=]+)\s*([^<>=]*)", text)
     subject = (match[1] if match else text).split()
+    if len(subject) == 2 and subject[0] in METRICS:
+        # As people say it: "ttft p99" is "p99 ttft".
+        subject.reverse()
     head = subject[0] if subject else ""
     if head in STATISTICS:
         wanted, form = "<", "p99 [metric] < 20ms"

@@ -1,5 +1,6 @@
 """Flags and a plan file become one plan; what is wrong is told in lines, without a traceback."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,29 @@ def test_wrong_flags_do_not_look_like_an_slo_that_is_missed(arguments: tuple[str
     code, text = run(*arguments)
     assert code == 1
     assert "Error: " in text
+
+
+class TestLanguageModels:
+    def ask(self, folder, architecture, *flags):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        (folder / "model.safetensors").write_bytes(b"")
+        asked = [str(folder), "--slo", "p99 < 1 s", "--out", str(folder.parent / "out")]
+        return CliRunner().invoke(optimize_cli.optimize, [*asked, *flags])
+
+    def test_need_prompts(self, tmp_path):
+        found = self.ask(tmp_path / "m", "LlamaForCausalLM")
+        assert found.exit_code == 1
+        assert "data: is missing; a language model is optimised by the prompts" in found.output
+
+    def test_of_families_that_are_not_served_are_told_those_that_are(self, tmp_path):
+        (tmp_path / "p.txt").write_text("why\n")
+        flags = ("--data", str(tmp_path / "p.txt"), "--device", "cpu")
+        found = self.ask(tmp_path / "m", "FooForCausalLM", *flags)
+        assert found.exit_code == 1
+        assert "architecture 'FooForCausalLM' is not served" in found.output
+        assert "LlamaForCausalLM" in found.output
+
+    def test_encoders_go_the_way_of_tensors(self, tmp_path):
+        found = self.ask(tmp_path / "m", "BertModel")
+        assert found.exit_code == 1 and "language model" not in found.output

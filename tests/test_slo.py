@@ -30,6 +30,8 @@ from penstock.slo import (
         ("p99.9<250us", Latency("p99.9", 0.000250)),
         ("mean latency < 1.5 s", Latency("mean", 1.5)),
         ("p50 ttft < 100ms", Latency("p50", 0.1, "ttft")),
+        ("ttft p50 < 100 ms", Latency("p50", 0.1, "ttft")),
+        ("tpot mean < 1s", Latency("mean", 1.0, "tpot")),
         ("p95 itl < 1e1ms", Latency("p95", 0.01, "itl")),
         ("throughput >= 500/s", Throughput(500)),
         ("throughput >= 0.5 / s", Throughput(0.5)),

@@ -54,7 +54,7 @@ class TextServer:
             TextModels(self.catalog),
             lambda: self.routes.is_draining,
             logs_requests=True,
-            embeddings=EmbeddingsHttp(self.catalog, True).handle,
+            embeddings=EmbeddingsHttp(self.catalog, True),
         )
         generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, logs_requests=True)
         models = Models(self.catalog, self.routes, True, openai.handle, generate.handle)

@@ -31,7 +31,7 @@ from penstock.llm.generation import Generation, Going, Part
 from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.stops import StopTexts
 from penstock.llm.text import Text
-from penstock.llm.text_metrics import TextMetrics
+from penstock.llm.text_metrics import Death, TextMetrics
 from penstock.metrics import ModelMetrics
 from penstock.serving.supervisor import (
     Life,
@@ -441,9 +441,10 @@ class LlmModel:
     def _died(self, reason: str) -> None:
         life, sender = self._life, self._sender
         assert life is not None and sender is not None
+        cause: Death = "crash"
         if self._is_hung:
             reason = f"said nothing for {self._longest_silence_s:.3g} s and was killed"
-            self._is_hung = False
+            cause, self._is_hung = "hang", False
         # What it sent before counts.
         try:
             self._receive()
@@ -455,12 +456,12 @@ class LlmModel:
         self._life = self._sender = None
         self._dead.set()
         if not self._is_stopping:
-            self._ended(reason)
+            self._ended(reason, cause)
 
-    def _ended(self, reason: str) -> None:
+    def _ended(self, reason: str, cause: Death = "crash") -> None:
         was_ready, self.state = self.state == "READY", "UNAVAILABLE"
         if was_ready:
-            self.metrics.died()
+            self.metrics.died(cause)
         well_s = self._clock() - self._ready_at if was_ready else 0.0
         self._num_deaths = deaths_in_a_row(self._num_deaths, well_s)
         self._fail_all(BackendFailed(f"the engine {reason}; what it had generated is lost"))

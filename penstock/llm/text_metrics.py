@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import Cancelled, PenstockError
 from penstock.metrics import Family, ModelMetrics, histogram_lines, label_text
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from penstock.llm.messages import Pieces, Ready
 
 PREFIX = "penstock:"
+# How an engine ended: by itself, or silent for so long that it was killed.
+Death = Literal["crash", "hang"]
 # Why requests ended, as vLLM says it.
 REASONS = ("stop", "length", "abort", "error")
 # The bounds are those of vLLM, so that its dashboards show the same.
@@ -135,8 +137,8 @@ class TextMetrics:
         self.num_running = self.num_waiting = 0
         self.cache_use = 0.0
 
-    def died(self) -> None:
-        self._model.num_deaths["crash"] += 1
+    def died(self, cause: Death) -> None:
+        self._model.num_deaths[cause] += 1
 
     def restarted(self) -> None:
         self._model.num_restarts += 1

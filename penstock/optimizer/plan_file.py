@@ -20,6 +20,7 @@ from typing import Any
 from penstock import slo, versions
 from penstock.errors import ConfigError
 from penstock.optimizer import budget
+from penstock.optimizer.llm.recognise import is_language_model
 from penstock.optimizer.plan import Plan
 
 # Wishes that name files; those of a plan file are looked for beside it.
@@ -98,18 +99,22 @@ def _check(plan: Plan) -> None:
     wants_cost = plan.slo and any(isinstance(term, slo.Cost) for term in plan.slo.terms)
     if wants_cost and plan.price_per_hour is None:
         problems.append("slo: a term on cost needs the price of the machine per hour (price)")
-    if plan.slo and any(
-        isinstance(t, slo.Latency) and t.metric != "latency" for t in plan.slo.terms
-    ):
+    is_text = not problems and is_language_model(plan.model)
+    if not is_text and _names_streams(plan.slo):
         problems.append("slo: ttft, tpot and itl are of streams; expected terms on latency")
     if problems:
         raise ConfigError(problems)
 
 
+def _names_streams(promised: slo.Slo | None) -> bool:
+    terms = () if promised is None else promised.terms
+    return any(isinstance(term, slo.Latency) and term.metric != "latency" for term in terms)
+
+
 def _path_problems(plan: Plan) -> list[str]:
     problems = []
     if plan.model and not _is_reference(plan.model) and not os.path.exists(plan.model):
-        expected = "an .onnx or .pt2 file, a model's folder or package.module:factory"
+        expected = "an .onnx, .pt2 or .gguf file, a model's folder or package.module:factory"
         problems.append(f"model: {plan.model}: no such file or folder; expected {expected}")
     if os.path.exists(plan.out) and not os.path.isdir(plan.out):
         problems.append(f"out: {plan.out}: is a file; expected a repository's folder")

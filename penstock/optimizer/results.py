@@ -54,6 +54,19 @@ class Curve(msgspec.Struct):
     throughput: list[float]
     p50_s: list[float]
     p99_s: list[float]
+    # Of answers that come in pieces; empty for others.
+    ttft_p99_s: list[float] = []
+    tpot_p99_s: list[float] = []
+
+
+class Streams(msgspec.Struct):
+    """Of answers that come in pieces: p99 of the time to the first token and per token after it,
+    and how many tokens went in and out in a second."""
+
+    ttft: Interval
+    tpot: Interval
+    prompt_tokens_per_s: float
+    tokens_per_s: float
 
 
 class Served(msgspec.Struct):
@@ -82,6 +95,8 @@ class Served(msgspec.Struct):
     failure: str = ""
     # What one instance took of its GPU; 0 on CPUs.
     gpu_memory_bytes: int = 0
+    # None: answers come whole.
+    streams: Streams | None = None
 
     @property
     def is_met(self) -> bool:
@@ -172,4 +187,6 @@ class Optimization(msgspec.Struct):
     num_remembered: int = 0
     # The run's folder, with every build by its key; empty: not kept.
     work: str = ""
+    # tensors, or text: a language model, asked over OpenAI's API.
+    form: Literal["tensors", "text"] = "tensors"
     format: int = 1

@@ -101,7 +101,7 @@ def _opened(plan: Plan, work: Path) -> Iterator[Subject]:
     """The model as it came, in a folder of this process until it is known whose it is."""
     folder = work / f"{OPENING}{os.getpid()}"
     try:
-        _sweep(work)
+        sweep(work)
         folder.mkdir(parents=True)
         subject = open_subject(plan, folder / plan.name)
     except OSError as error:
@@ -116,7 +116,7 @@ def _opened(plan: Plan, work: Path) -> Iterator[Subject]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep(work: Path) -> None:
+def sweep(work: Path) -> None:
     """What processes left behind that were killed while they opened a model."""
     for folder in work.glob(f"{OPENING}*"):
         pid = folder.name.removeprefix(OPENING)

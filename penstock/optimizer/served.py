@@ -42,7 +42,7 @@ from penstock.optimizer import goals
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Curve, Served, Verdict
+from penstock.optimizer.results import Curve, Served, Streams, Verdict
 from penstock.optimizer.simulate import fitted
 from penstock.serving.explain import Explanation
 from penstock.serving.worker import PR_SET_PDEATHSIG
@@ -176,7 +176,15 @@ def curve_of(levels: Sequence[Level]) -> Curve:
         throughput=[stats.throughput_interval(level.windows).value for level in ordered],
         p50_s=[each.percentile(50) for each in histograms],
         p99_s=[each.percentile(99) for each in histograms],
+        ttft_p99_s=_p99s(ordered, "ttft"),
+        tpot_p99_s=_p99s(ordered, "tpot"),
     )
+
+
+def _p99s(levels: Sequence[Level], metric: str) -> list[float]:
+    """Nothing where answers come whole."""
+    found = [stats.histogram(level.windows, metric).percentile(99) for level in levels]
+    return [] if all(map(math.isnan, found)) else found
 
 
 def priced(served: Served, max_rate: Interval, plan: Plan) -> Served:
@@ -212,6 +220,15 @@ class Endpoint:
     """`penstock serve` with one build on a free port; stopped when the block ends, however it
     ends, and dead when this process is. `data` is the file with what is sent to it."""
 
+    # Of a measurement that asks how much it answers at all, and of the search for its highest rate.
+    probe_s = PROBE_S
+    precision = SEARCH_PRECISION
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether no answer at all, within the patience of a client, is a measurement."""
+        return False
+
     def __init__(self, build: Build, data: str) -> None:
         self.build = build
         self.data = data
@@ -242,6 +259,22 @@ class Endpoint:
         trace: TracebackType | None,
     ) -> None:
         self._stop()
+
+    def target(self, plan: Plan) -> TargetSpec:
+        """How the bench asks it."""
+        return TargetSpec(self.address, timeout_s=patience_s(plan.slo))
+
+    def inputs(self, plan: Plan) -> InputSpec:
+        return InputSpec(path=self.data, seed=plan.seed)
+
+    def level_s(self, plan: Plan, load: Load) -> float:
+        """How long a load is measured at most."""
+        return plan.duration_s
+
+    @property
+    def num_clients(self) -> int:
+        """So many keep it busy."""
+        return num_clients(self.build.config)
 
     @property
     def is_running(self) -> bool:
@@ -282,7 +315,7 @@ class Endpoint:
             raise ConfigError(
                 [f"{text}{self._output.tail('the server')}" for text in error.problems]
             ) from None
-        if run.problem or not run.levels:
+        if not run.levels or (run.problem and not self.may_be_late):
             raise BackendFailed(
                 f"{run.problem or 'nothing was measured'}{self._output.tail('the server')}"
             )
@@ -455,14 +488,14 @@ def _json(spec: TensorSpec, array: Array) -> object:
     return {"content": {"b64": packed}, "shape": list(np.shape(array))}
 
 
-def _bench_plan(endpoint: Endpoint, plan: Plan, loads: Sequence[Load]) -> bench.Plan:
+def bench_plan(endpoint: Endpoint, plan: Plan, loads: Sequence[Load]) -> bench.Plan:
     return bench.Plan(
-        TargetSpec(endpoint.address, timeout_s=patience_s(plan.slo)),
-        InputSpec(path=endpoint.data, seed=plan.seed),
+        endpoint.target(plan),
+        endpoint.inputs(plan),
         tuple(loads),
         slo=plan.slo,
         decides=bench.decides_for(plan.slo),
-        duration_s=plan.duration_s,
+        duration_s=max(endpoint.level_s(plan, load) for load in loads),
         max_warm_up_s=WARM_UP_S,
         seed=plan.seed,
         price_per_hour=plan.price_per_hour,
@@ -541,13 +574,14 @@ def _in_turns(
     accounts = [Account(each.build.config) for each in endpoints]
     for _ in range(num_rounds):
         for endpoint, account in zip(endpoints, accounts, strict=True):
-            run = endpoint.measured(_bench_plan(endpoint, plan, [load]), watch)
+            run = endpoint.measured(bench_plan(endpoint, plan, [load]), watch)
             account.add(run.levels[0], endpoint.memory_bytes)
             account.gpu_memory_bytes = endpoint.gpu_memory_bytes
-    return [_served(account, load, plan) for account in accounts]
+    return [served_of(account, load, plan) for account in accounts]
 
 
-def _served(account: Account, load: Load, plan: Plan) -> Served:
+def served_of(account: Account, load: Load, plan: Plan) -> Served:
+    """What all rounds say together."""
     windows = account.windows
     num_due = sum(window.num_due for window in windows)
     num_executions = sum(each.num_executions for each in account.counters)
@@ -572,6 +606,19 @@ def _served(account: Account, load: Load, plan: Plan) -> Served:
         num_runs=account.num_runs,
         failure=_commonest_failure(windows),
         gpu_memory_bytes=max(account.gpu_memory_bytes, default=0),
+        streams=_streams(windows),
+    )
+
+
+def _streams(windows: Sequence[Window]) -> Streams | None:
+    length_s = sum(window.length_s for window in windows)
+    if not length_s or not any(window.num_output_tokens for window in windows):
+        return None
+    return Streams(
+        ttft=stats.percentile_interval(windows, "ttft", 99),
+        tpot=stats.percentile_interval(windows, "tpot", 99),
+        prompt_tokens_per_s=sum(window.num_input_tokens for window in windows) / length_s,
+        tokens_per_s=sum(window.num_output_tokens for window in windows) / length_s,
     )
 
 
@@ -666,12 +713,12 @@ def _max_rates(
     a curve; without such terms, what it answers when it never has to wait for requests. NaN where
     an end is not known."""
     has_limits = any(isinstance(term, Latency | Goodput) for term in _terms(plan))
-    probes = [_saturated(endpoint, plan, watch) for endpoint in endpoints]
+    probes = [saturated(endpoint, plan, watch) for endpoint in endpoints]
     if not has_limits:
         return [(probe, None) for probe in probes]
     assert plan.slo is not None
     searches = [
-        _Search(endpoint, plan, max(1.0, probe.value / 2), search_s)
+        RateSearch(endpoint, plan, max(1.0, probe.value / 2), search_s)
         for endpoint, probe in zip(endpoints, probes, strict=True)
     ]
     while left := [each for each in searches if each.is_open]:
@@ -689,31 +736,37 @@ def num_clients(config: ModelConfig) -> int:
     return min(MAX_CLIENTS, max(4, 2 * config.num_instances * num_rows))
 
 
-def _saturated(endpoint: Endpoint, plan: Plan, watch: Watch) -> Interval:
+def saturated(endpoint: Endpoint, plan: Plan, watch: Watch) -> Interval:
     """What it answers when it never has to wait for requests."""
-    wanted = _bench_plan(endpoint, plan, [Closed(num_clients(endpoint.build.config))])
-    short = replace(wanted, duration_s=PROBE_S, max_warm_up_s=SEARCH_WARM_UP_S)
+    wanted = bench_plan(endpoint, plan, [Closed(endpoint.num_clients)])
+    short = replace(wanted, duration_s=endpoint.probe_s, max_warm_up_s=SEARCH_WARM_UP_S)
     return stats.throughput_interval(endpoint.measured(short, watch).levels[0].windows)
 
 
-class _Search:
-    """The bench's search for the highest rate, one level at a time, so that several take turns."""
+class RateSearch:
+    """The bench's search for the highest rate, one level at a time, so that several take turns.
+    Below `floor` nobody wants to know."""
 
-    def __init__(self, endpoint: Endpoint, plan: Plan, start: float, left_s: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, plan: Plan, start: float, left_s: float, floor: float = 0.0
+    ) -> None:
         assert plan.slo is not None
+        self._floor = floor
         self._endpoint = endpoint
         self._plan = plan
         self._left_s = left_s
         self.levels: list[Level] = []
         first = _open(start, plan.slo)
         self._search = MaxRateSearch(
-            plan.slo, start, precision=SEARCH_PRECISION, arrivals=first.arrivals, cv=first.cv
+            plan.slo, start, precision=endpoint.precision, arrivals=first.arrivals, cv=first.cv
         )
         self._next = self._search.next()
 
     @property
     def is_open(self) -> bool:
-        return self._next is not None and self._left_s > 0
+        if self._next is None or self._left_s <= 0:
+            return False
+        return pacer.mean_rate(self._next) >= self._floor
 
     @property
     def rate(self) -> Interval:
@@ -723,9 +776,9 @@ class _Search:
     def step(self, watch: Watch) -> None:
         assert self._next is not None
         began = time.monotonic()
-        wanted = _bench_plan(self._endpoint, self._plan, [self._next])
+        wanted = bench_plan(self._endpoint, self._plan, [self._next])
         enough_s = max(SEARCH_LEVEL_S, SEARCH_REQUESTS / pacer.mean_rate(self._next))
-        duration_s = min(self._plan.duration_s, enough_s)
+        duration_s = min(self._endpoint.level_s(self._plan, self._next), enough_s)
         short = replace(wanted, duration_s=duration_s, max_warm_up_s=SEARCH_WARM_UP_S)
         level = self._endpoint.measured(short, watch).levels[0]
         self.levels.append(level)

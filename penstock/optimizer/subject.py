@@ -96,7 +96,7 @@ def open_subject(plan: Plan, target: Path) -> Subject:
         config = _postprocessed(plan, Build(Candidate(), target, config), after)
     text = ", ".join(filter(None, (taken.kind, _weights_text(config), *notes)))
     build = Build(Candidate(), target, config)
-    return Subject(build, taken.kind, _digest(target), text)
+    return Subject(build, taken.kind, digest_of(target), text)
 
 
 def _functions(plan: Plan) -> tuple[user_code.UserFunction | None, user_code.UserFunction | None]:
@@ -372,7 +372,7 @@ def _weights_text(config: ModelConfig) -> str:
     return weights.describe(shards or [artifact])
 
 
-def _digest(folder: Path) -> str:
+def digest_of(folder: Path) -> str:
     """Of every file with its name."""
     whole = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ from penstock.types import (
     to_array,
 )
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import EmbeddingsRequest, Invalid
+from penstock.wire.openai_v1 import EmbeddingsRequest, Invalid, Known
 
 Vectors = npt.NDArray[np.float32]
 FLOATS = ("FP32", "FP16", "BF16", "FP64")
@@ -51,6 +52,15 @@ class EmbeddingsHttp:
     def __init__(self, catalog: Catalog, logs_requests: bool = False) -> None:
         self._catalog = catalog
         self._is_logged = logs_requests
+
+    def known(self) -> list[Known]:
+        """Those that can be asked now, each once; created when their file was."""
+        found: dict[str, Known] = {}
+        for model in self._catalog:
+            config = model.config
+            if model.is_ready and config.name not in found and is_embedder(config):
+                found[config.name] = Known(config.name, _written_at(config.artifact))
+        return list(found.values())
 
     def handle(self, exchange: Exchange) -> None:
         asked = openai_v1.read_embeddings(exchange.body)
@@ -100,6 +110,23 @@ def embedder_of(config: ModelConfig) -> Embedder:
     (vector,) = vectors
     size = max(0, num_elements(vector.shape))
     return Embedder(texts[0], vector.name, size, config.max_batch_size > 0)
+
+
+def is_embedder(config: ModelConfig) -> bool:
+    """Whether it takes a text a row and gives a vector."""
+    try:
+        embedder_of(config)
+    except Invalid:
+        return False
+    return True
+
+
+def _written_at(artifact: str) -> int:
+    """In seconds since 1970; 0 where there is no such file."""
+    try:
+        return int(os.stat(artifact).st_mtime)
+    except OSError:
+        return 0
 
 
 def _is_text(spec: TensorSpec) -> bool:

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 from penstock.errors import BackendFailed, NotReady, PenstockError
 from penstock.protocols import access_log
-from penstock.protocols.http import Exchange, Handler
+from penstock.protocols.http import Exchange
 from penstock.protocols.openai_errors import error_event, kind_of, reply_error, reply_method
 from penstock.protocols.text_answers import (
     Job,
@@ -52,6 +52,13 @@ class TextModels(Protocol):
     def known(self) -> Sequence[Known]: ...
 
 
+class Embeddings(Protocol):
+    def handle(self, exchange: Exchange) -> None:
+        """What it raises is answered here."""
+
+    def known(self) -> Sequence[Known]: ...
+
+
 class OpenAiHttp:
     """Behind the gate."""
 
@@ -61,7 +68,7 @@ class OpenAiHttp:
         is_draining: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.time,
         logs_requests: bool = False,
-        embeddings: Handler | None = None,
+        embeddings: Embeddings | None = None,
     ) -> None:
         self._is_logged = logs_requests
         self._models = models
@@ -74,7 +81,8 @@ class OpenAiHttp:
             b"/detokenize": self._detokenize,
         }
         if embeddings is not None:
-            self._posts[EMBEDDINGS] = embeddings
+            self._posts[EMBEDDINGS] = embeddings.handle
+        self._embeddings = embeddings
 
     def handle(self, exchange: Exchange) -> None:
         self._guarded(exchange, partial(self._handle, exchange))
@@ -114,7 +122,7 @@ class OpenAiHttp:
         if head.method not in (b"GET", b"HEAD"):
             reply_method(exchange, b"GET")
             return
-        known = self._models.known()
+        known = self._known()
         if head.path == MODELS:
             exchange.reply(200, _JSON, (openai_v1.models(known),))
             return
@@ -142,6 +150,11 @@ class OpenAiHttp:
                 raise Invalid(f"model: expected one of those that are loaded: {told}", "model")
             (name,) = names
         return self._models.find(name)
+
+    def _known(self) -> list[Known]:
+        """All that can be asked here, for texts or for vectors."""
+        found = list(self._models.known())
+        return found if self._embeddings is None else [*found, *self._embeddings.known()]
 
     def _completions(self, exchange: Exchange) -> None:
         asked = openai_v1.read_completion(exchange.body)

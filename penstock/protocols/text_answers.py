@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,9 +17,9 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.errors import Cancelled, PenstockError
-from penstock.llm.generation import Generation, GenerationSink, Part, Totals
-from penstock.llm.params import Likelihood, Sampling
-from penstock.llm.sequence import Ending
+from penstock.llm.asking import generation_of
+from penstock.llm.generation import Generation, Part, Totals
+from penstock.llm.params import Likelihood
 from penstock.protocols import access_log
 from penstock.protocols.gate import secret_of
 from penstock.protocols.http import Exchange
@@ -154,38 +153,6 @@ def salt_of(headers: Mapping[bytes, bytes]) -> str:
     """Who shares prompts in the cache: those with the same key."""
     secret = secret_of(headers)
     return hashlib.sha256(secret).hexdigest()[:16] if secret else ""
-
-
-def generation_of(
-    model: TextModel, wishes: Wishes, tokens: list[int], sink: GenerationSink, salt: str
-) -> Generation:
-    left = model.max_length - len(tokens)
-    if left < (wishes.max_tokens or 1):
-        asked = f" and {wishes.max_tokens} are to follow" if wishes.max_tokens else ""
-        raise Invalid(
-            f"the prompt has {len(tokens)} tokens{asked}; expected at most {model.max_length} "
-            "together",
-            code="context_length_exceeded",
-        )
-    stops = frozenset(wishes.stop_tokens)
-    if not wishes.ignores_end:
-        stops |= model.text.stop_tokens
-    sampling = Sampling(
-        temperature=wishes.temperature,
-        top_p=wishes.top_p,
-        top_k=wishes.top_k,
-        min_p=wishes.min_p,
-        presence_penalty=wishes.presence_penalty,
-        frequency_penalty=wishes.frequency_penalty,
-        repetition_penalty=wishes.repetition_penalty,
-        seed=secrets.randbits(62) if wishes.seed is None else wishes.seed,
-        bias=wishes.bias,
-        num_logprobs=wishes.num_logprobs,
-    )
-    ending = Ending(wishes.max_tokens or left, stops, wishes.min_tokens)
-    return Generation(
-        tokens, sampling, ending, sink, wishes.stops, wishes.num, wishes.priority, salt
-    )
 
 
 # Answers.

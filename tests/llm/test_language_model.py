@@ -362,7 +362,8 @@ def test_an_engine_that_says_nothing_is_replaced(tmp_path):
     async def scenario():
         tiny.write_folder(tmp_path, **CONFIG)
         settings = tiny.settings_of(tmp_path, max_length=200, hang_s=2.0)
-        model = LlmModel("smol", settings, TEXT)
+        counts = ModelMetrics("smol", "1")
+        model = LlmModel("smol", settings, TEXT, metrics=counts)
         await model.start()
         try:
             assert (await answered(model, a_generation())).error is None
@@ -373,6 +374,7 @@ def test_an_engine_that_says_nothing_is_replaced(tmp_path):
             os.kill(stopped, signal.SIGSTOP)
             told = await answered(model, a_generation())
             assert isinstance(told.error, BackendFailed) and "said nothing for" in str(told.error)
+            assert counts.num_deaths == {"crash": 0, "hang": 1}
             async with asyncio.timeout(60):
                 while model.state != "READY":
                     await asyncio.sleep(0.02)

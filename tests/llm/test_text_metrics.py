@@ -177,9 +177,10 @@ class TestEngine:
         assert metrics.queue_s.count == 2 and metrics.queue_s.total == pytest.approx(0.5)
 
     def test_deaths_and_restarts_are_the_models(self, model, metrics):
-        metrics.died()
+        metrics.died("crash")
+        metrics.died("hang")
         metrics.restarted()
-        assert model.num_deaths["crash"] == model.num_restarts == 1
+        assert model.num_deaths == {"crash": 1, "hang": 1} and model.num_restarts == 1
 
 
 class TestScrape:

@@ -17,6 +17,7 @@ from penstock.optimizer.results import (
     Outcome,
     Phase,
     Served,
+    Streams,
     Try,
     Verdict,
 )
@@ -390,6 +391,86 @@ def unknown_figures() -> Optimization:
     return found
 
 
+TEXT_SLO = "p99 ttft < 500ms, p99 tpot < 100ms at 2/s poisson"
+DTYPE = Step("dtype", {"dtype": "bfloat16"})
+PACE = Step("pace", {"tpot_ms": "100"})
+
+
+def served_text(rate: float, tpot_s: float) -> Served:
+    """Answers in pieces; how long a request was in which phase nobody knows."""
+    ttft, tpot = around(3 * tpot_s), around(tpot_s)
+    rates = [0.5 * rate, rate, 2 * rate]
+    made = Curve(
+        rates=rates,
+        throughput=rates,
+        p50_s=[20 * tpot_s] * 3,
+        p99_s=[30 * tpot_s] * 3,
+        ttft_p99_s=[2 * tpot_s, 3 * tpot_s, 9 * tpot_s],
+        tpot_p99_s=[0.8 * tpot_s, tpot_s, 4 * tpot_s],
+    )
+    return Served(
+        load="2/s poisson",
+        p50=around(20 * tpot_s),
+        p99=around(30 * tpot_s),
+        throughput=around(2.0),
+        goodput=1.0 if tpot_s < 0.1 else 0.7,
+        verdicts=[
+            Verdict("p99 ttft < 500ms", "kept", ttft, 0.5, "s"),
+            Verdict("p99 tpot < 100ms", "kept" if tpot_s < 0.1 else "missed", tpot, 0.1, "s"),
+        ],
+        num_requests=40,
+        num_failed=0,
+        phases={},
+        rows_per_batch=math.nan,
+        memory_bytes=900 * MIB,
+        max_rate=around(rate, 0.15),
+        curve=made,
+        num_runs=2,
+        streams=Streams(ttft, tpot, 400.0, 60.0),
+    )
+
+
+def text() -> Optimization:
+    """Of a language model: a datatype was kept, and how its steps are filled."""
+    chosen = Candidate((DTYPE, PACE))
+    kl = Judgement(
+        "kl", 0.0, 0.0014, 0.0014, 0.0016, 0.02, 24, 0, 24, "paired BCa bootstrap", 0.05, True
+    )
+    original = Try(
+        ORIGINAL, "baseline", "kept", "1.50/s keep the SLO", served=served_text(1.5, 0.12)
+    )
+    half = Try(Candidate((DTYPE,)), "precision", "kept", "2.60/s keep the SLO", accuracy=kl)
+    half.served = served_text(2.6, 0.07)
+    paced = Try(chosen, "batching", "kept", "3.00/s keep the SLO", served=served_text(3.0, 0.06))
+    return Optimization(
+        name="smol",
+        source="smol.gguf",
+        source_text="GGUF, 135 M parameters, float32",
+        slo=TEXT_SLO,
+        accuracy_budget="kl rise <= 0.02",
+        data_text="96 prompts of prompts.jsonl, asked as chats",
+        machine=machine(),
+        created="2026-11-15 12:00:00 UTC",
+        command="penstock optimize smol.gguf --data prompts.jsonl --out models",
+        tries=[original, half, paced],
+        skipped=[Skip("dtype", "only GPUs multiply in it", Step("dtype", {"dtype": "fp8"}))],
+        chosen=chosen,
+        before=original.served,
+        after=paced.served,
+        held_out=kl,
+        phases=[
+            Phase("original", 3.6, 1.5, 0.0, None, True),
+            Phase(str(DTYPE), 2.1, 2.6, 0.0014, None, True),
+            Phase(str(PACE), 1.8, 3.0, 0.0014, None, True),
+        ],
+        outcome="met",
+        version="1",
+        out="models",
+        elapsed_s=300.0,
+        form="text",
+    )
+
+
 MAKERS = {
     "met": met,
     "missed": missed,
@@ -400,4 +481,5 @@ MAKERS = {
     "nothing": nothing,
     "unknown-figures": unknown_figures,
     "served-otherwise": served_otherwise,
+    "text": text,
 }

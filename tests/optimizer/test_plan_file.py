@@ -1,5 +1,6 @@
 """Wishes from a file and from flags, with every problem at once."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -216,3 +217,26 @@ def test_the_plan_of_the_documentation_can_be_read(model: Path, tmp_path: Path) 
     plan = plan_file.make_plan(plan_file.read(path))
     assert (plan.name, plan.budget_s) == ("digits", 600)
     assert str(plan.slo) == "p99 < 20ms, memory <= 500MiB at 200/s poisson"
+
+
+class TestLanguageModels:
+    SLO = "ttft p99 < 500 ms, tpot p99 < 100 ms"
+
+    def wishes(self, folder, architecture):
+        (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        return {"model": str(folder), "slo": self.SLO, "out": str(folder / "out")}
+
+    def test_may_have_an_slo_on_streams(self, tmp_path):
+        plan = plan_file.make_plan(self.wishes(tmp_path, "LlamaForCausalLM"))
+        assert str(plan.slo) == "p99 ttft < 500ms, p99 tpot < 100ms"
+
+    def test_others_may_not(self, tmp_path):
+        with pytest.raises(ConfigError, match="ttft, tpot and itl are of streams"):
+            plan_file.make_plan(self.wishes(tmp_path, "BertModel"))
+
+    def test_an_slo_without_numbers_says_what_is_missing(self, tmp_path):
+        wishes = self.wishes(tmp_path, "LlamaForCausalLM") | {"slo": "ttft p99, tpot p99 < fast"}
+        with pytest.raises(ConfigError) as caught:
+            plan_file.make_plan(wishes)
+        assert [each for each in caught.value.problems if "slo: 'ttft p99': nothing is" in each]
+        assert [each for each in caught.value.problems if "'fast' is not a duration" in each]

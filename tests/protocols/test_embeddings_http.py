@@ -117,8 +117,8 @@ async def served(root):
     assert catalog.failures == []
     routes = V2Routes(catalog, "", is_explicit=False)
     routes.is_loading = False
-    handle = EmbeddingsHttp(catalog, logs_requests=True).handle
-    api = OpenAiHttp(TextModels(catalog), logs_requests=True, embeddings=handle)
+    embeddings = EmbeddingsHttp(catalog, logs_requests=True)
+    api = OpenAiHttp(TextModels(catalog), logs_requests=True, embeddings=embeddings)
     v2 = V2Http(Models(catalog, routes, handle_openai=api.handle), HttpLimits(), Gate())
     http = HttpServer(v2.handle, HttpLimits())
     try:
@@ -149,6 +149,21 @@ def run(root, scenario):
 def lenient(client):
     """Its types know numbers only, while it asks for base64 by itself."""
     return client.with_options(_extra_kwargs={"_strict_response_validation": False})
+
+
+class TestList:
+    def test_has_models_that_give_vectors_and_no_others(self, tmp_path):
+        async def scenario(client, server):
+            listed = [each async for each in client.models.list()]
+            one = await client.models.retrieve(NAME)
+            with pytest.raises(openai.NotFoundError):
+                await client.models.retrieve("plain")
+            return listed, one
+
+        listed, one = run(tmp_path, scenario)
+        assert [each.id for each in listed] == [NAME] and listed[0] == one
+        written = (tmp_path / NAME / "1" / "model.onnx").stat().st_mtime
+        assert one.created == int(written)
 
 
 class TestVectors:

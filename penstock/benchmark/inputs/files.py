@@ -1,6 +1,7 @@
 """What a data file says, whatever its format: arrays by name, or rows. Fits nothing to a model.
 
-.npz and .npy hold arrays whose first axis counts examples; .jsonl, .json and .parquet hold rows.
+.npz and .npy hold arrays whose first axis counts examples; .jsonl, .json and .parquet hold rows,
+and so does .txt, of prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.errors import ConfigError
 from penstock.types import Array
 
 ARRAY_SUFFIXES = (".npz", ".npy")
-ROW_SUFFIXES = (".jsonl", ".json", ".parquet")
+ROW_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 MAX_PROBLEMS = 10
 # What numpy and zipfile raise for files that are broken in one way or another.
 UNREADABLE = (
@@ -105,6 +106,8 @@ def read_rows(path: Path, as_arrays: bool = False) -> Rows:
             rows = _json_lines(path)
         elif path.suffix == ".json":
             rows = _json(path)
+        elif path.suffix == ".txt":
+            rows = _text_lines(path)
         else:
             rows = _parquet(path, as_arrays)
     except OSError as error:
@@ -112,6 +115,16 @@ def read_rows(path: Path, as_arrays: bool = False) -> Rows:
     if not rows.rows:
         raise ConfigError([f"{path}: has no examples"])
     return rows
+
+
+def _text_lines(path: Path) -> Rows:
+    """A prompt a line; empty ones are none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: not UTF-8: {error.reason}"]) from None
+    found = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    return Rows([{"prompt": text} for _, text in found], [number for number, _ in found], "line")
 
 
 def _where(path: Path, name: str) -> str:

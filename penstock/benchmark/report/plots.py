@@ -181,9 +181,9 @@ def _with_bars(traces: Sequence[Figure]) -> Iterator[float]:
         yield from (y - less for y, less in zip(trace["y"], bars["arrayminus"], strict=False))
 
 
-def add_limit_across(layout: Figure, term: Latency) -> None:
-    """Of latency, on an axis of latency that goes up."""
-    if term.metric != "latency":
+def add_limit_across(layout: Figure, term: Latency, metric: str = "latency") -> None:
+    """Of latency, or another metric, on an axis of it that goes up."""
+    if term.metric != metric:
         return
     _add_line(layout, "y", term, f" SLO: {term}")
 

@@ -18,13 +18,13 @@ from penstock.errors import ConfigError
 
 ADDRESSES = (
     "http://host:port/v2/models/NAME, grpc://host:port/NAME, openai+http://host:port/v1, "
-    "another http:// URL, or the folder of a model or repository"
+    "another http:// URL, or the folder of a model or repository, or a GGUF file"
 )
-# Module and class by kind.
+# Module and what makes one of a spec, by kind.
 CLASSES: Mapping[str, tuple[str, str]] = {
     "v2 HTTP": ("penstock.benchmark.targets.v2_target", "V2Http"),
     "v2 gRPC": ("penstock.benchmark.targets.grpc_target", "GrpcTarget"),
-    "in process": ("penstock.benchmark.targets.in_process", "InProcess"),
+    "in process": ("penstock.benchmark.targets.path_target", "open_path"),
     "OpenAI": ("penstock.benchmark.targets.openai", "OpenAI"),
     "HTTP": ("penstock.benchmark.targets.plain", "PlainHttp"),
 }

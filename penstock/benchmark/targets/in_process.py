@@ -198,7 +198,7 @@ def files_digest(folder: Path) -> str:
         digests = {name: entry.sha256 for name, entry in manifest.files.items()}
     else:
         digests = {
-            path.relative_to(folder).as_posix(): _sha256(path) for path in _files_below(folder)
+            path.relative_to(folder).as_posix(): file_digest(path) for path in _files_below(folder)
         }
     lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
@@ -215,7 +215,7 @@ def _files_below(folder: Path) -> list[Path]:
     return found
 
 
-def _sha256(path: Path) -> str:
+def file_digest(path: Path) -> str:
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

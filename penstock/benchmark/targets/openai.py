@@ -244,25 +244,7 @@ class OpenAI:
         await self._client.open(num_connections)
 
     def encode(self, sample: Sample) -> bytes:
-        field = FORMS[self._api]
-        value = sample.fields.get(field)
-        if not value:
-            given = ", ".join(map(str, sample.fields)) or "nothing"
-            raise ConfigError([f"input: expected '{field}' for OpenAI {self._api}, got {given}"])
-        body: dict[str, Any] = {
-            "model": self._model,
-            field: value,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "max_tokens": sample.max_tokens,
-            **self._extra,
-        }
-        try:
-            data = msgspec.json.encode(
-                {key: value for key, value in body.items() if value is not None}
-            )
-        except (TypeError, UnicodeEncodeError) as error:
-            raise ConfigError([f"input: '{field}' cannot be written as JSON: {error}"]) from None
+        data = body_of(self._model, self._api, sample, self._extra)
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         path = self._base + PATHS[self._api]
         return request_bytes(self._url, "POST", path, headers | self._headers, data)
@@ -315,6 +297,27 @@ class OpenAI:
         except (ConfigError, msgspec.DecodeError, UnicodeDecodeError):
             return name
         return f"{name} {version}".strip() if answer.is_good else name
+
+
+def body_of(model: str, api: str, sample: Sample, extra: Mapping[str, Any]) -> bytes:
+    """What is asked for, as JSON."""
+    field = FORMS[api]
+    value = sample.fields.get(field)
+    if not value:
+        given = ", ".join(map(str, sample.fields)) or "nothing"
+        raise ConfigError([f"input: expected '{field}' for OpenAI {api}, got {given}"])
+    body: dict[str, Any] = {
+        "model": model,
+        field: value,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": sample.max_tokens,
+        **extra,
+    }
+    try:
+        return msgspec.json.encode({key: value for key, value in body.items() if value is not None})
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ConfigError([f"input: '{field}' cannot be written as JSON: {error}"]) from None
 
 
 def _models(answer: Answer, where: str) -> list[_Model]:

@@ -58,7 +58,11 @@ def keeps_up(served: Served) -> bool:
     """What arrives is answered. Where it is not, the queue and latency grow as long as one looks,
     and latencies of such a run are compared with nothing."""
     asked = float(match[0]) if (match := re.match(r"[0-9.]+(?=/s)", served.load)) else 0.0
-    return not served.throughput.value < KEPT_UP * asked
+    reached = served.throughput.value
+    if served.streams is not None and math.isfinite(served.throughput.high):
+        # So few answers of seconds each are under way at the end that they would count.
+        reached = served.throughput.high
+    return not reached < KEPT_UP * asked
 
 
 def _measured_rows(before: Served | None, after: Served | None) -> Iterator[Row]:
@@ -70,10 +74,28 @@ def _measured_rows(before: Served | None, after: Served | None) -> Iterator[Row]
         found = [None if each is None else getattr(each, name) for each in both]
         row = _row(name, *map(_duration, found), is_lower_better=True)
         yield replace(row, change=OVERLOADED, is_better=None) if is_overloaded else row
+    yield from _stream_rows(before, after, is_overloaded=is_overloaded)
     yield _row("answers/s", *(_rate(None if each is None else each.throughput) for each in both))
     yield _row("answered in time", *map(_goodput, both), has_change=False)
     yield _row("cost per million", *map(_cost, both), is_lower_better=True)
     yield _row("memory", *map(_memory, both), is_lower_better=True)
+
+
+def _stream_rows(
+    before: Served | None, after: Served | None, *, is_overloaded: bool
+) -> Iterator[Row]:
+    """Of answers that come in pieces."""
+    both = [None if each is None else each.streams for each in (before, after)]
+    for name, metric in (("p99 first token", "ttft"), ("p99 per token", "tpot")):
+        found = [None if each is None else getattr(each, metric) for each in both]
+        row = _row(name, *map(_duration, found), is_lower_better=True)
+        yield replace(row, change=OVERLOADED, is_better=None) if is_overloaded else row
+    rates = [UNKNOWN if each is None else _tokens(each.tokens_per_s) for each in both]
+    yield _row("tokens/s", *rates, has_change=False)
+
+
+def _tokens(per_s: float) -> _Valued:
+    return _Valued(Figure(wording.rate(per_s)), _exactly(per_s))
 
 
 def _accuracy_rows(optimization: Optimization) -> Iterator[Row]:

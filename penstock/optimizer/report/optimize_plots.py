@@ -57,6 +57,16 @@ def figures_of(optimization: Optimization) -> dict[str, list[Figure | None]]:
         "pareto": [_pareto(optimization, metric)],
         "curves": [_curves(optimization)],
         "phases": [_phases(optimization)],
+        **_stream_figures(optimization),
+    }
+
+
+def _stream_figures(optimization: Optimization) -> dict[str, list[Figure | None]]:
+    if optimization.form != "text":
+        return {}
+    return {
+        "ttft_curves": [_stream_curves(optimization, "ttft", "time to the first token, ms")],
+        "tpot_curves": [_stream_curves(optimization, "tpot", "time per token after it, ms")],
     }
 
 
@@ -434,7 +444,10 @@ def _chosen_mark(optimization: Optimization, points: Sequence[Point]) -> list[Fi
 
 
 def _curves(optimization: Optimization) -> Figure | None:
-    """Throughput against latency, before and after, with what was promised."""
+    """Throughput against latency, before and after, with what was promised. Answers of seconds are
+    too few for a throughput: they have curves of their own."""
+    if optimization.form == "text":
+        return None
     sides: list[tuple[str, Served | None, str]] = [("original", optimization.before, BEFORE_COLOUR)]
     if has_after(optimization):
         sides.append(("chosen", optimization.after, AFTER_COLOUR))
@@ -457,6 +470,51 @@ def _curves(optimization: Optimization) -> Figure | None:
     # Words on the lines would lie on the curves.
     figure["layout"]["annotations"] = [_corner(f"SLO: {escape(str(slo))}")] if slo else []
     return figure
+
+
+def _stream_curves(optimization: Optimization, metric: str, title: str) -> Figure | None:
+    """p99 of a stream's metric against the rate of arrivals, before and after."""
+    sides: list[tuple[str, Served | None, str]] = [("original", optimization.before, BEFORE_COLOUR)]
+    if has_after(optimization):
+        sides.append(("chosen", optimization.after, AFTER_COLOUR))
+    traces = [
+        _stream_trace(name, run.curve, metric, colour)
+        for name, run, colour in sides
+        if run is not None and run.curve is not None and getattr(run.curve, f"{metric}_p99_s")
+    ]
+    if not traces:
+        return None
+    figure = plots.curve_figure(traces)
+    layout = figure["layout"]
+    layout["xaxis"]["title"] = "arrivals per second"
+    layout["yaxis"]["title"] = f"p99 {title}"
+    slo = slo_of(optimization)
+    limits = [
+        term
+        for term in (() if slo is None else slo.terms)
+        if isinstance(term, Latency) and term.metric == metric
+    ]
+    for term in limits:
+        plots.add_limit_across(layout, term, metric)
+    if slo is not None and slo.rate is not None:
+        _rate_line(layout, slo.rate.per_s)
+    # Words on the lines would lie on the curves.
+    layout["annotations"] = [_corner(f"SLO: {escape(str(term))}") for term in limits[:1]]
+    return figure
+
+
+def _stream_trace(name: str, curve: Curve, metric: str, colour: str) -> Figure:
+    seconds: list[float] = getattr(curve, f"{metric}_p99_s")
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": curve.rates,
+        "y": [each * 1e3 for each in seconds],
+        "hovertemplate": "%{x:.3g}/s sent, %{y:.3g} ms<extra>" + name + "</extra>",
+        "line": {"color": colour, "width": 2},
+        "marker": {"color": colour, "size": 7},
+    }
 
 
 def _curve_trace(name: str, curve: Curve, percentile: str, colour: str) -> Figure:

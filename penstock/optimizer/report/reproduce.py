@@ -11,6 +11,9 @@ from penstock.optimizer.results import Optimization
 # Those that bench has too, with the same meaning.
 DATA_FLAGS = ("--data", "--data-name")
 REBUILT = "rebuilt"
+# All answers are as long as was asked for.
+TEXT_ADDRESS = "openai+http://127.0.0.1:8000/v1"
+LENGTHS = ("--extra", '{"ignore_eos": true}')
 ADDRESS = "http://127.0.0.1:8000/v2/models"
 BUILD = """\
 from pathlib import Path
@@ -63,12 +66,24 @@ def steps_code(candidate: Candidate) -> str:
 
 def build_code(optimization: Optimization, candidate: Candidate) -> str:
     """A script that builds it from the original."""
+    if optimization.form == "text":
+        return parameters(candidate)
     flags = _flags(optimization.command)
     known = {"model": optimization.source, "name": optimization.name, "out": REBUILT}
     known |= {field: flags[flag] for field, flag in PLAN_FLAGS.items() if flag in flags}
     words = [f"{field}={value!r}" for field, value in known.items()]
     words += [f"seed={flags['--seed']}"] if flags.get("--seed", "").isdecimal() else []
     return BUILD.format(steps=steps_code(candidate), plan=", ".join(words))
+
+
+def parameters(candidate: Candidate) -> str:
+    """Of a language model's config.pbtxt; the last step counts."""
+    settings = {name: value for step in candidate.steps for name, value in step.settings.items()}
+    lines = [
+        f'parameters {{ key: "penstock.{name}" value {{ string_value: "{value}" }} }}'
+        for name, value in settings.items()
+    ]
+    return "\n".join(['backend: "llm"', *lines])
 
 
 def files(optimization: Optimization, candidate: Candidate) -> str:
@@ -84,6 +99,8 @@ def bench_commands(optimization: Optimization) -> str:
     flags = _flags(optimization.command)
     data = [word for name in DATA_FLAGS if name in flags for word in (name, flags[name])]
     bench = ["penstock", "bench", f"{ADDRESS}/{optimization.name}", *data]
+    if optimization.form == "text":
+        bench = ["penstock", "bench", TEXT_ADDRESS, "--model", optimization.name, *data, *LENGTHS]
     if optimization.slo:
         bench += ["--slo", optimization.slo]
     lines = [shlex.join(["penstock", "serve", _folder(optimization)]), shlex.join(bench)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -173,5 +174,9 @@ def _served_text(attempt: Try) -> str:
     p99 = f"p99 {units.duration_interval(served.p99)}"
     failed = f", {served.num_failed} failed" if served.num_failed else ""
     requests = f"{units.count(served.num_requests, 'request')} at {served.load}{failed}"
-    rows = f"{units.number(served.rows_per_batch)} rows a batch"
-    return "; ".join([requests, p50, p99, rows, *terms])
+    parts = [requests, p50, p99]
+    if not math.isnan(served.rows_per_batch):
+        parts.append(f"{units.number(served.rows_per_batch)} rows a batch")
+    if served.streams is not None:
+        parts.append(f"{units.number(served.streams.tokens_per_s)} tokens/s")
+    return "; ".join([*parts, *terms])

@@ -81,6 +81,16 @@ def test_jsonl_has_a_row_a_line(tmp_path: Path) -> None:
     assert [rows.place(0), rows.place(1)] == ["line 1", "line 3"]
 
 
+def test_txt_has_a_prompt_a_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\n two words \n")
+    rows = read_rows(tmp_path / "a.txt")
+    assert rows.rows == [{"prompt": "one"}, {"prompt": "two words"}]
+    assert [rows.place(index) for index in range(2)] == ["line 1", "line 3"]
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"b\.txt: not UTF-8"):
+        read_rows(tmp_path / "b.txt")
+
+
 def test_every_bad_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"x": 1}\n{"x": \n[1]\n')
     found = problems(tmp_path / "data.jsonl")

@@ -84,3 +84,20 @@ def test_an_original_that_was_chosen_is_no_second_column() -> None:
     assert has_after(made.met()) and has_after(made.missed())
     assert not has_after(made.already_met())
     assert not has_after(made.interrupted())
+
+
+def test_answers_in_pieces_are_told_by_their_tokens() -> None:
+    found = {row.name: row for row in rows(made.text())}
+    first, later = found["p99 first token"], found["p99 per token"]
+    assert str(first.before).startswith("360 ms") and first.change == "2.0x less"
+    assert first.is_better and later.is_better
+    assert found["tokens/s"].after.text == "60.0/s" and found["tokens/s"].change == ""
+    assert not {"p99 first token", "tokens/s"} & {each.name for each in rows(made.met())}
+
+
+def test_few_long_answers_are_no_overload() -> None:
+    served = made.served_text(3.0, 0.06)
+    served.throughput = Interval(1.2, 0.9, 2.1)
+    assert keeps_up(served)
+    served.throughput = Interval(1.2, 0.9, 1.5)
+    assert not keeps_up(served)

@@ -15,6 +15,9 @@ LINES = {
     " 0.6 points, limit 1 point)",
     "refused": "Refused by the accuracy gate: nothing keeps top1 drop <= 1 % for sure; 50 examples"
     " cannot tell: top1 may lose 5.8 points; needs about 900 examples",
+    "text": "SLO kept: p99 ttft 180 ms (175-185) < 500 ms, p99 tpot 60.0 ms (58.2-61.8) < 100 ms at"
+    " 2/s poisson; 2.0x the original's highest rate; kl 0 → 0.0014 (loss at most 0.0016, limit"
+    " 0.02)",
     "already-met": "SLO kept by the original: p99 14.2 ms (13.8-14.6) < 20 ms at 200/s poisson;"
     " nothing had to be changed",
     "without-data": "SLO kept: p99 11.8 ms (11.4-12.2) < 20 ms at 200/s poisson; 3.1x the"

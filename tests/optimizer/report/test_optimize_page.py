@@ -154,3 +154,19 @@ def test_what_is_not_there_has_no_heading() -> None:
         "Do it again",
         "Record",
     ]
+
+
+def test_a_language_model_has_a_page_in_its_own_words() -> None:
+    text = own_part(made.text())
+    words = seen(text)
+    for part in (
+        "p99 first token",
+        "Rate and time to the first token",
+        "openai+http://127.0.0.1:8000/v1",
+        "penstock serve models",
+        "next-token distribution",
+        "penstock.tpot_ms",
+        "only GPUs multiply in it",
+    ):
+        assert part in words
+    assert "rows a batch" not in words and "Predicted" not in words and "nan" not in words.lower()

@@ -12,6 +12,8 @@ from penstock.optimizer.report import optimize_page
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no chromium to look at the page with")
 
 STEPS = {"rate_steps", "latency_steps", "accuracy_steps", "cost_steps"}
+TEXT = {"rate_steps", "latency_steps", "accuracy_steps", "pareto"}
+TEXT |= {"ttft_curves", "tpot_curves"}
 REST = {"pareto", "curves", "phases", "roofline"}
 
 
@@ -21,6 +23,7 @@ REST = {"pareto", "curves", "phases", "roofline"}
         ("met", "SLO kept: p99 11.8 ms", STEPS | REST),
         ("unknown-figures", "SLO missed by 34 %: p99 26.8 ms", STEPS | REST),
         ("refused", "Refused by the accuracy gate: nothing keeps", REST),
+        ("text", "SLO kept: p99 ttft 180 ms", TEXT),
         ("already-met", "SLO kept by the original: p99 14.2 ms", {"curves", "phases"}),
     ],
 )

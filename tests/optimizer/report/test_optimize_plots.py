@@ -161,3 +161,18 @@ def test_the_time_of_a_request_is_drawn_by_phase() -> None:
     drawn = figure("phases", found)
     assert drawn["layout"]["xaxis"]["title"] == "share, %"
     assert drawn["data"][-1]["name"] == "decrypt"
+
+
+def test_rates_of_a_language_model_are_drawn_against_first_tokens_and_the_others() -> None:
+    found = optimize_plots.figures_of(made.text())
+    for name, limit in (("ttft_curves", 500.0), ("tpot_curves", 100.0)):
+        figure = found[name][0]
+        assert figure is not None
+        assert [trace["name"] for trace in figure["data"]] == ["original", "chosen"]
+        assert figure["data"][1]["x"] == [1.5, 3.0, 6.0]
+        heights = [shape["y0"] for shape in figure["layout"]["shapes"]]
+        assert any(height == pytest.approx(limit) for height in heights)
+        assert "SLO: p99" in figure["layout"]["annotations"][0]["text"]
+    assert found["tpot_curves"][0]["data"][1]["y"] == pytest.approx([48.0, 60.0, 240.0])
+    assert found["phases"] == found["curves"] == [None] and found["rate_steps"][0] is not None
+    assert not {"ttft_curves", "tpot_curves"} & optimize_plots.figures_of(made.met()).keys()

@@ -90,3 +90,16 @@ def test_bench_knows_the_flags_that_it_is_given() -> None:
     text = CliRunner().invoke(main, ["bench", "--help"]).output
     for flag in (*reproduce.DATA_FLAGS, "--slo", "--max-rate"):
         assert f"{flag} " in text
+
+
+def test_a_language_model_is_asked_as_this_run_did_and_its_settings_are_its_build() -> None:
+    found = made.text()
+    serve, bench, highest = reproduce.bench_commands(found).splitlines()
+    assert serve == "penstock serve models"
+    assert bench.startswith("penstock bench openai+http://127.0.0.1:8000/v1 --model smol --data")
+    assert "ignore_eos" in bench and highest == f"{bench} --max-rate"
+    assert reproduce.build_code(found, found.chosen).splitlines() == [
+        'backend: "llm"',
+        'parameters { key: "penstock.dtype" value { string_value: "bfloat16" } }',
+        'parameters { key: "penstock.tpot_ms" value { string_value: "100" } }',
+    ]

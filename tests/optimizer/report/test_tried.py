@@ -97,3 +97,8 @@ def test_batch_times_by_length() -> None:
 @pytest.mark.parametrize(("index", "text"), [(0, "98.0/s"), (1, "≈ 137/s"), (5, "-")])
 def test_a_predicted_rate_is_marked(index: int, text: str) -> None:
     assert rate_text(made.tries()[index]) == text
+
+
+def test_a_language_model_is_told_by_its_tokens() -> None:
+    (_, (told,)), *_ = by_stage(made.text())
+    assert "60.0 tokens/s" in told.gates["served"] and "rows" not in told.gates["served"]

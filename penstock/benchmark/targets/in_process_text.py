@@ -1,0 +1,184 @@
+"""A language model in this process: no network, but the same requests as OpenAI's API takes, the
+same tokenizer and the same engine, in a process of its own as the server's.
+
+Describing reads files only; `open` loads. What comes back is taken on the loop of whoever sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import penstock
+from penstock import local, pbtxt
+from penstock.benchmark.exchange import Exchange, Stream
+from penstock.benchmark.inputs import RequestForm, Sample
+from penstock.benchmark.targets import Counters, Description, TargetSpec
+from penstock.benchmark.targets.in_process import failure_text, file_digest, files_digest, find
+from penstock.benchmark.targets.openai import FORMS, body_of, parse_extra
+from penstock.benchmark.targets.shared import config_digest
+from penstock.config import ModelConfig
+from penstock.errors import ConfigError, PenstockError
+from penstock.llm.asking import generation_of
+from penstock.llm.generation import Generation, Part, Totals
+from penstock.llm.settings import path_of
+from penstock.llm.text_model import TextModel, read_text
+from penstock.wire import openai_v1
+from penstock.wire.openai_v1 import ChatRequest, CompletionRequest
+
+SWEEP_S = 0.5
+EMPTY = "empty answer"
+
+
+class InProcessText:
+    """Invariant: what was sent is in `_open`, first come first, until its exchange has ended."""
+
+    # One model, whatever the load: there is nothing to connect and nothing to wait for.
+    num_connections = 1
+    num_waited = 0
+
+    def __init__(self, spec: TargetSpec) -> None:
+        self._spec = spec
+        self._extra = parse_extra(spec.extra)
+        self._name = ""
+        self._model: TextModel | None = None
+        self._open: dict[Exchange, Generation] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+        # Seconds that loading took.
+        self.load_s: float | None = None
+
+    async def describe(self) -> tuple[Description, RequestForm]:
+        _, config = await asyncio.to_thread(find, self._spec)
+        await asyncio.to_thread(self._check_template, config)
+        self._name = config.name
+        description = Description(
+            protocol=f"in process, OpenAI {self._spec.api}",
+            address=self._spec.address,
+            model=config.name,
+            version=config.version,
+            server=f"penstock {penstock.__version__}",
+            backend=config.backend,
+            num_instances=config.num_instances,
+            config_digest=config_digest(pbtxt.to_json(config)),
+            model_digest=await asyncio.to_thread(_digest, path_of(config)),
+        )
+        return description, RequestForm(kind=FORMS[self._spec.api])
+
+    def _check_template(self, config: ModelConfig) -> None:
+        text = read_text(str(path_of(config)), is_made_up=False)
+        if self._spec.api == "chat" and not text.has_template:
+            problem = "the model has no template for chats; give --api completions"
+            raise ConfigError([f"{self._spec.address}: {problem}"])
+
+    async def counters(self) -> Counters | None:
+        return None
+
+    async def open(self, num_connections: int) -> None:
+        if self._model is not None:
+            return
+        _, config = await asyncio.to_thread(find, self._spec)
+        self._name = config.name
+        began = time.monotonic()
+        try:
+            model = TextModel(await asyncio.to_thread(local.placed, config))
+            await model.start()
+        except ConfigError as error:
+            problems = [f"{self._spec.address}: {problem}" for problem in error.problems]
+            raise ConfigError(problems) from None
+        self._model = model
+        self.load_s = time.monotonic() - began
+        self._plan_sweep()
+
+    def encode(self, sample: Sample) -> ChatRequest | CompletionRequest:
+        body = body_of(self._name, self._spec.api, sample, self._extra)
+        try:
+            if self._spec.api == "chat":
+                return openai_v1.read_chat(body)
+            return openai_v1.read_completion(body)
+        except PenstockError as error:
+            raise ConfigError([f"input: {error}"]) from None
+
+    def send(self, exchange: Exchange) -> None:
+        exchange.sent = time.monotonic()
+        exchange.stream = Stream()
+        if self._model is None:
+            asyncio.get_running_loop().call_soon(_end, exchange, "cancelled")
+            return
+        try:
+            generation = self._generation(self._model, exchange)
+        except PenstockError as error:
+            asyncio.get_running_loop().call_soon(_end, exchange, failure_text(error))
+            return
+        self._open[exchange] = generation
+        self._model.generate(generation)
+
+    def _generation(self, model: TextModel, exchange: Exchange) -> Generation:
+        """As a server makes it of the same request."""
+        asked: ChatRequest | CompletionRequest = exchange.item
+        if isinstance(asked, ChatRequest):
+            text = model.text.chat(asked.messages, asked.template_options)
+            (tokens,) = model.encoded([text], is_whole=False)
+        else:
+            (tokens,) = model.encoded(asked.prompts, is_whole=asked.has_special_tokens)
+        return generation_of(model, asked.wishes, tokens, Waiter(exchange, self), "")
+
+    def ended(self, exchange: Exchange, failure: str | None) -> None:
+        """Unless it was over before."""
+        if self._open.pop(exchange, None) is not None:
+            _end(exchange, failure)
+
+    async def close(self) -> None:
+        model, self._model = self._model, None
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for exchange in list(self._open):
+            self.ended(exchange, "cancelled")
+        if model is not None:
+            await model.close()
+
+    def _plan_sweep(self) -> None:
+        self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._end_late)
+
+    def _end_late(self) -> None:
+        latest = time.monotonic() - self._spec.timeout_s
+        for exchange, generation in list(self._open.items()):
+            if exchange.sent > latest:
+                break
+            self.ended(exchange, f"no answer within {self._spec.timeout_s:g} s")
+            if self._model is not None:
+                self._model.give_up(generation)
+        self._plan_sweep()
+
+
+@dataclass(slots=True)
+class Waiter:
+    """For one answer: when its pieces came."""
+
+    exchange: Exchange
+    target: InProcessText
+
+    def part(self, part: Part) -> None:
+        if part.text and self.exchange.stream is not None:
+            self.exchange.stream.times.append(time.monotonic())
+
+    def finished(self, totals: Totals) -> None:
+        stream = self.exchange.stream
+        assert stream is not None
+        stream.num_input_tokens = totals.num_prompt
+        stream.num_output_tokens = totals.num_generated
+        self.target.ended(self.exchange, None if stream.times else EMPTY)
+
+    def failed(self, error: PenstockError) -> None:
+        self.target.ended(self.exchange, failure_text(error))
+
+
+def _end(exchange: Exchange, failure: str | None) -> None:
+    exchange.done = time.monotonic()
+    exchange.failure = failure
+    exchange.finish(exchange)
+
+
+def _digest(path: Path) -> str:
+    return files_digest(path) if path.is_dir() else file_digest(path)

@@ -1,0 +1,32 @@
+"""A path as a target: a model of this process, one that takes tensors or one that takes text."""
+
+from __future__ import annotations
+
+from penstock import repository
+from penstock.benchmark.targets import Target, TargetSpec
+from penstock.config import LLM
+from penstock.errors import PenstockError
+
+
+def is_text(spec: TargetSpec) -> bool:
+    """Whether it is a language model's; what is wrong with it is told when it is described."""
+    try:
+        if spec.model:
+            found = repository.read_one(spec.address, spec.model)
+        else:
+            found = repository.read(spec.address)
+    except PenstockError:
+        return False
+    configs = [config for config in found.configs if spec.version in ("", config.version)]
+    return bool(configs) and all(config.backend == LLM for config in configs)
+
+
+def open_path(spec: TargetSpec) -> Target:
+    """Only what it needs is loaded."""
+    if is_text(spec):
+        from penstock.benchmark.targets.in_process_text import InProcessText
+
+        return InProcessText(spec)
+    from penstock.benchmark.targets.in_process import InProcess
+
+    return InProcess(spec)

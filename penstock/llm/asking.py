@@ -1,0 +1,48 @@
+"""From what was wished for, by whatever protocol, to a request for text."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.llm.generation import Generation, GenerationSink
+from penstock.llm.params import Sampling
+from penstock.llm.sequence import Ending
+from penstock.wire.openai_v1 import Invalid, Wishes
+
+if TYPE_CHECKING:
+    from penstock.llm.text_model import TextModel
+
+
+def generation_of(
+    model: TextModel, wishes: Wishes, tokens: Sequence[int], sink: GenerationSink, salt: str
+) -> Generation:
+    """Invalid where prompt and answer are longer together than a text may be."""
+    left = model.max_length - len(tokens)
+    if left < (wishes.max_tokens or 1):
+        asked = f" and {wishes.max_tokens} are to follow" if wishes.max_tokens else ""
+        raise Invalid(
+            f"the prompt has {len(tokens)} tokens{asked}; expected at most {model.max_length} "
+            "together",
+            code="context_length_exceeded",
+        )
+    stops = frozenset(wishes.stop_tokens)
+    if not wishes.ignores_end:
+        stops |= model.text.stop_tokens
+    sampling = Sampling(
+        temperature=wishes.temperature,
+        top_p=wishes.top_p,
+        top_k=wishes.top_k,
+        min_p=wishes.min_p,
+        presence_penalty=wishes.presence_penalty,
+        frequency_penalty=wishes.frequency_penalty,
+        repetition_penalty=wishes.repetition_penalty,
+        seed=secrets.randbits(62) if wishes.seed is None else wishes.seed,
+        bias=wishes.bias,
+        num_logprobs=wishes.num_logprobs,
+    )
+    ending = Ending(wishes.max_tokens or left, stops, wishes.min_tokens)
+    return Generation(
+        tokens, sampling, ending, sink, wishes.stops, wishes.num, wishes.priority, salt
+    )

@@ -1,0 +1,1 @@
+"""Language models: what `penstock optimize` does with them."""

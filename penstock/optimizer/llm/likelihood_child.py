@@ -1,0 +1,84 @@
+"""An engine by itself, asked what it says of given tokens: `python -m
+penstock.optimizer.llm.likelihood_child JOB ANSWER`. It is made of what serves, so what it says is
+what would be served."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from penstock.errors import PenstockError
+from penstock.llm.engine import Asked, Engine
+from penstock.llm.engine_main import load
+from penstock.llm.messages import Settings
+from penstock.llm.params import Likelihood, Sampling
+from penstock.llm.sequence import Ending
+
+
+class Job(msgspec.Struct):
+    settings: Settings
+    # Tokens of each text.
+    texts: list[list[int]]
+    # So many are added to each first, the likeliest ones.
+    num_new: int
+    # Likeliest tokens that are told of each place.
+    num_told: int
+
+
+def main(job_path: str, answer_path: str) -> None:
+    job = msgspec.json.decode(Path(job_path).read_bytes(), type=Job)
+    engine, _ = load(job.settings)
+    texts = continued(engine, job.texts, job.num_new) if job.num_new else job.texts
+    told = likelihoods(engine, texts, job.num_told)
+    flat = [each for part in told for each in part]
+    with open(answer_path, "wb") as file:
+        np.savez(
+            file,
+            texts=np.array([token for text in texts for token in text], np.int64),
+            lengths=np.array([len(text) for text in texts], np.int64),
+            own=np.array([each.logprob for each in flat], np.float32),
+            tokens=np.array([each.top_tokens for each in flat], np.int32),
+            logprobs=np.array([each.top_logprobs for each in flat], np.float32),
+        )
+
+
+def continued(engine: Engine, texts: Sequence[Sequence[int]], num_new: int) -> list[list[int]]:
+    """Each with the tokens that the model finds likeliest, ends or not."""
+    found = [list(text) for text in texts]
+    sampling = Sampling(temperature=0.0)
+    for number, text in enumerate(texts):
+        engine.add(Asked(number, text, sampling, Ending(num_new, frozenset())))
+    while not engine.is_idle:
+        for piece in engine.step():
+            found[piece.request].append(piece.token)
+    return found
+
+
+def likelihoods(
+    engine: Engine, texts: Sequence[Sequence[int]], num_told: int
+) -> list[list[Likelihood]]:
+    """Of each text's tokens after the first."""
+    found: list[dict[int, Likelihood]] = [{} for _ in texts]
+    sampling = Sampling(temperature=0.0, num_prompt_logprobs=num_told)
+    for number, text in enumerate(texts):
+        engine.add(Asked(number, text, sampling, Ending(1, frozenset())))
+    while not engine.is_idle:
+        engine.step()
+        told, engine.told = engine.told, []
+        for each in told:
+            found[each.request] |= dict(enumerate(each.part.likelihoods, each.part.start))
+    return [[each[place] for place in sorted(each)] for each in found]
+
+
+if __name__ == "__main__":
+    # Whoever asked ends it; an interrupt at the terminal is for both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        main(*sys.argv[1:])
+    except PenstockError as error:
+        sys.exit(str(error))

@@ -1,0 +1,178 @@
+"""How things are found out about a language model's candidates: the journal is asked first, then
+processes. What was found is on disk before it is used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import psutil
+
+from penstock.config import CPU
+from penstock.errors import BackendFailed
+from penstock.optimizer.accuracy import ALPHA, Judgement, judge
+from penstock.optimizer.budget import Budget
+from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.journal import Journal
+from penstock.optimizer.llm import likelihoods, text_prompts, text_served, text_trials
+from penstock.optimizer.llm.text_prompts import Prompts
+from penstock.optimizer.llm.text_served import TextServers
+from penstock.optimizer.llm.text_subject import TextSubject, build_of
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.results import Served
+
+CHOICE, HELD_OUT = "choice", "held out"
+# Prompts of each of the two parts, and the tokens of a prompt that are judged: more would take
+# longer to compute than candidates take to measure.
+MAX_JUDGED, MAX_TOKENS = 24, 192
+# Tokens of the original's own answer that are judged with its prompt.
+NUM_NEW = 16
+REFERENCE = "reference.npz"
+# Of memory for weights: parameters in FP32, and what else an engine takes.
+BYTES, BESIDE = 4, 3 << 30
+
+
+class Scores(msgspec.Struct):
+    """One a text, by metric; the texts of the part to choose by first."""
+
+    by_metric: dict[str, list[float]]
+    num_choice: int
+
+
+class TextLab:
+    def __init__(
+        self, plan: Plan, subject: TextSubject, prompts: Prompts, journal: Journal, budget: Budget
+    ) -> None:
+        self.plan = plan
+        self.subject = subject
+        self.prompts = prompts
+        self.journal = journal
+        self.budget = budget
+        # What is being done, for whoever watches; how long a search for a rate may take, and the
+        # process that says what a model makes of texts.
+        self.watch: Callable[[str], None] = lambda text: None
+        self.search_s: Callable[[], float] = lambda: text_served.SEARCH_S
+        self.judge_s: Callable[[], float] = lambda: text_trials.TIMEOUT_S
+        self._work = journal.path.parent
+        load = self._work / "prompts.jsonl"
+        text_prompts.write_load(prompts, load)
+        patience_s = text_served.patience_of(plan.slo, prompts.longest_answer)
+        self._servers = TextServers(load, prompts.is_chat, patience_s, self._is_alone())
+
+    def close(self) -> None:
+        self._servers.close()
+
+    def build(self, candidate: Candidate) -> Build:
+        original = self.subject.build
+        if not candidate.steps:
+            return original
+        folder = self._work / "builds" / candidate.key / original.folder.name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return build_of(original, candidate, folder)
+
+    # Speed.
+
+    def rated(self, candidate: Candidate, start: float | None) -> Served:
+        build = self.build(candidate)
+
+        def measured() -> Served:
+            try:
+                return text_served.rated(
+                    self._servers, build, self.plan, self.watch, start, self.search_s()
+                )
+            finally:
+                # The next one starts alone, and so do all that are measured one by one.
+                self._servers.close()
+
+        key = candidate.key if start is None else f"{candidate.key} from {start:.4g}"
+        return self.journal.remember("rated", key, Served, measured)
+
+    def prove(
+        self,
+        candidates: Sequence[Candidate],
+        starts: Sequence[float | None],
+        left: Callable[[], float | None],
+    ) -> list[Served]:
+        builds = [self.build(each) for each in candidates]
+        key = " ".join(each.key for each in candidates)
+
+        def measured() -> list[Served]:
+            try:
+                return text_served.prove(self._servers, builds, self.plan, self.watch, starts, left)
+            finally:
+                self._servers.close()
+
+        return self.journal.remember("proof", key, list[Served], measured, keeps_failure=False)
+
+    def _is_alone(self) -> bool:
+        """Whether two servers at once would not have the memory that one has."""
+        if self.subject.build.config.device != CPU:
+            return True
+        needed = 2 * (BYTES * self.subject.num_parameters + BESIDE)
+        return bool(needed > psutil.virtual_memory().available)
+
+    # Accuracy.
+
+    def judge(self, candidate: Candidate, part: str = CHOICE, alpha: float = ALPHA) -> Judgement:
+        """The gate's word on one part of the prompts."""
+        found = self._scores(candidate)
+        before = self._scores(Candidate()).by_metric[self.budget.metric]
+        after = found.by_metric[self.budget.metric]
+        place = slice(found.num_choice) if part == CHOICE else slice(found.num_choice, None)
+        judged = judge(
+            np.array(before[place]), np.array(after[place]), self.budget, alpha=alpha, part=part
+        )
+        means = {
+            name: float(np.mean(values[place]))
+            for name, values in found.by_metric.items()
+            if name != self.budget.metric and values[place]
+        }
+        others = ", ".join(f"{name} {value:.4g}" for name, value in means.items())
+        judged.text += f" ({others})" if others else ""
+        return judged
+
+    def _scores(self, candidate: Candidate) -> Scores:
+        def found() -> Scores:
+            reference = self._reference()
+            told = reference.told
+            if candidate.steps:
+                told = text_trials.likelihoods(
+                    self.build(candidate),
+                    reference.texts,
+                    0,
+                    self.watch,
+                    timeout_s=self.judge_s(),
+                ).told
+            rows = [likelihoods.scores(*pair) for pair in zip(reference.told, told, strict=True)]
+            by_metric = {name: [row[name] for row in rows] for name in likelihoods.METRICS}
+            return Scores(by_metric, len(self._judged()[0]))
+
+        passing = (text_trials.TookTooLong,)
+        return self.journal.remember("scores", candidate.key, Scores, found, passing=passing)
+
+    def _reference(self) -> text_trials.Texts:
+        """Prompts with the original's own answers, and what it says of them; kept in a file."""
+        path = self._work / REFERENCE
+        if path.is_file():
+            with suppress(OSError, ValueError, KeyError):
+                return text_trials.read(path)
+        texts = [tokens for part in self._judged() for tokens in part]
+        draft = path.with_suffix(".draft")
+        text_trials.likelihoods(
+            self.subject.build, texts, NUM_NEW, self.watch, keep=draft, timeout_s=self.judge_s()
+        )
+        draft.rename(path)
+        return text_trials.read(path)
+
+    def _judged(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Prompts to choose by, and those that are held out: the ends of long ones."""
+        distinct = sorted({tuple(each.tokens[-MAX_TOKENS:]) for each in self.prompts.asked})
+        random.Random(self.plan.seed).shuffle(distinct)
+        texts = [list(each) for each in distinct[: 2 * MAX_JUDGED]]
+        if len(texts) < 2:
+            raise BackendFailed("two different prompts at least are needed to judge by")
+        half = len(texts) // 2
+        return texts[:half], texts[half:]

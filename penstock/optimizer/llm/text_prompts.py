@@ -1,0 +1,118 @@
+"""What users ask a language model, from a data file of the bench: sent as load, and continued to
+see what a candidate makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.benchmark.inputs.datasets import existing
+from penstock.benchmark.inputs.files import ROW_SUFFIXES, read_rows
+from penstock.benchmark.inputs.prompts import samples_from_rows
+from penstock.benchmark.inputs.samples import InputSpec, RequestForm
+from penstock.errors import ConfigError, InvalidRequest
+from penstock.llm.text import Text
+
+# Of an answer where a row does not say.
+NUM_NEW = 128
+# Prompts come again under a number of their own: what a server keeps of those it has computed must
+# not answer for it. So many are written.
+NUM_SENT = 2048
+MAX_TOLD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    # Of a request: `prompt`, or `messages`.
+    fields: dict[str, Any]
+    max_tokens: int
+    # As the model sees it.
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    asked: Sequence[Asked]
+    # By a model with a template, as messages; else as completions.
+    is_chat: bool
+    digest: str
+    # "200 prompts of prompts.jsonl, asked as chats, 128 tokens each"
+    text: str
+
+    @property
+    def longest_answer(self) -> int:
+        return max(each.max_tokens for each in self.asked)
+
+
+def read_prompts(path: str, text: Text, max_length: int) -> Prompts:
+    """ConfigError with what is wrong with the file. Prompts that the model cannot hold with their
+    answers are left out, and that is told."""
+    file = existing(InputSpec(path=path))
+    if file.is_dir() or file.suffix not in ROW_SUFFIXES:
+        listed = ", ".join(ROW_SUFFIXES)
+        raise ConfigError([f"data: {file}: prompts are read from files that end in {listed}"])
+    is_chat = text.has_template
+    form = RequestForm(kind="messages" if is_chat else "prompt")
+    samples = samples_from_rows(form, read_rows(file), file.name)
+    found: list[Asked] = []
+    for sample in samples:
+        fields = {name: value for name, value in sample.fields.items() if value}
+        tokens = _tokens(text, fields)
+        asked = Asked(fields, sample.max_tokens or NUM_NEW, tokens)
+        if tokens and len(tokens) + asked.max_tokens <= max_length:
+            found.append(asked)
+    if not found:
+        raise ConfigError(
+            [f"data: {file}: no prompt leaves room for its answer within {max_length} tokens"]
+        )
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    return Prompts(found, is_chat, digest, _text(file, found, len(samples), is_chat))
+
+
+def _tokens(text: Text, fields: dict[str, Any]) -> list[int]:
+    try:
+        if "messages" in fields:
+            return text.encode(text.chat(fields["messages"]), is_whole=False)
+        return text.encode(fields["prompt"])
+    except InvalidRequest as error:
+        raise ConfigError([f"data: {error}"]) from None
+
+
+def _text(file: Path, found: Sequence[Asked], num_read: int, is_chat: bool) -> str:
+    lengths = sorted(len(each.tokens) for each in found)
+    answers = sorted({each.max_tokens for each in found})
+    told = f"{answers[0]}" if len(answers) == 1 else f"{answers[0]} to {answers[-1]}"
+    how = "chats" if is_chat else "completions"
+    left = f"; {num_read - len(found)} were too long" if num_read > len(found) else ""
+    return (
+        f"{len(found):,} prompts of {file.name}, asked as {how}, {lengths[len(lengths) // 2]} "
+        f"tokens in the middle, answers of {told}{left}"
+    )
+
+
+def write_load(prompts: Prompts, path: Path) -> None:
+    """For the bench. The first time round prompts are as they are."""
+    encoder = msgspec.json.Encoder()
+    num_rounds = max(1, -(-NUM_SENT // len(prompts.asked)))
+    with path.open("wb") as file:
+        for number in range(num_rounds):
+            for asked in prompts.asked:
+                fields = asked.fields if not number else numbered(asked.fields, number)
+                file.write(encoder.encode({**fields, "max_tokens": asked.max_tokens}) + b"\n")
+
+
+def numbered(fields: dict[str, Any], number: int) -> dict[str, Any]:
+    """With a number before what the user says: after that nothing is as it was."""
+    if "prompt" in fields:
+        return {"prompt": f"({number}) {fields['prompt']}"}
+    messages = [dict(each) for each in fields["messages"]]
+    for message in messages:
+        if message["role"] == "user" and isinstance(message["content"], str):
+            message["content"] = f"({number}) {message['content']}"
+            break
+    return {"messages": messages}

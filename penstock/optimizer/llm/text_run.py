@@ -1,0 +1,343 @@
+"""A language model from a plan to a version in the repository: model and prompts are opened, the
+search is asked, the choice is held to prompts that nobody has looked at and measured in turns with
+the original, and committed."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.llm.settings import DTYPES, settings_of
+from penstock.llm.text_model import read_text
+from penstock.optimizer import evidence, folders, goals
+from penstock.optimizer.accuracy import Judgement, spent_alpha
+from penstock.optimizer.candidates import Build, Candidate, Stage
+from penstock.optimizer.journal import Journal
+from penstock.optimizer.llm import likelihoods
+from penstock.optimizer.llm.text_lab import HELD_OUT, TextLab
+from penstock.optimizer.llm.text_prompts import Prompts, read_prompts
+from penstock.optimizer.llm.text_search import STAGES, Finalist, Findings, TextSearch
+from penstock.optimizer.llm.text_served import SEARCH_S
+from penstock.optimizer.llm.text_steps import Knob, dtype_offers, serving_offers
+from penstock.optimizer.llm.text_subject import TextSubject, open_text_subject
+from penstock.optimizer.llm.text_trials import TIMEOUT_S
+from penstock.optimizer.machine import Machine
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.progress import Progress
+from penstock.optimizer.report.first_line import headline
+from penstock.optimizer.results import Optimization, Phase, Served
+from penstock.optimizer.run import OPENING, ORIGINAL, WORK, Watch, sweep
+from penstock.optimizer.this_machine import read_machine
+
+# Of a budget of time, for the proof; and how much a candidate takes that is worth beginning.
+PROOF_SHARE, MIN_TRY_S = 0.4, 20.0
+# Of what is left for candidates, for the search of one.
+SEARCH_SHARE = 0.4
+MIN_PROOF_S = 20.0
+WITHOUT_DATA = (
+    "data: is missing; a language model is optimised by the prompts that it gets: a .jsonl file of "
+    '{"prompt": …} or {"messages": […]}, or a .txt file with one a line'
+)
+NOT_FOR_TEXT = ("data_name", "labels", "evaluator", "calibration", "preprocess", "postprocess")
+FLAGS = {"evaluator": "eval"}
+
+
+def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
+    """ConfigError before anything long begins, if the plan or its files are wrong."""
+    check(plan)
+    run = Run(plan, watch, command, time.monotonic(), read_machine())
+    with _opened(plan) as subject:
+        settings = settings_of(subject.build.config)
+        text = read_text(settings.path, is_made_up=False)
+        prompts = read_prompts(plan.data, text, settings.max_length)
+        key = run_key(plan, run.machine, subject, prompts)
+        with Journal(work_of(plan) / key) as journal:
+            placed = _placed(subject, work_of(plan) / key / ORIGINAL / plan.name)
+            budget = plan.accuracy or likelihoods.DEFAULT
+            with closing(TextLab(plan, placed, prompts, journal, budget)) as lab:
+                return run.found(lab, key)
+
+
+def check(plan: Plan) -> None:
+    """What a language model has nothing to do with, and what it needs."""
+    problems = [
+        f"{FLAGS.get(each, each).replace('_', '-')}: is not for language models"
+        for each in NOT_FOR_TEXT
+        if getattr(plan, each)
+    ]
+    problems += [] if plan.data else [WITHOUT_DATA]
+    if problems:
+        raise ConfigError(problems)
+    if plan.accuracy is not None:
+        likelihoods.check_budget(plan.accuracy)
+
+
+def work_of(plan: Plan) -> Path:
+    return Path(plan.out).absolute() / WORK / plan.name
+
+
+def run_key(plan: Plan, machine: Machine, subject: TextSubject, prompts: Prompts) -> str:
+    """The same model, prompts, wishes, tools and machine: then what a journal says holds."""
+    wishes = replace(plan, budget_s=None, out="", price_per_hour=None, model="", data="")
+    parts = [str(wishes), str(machine), subject.digest, prompts.digest, ",".join(DTYPES)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _opened(plan: Plan) -> Iterator[TextSubject]:
+    """The model as it came, in a folder of this process until it is known whose it is."""
+    work = work_of(plan)
+    folder = work / f"{OPENING}{os.getpid()}"
+    try:
+        try:
+            sweep(work)
+            folder.mkdir(parents=True)
+            subject = open_text_subject(plan.model, plan.device, folder / plan.name)
+        except OSError as error:
+            raise ConfigError([f"{error.filename or work}: {error.strerror or error}"]) from None
+        yield subject
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _placed(subject: TextSubject, folder: Path) -> TextSubject:
+    """Where the run keeps it; as it was put there by the run that this one goes on with."""
+    if not folder.is_dir():
+        draft = folder.with_name(f".{folder.name}") / folder.name
+        shutil.rmtree(draft.parent, ignore_errors=True)
+        draft.parent.mkdir(parents=True)
+        folders.write(subject.build, subject.build.config, draft)
+        os.rename(draft, folder)
+        draft.parent.rmdir()
+    build = Build(Candidate(), folder, folders.read_config(folder))
+    return replace(subject, build=build)
+
+
+@dataclass(slots=True)
+class Choice:
+    finalist: Finalist
+    held_out: Judgement | None
+    # What the held-out prompts did not allow.
+    refused: list[Judgement]
+
+
+@dataclass(slots=True)
+class Run:
+    """One call, by its clock."""
+
+    plan: Plan
+    watch: Watch
+    command: str
+    began: float
+    machine: Machine
+
+    def found(self, lab: TextLab, key: str) -> Optimization:
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        search = self._searched(lab)
+        findings = search.findings
+        choice = choose(lab, findings)
+        made = self._begun(lab, findings, created)
+        made.notes += [f"on held-out prompts: {each.text}" for each in choice.refused]
+        self._prove(lab, findings, choice, made)
+        if _original_does(choice, made):
+            made.notes.append("measured in turns, the original does as well as what was chosen")
+            choice = Choice(findings.kept[0], None, choice.refused)
+            made.after = made.before
+        made.chosen, made.held_out = choice.finalist.candidate, choice.held_out
+        made.outcome = outcome_of(findings, choice, made)
+        made.phases = phases_of(findings, choice, made)
+        made.elapsed_s = self.elapsed_s
+        made.headline = headline(made)
+        build = lab.build(choice.finalist.candidate)
+        made.version = evidence.commit(build, made, key, links=True)
+        made.num_measured = lab.journal.num_measured
+        made.num_remembered = lab.journal.num_remembered
+        return made
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    def left_s(self) -> float | None:
+        return None if self.plan.budget_s is None else self.plan.budget_s - self.elapsed_s
+
+    def for_candidates_s(self) -> float:
+        """Without what the proof takes."""
+        left_s, budget_s = self.left_s(), self.plan.budget_s
+        if left_s is None or budget_s is None:
+            return math.inf
+        return left_s - PROOF_SHARE * budget_s
+
+    def _searched(self, lab: TextLab) -> TextSearch:
+        settings = settings_of(lab.subject.build.config)
+        offers, skipped = dtype_offers(
+            DTYPES, settings, self.machine, is_exhaustive=self.plan.is_exhaustive
+        )
+        told: list[tuple[Stage, Candidate, Findings]] = []
+
+        def begins(stage: Stage, candidate: Candidate, findings: Findings) -> None:
+            told[:] = [(stage, candidate, findings)]
+
+        def others(candidate: Candidate) -> list[Knob]:
+            return serving_offers(settings_of(lab.build(candidate).config), self.plan.slo)
+
+        lab.watch = lambda doing: self._tell(*told[0], doing)
+        lab.search_s = lambda: min(SEARCH_S, max(1.0, SEARCH_SHARE * self.for_candidates_s()))
+        lab.judge_s = lambda: min(TIMEOUT_S, max(1.0, self.for_candidates_s()))
+        search = TextSearch(
+            lab, self.plan, lambda: self.for_candidates_s() > MIN_TRY_S, begins, time.monotonic
+        )
+        search.findings.skipped = skipped
+        search.run(offers, others)
+        lab.watch = lambda doing: self._tell("proof", Candidate(), search.findings, doing)
+        return search
+
+    def _tell(self, stage: str, candidate: Candidate, findings: Findings, doing: str) -> None:
+        best = findings.kept[-1] if findings.kept else None
+        self.watch(
+            Progress(
+                stage=stage,
+                candidate="" if stage == "proof" else str(candidate),
+                doing=doing if stage != "proof" else f"original and choice in turns, {doing}",
+                num_tried=len(findings.tries),
+                best="" if best is None else str(best.candidate),
+                best_text="" if best is None else f"{best.rate:.3g}/s",
+                elapsed_s=self.elapsed_s,
+                left_s=self.left_s(),
+                stages=STAGES,
+            )
+        )
+
+    def _begun(self, lab: TextLab, findings: Findings, created: str) -> Optimization:
+        notes = []
+        if findings.is_interrupted:
+            notes.append("interrupted: the best of what had been tried is kept")
+        if findings.is_out_of_time:
+            text = "the time was up before everything had been tried; the best so far is kept"
+            notes.append(text)
+        return Optimization(
+            name=self.plan.name,
+            source=self.plan.model,
+            source_text=lab.subject.text,
+            source_digest=lab.subject.digest,
+            slo=str(self.plan.slo),
+            accuracy_budget=str(lab.budget),
+            data_text=lab.prompts.text,
+            machine=self.machine,
+            created=created,
+            command=self.command,
+            out=self.plan.out,
+            price_per_hour=self.plan.price_per_hour,
+            notes=notes,
+            tries=findings.tries,
+            skipped=findings.skipped,
+            work=str(lab.journal.path.parent),
+            form="text",
+        )
+
+    def _prove(self, lab: TextLab, findings: Findings, choice: Choice, made: Optimization) -> None:
+        """Original and choice in turns: at the SLO's load, and up to the highest rate of each."""
+        original, chosen = findings.kept[0], choice.finalist
+        made.before, made.after = original.served, chosen.served
+        left_s = self.left_s()
+        if findings.is_interrupted:
+            return
+        if left_s is not None and left_s < MIN_PROOF_S:
+            made.notes.append("no time was left to measure original and choice in turns")
+            return
+        pair = [original, chosen] if chosen.candidate.steps else [original]
+        starts = [each.rate or None for each in pair]
+        try:
+            found = lab.prove([each.candidate for each in pair], starts, self.left_s)
+        except PenstockError as error:
+            made.notes.append(f"the last measurement failed: {error}")
+            return
+        if any(each.max_rate is None for each in found):
+            made.notes.append("the highest rates are those of the search, not measured in turns")
+        whole = [_with_rate(*each) for each in zip(found, pair, strict=True)]
+        made.before, made.after = whole[0], whole[-1]
+
+
+def _with_rate(proven: Served, finalist: Finalist) -> Served:
+    """Where the proof had no time for it, the rate that the search found."""
+    if proven.max_rate is not None:
+        return proven
+    found = finalist.served
+    return msgspec.structs.replace(proven, max_rate=found.max_rate, curve=found.curve)
+
+
+def choose(lab: TextLab, findings: Findings) -> Choice:
+    """The best that the held-out prompts allow; what loses nothing needs no leave."""
+    refused: list[Judgement] = []
+    keys: set[str] = set()
+    for finalist in reversed(findings.kept):
+        if not finalist.is_lossy:
+            return Choice(finalist, None, refused)
+        lossy = Candidate(finalist.candidate.steps[:1])
+        if lossy.key in keys:
+            continue
+        judged = lab.judge(lossy, HELD_OUT, spent_alpha(len(refused)))
+        if judged.is_passed:
+            return Choice(finalist, judged, refused)
+        keys.add(lossy.key)
+        refused.append(judged)
+    raise AssertionError("the original loses nothing")
+
+
+def _original_does(choice: Choice, made: Optimization) -> bool:
+    """Whether the original turned out no worse, after all: it is the simplest."""
+    if made.before is None or made.after is None or not choice.finalist.candidate.steps:
+        return False
+    return goals.order([made.before, made.after], [0, 1])[0] == 0
+
+
+def outcome_of(findings: Findings, choice: Choice, made: Optimization) -> str:
+    if made.after is not None and made.after.is_met:
+        return "met"
+    if findings.is_interrupted:
+        return "interrupted"
+    judged = [each.accuracy for each in findings.tries if each.accuracy is not None]
+    is_refused = any(not each.is_passed for each in judged) or bool(choice.refused)
+    return "refused" if is_refused and not choice.finalist.is_lossy else "missed"
+
+
+def phases_of(findings: Findings, choice: Choice, made: Optimization) -> list[Phase]:
+    """What each step that was kept added; the first and the last as they were proven."""
+    judged = {each.candidate.key: each.accuracy for each in findings.tries if each.accuracy}
+    score = next((each.original for each in judged.values()), None)
+    found: list[Phase] = []
+    for finalist in findings.kept:
+        candidate = finalist.candidate
+        own = judged.get(candidate.key)
+        score = own.candidate if own is not None else score
+        label = str(candidate.steps[-1]) if candidate.steps else "original"
+        served = finalist.served
+        found.append(_phase(label, served, finalist.rate, score, made))
+        if finalist is choice.finalist:
+            break
+    ends = (made.before, made.after)
+    for place, proven in zip((0, -1), ends, strict=True):
+        if proven is not None and proven.max_rate is not None and found:
+            phase = found[place]
+            found[place] = _phase(phase.label, proven, proven.max_rate.value, phase.accuracy, made)
+    return found
+
+
+def _phase(
+    label: str, served: Served, rate: float, score: float | None, made: Optimization
+) -> Phase:
+    price = made.price_per_hour
+    cost = None if price is None or not rate > 0 else goals.cost_per_million(rate, price)
+    return Phase(label, served.p99.value, rate, score, cost, True)

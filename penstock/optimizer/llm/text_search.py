@@ -1,0 +1,197 @@
+"""The search over a language model's candidates: datatypes first, then how steps are filled, each
+on top of the best so far. Decides by what the lab measures, and knows no process and no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.benchmark.report import units
+from penstock.errors import PenstockError
+from penstock.optimizer import goals
+from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.candidates import Candidate, Skip, Stage, Step
+from penstock.optimizer.llm.text_steps import DTYPE, Knob, Offer
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.results import Served, Try
+
+# A candidate has to keep the SLO at so many times the best rate: less is within the noise.
+AHEAD = 1.1
+# What is kept at so many times the rate that is asked for is enough.
+ROOM = 1.3
+STAGES: tuple[Stage, ...] = ("baseline", "precision", "quantise", "batching")
+NO_ANSWER = "keeps the SLO at no rate that was tried"
+
+
+class Lab(Protocol):
+    def rated(self, candidate: Candidate, start: float | None) -> Served:
+        """The highest rate from `start` on that keeps the SLO; None in it where none does."""
+
+    def judge(self, candidate: Candidate) -> Judgement:
+        """On the prompts that candidates are chosen by."""
+
+
+@dataclass(slots=True)
+class Finalist:
+    candidate: Candidate
+    served: Served
+    rate: float
+
+    @property
+    def is_lossy(self) -> bool:
+        return is_lossy(self.candidate)
+
+
+def is_lossy(candidate: Candidate) -> bool:
+    """Whether its answers may be others than the original's."""
+    return any(step.pass_name == DTYPE for step in candidate.steps)
+
+
+@dataclass(slots=True)
+class Findings:
+    tries: list[Try] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
+    # The original, then whatever became the best, in this order.
+    kept: list[Finalist] = field(default_factory=list)
+    is_out_of_time: bool = False
+    is_interrupted: bool = False
+
+    @property
+    def best(self) -> Finalist:
+        return self.kept[-1]
+
+
+class TextSearch:
+    """`has_time` says whether another candidate may be begun, `told` what is being tried."""
+
+    def __init__(
+        self,
+        lab: Lab,
+        plan: Plan,
+        has_time: Callable[[], bool],
+        told: Callable[[Stage, Candidate, Findings], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._lab = lab
+        self._plan = plan
+        self._has_time = has_time
+        self._told = told
+        self._clock = clock
+        self.findings = Findings()
+
+    def run(self, dtypes: Sequence[Offer], others: Callable[[Candidate], Sequence[Knob]]) -> None:
+        """`others` says what may be tried on top of a candidate. PenstockError where not even the
+        original can be measured."""
+        self._measure_original()
+        try:
+            self._try_dtypes(dtypes)
+            for ways in others(self.findings.best.candidate):
+                # If one way pays, the other does not.
+                any(map(self._climb, ways))
+        except KeyboardInterrupt:
+            self.findings.is_interrupted = True
+
+    @property
+    def is_over(self) -> bool:
+        """Enough was found, or time is up."""
+        if self.is_enough:
+            return True
+        if not self._has_time():
+            self.findings.is_out_of_time = True
+        return self.findings.is_out_of_time
+
+    @property
+    def is_enough(self) -> bool:
+        """Where nobody says how many requests there are, as many as can be are wanted."""
+        slo = self._plan.slo
+        assert slo is not None
+        needed = goals.required_rate(slo, self._plan.price_per_hour)
+        is_there = needed > 0 and self.findings.best.rate >= ROOM * needed
+        return is_there and not self._plan.is_exhaustive
+
+    def _measure_original(self) -> None:
+        began = self._clock()
+        original = Candidate()
+        self._told("baseline", original, self.findings)
+        served = self._lab.rated(original, None)
+        rate = rate_of(served)
+        reason = f"{units.number(rate)}/s keep the SLO" if rate else NO_ANSWER
+        seconds = self._clock() - began
+        self.findings.tries.append(
+            Try(original, "baseline", "kept", reason, served=served, seconds=seconds)
+        )
+        self.findings.kept.append(Finalist(original, served, rate))
+
+    def _try_dtypes(self, dtypes: Sequence[Offer]) -> None:
+        """Each instead of the other: a model has one."""
+        for offer in dtypes:
+            if self.is_over:
+                return
+            self._try(offer.stage, Candidate((offer.step,)))
+
+    def _climb(self, ladder: Sequence[Offer]) -> bool:
+        """As long as it pays; whether it did at all."""
+        for number, offer in enumerate(ladder):
+            best = self.findings.best.candidate
+            if self.is_over or not self._try(offer.stage, instead(best, offer.step)):
+                return number > 0
+        return bool(ladder)
+
+    def _try(self, stage: Stage, candidate: Candidate) -> bool:
+        """Whether it is the best now."""
+        began = self._clock()
+        self._told(stage, candidate, self.findings)
+        attempt = Try(candidate, stage, "failed", "")
+        try:
+            is_better = self._measured(attempt)
+        except PenstockError as error:
+            attempt.reason, is_better = str(error), False
+        attempt.seconds = self._clock() - began
+        self.findings.tries.append(attempt)
+        return is_better
+
+    def _measured(self, attempt: Try) -> bool:
+        candidate, best = attempt.candidate, self.findings.best
+        if is_lossy(candidate) and candidate.steps[-1].pass_name == DTYPE:
+            attempt.accuracy = self._lab.judge(candidate)
+            if not attempt.accuracy.is_passed:
+                attempt.outcome, attempt.reason = "rejected", attempt.accuracy.text
+                return False
+        start = AHEAD * best.rate if best.rate else None
+        attempt.served = served = self._lab.rated(candidate, start)
+        rate = rate_of(served)
+        if not rate:
+            attempt.outcome = "slower"
+            attempt.reason = NO_ANSWER if start is None else _behind(start, served)
+            return False
+        if not goals.is_better(rate, best.rate):
+            attempt.outcome = "equal"
+            attempt.reason = f"{units.number(rate)}/s, before {units.number(best.rate)}/s"
+            return False
+        attempt.outcome = "kept"
+        attempt.reason = f"{units.number(rate)}/s keep the SLO" + (
+            f", {rate / best.rate:.2f} times {units.number(best.rate)}/s" if best.rate else ""
+        )
+        self.findings.kept.append(Finalist(candidate, served, rate))
+        return True
+
+
+def instead(candidate: Candidate, step: Step) -> Candidate:
+    """With this step in place of another of its kind."""
+    others = (each for each in candidate.steps if each.pass_name != step.pass_name)
+    return Candidate((*others, step))
+
+
+def _behind(start: float, served: Served) -> str:
+    missed = [each.term for each in served.verdicts if each.outcome == "missed"]
+    why = f": {', '.join(missed)} missed" if missed else ""
+    return f"does not keep the SLO at {units.number(start)}/s{why}"
+
+
+def rate_of(served: Served) -> float:
+    """0 where the SLO is kept at none."""
+    if served.max_rate is None or math.isnan(served.max_rate.value):
+        return 0.0
+    return served.max_rate.value

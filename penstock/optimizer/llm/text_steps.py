@@ -1,0 +1,113 @@
+"""What may make a language model answer more: datatypes that its engine takes, and how its steps
+are filled. Pure: which of it pays is found by measuring."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.config import CPU
+from penstock.llm.messages import Settings
+from penstock.optimizer.candidates import Skip, Stage, Step
+from penstock.optimizer.machine import Machine
+from penstock.slo import Latency, Slo
+
+DTYPE, PACE, TOKENS, SEQUENCES = "dtype", "pace", "step-tokens", "sequences"
+# Fewer bits than this are a quantisation.
+HALF = 16
+# Instructions without which a CPU computes in a datatype by way of another.
+NEEDED = {
+    "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "float16": ("avx512_fp16", "amx_fp16", "fphp"),
+}
+ONLY_GPUS = ("fp8",)
+# A step of less is mostly spent on what is not a product, one of more holds up those that generate.
+LEAST_TOKENS, MOST_TOKENS = 32, 32_768
+LEAST_SEQUENCES, MOST_SEQUENCES = 4, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    stage: Stage
+    step: Step
+
+
+# Ways to turn it, each a ladder: the next offer is tried as long as the one before paid.
+Knob = Sequence[Sequence[Offer]]
+
+
+def bits_of(dtype: str) -> int:
+    """By its name."""
+    found = re.search(r"[0-9]+", dtype)
+    return int(found[0]) if found else 32
+
+
+def dtype_offers(
+    dtypes: Sequence[str], settings: Settings, machine: Machine, *, is_exhaustive: bool
+) -> tuple[list[Offer], list[Skip]]:
+    """Those that are narrower than what the original computes in, the widest first; and those that
+    this device has nothing to gain from."""
+    offers: list[Offer] = []
+    skipped: list[Skip] = []
+    own = bits_of(settings.dtype)
+    narrower = [each for each in dtypes if each != "auto" and bits_of(each) < own]
+    for dtype in sorted(narrower, key=lambda each: -bits_of(each)):
+        step = Step(DTYPE, {"dtype": dtype})
+        reason = _nothing_to_gain(dtype, settings.device, machine)
+        if reason and not (is_exhaustive and dtype in NEEDED):
+            skipped.append(Skip(DTYPE, reason, step))
+        else:
+            offers.append(Offer("precision" if bits_of(dtype) >= HALF else "quantise", step))
+    return offers, skipped
+
+
+def _nothing_to_gain(dtype: str, device: str, machine: Machine) -> str:
+    if device != CPU:
+        return ""
+    if dtype in ONLY_GPUS:
+        return "only GPUs multiply in it"
+    needed = NEEDED.get(dtype, ())
+    if needed and not set(needed) & set(machine.isa):
+        return f"this CPU has no instructions for it (one of {', '.join(needed)})"
+    return ""
+
+
+def tpot_limit_ms(slo: Slo | None) -> float | None:
+    """What is promised for each token after the first, by whatever statistic."""
+    limits = [
+        term.limit_s
+        for term in (() if slo is None else slo.terms)
+        if isinstance(term, Latency) and term.metric in ("tpot", "itl")
+    ]
+    return min(limits) * 1e3 if limits else None
+
+
+def serving_offers(settings: Settings, slo: Slo | None) -> list[Knob]:
+    """A step holds a token of each sequence at least, so neither leaves the other behind."""
+    found: list[Knob] = []
+    limit_ms = tpot_limit_ms(slo)
+    if limit_ms is not None and settings.tpot_s is None:
+        found.append([[Offer("batching", Step(PACE, {"tpot_ms": f"{limit_ms:g}"}))]])
+    tokens, sequences = settings.max_tokens, settings.max_sequences
+    fewest = max(LEAST_TOKENS, sequences)
+    sizes = [[2 * tokens, 4 * tokens], [tokens // 2, tokens // 4]]
+    found.append(_knob(TOKENS, "max_num_batched_tokens", sizes, (fewest, MOST_TOKENS)))
+    # The sizes of steps are changed before, and may have become half of a half.
+    most = min(MOST_SEQUENCES, max(sequences, tokens // 4))
+    sizes = [[2 * sequences, 4 * sequences], [sequences // 2, sequences // 4]]
+    found.append(_knob(SEQUENCES, "max_num_seqs", sizes, (LEAST_SEQUENCES, most)))
+    return found
+
+
+def _knob(
+    name: str, parameter: str, ways: Sequence[Sequence[int]], within: tuple[int, int]
+) -> Knob:
+    return [
+        [
+            Offer("batching", Step(name, {parameter: str(value)}))
+            for value in way
+            if within[0] <= value <= within[1]
+        ]
+        for way in ways
+    ]

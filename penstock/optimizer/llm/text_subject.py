@@ -1,0 +1,140 @@
+"""A language model as it came, made a model's folder that can be served as it is. Files are linked
+where the file system can, because weights have gigabytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from penstock import devices, repository
+from penstock.config import EACH_GPU, LLM, ModelConfig
+from penstock.errors import ConfigError
+from penstock.llm.settings import PREFIX, settings_of
+from penstock.optimizer import folders
+from penstock.optimizer.candidates import Build, Candidate
+from penstock.optimizer.subject import SERVED, digest_of
+from penstock.serving.placement import place
+
+# Beside the weights: configurations, tokenizers and templates.
+BESIDE = (".json", ".jinja", ".txt", ".model")
+WHOLE, INDEX = repository.WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class TextSubject:
+    build: Build
+    # "Hugging Face", "GGUF", "served version 3"
+    kind: str
+    digest: str
+    # "Hugging Face, LlamaForCausalLM, 135 M parameters, float32"
+    text: str
+    num_parameters: int
+
+
+def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
+    """Write the original to `target`; ConfigError says what is wrong, and what is supported."""
+    path = Path(model)
+    (target / folders.VERSION).mkdir(parents=True)
+    config, kind, files = _found(path)
+    for name, file in files.items():
+        folders.link(file, target / folders.VERSION / name)
+    config = folders.write_config(target, _on_device(config, device))
+    settings = settings_of(config)
+    num_parameters = _num_parameters(settings.path)
+    size = f"{num_parameters / 1e6:,.0f} M parameters"
+    return TextSubject(
+        Build(Candidate(), target, config),
+        kind,
+        digest_of(target),
+        f"{kind}, {size}, {settings.dtype}",
+        num_parameters,
+    )
+
+
+def _found(path: Path) -> tuple[ModelConfig, str, dict[str, Path]]:
+    """Its configuration, what it is, and its files by the names that they get."""
+    if path.suffix == repository.GGUF:
+        return _read(path), "GGUF", {f"model{repository.GGUF}": path}
+    if (path / repository.TEXT_CONFIG).is_file() and not repository.version_folders(path):
+        is_version = path.name in repository.version_folders(path.resolve().parent)
+        if not is_version:
+            return _read(path), "Hugging Face", _folder_files(path)
+    folder = path.resolve()
+    if folder.name in repository.version_folders(folder.parent):
+        message = repository.read_message(folder.parent)
+        config = repository.read_version(folder.parent, folder.name, message)
+    else:
+        config = _read(folder)
+        folder = folder / config.version
+    files = {each.name: each for each in folder.iterdir() if each.is_file()}
+    kept = {name: each for name, each in files.items() if name not in folders.OF_A_COMMIT}
+    # What was promised is another thing now.
+    config = replace(config, slo="", is_slo_from_evidence=False)
+    return config, f"{SERVED} {config.version}", kept
+
+
+def _read(path: Path) -> ModelConfig:
+    found = repository.read(path)
+    for problems in found.problems.values():
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    config = found.configs[-1]
+    if config.backend != LLM:
+        raise ConfigError([f"{path}: backend is '{config.backend}'; expected '{LLM}'"])
+    return config
+
+
+def _folder_files(folder: Path) -> dict[str, Path]:
+    """Weights, and what belongs to them; not the other forms that such folders have too."""
+    shards = [WHOLE]
+    if (folder / INDEX).is_file():
+        index = msgspec.json.decode((folder / INDEX).read_bytes(), type=dict[str, object])
+        named = index.get("weight_map")
+        shards = sorted(set(named.values())) if isinstance(named, dict) else shards
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise ConfigError([f"{folder}: {', '.join(missing)} is not there"])
+    beside = [each.name for each in folder.iterdir() if each.suffix in BESIDE and each.is_file()]
+    return {name: folder / name for name in (*shards, *beside) if not name.startswith(".")}
+
+
+def _on_device(config: ModelConfig, device: str) -> ModelConfig:
+    """Where the plan says, else where `penstock serve` has it. An engine is on one GPU."""
+    if device != "auto":
+        config = config.on([f"{EACH_GPU}:0" if device == EACH_GPU else device])
+    try:
+        place(config, devices.read_gpus())
+    except ConfigError as error:
+        raise ConfigError([f"device: {device}: {problem}" for problem in error.problems]) from None
+    return config
+
+
+def _num_parameters(path: str) -> int:
+    """ConfigError for a model that is of no family we serve."""
+    from penstock.llm.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(Path(path))
+    try:
+        return checkpoint.shape.num_parameters
+    finally:
+        checkpoint.close()
+
+
+def build_of(original: Build, candidate: Candidate, target: Path) -> Build:
+    """The original with what the candidate's steps set. Made once: builds do not change."""
+    if not target.is_dir():
+        draft = target.with_name(f".{target.name}.draft") / target.name
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        folders.write(original, with_steps(original.config, candidate), draft)
+        draft.rename(target)
+        draft.parent.rmdir()
+    return Build(candidate, target, folders.read_config(target))
+
+
+def with_steps(config: ModelConfig, candidate: Candidate) -> ModelConfig:
+    """A later step counts before an earlier one."""
+    options = dict(config.options)
+    for step in candidate.steps:
+        options |= {f"{PREFIX}{name}": value for name, value in step.settings.items()}
+    return replace(config, options=options)

@@ -1,0 +1,117 @@
+"""A build of a language model tried out in a process of its own: what it says of given tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from penstock import devices
+from penstock.errors import BackendFailed
+from penstock.llm.settings import settings_of
+from penstock.optimizer.candidates import Build
+from penstock.optimizer.child_output import Output
+from penstock.optimizer.llm.likelihood_child import Job
+from penstock.optimizer.llm.likelihoods import NUM_TOLD, Told
+from penstock.serving.worker import PR_SET_PDEATHSIG
+
+POLL_S = 0.1
+TIMEOUT_S = 1800.0
+MODULE = "penstock.optimizer.llm.likelihood_child"
+Watch = Callable[[str], None]
+libc = ctypes.CDLL(None)
+
+
+class TookTooLong(BackendFailed):
+    """Another time it may not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts as tokens, and what a model says of each."""
+
+    texts: list[list[int]]
+    told: list[Told]
+
+
+def likelihoods(
+    build: Build,
+    texts: Sequence[Sequence[int]],
+    num_new: int,
+    watch: Watch,
+    keep: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Texts:
+    """Of each text with so many tokens that the model adds to it; `keep` is a file for that, which
+    `read` reads. BackendFailed with what the process wrote where it did not get through."""
+    longest = max(map(len, texts)) + num_new + 1
+    settings = settings_of(build.config)
+    settings = msgspec.structs.replace(
+        settings, max_length=longest, max_waiting=len(texts) + 1, ttft_s=None, tpot_s=None
+    )
+    job = Job(settings, [list(text) for text in texts], num_new, NUM_TOLD)
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        asked, answer = Path(scratch, "job.json"), Path(scratch, "answer.npz")
+        asked.write_bytes(msgspec.json.encode(job))
+        _run([str(asked), str(answer)], watch, timeout_s)
+        if keep is not None:
+            shutil.copyfile(answer, keep)
+        return read(answer)
+
+
+def read(path: Path) -> Texts:
+    with np.load(path, allow_pickle=False) as found:
+        lengths = found["lengths"].tolist()
+        ends = np.cumsum(lengths)[:-1]
+        # Of the first token of a text nobody knows how likely it was.
+        told_ends = np.cumsum([length - 1 for length in lengths])[:-1]
+        parts = [np.split(found[name], told_ends) for name in ("own", "tokens", "logprobs")]
+        return Texts(
+            [each.tolist() for each in np.split(found["texts"], ends)],
+            [Told(*each) for each in zip(*parts, strict=True)],
+        )
+
+
+def _run(arguments: Sequence[str], watch: Watch, timeout_s: float) -> None:
+    output = Output()
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", MODULE, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=output.fileno(),
+        stderr=output.fileno(),
+        start_new_session=True,
+        env=devices.worker_environment(),
+        preexec_fn=_die_with_parent,
+    )
+    try:
+        while process.poll() is None:
+            took_s = time.monotonic() - began
+            if took_s > timeout_s:
+                raise TookTooLong(f"not judged within {timeout_s:.0f} s{output.tail('it')}")
+            watch(f"accuracy, {took_s:.0f} s")
+            time.sleep(POLL_S)
+        if process.returncode:
+            raise BackendFailed(f"it ended with {process.returncode}{output.tail('it')}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        output.close()
+
+
+def _die_with_parent() -> None:
+    """Between fork and exec, where little may be done; it holds across the exec."""
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

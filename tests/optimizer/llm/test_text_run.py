@@ -1,0 +1,230 @@
+"""`penstock optimize` with a language model, all of it: a tiny one, real engines and servers."""
+
+import json
+import random
+
+import pytest
+
+pytest.importorskip("torch")
+
+import text_server
+from optimizer import made_optimizations as made
+
+from penstock import repository
+from penstock.errors import ConfigError
+from penstock.llm.settings import settings_of
+from penstock.optimizer import budget
+from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.candidates import Candidate, Step
+from penstock.optimizer.llm import text_run, text_served
+from penstock.optimizer.llm.text_search import Finalist, Findings
+from penstock.optimizer.llm.text_steps import serving_offers
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.report import optimize_page, optimize_table
+from penstock.optimizer.report.optimization_files import (
+    read_optimization,
+    write_optimization,
+)
+from penstock.slo import parse
+
+# Servers start and stop often; on a machine with others that takes its time.
+pytestmark = pytest.mark.timeout(400)
+WORDS = ["the", "cat", "sat", "on", "mat", "a", "café", "def", "return", "x", "2024"]
+
+
+def a_plan(root, **others):
+    wishes = {
+        "model": str(root / "smol"),
+        "name": "smol",
+        "out": str(root / "out"),
+        "slo": parse("ttft p99 < 5 s, tpot p99 < 2 s at 2/s"),
+        "data": str(root / "prompts.jsonl"),
+        "duration_s": 1.0,
+        "device": "cpu",
+        "budget_s": 3600.0,
+        "is_exhaustive": True,
+        # Weights of no use are far from each other in any datatype.
+        "accuracy": budget.parse("kl rise <= 1"),
+    }
+    return Plan(**{**wishes, **others})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("text-run")
+    text_server.write_model(root)
+    draw = random.Random(4)
+    rows = [
+        {"prompt": " ".join(draw.choices(WORDS, k=draw.randint(4, 12))), "max_tokens": 4}
+        for _ in range(48)
+    ]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(root):
+    """One level a candidate, one datatype, one knob: all that happens, none of it often."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_run, "SEARCH_S", 0.1)
+        patch.setattr(text_served, "SEARCH_S", 0.0)
+        patch.setattr(text_served, "NUM_ROUNDS", 1)
+        patch.setattr(text_run, "DTYPES", ("auto", "float32", "bfloat16", "fp8"))
+        patch.setattr(text_run, "serving_offers", lambda *asked: serving_offers(*asked)[:1])
+        optimization = text_run.optimize(a_plan(root), told.append, "penstock optimize smol")
+        again = text_run.optimize(a_plan(root), told.append, "penstock optimize smol")
+    # What was measured once is known.
+    assert again.num_measured == 0 < again.num_remembered == optimization.num_measured
+    assert (again.version, again.chosen) == (optimization.version, optimization.chosen)
+    assert again.after.p99 == optimization.after.p99
+    assert {"baseline", "proof"} <= {each.stage for each in told}
+    assert all(each.left_s is not None for each in told)
+    return optimization
+
+
+def test_the_slo_is_kept_and_proven_by_streams(found):
+    assert found.outcome == "met" and found.form == "text" and found.headline.startswith("SLO kept")
+    for served in (found.before, found.after):
+        assert served.load == "2/s poisson" and served.is_met
+        assert served.streams is not None and served.streams.tokens_per_s > 0
+
+
+def test_every_datatype_of_the_device_was_judged_and_served_or_told_why_not(found):
+    tried = {str(each.candidate): each for each in found.tries}
+    assert tried["original"].outcome == "kept" and tried["original"].served is not None
+    half = tried["dtype(dtype=bfloat16)"]
+    assert half.accuracy is not None and half.accuracy.metric == "kl"
+    assert 0 < half.accuracy.candidate < 1 and "agreement" in half.accuracy.text
+    assert half.outcome == "kept" and half.served.max_rate.value == pytest.approx(2.2)
+    paced = tried["dtype(dtype=bfloat16) → pace(tpot_ms=2000)"]
+    assert paced.outcome == "kept" and paced.accuracy is None
+    assert [phase.label for phase in found.phases][0] == "original"
+    assert "dtype(dtype=fp8)" in {str(each.step) for each in found.skipped}
+
+
+def test_the_version_is_served_as_it_was_measured_and_copies_nothing(found, root):
+    config = repository.read(root / "out" / "smol").configs[-1]
+    assert config.version == found.version == "1" and config.backend == "llm"
+    settings = settings_of(config)
+    steps = [step.settings.get("dtype") for step in found.chosen.steps]
+    assert settings.dtype == next(filter(None, steps), "float32")
+    weights = root / "out" / "smol" / "1" / "model.safetensors"
+    assert weights.samefile(root / "smol" / "model.safetensors")
+    manifest = json.loads((weights.parent / "manifest.json").read_text())
+    assert manifest["evidence"]["slo"] == found.slo and manifest["evidence"]["measured"]["streams"]
+
+
+def test_what_was_found_is_a_file_and_a_page(found, tmp_path):
+    write_optimization(found, tmp_path / "found.json")
+    again = read_optimization(tmp_path / "found.json")
+    assert again.after.streams == found.after.streams and again.form == "text"
+    page = optimize_page.page(again)
+    for part in ("p99 first token", "ttft_curves", "openai+http", "backend: &#34;llm&#34;"):
+        assert part in page
+    optimize_table.shown(again)
+
+
+class TestWrongInputs:
+    def test_without_prompts(self, root):
+        with pytest.raises(ConfigError, match="data: is missing; a language model is optimised by"):
+            text_run.optimize(a_plan(root, data=""), lambda progress: None, "")
+
+    def test_functions_and_labels_are_for_others(self, root):
+        plan = a_plan(root, labels="y", evaluator="a:b", preprocess="a:b")
+        with pytest.raises(ConfigError) as caught:
+            text_run.optimize(plan, lambda progress: None, "")
+        assert [each.partition(":")[0] for each in caught.value.problems] == [
+            "labels",
+            "eval",
+            "preprocess",
+        ]
+
+    def test_a_metric_that_is_not_known(self, root):
+        plan = a_plan(root, accuracy=budget.parse("top1 drop <= 1 %"))
+        with pytest.raises(ConfigError, match="expected kl, agreement, nll"):
+            text_run.optimize(plan, lambda progress: None, "")
+
+    def test_a_file_of_something_else(self, root, tmp_path):
+        (tmp_path / "x.jsonl").write_text('{"image": 3}\n')
+        plan = a_plan(root, data=str(tmp_path / "x.jsonl"))
+        with pytest.raises(ConfigError, match="expected 'prompt', 'messages' or 'conversations'"):
+            text_run.optimize(plan, lambda progress: None, "")
+
+
+class HeldOut:
+    """A lab whose held-out prompts allow some datatypes."""
+
+    def __init__(self, *allowed):
+        self.allowed = allowed
+        self.asked = []
+
+    def judge(self, candidate, part, alpha):
+        (step,) = candidate.steps
+        dtype = step.settings["dtype"]
+        self.asked.append((dtype, part, alpha))
+        is_passed = dtype in self.allowed
+        return Judgement(
+            "kl", 0.0, 0.01, 0.01, 0.015, 0.02, 24, 0, 24, "b", alpha, is_passed, text=dtype
+        )
+
+
+HALF, EIGHT = (Step("dtype", {"dtype": name}) for name in ("bfloat16", "int8"))
+MORE = Step("sequences", {"max_num_seqs": "32"})
+
+
+def findings_of(*candidates):
+    kept = [
+        Finalist(Candidate(steps), made.served_text(1.0 + number, 0.05), 1.0 + number)
+        for number, steps in enumerate(((), *candidates))
+    ]
+    return Findings(kept=kept)
+
+
+class TestChoice:
+    def test_is_the_best_that_the_held_out_prompts_allow(self):
+        lab = HeldOut("bfloat16")
+        choice = text_run.choose(lab, findings_of((HALF,), (EIGHT,), (EIGHT, MORE)))
+        assert choice.finalist.candidate.steps == (HALF,) and choice.held_out.is_passed
+        # A datatype is asked about once, however it is served, and each costs some of the risk.
+        assert [each[:2] for each in lab.asked] == [("int8", "held out"), ("bfloat16", "held out")]
+        assert lab.asked[0][2] > lab.asked[1][2]
+        assert [each.text for each in choice.refused] == ["int8"]
+
+    def test_what_loses_nothing_is_not_asked_about(self):
+        lab = HeldOut()
+        choice = text_run.choose(lab, findings_of((MORE,)))
+        assert choice.finalist.candidate.steps == (MORE,)
+        assert choice.held_out is None and lab.asked == []
+
+    def test_is_the_original_where_nothing_else_is_allowed(self):
+        choice = text_run.choose(HeldOut(), findings_of((HALF,)))
+        assert choice.finalist.candidate.steps == () and len(choice.refused) == 1
+
+
+class TestOutcome:
+    def outcome(self, findings, choice, tpot_s):
+        found = made.text()
+        found.after = made.served_text(2.0, tpot_s)
+        return text_run.outcome_of(findings, choice, found)
+
+    def test_says_why_the_slo_is_not_kept(self):
+        findings = findings_of((HALF,))
+        kept, original = findings.kept[1], findings.kept[0]
+        refused = HeldOut().judge(Candidate((EIGHT,)), "choice", 0.05)
+        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.05) == "met"
+        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.2) == "missed"
+        assert self.outcome(findings, text_run.Choice(original, None, [refused]), 0.2) == "refused"
+        findings.is_interrupted = True
+        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.2) == "interrupted"
+
+
+def test_each_step_that_was_kept_has_its_place_up_to_the_choice():
+    findings = findings_of((HALF,), (HALF, MORE), (EIGHT,))
+    choice = text_run.Choice(findings.kept[2], None, [])
+    found = made.text()
+    found.before, found.after = made.served_text(1.1, 0.1), made.served_text(3.3, 0.05)
+    phases = text_run.phases_of(findings, choice, found)
+    assert [phase.label for phase in phases] == ["original", str(HALF), str(MORE)]
+    # The first and the last as they were proven.
+    assert [phase.max_rate for phase in phases] == [1.1, 2.0, 3.3]

@@ -1,0 +1,115 @@
+"""A tiny language model measured through a real server, and how long is waited for answers."""
+
+import psutil
+import pytest
+
+pytest.importorskip("torch")
+
+import text_server
+
+from penstock.benchmark.pacer import Closed, Flat, Open
+from penstock.benchmark.results import GeneratorUse, Level
+from penstock.benchmark.stats import Histogram, Interval
+from penstock.llm.text import open_text
+from penstock.optimizer.candidates import Candidate, Step
+from penstock.optimizer.llm import text_served
+from penstock.optimizer.llm.text_prompts import read_prompts, write_load
+from penstock.optimizer.llm.text_subject import build_of, open_text_subject
+from penstock.optimizer.plan import Plan
+from penstock.slo import parse
+
+
+@pytest.mark.parametrize(
+    ("slo", "expected"),
+    [
+        ("p99 ttft < 1s, p99 tpot < 100ms", 3 * (1 + 20 * 0.1)),
+        ("p99 ttft < 1s, p50 tpot < 50ms, p99 tpot < 100ms", 3 * (1 + 20 * 0.05)),
+        ("p99 < 2s", 6.0),
+        ("p99 < 100ms", 3.0),
+        ("p99 ttft < 1s", 60.0),
+        ("throughput >= 3/s", 60.0),
+    ],
+)
+def test_an_answer_is_waited_for_as_long_as_the_slo_makes_sense(slo, expected):
+    assert text_served.patience_of(parse(slo), 20) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        (Closed(1), 10.0),
+        (Open(Flat(5.0)), 10.0),
+        (Open(Flat(0.2)), 30.0),
+        (Open(Flat(0.001)), 60.0),
+    ],
+)
+def test_few_requests_are_measured_for_longer(build, load, expected):
+    endpoint = text_served.TextEndpoint(build, "", is_chat=True, patience_s=1.0)
+    assert endpoint.level_s(Plan("m", "m", "out"), load) == pytest.approx(expected)
+
+
+def a_level(rate):
+    use = GeneratorUse([0.0], Histogram(), 0.0, 0, 0, 0)
+    return Level(Open(Flat(rate)), 1.0, "time", None, [], Histogram(), use)
+
+
+def test_what_is_shown_is_the_highest_rate_that_was_kept():
+    levels = [a_level(rate) for rate in (1.0, 2.0, 4.0, 2.8)]
+    assert text_served.shown_level(levels, Interval(3.0, 2.8, 4.0)) is levels[3]
+    none = Interval(float("nan"), float("nan"), 1.0)
+    assert text_served.shown_level(levels, none) is levels[0]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    root = tmp_path_factory.mktemp("served")
+    folder = text_server.write_model(root)
+    return open_text_subject(str(folder), "cpu", root / "original" / "smol").build
+
+
+@pytest.fixture
+def load(build, tmp_path):
+    (tmp_path / "p.txt").write_text("the cat sat\non the mat\n")
+    prompts = read_prompts(str(tmp_path / "p.txt"), open_text(build.version_folder, {}), 200)
+    assert prompts.is_chat
+    write_load(prompts, tmp_path / "load.jsonl")
+    return tmp_path / "load.jsonl"
+
+
+class TestServers:
+    def test_one_is_asked_up_to_its_highest_rate(self, build, load):
+        plan = Plan("m", "smol", "out", slo=parse("ttft p99 < 2 s, tpot p99 < 1 s"), duration_s=2.0)
+        servers = text_served.TextServers(load, is_chat=True, patience_s=20.0, is_alone=False)
+        try:
+            found = text_served.rated(servers, build, plan, lambda text: None, 2.0, 0.5)
+            assert servers.opened(build) is servers.opened(build)
+        finally:
+            servers.close()
+        assert found.max_rate is not None and found.max_rate.value == pytest.approx(2.0)
+        assert found.load == "2/s poisson" and found.num_failed == 0 < found.num_requests
+        assert found.streams is not None and found.streams.tokens_per_s > 0
+        assert 0 < found.streams.tpot.value < 1 and [each.outcome for each in found.verdicts] == [
+            "kept",
+            "kept",
+        ]
+        assert (
+            found.curve is not None and len(found.curve.ttft_p99_s) == len(found.curve.rates) == 1
+        )
+        assert found.memory_bytes > 1 << 20
+        assert not any("penstock" in " ".join(each.cmdline()) for each in children())
+
+    def test_two_that_may_not_run_at_once_take_turns(self, build, load, tmp_path):
+        servers = text_served.TextServers(load, is_chat=True, patience_s=20.0, is_alone=True)
+        other = build_of(build, Candidate((Step("x", {"max_num_seqs": "2"}),)), tmp_path / "smol")
+        try:
+            first = servers.opened(build)
+            assert first.may_be_late and first.num_clients == 16
+            second = servers.opened(other)
+            assert second.is_running and not first.is_running and second.num_clients == 2
+        finally:
+            servers.close()
+        assert not second.is_running
+
+
+def children():
+    return [each for each in psutil.Process().children(recursive=True) if each.is_running()]
