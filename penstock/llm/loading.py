@@ -18,6 +18,7 @@ from penstock.llm.checkpoint import made_up, open_checkpoint
 from penstock.llm.engine import Runs
 from penstock.llm.messages import Settings
 from penstock.llm.models.decoder import Decoder
+from penstock.llm.models.int8 import check_int8
 from penstock.llm.models.shape import Shape
 from penstock.llm.runner import Runner
 from penstock.llm.scheduler import Limits
@@ -30,6 +31,8 @@ SHARE = 0.94
 SPARE_BYTES = 2 << 30
 # Products of layers in e4m3, all else in this.
 FP8, BESIDE_FP8 = "fp8", torch.bfloat16
+# Products in INT8, by what torch has on CPUs.
+INT8, BESIDE_INT8 = "int8", torch.float32
 # Products in e4m3 take sizes that are multiples of this.
 FP8_MULTIPLE = 16
 ADA = (8, 9)
@@ -37,8 +40,8 @@ ADA = (8, 9)
 
 def open_decoder(settings: Settings) -> Decoder:
     """With its weights, on its device."""
-    is_fp8 = settings.dtype == FP8
-    dtype: torch.dtype = BESIDE_FP8 if is_fp8 else getattr(torch, settings.dtype)
+    is_fp8, is_int8 = settings.dtype == FP8, settings.dtype == INT8
+    dtype = _dtype_beside(settings.dtype)
     path = Path(settings.path)
     if settings.is_made_up:
         # Drawn as they will be, where they will be: files of that size would take minutes.
@@ -49,9 +52,18 @@ def open_decoder(settings: Settings) -> Decoder:
     try:
         if is_fp8:
             _check_fp8(settings.device, checkpoint.shape)
-        return Decoder(checkpoint.shape, checkpoint.weight, settings.device, dtype, is_fp8=is_fp8)
+        if is_int8:
+            check_int8(settings.device)
+        shape, weights = checkpoint.shape, checkpoint.weight
+        return Decoder(shape, weights, settings.device, dtype, is_fp8=is_fp8, is_int8=is_int8)
     finally:
         checkpoint.close()
+
+
+def _dtype_beside(name: str) -> torch.dtype:
+    """Of all that is not multiplied in small types."""
+    found: torch.dtype = {FP8: BESIDE_FP8, INT8: BESIDE_INT8}.get(name) or getattr(torch, name)
+    return found
 
 
 def _check_fp8(device: str, shape: Shape) -> None:

@@ -67,6 +67,14 @@ def test_a_step_has_a_token_for_each_sequence():
         settings_of(told(max_num_seqs="8", max_num_batched_tokens="4"))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "device", "kind"), [("fp8", "cpu", "GPUs"), ("int8", "cuda:0", "CPUs")]
+)
+def test_a_type_that_the_device_does_not_multiply_in_is_refused(dtype, device, kind):
+    with pytest.raises(ConfigError, match=f"'{dtype}' is for {kind}, and this model is on"):
+        settings_of(replace(told(dtype=dtype), device=device))
+
+
 def test_where_the_files_are():
     assert path_of(CONFIG) == Path("/models/m/1")
     assert path_of(replace(CONFIG, artifact="/m.gguf")) == Path("/m.gguf")
