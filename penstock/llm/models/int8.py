@@ -25,10 +25,10 @@ from penstock.llm.models.products import AnyProduct, Small
 MOST, MOST_OF_INPUTS, ZERO = 127.0, 63.0, 64
 # By how much the second term is finer. It is what rounding leaves, so one half at most.
 FINER_BY = 2 * MOST_OF_INPUTS
-# The same as tensors, which torch takes sooner than numbers.
-RANGE_OF_INPUTS, FINER = torch.tensor(MOST_OF_INPUTS), torch.tensor(FINER_BY)
 # The least that a range is taken for: of all zeros there is none.
 SMALLEST = 1e-30
+# The same as tensors, which torch takes sooner than numbers.
+RANGE_OF_INPUTS, FINER, LEAST = map(torch.tensor, (MOST_OF_INPUTS, FINER_BY, SMALLEST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,11 @@ class Int8Product:
 
     def __call__(self, x: Tensor | Small) -> Tensor:
         assert isinstance(x, Tensor)
-        ranges = x.abs().amax(1, keepdim=True).clamp_(min=SMALLEST)
+        ranges = torch.maximum(x.abs().amax(1, keepdim=True), LEAST)
         scaled = x * (RANGE_OF_INPUTS / ranges)
-        terms = x.new_empty(2, *x.shape)
-        first, second = terms.unbind()
-        torch.round(scaled, out=first)
-        torch.sub(scaled, first, out=second).mul_(FINER)
-        found, rest = _multiplied(terms.flatten(0, 1), self.packed).chunk(2)
+        first = scaled.round()
+        terms = torch.cat([first, scaled.sub_(first).mul_(FINER)])
+        found, rest = _multiplied(terms, self.packed).chunk(2)
         found = found.add_(rest, alpha=1 / FINER_BY).mul_(ranges)
         return found if self.bias is None else found.add_(self.bias)
 
