@@ -9,6 +9,8 @@ itself:
 - penstock fp32, penstock bf16: made dense when it is loaded, keys and values in the same type;
 - penstock int8: made dense, then INT8 by channel; each token's inputs in two terms of INT8; keys
   and values in FP32;
+- penstock int4: Q4_1 as it is, its scales in BF16, inputs in BF16; logits in INT8, keys and values
+  in FP32;
 - llama.cpp (`xllamacpp`): Q4_1 as it is, keys and values in FP16, its continuous batching;
 - openvino-genai: its reader of GGUF and its defaults for the CPU, with the scheduler of its
   continuous batching.
@@ -55,7 +57,7 @@ from smollm2 import RESULTS
 from penstock.llm.gguf import GgufFile
 from penstock.llm.text import Text, of_gguf
 
-OURS = ("penstock fp32", "penstock bf16", "penstock int8")
+OURS = ("penstock fp32", "penstock bf16", "penstock int8", "penstock int4")
 # Environment, package and release of each alternative.
 OTHERS = {
     "llama.cpp": ("llamacpp", "xllamacpp", "2026.10.11549"),

@@ -26,7 +26,8 @@ class Penstock:
     """Our engine and scheduler, without the process and the protocol around them."""
 
     dtype = "float32"
-    is_int8 = False
+    # Of products, where it is another one.
+    small = ""
 
     def __init__(self, path: Path, num_threads: int, num_streams: int, max_length: int) -> None:
         sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -37,7 +38,7 @@ class Penstock:
 
         torch.set_num_threads(num_threads)
         self._asked = asked
-        made = partial(Decoder, is_int8=self.is_int8)
+        made = partial(Decoder, on_cpu=self.small)
         self._ours = Ours.load(path, getattr(torch, self.dtype), made)
         num_blocks = num_streams * -(-max_length // 16)
         room = Room(num_blocks, 16, num_streams, num_streams * max_length, max_length)
@@ -54,12 +55,12 @@ class Penstock:
         return [self._ours.text.decode(tokens) for tokens in found]
 
     def computes(self) -> str:
-        if self.is_int8:
-            return (
-                "weights INT8 by channel, logits' too; inputs INT8 by token, in two terms; "
-                f"keys and values {self.dtype}"
-            )
-        return f"weights, inputs, keys and values {self.dtype}"
+        told = {
+            "": f"weights and inputs {self.dtype}",
+            "int8": "weights INT8 by channel, of logits too; inputs INT8 by token, in two terms",
+            "int4": "weights Q4_1 as in the file, of logits INT8 by channel; inputs BF16",
+        }
+        return f"{told[self.small]}; keys and values {self.dtype}"
 
 
 class PenstockBfloat16(Penstock):
@@ -67,7 +68,11 @@ class PenstockBfloat16(Penstock):
 
 
 class PenstockInt8(Penstock):
-    is_int8 = True
+    small = "int8"
+
+
+class PenstockInt4(Penstock):
+    small = "int4"
 
 
 class LlamaCpp:
@@ -142,6 +147,7 @@ SIDES: dict[str, type[Side]] = {
     "penstock fp32": Penstock,
     "penstock bf16": PenstockBfloat16,
     "penstock int8": PenstockInt8,
+    "penstock int4": PenstockInt4,
     "llama.cpp": LlamaCpp,
     "openvino-genai": OpenVino,
 }

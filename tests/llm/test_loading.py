@@ -20,7 +20,7 @@ from penstock.llm.sequence import Ending  # noqa: E402
 EVEN = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
 
 
-@pytest.mark.parametrize(("small", "least"), [("fp8", 20), ("int8", 28)])
+@pytest.mark.parametrize(("small", "least"), [("fp8", 20), ("int8", 28), ("int4", 20)])
 def test_in_small_types_most_tokens_are_those_of_the_model_as_it_is(tmp_path, small, least):
     tiny.write_folder(tmp_path, **EVEN)
     chance = random.Random(1)
@@ -61,10 +61,26 @@ def test_int8_takes_any_size(tmp_path, config):
     assert piece.likelihood.logprob == pytest.approx(float(logprobs[piece.token]), abs=0.1)
 
 
-def test_int8_is_not_for_gpus(tmp_path):
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_what_cpus_multiply_in_is_not_for_gpus(tmp_path, dtype):
     tiny.write_folder(tmp_path)
-    with pytest.raises(ConfigError, match="dtype int8: 'cuda:0' is no CPU"):
-        loading.open_decoder(tiny.settings_of(tmp_path, dtype="int8", device="cuda:0"))
+    with pytest.raises(ConfigError, match=f"dtype {dtype}: 'cuda:0' is no CPU"):
+        loading.open_decoder(tiny.settings_of(tmp_path, dtype=dtype, device="cuda:0"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"hidden_size": 32, "intermediate_size": 64}, "6 of 8 products; 2 in float32"),
+        ({"hidden_size": 24}, "0 of 8 products; 8 in float32"),
+        ({"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}, "8 of 8 products"),
+    ],
+    ids=["heads", "width", "all"],
+)
+def test_products_whose_sizes_int4_does_not_take_stay_as_they_are(tmp_path, sizes, told):
+    tiny.write_folder(tmp_path, **sizes)
+    _, built = load(tiny.settings_of(tmp_path, dtype="int4"))
+    assert built["int4"].startswith(told)
 
 
 def test_weights_may_be_made_up_for_a_configuration(tmp_path):

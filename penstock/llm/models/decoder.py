@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.llm.models.int4 import int4_product
 from penstock.llm.models.int8 import int8_product
 from penstock.llm.models.products import AnyProduct, Product, fp8_product
 from penstock.llm.models.shape import Shape
 
 Weights = Callable[[str], Tensor]
 MakeProduct = Callable[[Tensor, Tensor | None], AnyProduct]
+ON_CPU: Mapping[str, MakeProduct] = {"int8": int8_product, "int4": int4_product}
 EMBEDDINGS, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -50,10 +52,11 @@ class Decoder:
         dtype: torch.dtype,
         *,
         is_fp8: bool = False,
-        is_int8: bool = False,
+        on_cpu: str = "",
     ) -> None:
-        """`weights` gives each by name, in any type, once. In FP8 multiply the products of layers,
-        in INT8 that for logits as well; tables and what lies between products stay as they are."""
+        """`weights` gives each by name, in any type, once. In FP8 multiply the products of layers;
+        so they do `on_cpu` in "int8" or "int4", with logits in INT8. Tables and what lies between
+        products stay as they are."""
         self.shape = shape
         self.device, self.dtype = torch.device(device), dtype
 
@@ -63,14 +66,15 @@ class Decoder:
 
         self.embeddings = placed(EMBEDDINGS)
         product: MakeProduct = Product
-        if is_fp8 or is_int8:
-            product = fp8_product if is_fp8 else int8_product
+        if is_fp8 or on_cpu:
+            product = fp8_product if is_fp8 else ON_CPU[on_cpu]
         self.layers = [
             _layer(shape, f"model.layers.{n}", placed, product) for n in range(shape.num_layers)
         ]
         self.norm = placed(NORM)
         self.head = self.embeddings if shape.is_tied else placed(HEAD)
-        self._logits = int8_product(self.head, None) if is_int8 else Product(self.head, None)
+        of_logits: MakeProduct = int8_product if on_cpu else Product
+        self._logits = of_logits(self.head, None)
         self.turns = _turns(shape).to(self.device)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:

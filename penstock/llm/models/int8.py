@@ -65,15 +65,15 @@ def int8_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
     return cast(AnyProduct, Int8Product(packed, bias))
 
 
-def check_int8(device: str) -> None:
-    """ConfigError where torch cannot multiply so."""
+def check_int8(device: str, dtype: str = "int8") -> None:
+    """ConfigError where torch cannot multiply so; logits beside INT4 are multiplied so as well."""
     if device != CPU:
-        raise ConfigError([f"dtype int8: '{device}' is no CPU; expected fp8 or another one there"])
+        raise ConfigError([f"dtype {dtype}: '{device}' is no CPU; expected another one there"])
     try:
         found = int8_product(torch.eye(2), None)(torch.tensor([[1.0, -0.5]]))
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError([f"dtype int8: torch cannot on this CPU: {reason}"]) from None
+        raise ConfigError([f"dtype {dtype}: torch cannot on this CPU: {reason}"]) from None
     assert torch.allclose(found, torch.tensor([[1.0, -0.5]]), atol=0.01), found
 
 
