@@ -21,7 +21,7 @@ from penstock.llm.scheduler import Chunk, Step
 from penstock.llm.sequence import Sequence
 
 # Tokens of the shortest rows. Longer ones are in steps of a half, so that at most a third is empty.
-SHORTEST = 64
+SHORTEST = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def row_length(num_tokens: int) -> int:
     """Of the rows for a sequence of so many."""
     length = SHORTEST
     while length < num_tokens:
-        # 64, 96, 128, 192, 256, ...
+        # 128, 192, 256, 384, ...
         length = length // 2 * 3 if length & (length - 1) == 0 else length // 3 * 4
     return length
 

@@ -132,6 +132,4 @@ def test_rows_are_at_most_half_as_long_again():
     lengths = [row_length(number) for number in range(1, 5000)]
     assert lengths[0] == SHORTEST and lengths == sorted(lengths)
     assert all(number <= length for number, length in enumerate(lengths, 1))
-    assert all(
-        2 * length <= 3 * number + 3 for number, length in enumerate(lengths, 1) if number > 64
-    )
+    assert all(2 * n < 3 * num for num, n in enumerate(lengths, 1) if num > SHORTEST)
