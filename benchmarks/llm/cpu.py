@@ -7,6 +7,10 @@ Model: SmolLM2-135M-Instruct, one GGUF file (Q4_1) for all. Each engine has a pr
 it (no HTTP), has as many threads as there are cores, and does with the weights what it does by
 itself:
 - penstock fp32, penstock bf16: made dense when it is loaded, keys and values in the same type;
+- penstock int8: made dense, then INT8 by channel; each token's inputs in two terms of INT8; keys
+  and values in FP32;
+- penstock int4: Q4_1 as it is, its scales in BF16, inputs in BF16; logits in INT8, keys and values
+  in FP32;
 - llama.cpp (`xllamacpp`): Q4_1 as it is, keys and values in FP16, its continuous batching;
 - openvino-genai: its reader of GGUF and its defaults for the CPU, with the scheduler of its
   continuous batching.
@@ -16,10 +20,13 @@ Load: 1 stream and 8, each a prompt of 64 tokens (film reviews) continued by 128
 likely token, whatever ends a text. Streams begin together. Every round asks each engine in turn,
 for one token and for all of them: the first is the time to the first token, the difference is
 decoding. Three rounds with different prompts, after one that does not count; medians. Ratios are of
-decoded tokens per second. Texts are compared: rounding differs, so they part after a while.
+decoded tokens per second, by the clock and by the CPU's time. Texts are compared: rounding differs,
+so they part after a while. And our types are compared with FP32 position by position, on prompts of
+the same kind: how far their probabilities are away (Kullback-Leibler, nats) and how often the most
+likely token is the same.
 
 Goal, set before measuring: at 8 streams at least half of what the better of the two others decodes,
-with the better of our two types; as much to reach for.
+with the best of our types; as much to reach for.
 """
 
 from __future__ import annotations
@@ -41,6 +48,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import fetch
 import smollm2
+from distance import distances
 from rich.console import Console
 from rich.table import Table
 from rivals.environment import InstallError, ensure
@@ -49,7 +57,7 @@ from smollm2 import RESULTS
 from penstock.llm.gguf import GgufFile
 from penstock.llm.text import Text, of_gguf
 
-OURS = ("penstock fp32", "penstock bf16")
+OURS = ("penstock fp32", "penstock bf16", "penstock int8", "penstock int4")
 # Environment, package and release of each alternative.
 OTHERS = {
     "llama.cpp": ("llamacpp", "xllamacpp", "2026.10.11549"),
@@ -58,7 +66,12 @@ OTHERS = {
 STREAMS = (1, 8)
 NUM_PROMPT, NUM_TOKENS, ROUNDS = 64, 128, 3
 QUICK_TOKENS = 16
+# Prompts by which types are compared, and of which seed: none that is measured.
+NUM_JUDGED, QUICK_PROMPTS, JUDGED_SEED = 48, 4, 12
 GOAL = 0.5
+# By the clock, and by the time that cores gave: neighbours on the machine take less from these,
+# where an engine has one thread. Several threads that wait for each other count the waiting.
+RATES = ("decoded_per_s", "decoded_per_cpu_s")
 SEED = 11
 Tokens = list[int]
 
@@ -78,13 +91,24 @@ def main() -> int:
             for name, python in pythons.items()
         }
         rows = measured(sides, prompts, args.rounds, args.tokens)
+        computes = {name: side.computes for name, side in sides.items()}
     settings = {"num_threads": args.threads, "num_prompt": NUM_PROMPT, "num_tokens": args.tokens}
-    found = {"settings": {**settings, "rounds": args.rounds}, "versions": versions, **summary(rows)}
+    found = {
+        "settings": {**settings, "rounds": args.rounds},
+        "versions": versions,
+        "computes": computes,
+        **summary(rows),
+        "distances": distances(path, judged(text, QUICK_PROMPTS if args.quick else NUM_JUDGED)),
+    }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**found, "rows": rows}, indent=1) + "\n")
     Console(width=None if sys.stdout.isatty() else 140).print(table_of(found))
-    for streams, ratio in found["ratios"].items():
-        print(f"{streams} streams: {ratio:.2f} of the best other (goal at 8: {GOAL:g})")
+    for rate, by_streams in found["ratios"].items():
+        for streams, each in by_streams.items():
+            told = ", ".join(f"{ratio:.2f} of {name}" for name, ratio in each.items())
+            print(f"{rate}, {streams} streams: {told} (goal at 8: {GOAL:g} of the best)")
+    for name, each in found["distances"].items():
+        print(f"{name}: {each['divergence']:.1e} nats from FP32, {each['same']:.1%} the same token")
     print(f"written: {args.out}")
     return 0
 
@@ -118,6 +142,10 @@ def prompts_of(text: Text, num: int) -> list[Tokens]:
     return long[:num]
 
 
+def judged(text: Text, num: int) -> list[Tokens]:
+    return [list(each.tokens) for each in smollm2.prompts(text, num, JUDGED_SEED)]
+
+
 def environments() -> tuple[dict[str, Path], dict[str, str]]:
     """Pythons and releases; what cannot be installed is left out and said so."""
     pythons = dict.fromkeys(OURS, Path(sys.executable))
@@ -148,7 +176,7 @@ class Side:
         self._process = subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
         )
-        self._answer()
+        self.computes: str = self._answer()["computes"]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,17 +209,20 @@ def measured(
             for name, side in sides.items():
                 first = side.ask(mine[:streams], 1)
                 whole = side.ask(mine[:streams], num_tokens)
-                decoding_s = whole["seconds"] - first["seconds"]
+                decoding_s, cpu_s = (whole[key] - first[key] for key in ("seconds", "cpu_s"))
                 row = {
                     "round": number,
                     "streams": streams,
                     "side": name,
                     "first_s": first["seconds"],
                     "decoded_per_s": streams * (num_tokens - 1) / decoding_s,
+                    "decoded_per_cpu_s": streams * (num_tokens - 1) / cpu_s,
                     "per_s": streams * num_tokens / whole["seconds"],
                     "texts": whole["texts"],
                 }
-                told = f"{row['decoded_per_s']:.1f} tokens/s, first after {row['first_s']:.2f} s"
+                told = (
+                    f"{row['decoded_per_s']:.1f} tokens/s ({row['decoded_per_cpu_s']:.1f} by CPU)"
+                )
                 print(f"round {number}, {streams} streams, {name}: {told}", flush=True)
                 rows.append(row)
     # The first one does not count.
@@ -200,23 +231,28 @@ def measured(
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     medians: dict[str, dict[str, dict[str, float]]] = {}
-    ratios: dict[str, float] = {}
     for streams in STREAMS:
         by_side: dict[str, dict[str, float]] = {}
         for side in dict.fromkeys(row["side"] for row in rows):
             mine = [row for row in rows if row["side"] == side and row["streams"] == streams]
             by_side[side] = {
                 key: statistics.median(row[key] for row in mine)
-                for key in ("decoded_per_s", "first_s", "per_s")
+                for key in (*RATES, "first_s", "per_s")
             } | {"alike": alike(mine, rows)}
         medians[str(streams)] = by_side
-        ours, others = (
-            [each["decoded_per_s"] for name, each in by_side.items() if (name in OURS) == is_ours]
-            for is_ours in (True, False)
-        )
+    return {"medians": medians, "ratios": {rate: ratios(medians, rate) for rate in RATES}}
+
+
+def ratios(medians: Mapping[str, Mapping[str, Any]], rate: str) -> dict[str, dict[str, float]]:
+    """Of the best of ours and each other, and to the better of the others, by streams."""
+    found: dict[str, dict[str, float]] = {}
+    for streams, by_side in medians.items():
+        ours = max(each[rate] for name, each in by_side.items() if name in OURS)
+        others = {name: each[rate] for name, each in by_side.items() if name not in OURS}
         if others:
-            ratios[str(streams)] = max(ours) / max(others)
-    return {"medians": medians, "ratios": ratios}
+            found[streams] = {name: ours / each for name, each in others.items()}
+            found[streams]["best"] = ours / max(others.values())
+    return found
 
 
 def alike(mine: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> float:
@@ -231,12 +267,12 @@ def alike(mine: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) 
 
 def table_of(found: Mapping[str, Any]) -> Table:
     table = Table(
-        "engine", "streams", "decoded/s", "with prompts/s", "first token, s", "same chars"
+        "engine", "streams", "decoded/s", "by CPU", "with prompts/s", "first token, s", "same chars"
     )
     for streams, by_side in found["medians"].items():
         for name, each in by_side.items():
             figures = (
-                f"{each['decoded_per_s']:.1f}",
+                *(f"{each[rate]:.1f}" for rate in RATES),
                 f"{each['per_s']:.1f}",
                 f"{each['first_s']:.3f}",
             )

@@ -1,13 +1,14 @@
 """One engine, in a process of its own: `python cpu_side.py NAME FILE.gguf THREADS STREAMS`.
 
 Answers lines of JSON: prompts as tokens, and how many tokens each is to be continued by. They begin
-together and end when all are done. What is told is the time that took, and the texts. Runs in the
-environment of the engine that it is about, and imports no other.
+together and end when all are done. What is told is the time that took, also of the CPU, and the
+texts. Runs in the environment of the engine that it is about, and imports no other.
 """
 
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -17,12 +18,16 @@ Prompts = list[list[int]]
 class Side(Protocol):
     def __init__(self, path: Path, num_threads: int, num_streams: int, max_length: int) -> None: ...
     def texts(self, prompts: Prompts, num_tokens: int) -> list[str]: ...
+    def computes(self) -> str:
+        """In what types, as far as the engine says."""
 
 
 class Penstock:
     """Our engine and scheduler, without the process and the protocol around them."""
 
     dtype = "float32"
+    # Of products, where it is another one.
+    small = ""
 
     def __init__(self, path: Path, num_threads: int, num_streams: int, max_length: int) -> None:
         sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -33,7 +38,8 @@ class Penstock:
 
         torch.set_num_threads(num_threads)
         self._asked = asked
-        self._ours = Ours.load(path, getattr(torch, self.dtype), Decoder)
+        made = partial(Decoder, on_cpu=self.small)
+        self._ours = Ours.load(path, getattr(torch, self.dtype), made)
         num_blocks = num_streams * -(-max_length // 16)
         room = Room(num_blocks, 16, num_streams, num_streams * max_length, max_length)
         self._engine = self._ours.engine(room)
@@ -48,9 +54,25 @@ class Penstock:
                 found[piece.request].append(piece.token)
         return [self._ours.text.decode(tokens) for tokens in found]
 
+    def computes(self) -> str:
+        told = {
+            "": f"weights and inputs {self.dtype}",
+            "int8": "weights INT8 by channel, of logits too; inputs INT8 by token, in two terms",
+            "int4": "weights Q4_1 as in the file, of logits INT8 by channel; inputs BF16",
+        }
+        return f"{told[self.small]}; keys and values {self.dtype}"
+
 
 class PenstockBfloat16(Penstock):
     dtype = "bfloat16"
+
+
+class PenstockInt8(Penstock):
+    small = "int8"
+
+
+class PenstockInt4(Penstock):
+    small = "int4"
 
 
 class LlamaCpp:
@@ -73,6 +95,9 @@ class LlamaCpp:
         choices = sorted(answers[0]["choices"], key=lambda each: each["index"])
         assert all(each["finish_reason"] == "length" for each in choices), answers
         return [each["text"] for each in choices]
+
+    def computes(self) -> str:
+        return "weights Q4_1, of logits Q8_0, as in the file; inputs its 8 bits by 32; KV float16"
 
 
 class OpenVino:
@@ -107,10 +132,22 @@ class OpenVino:
         tokenizer = self._pipeline.get_tokenizer()
         return [tokenizer.decode(tokens) for tokens in found]
 
+    def computes(self) -> str:
+        keys = "INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE", "KV_CACHE_PRECISION"
+        core = self._openvino.Core()
+        told = ", ".join(f"{key}={_plain(core.get_property('CPU', key))}" for key in keys)
+        return f"weights as its reader has the file's; its defaults: {told}"
+
+
+def _plain(value: object) -> str:
+    return str(getattr(value, "to_string", lambda: value)())
+
 
 SIDES: dict[str, type[Side]] = {
     "penstock fp32": Penstock,
     "penstock bf16": PenstockBfloat16,
+    "penstock int8": PenstockInt8,
+    "penstock int4": PenstockInt4,
     "llama.cpp": LlamaCpp,
     "openvino-genai": OpenVino,
 }
@@ -122,13 +159,13 @@ def main() -> None:
     # What libraries print is not an answer.
     answers, sys.stdout = sys.stdout, sys.stderr
     side = SIDES[name](path, num_threads, num_streams, max_length)
-    print(json.dumps({"ready": name}), file=answers, flush=True)
+    print(json.dumps({"ready": name, "computes": side.computes()}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        began = time.perf_counter()
+        began, began_cpu = time.perf_counter(), time.process_time()
         texts = side.texts(asked["prompts"], asked["num_tokens"])
-        took_s = time.perf_counter() - began
-        print(json.dumps({"seconds": took_s, "texts": texts}), file=answers, flush=True)
+        took = {"seconds": time.perf_counter() - began, "cpu_s": time.process_time() - began_cpu}
+        print(json.dumps({**took, "texts": texts}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,7 +96,7 @@ class Ours:
         cls,
         path: Path,
         dtype: torch.dtype = torch.float32,
-        kind: type[Decoder] = KeepingDecoder,
+        kind: Callable[..., Decoder] = KeepingDecoder,
     ) -> Ours:
         checkpoint = open_checkpoint(path)
         try:

@@ -47,13 +47,17 @@ class Span:
 def spans_of(step: Step, block_size: int) -> list[Span]:
     spans: list[Span] = []
     first = 0
-    offsets = torch.arange(block_size)
     for chunk in step.chunks:
-        blocks = torch.tensor(chunk.blocks[: -(-chunk.end // block_size)])
-        slots = (blocks[:, None] * block_size + offsets).flatten()[: chunk.end]
+        slots = slots_of(chunk.blocks, chunk.end, block_size)
         spans.append(Span(first, first + chunk.count, slots))
         first += chunk.count
     return spans
+
+
+def slots_of(blocks: Sequence[int], num_tokens: int, block_size: int) -> Tensor:
+    """Of a sequence's first tokens."""
+    some = torch.tensor(blocks[: -(-num_tokens // block_size)], dtype=torch.int64)
+    return (some[:, None] * block_size + torch.arange(block_size)).flatten()[:num_tokens]
 
 
 class PlainAttention:
@@ -66,14 +70,27 @@ class PlainAttention:
         self._slots = torch.cat(own)
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        all_keys, all_values = self._cache.keys[layer], self._cache.values[layer]
-        all_keys.index_copy_(0, self._slots, keys)
-        all_values.index_copy_(0, self._slots, values)
+        self.keep(layer, keys, values)
         found = torch.empty_like(queries)
         for span in self._spans:
-            seen = all_keys[span.slots], all_values[span.slots]
-            found[span.first : span.end] = _attended(queries[span.first : span.end], *seen)
+            found[span.first : span.end] = self.attended(layer, span, queries, keys, values)
         return found
+
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Of all the step's tokens."""
+        self._cache.keys[layer].index_copy_(0, self._slots, keys)
+        self._cache.values[layer].index_copy_(0, self._slots, values)
+
+    def attended(
+        self, layer: int, span: Span, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """The tokens of one span, whose keys and values are kept."""
+        own = slice(span.first, span.end)
+        if len(span.slots) == span.end - span.first:
+            # A prompt from its beginning: all that it sees is here.
+            return _attended(queries[own], keys[own], values[own])
+        seen = self._cache.keys[layer][span.slots], self._cache.values[layer][span.slots]
+        return _attended(queries[own], *seen)
 
 
 def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

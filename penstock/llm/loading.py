@@ -17,7 +17,9 @@ from penstock.llm.cache import Cache, bytes_of_block
 from penstock.llm.checkpoint import made_up, open_checkpoint
 from penstock.llm.engine import Runs
 from penstock.llm.messages import Settings
-from penstock.llm.models.decoder import Decoder
+from penstock.llm.models.decoder import ON_CPU, Decoder
+from penstock.llm.models.int4 import Int4Product
+from penstock.llm.models.int8 import check_int8
 from penstock.llm.models.shape import Shape
 from penstock.llm.runner import Runner
 from penstock.llm.scheduler import Limits
@@ -30,6 +32,8 @@ SHARE = 0.94
 SPARE_BYTES = 2 << 30
 # Products of layers in e4m3, all else in this.
 FP8, BESIDE_FP8 = "fp8", torch.bfloat16
+# Those by what torch has on CPUs, of which all that is no product is FP32.
+INT4 = "int4"
 # Products in e4m3 take sizes that are multiples of this.
 FP8_MULTIPLE = 16
 ADA = (8, 9)
@@ -38,7 +42,8 @@ ADA = (8, 9)
 def open_decoder(settings: Settings) -> Decoder:
     """With its weights, on its device."""
     is_fp8 = settings.dtype == FP8
-    dtype: torch.dtype = BESIDE_FP8 if is_fp8 else getattr(torch, settings.dtype)
+    on_cpu = settings.dtype if settings.dtype in ON_CPU else ""
+    dtype = _dtype_beside(settings.dtype)
     path = Path(settings.path)
     if settings.is_made_up:
         # Drawn as they will be, where they will be: files of that size would take minutes.
@@ -49,9 +54,19 @@ def open_decoder(settings: Settings) -> Decoder:
     try:
         if is_fp8:
             _check_fp8(settings.device, checkpoint.shape)
-        return Decoder(checkpoint.shape, checkpoint.weight, settings.device, dtype, is_fp8=is_fp8)
+        if on_cpu:
+            check_int8(settings.device, settings.dtype)
+        shape, weights = checkpoint.shape, checkpoint.weight
+        return Decoder(shape, weights, settings.device, dtype, is_fp8=is_fp8, on_cpu=on_cpu)
     finally:
         checkpoint.close()
+
+
+def _dtype_beside(name: str) -> torch.dtype:
+    """Of all that is not multiplied in small types."""
+    beside = {FP8: BESIDE_FP8, **dict.fromkeys(ON_CPU, torch.float32)}
+    found: torch.dtype = beside.get(name) or getattr(torch, name)
+    return found
 
 
 def _check_fp8(device: str, shape: Shape) -> None:
@@ -116,7 +131,8 @@ class Opened:
 
 def open_runner(settings: Settings, decoder: Decoder, cache: Cache, limits: Limits) -> Opened:
     if not settings.device.startswith("cuda"):
-        return Opened(Runner(decoder, cache))
+        facts = _in_int4(decoder) if settings.dtype == INT4 else {}
+        return Opened(Runner(decoder, cache), facts=facts)
     from penstock.backends.torch_cuda import Cuda
     from penstock.llm.cuda_runner import CudaRunner
 
@@ -127,3 +143,14 @@ def open_runner(settings: Settings, decoder: Decoder, cache: Cache, limits: Limi
     runner = CudaRunner(decoder, cache, device, limits, has_graphs=has_graphs)
     runner.prepare()
     return Opened(runner, runner.num_ahead, runner.facts())
+
+
+def _in_int4(decoder: Decoder) -> dict[str, str]:
+    """Of the products of layers: some have sizes that torch does not take."""
+    all_of_them: list[object] = [
+        each for n in decoder.layers for each in (n.qkv, n.out, n.gate_up, n.down)
+    ]
+    num = sum(isinstance(each, Int4Product) for each in all_of_them)
+    rest = len(all_of_them) - num
+    told = f"{num} of {len(all_of_them)} products"
+    return {"int4": f"{told}; {rest} in float32 by their sizes" if rest else told}

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.llm.cache import Cache, PlainAttention, spans_of
+from penstock.llm.batched_attention import Shelves
+from penstock.llm.cache import Cache
 from penstock.llm.models.decoder import Decoder
 from penstock.llm.params import Likelihood, PromptPart, Sampling
 from penstock.llm.sampling import Row, Sampled, sample
@@ -62,7 +63,7 @@ class Runner:
 
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self._decoder = decoder
-        self._cache = cache
+        self._shelves = Shelves(cache)
 
     def run(self, step: Step, samplings: dict[int, Sampling]) -> Ran:
         """`samplings` by the ids of sequences. All tokens are known."""
@@ -74,8 +75,7 @@ class Runner:
             [t for chunk in step.chunks for t in chunk.sequence.tokens[chunk.start : chunk.end]]
         )
         positions = torch.cat([torch.arange(chunk.start, chunk.end) for chunk in step.chunks])
-        attend = PlainAttention(self._cache, spans_of(step, self._cache.block_size))
-        hidden = self._decoder.hidden(tokens, positions, attend)
+        hidden = self._decoder.hidden(tokens, positions, self._shelves.attention(step))
         wanted = [
             samplings[chunk.sequence.id].num_logprobs for chunk in step.chunks if chunk.is_sampled
         ]

@@ -15,7 +15,9 @@ from penstock.llm.messages import Settings
 from penstock.repository import GGUF
 
 PREFIX = "penstock."
-DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4")
+# Those that only a GPU multiplies in, and only a CPU.
+ON_GPUS, ON_CPUS = ("fp8",), ("int8", "int4")
 # More than any model has: its own length holds.
 LONGEST = 1 << 24
 
@@ -59,6 +61,14 @@ def settings_of(config: ModelConfig) -> Settings:
     dtype = config.options.get(f"{PREFIX}dtype", "auto")
     if dtype not in DTYPES:
         problems.append(f"parameters.{PREFIX}dtype: '{dtype}'; expected {', '.join(DTYPES)}")
+    others_only = ON_GPUS if config.device == CPU else ON_CPUS
+    if dtype in others_only:
+        kind = "GPUs" if config.device == CPU else "CPUs"
+        others = ", ".join(each for each in DTYPES if each not in others_only)
+        problems.append(
+            f"parameters.{PREFIX}dtype: '{dtype}' is for {kind}, and this model is on "
+            f"'{config.device}'; expected one of {others}"
+        )
     is_made_up = config.options.get(f"{PREFIX}random_weights", "false")
     if is_made_up not in ("true", "false"):
         text = f"parameters.{PREFIX}random_weights: '{is_made_up}'; expected true or false"

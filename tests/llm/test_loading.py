@@ -20,11 +20,12 @@ from penstock.llm.sequence import Ending  # noqa: E402
 EVEN = {"hidden_size": 32, "head_dim": 16, "intermediate_size": 48}
 
 
-def test_in_fp8_most_tokens_are_those_of_the_model_as_it_is(tmp_path):
+@pytest.mark.parametrize(("small", "least"), [("fp8", 20), ("int8", 28), ("int4", 20)])
+def test_in_small_types_most_tokens_are_those_of_the_model_as_it_is(tmp_path, small, least):
     tiny.write_folder(tmp_path, **EVEN)
     chance = random.Random(1)
     found = []
-    for dtype in ("float32", "fp8"):
+    for dtype in ("float32", small):
         engine, built = load(tiny.settings_of(tmp_path, dtype=dtype, max_waiting=64))
         assert built["dtype"] == dtype
         chance.seed(1)
@@ -35,7 +36,7 @@ def test_in_fp8_most_tokens_are_those_of_the_model_as_it_is(tmp_path):
         while not engine.is_idle:
             tokens |= {piece.request: piece.token for piece in engine.step()}
         found.append(tokens)
-    assert sum(found[0][n] == found[1][n] for n in range(30)) >= 20
+    assert sum(found[0][n] == found[1][n] for n in range(30)) >= least
 
 
 def test_sizes_that_fp8_does_not_take_are_told(tmp_path):
@@ -46,6 +47,40 @@ def test_sizes_that_fp8_does_not_take_are_told(tmp_path):
         "dtype fp8: hidden_size is 24; expected a multiple of 16",
         "dtype fp8: intermediate_size is 40; expected a multiple of 16",
     )
+
+
+@pytest.mark.parametrize("config", [tiny.CONFIG, tiny.QWEN3], ids=["tied", "with a head"])
+def test_int8_takes_any_size(tmp_path, config):
+    weights = tiny.write_folder(tmp_path, **config)
+    engine, built = load(tiny.settings_of(tmp_path, dtype="int8"))
+    assert built["dtype"] == "int8"
+    engine.add(Asked(1, [3, 1, 4], Sampling(temperature=0.0, num_logprobs=1), Ending(1)))
+    (piece,) = engine.step()
+    logprobs = tiny.by_hand(weights, config, [3, 1, 4])[-1].log_softmax(0)
+    assert piece.likelihood is not None
+    assert piece.likelihood.logprob == pytest.approx(float(logprobs[piece.token]), abs=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_what_cpus_multiply_in_is_not_for_gpus(tmp_path, dtype):
+    tiny.write_folder(tmp_path)
+    with pytest.raises(ConfigError, match=f"dtype {dtype}: 'cuda:0' is no CPU"):
+        loading.open_decoder(tiny.settings_of(tmp_path, dtype=dtype, device="cuda:0"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"hidden_size": 32, "intermediate_size": 64}, "6 of 8 products; 2 in float32"),
+        ({"hidden_size": 24}, "0 of 8 products; 8 in float32"),
+        ({"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}, "8 of 8 products"),
+    ],
+    ids=["heads", "width", "all"],
+)
+def test_products_whose_sizes_int4_does_not_take_stay_as_they_are(tmp_path, sizes, told):
+    tiny.write_folder(tmp_path, **sizes)
+    _, built = load(tiny.settings_of(tmp_path, dtype="int4"))
+    assert built["int4"].startswith(told)
 
 
 def test_weights_may_be_made_up_for_a_configuration(tmp_path):

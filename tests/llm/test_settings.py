@@ -46,12 +46,12 @@ def test_many_sequences_alone_raise_what_a_step_takes():
 
 def test_all_problems_are_told_together():
     config = told(
-        dtype="int4", max_num_seqs="0", block_size="many", ttft_ms="-1", random_weights="perhaps"
+        dtype="int3", max_num_seqs="0", block_size="many", ttft_ms="-1", random_weights="perhaps"
     )
     with pytest.raises(ConfigError) as caught:
         settings_of(replace(config, num_instances=2))
     text = str(caught.value)
-    for word in ("dtype: 'int4'", "max_num_seqs: '0'", "block_size: 'many'", "ttft_ms: '-1'"):
+    for word in ("dtype: 'int3'", "max_num_seqs: '0'", "block_size: 'many'", "ttft_ms: '-1'"):
         assert word in text
     assert "random_weights: 'perhaps'" in text and "instance_group: 2" in text
 
@@ -65,6 +65,15 @@ def test_what_is_no_whole_number_is_refused(text):
 def test_a_step_has_a_token_for_each_sequence():
     with pytest.raises(ConfigError, match="expected at least 8"):
         settings_of(told(max_num_seqs="8", max_num_batched_tokens="4"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "kind"),
+    [("fp8", "cpu", "GPUs"), ("int8", "cuda:0", "CPUs"), ("int4", "cuda:0", "CPUs")],
+)
+def test_a_type_that_the_device_does_not_multiply_in_is_refused(dtype, device, kind):
+    with pytest.raises(ConfigError, match=f"'{dtype}' is for {kind}, and this model is on"):
+        settings_of(replace(told(dtype=dtype), device=device))
 
 
 def test_where_the_files_are():

@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.llm.models.int4 import int4_product
+from penstock.llm.models.int8 import int8_product
 from penstock.llm.models.products import AnyProduct, Product, fp8_product
 from penstock.llm.models.shape import Shape
 
 Weights = Callable[[str], Tensor]
+MakeProduct = Callable[[Tensor, Tensor | None], AnyProduct]
+ON_CPU: Mapping[str, MakeProduct] = {"int8": int8_product, "int4": int4_product}
 EMBEDDINGS, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -48,9 +52,11 @@ class Decoder:
         dtype: torch.dtype,
         *,
         is_fp8: bool = False,
+        on_cpu: str = "",
     ) -> None:
         """`weights` gives each by name, in any type, once. In FP8 multiply the products of layers;
-        tables and what lies between products stay as they are."""
+        so they do `on_cpu` in "int8" or "int4", with logits in INT8. Tables and what lies between
+        products stay as they are."""
         self.shape = shape
         self.device, self.dtype = torch.device(device), dtype
 
@@ -59,25 +65,29 @@ class Decoder:
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         self.embeddings = placed(EMBEDDINGS)
-        product = fp8_product if is_fp8 else Product
+        product: MakeProduct = Product
+        if is_fp8 or on_cpu:
+            product = fp8_product if is_fp8 else ON_CPU[on_cpu]
         self.layers = [
             _layer(shape, f"model.layers.{n}", placed, product) for n in range(shape.num_layers)
         ]
         self.norm = placed(NORM)
         self.head = self.embeddings if shape.is_tied else placed(HEAD)
+        of_logits: MakeProduct = int8_product if on_cpu else Product
+        self._logits = of_logits(self.head, None)
         self.turns = _turns(shape).to(self.device)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[tokens, width], normalised: what logits are made of."""
         x = F.embedding(tokens, self.embeddings)
-        turns = self.turns[positions]
+        turns = _widened(self.turns[positions])
         for number, layer in enumerate(self.layers):
             x = x + self._attended(number, layer, x, turns, attend)
             x = x + self._fed(layer, x)
         return self._normed(x, self.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head)
+        return self._logits(hidden)
 
     def _attended(
         self, number: int, layer: Layer, x: Tensor, turns: Tensor, attend: Attend
@@ -85,17 +95,18 @@ class Decoder:
         shape = self.shape
         heads = layer.qkv(self._normed(x, layer.first_norm))
         heads = heads.unflatten(1, (-1, shape.head_size))
-        sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-        queries, keys, values = heads.split(sizes, 1)
+        sizes = [shape.num_heads, shape.num_kv_heads]
+        both, values = heads.split([sum(sizes), shape.num_kv_heads], 1)
         if layer.head_norms is not None:
-            queries = self._normed(queries, layer.head_norms[0])
-            keys = self._normed(keys, layer.head_norms[1])
-        mixed = attend(number, turned(queries, turns), turned(keys, turns), values)
+            parts = zip(both.split(sizes, 1), layer.head_norms, strict=True)
+            both = torch.cat([self._normed(part, norm) for part, norm in parts], 1)
+        queries, keys = _turned(both, turns).split(sizes, 1)
+        mixed = attend(number, queries, keys, values)
         return layer.out(mixed.flatten(1))
 
     def _fed(self, layer: Layer, x: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._normed(x, layer.last_norm)).chunk(2, 1)
-        return layer.down(F.silu(gate) * up)
+        return layer.down(F.silu(gate).mul_(up))
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return normed(x, weight, self.shape.epsilon)
@@ -112,7 +123,7 @@ def _layer(
     shape: Shape,
     prefix: str,
     placed: Callable[..., Tensor],
-    product: Callable[[Tensor, Tensor | None], AnyProduct],
+    product: MakeProduct,
 ) -> Layer:
     attention = [f"{prefix}.self_attn.{name}_proj" for name in "qkv"]
     norms = None
@@ -146,6 +157,20 @@ def turned(heads: Tensor, turns: Tensor) -> Tensor:
     cosines, sines = turns[:, :1], turns[:, 1:]
     first, second = heads.float().chunk(2, 2)
     found = torch.cat([first * cosines - second * sines, second * cosines + first * sines], 2)
+    return found.to(heads.dtype)
+
+
+def _widened(turns: Tensor) -> Tensor:
+    """For whole heads instead of halves, once for all layers."""
+    cosines, sines = turns.unbind(1)
+    wide = torch.cat([cosines, cosines, -sines, sines], 1)
+    return wide.unflatten(1, (2, -1))
+
+
+def _turned(heads: Tensor, turns: Tensor) -> Tensor:
+    """As `turned` does, in fewer operations."""
+    wide = heads.float()
+    found = wide * turns[:, :1] + wide.roll(heads.shape[2] // 2, 2) * turns[:, 1:]
     return found.to(heads.dtype)
 
 

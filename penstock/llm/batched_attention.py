@@ -1,0 +1,238 @@
+"""Attention on CPUs: all sequences that compute one token at once.
+
+Gathering the blocks of a sequence costs more than looking at them, so what was gathered is kept, in
+a *row* that gets the keys and values of each further token as the cache does. Rows of one length
+make a *shelf*, over which one call attends; a sequence that outgrows its row is gathered again on
+the next longer shelf. Rows are copies: the cache has everything, and whoever is not in a step loses
+its row. What has no row, such as prompts, is attended to as `cache.PlainAttention` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.llm.cache import Cache, PlainAttention, Span, slots_of, spans_of
+from penstock.llm.scheduler import Chunk, Step
+from penstock.llm.sequence import Sequence
+
+# Tokens of the shortest rows. Longer ones are in steps of a half, so that at most a third is empty.
+SHORTEST = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    owner: Sequence
+    # Tokens that are in it.
+    count: int
+
+
+class Shelf:
+    """Rows of `length` tokens; [layers, rows, kv heads, length, head size]."""
+
+    def __init__(self, cache: Cache, length: int) -> None:
+        self.length = length
+        self.rows: list[Row | None] = []
+        layers, _, heads, size = cache.keys.shape
+        self.keys = cache.keys.new_zeros(layers, 0, heads, length, size)
+        self.values = torch.zeros_like(self.keys)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.rows) * self.length
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.rows)
+
+    def row_of(self, sequence: Sequence, count: int) -> int | None:
+        """Where its first `count` tokens are; a row that has more or fewer of it is free then."""
+        for place, row in enumerate(self.rows):
+            if row is not None and row.owner is sequence:
+                if row.count == count:
+                    return place
+                self.rows[place] = None
+        return None
+
+    def keep(self, sequences: Many[Sequence]) -> None:
+        """Rows of all others are free; so are all where half of them would lie idle between."""
+        kept = {id(each) for each in sequences}
+        self.rows = [row if row and id(row.owner) in kept else None for row in self.rows]
+        used = [place for place, row in enumerate(self.rows) if row]
+        if used and used[-1] + 1 > 2 * len(used):
+            self.rows = [None] * len(self.rows)
+
+    def grow(self, num_rows: int) -> None:
+        """To so many rows."""
+        more = num_rows - len(self.rows)
+        layers, _, *sizes = self.keys.shape
+        empty = self.keys.new_zeros(layers, more, *sizes)
+        self.keys, self.values = (torch.cat([each, empty], 1) for each in (self.keys, self.values))
+        self.rows += [None] * more
+
+    def take(self, sequence: Sequence, count: int, cache: Cache, slots: Tensor) -> int:
+        """The first free row, with the `count` tokens that the cache has at `slots`."""
+        place = self.rows.index(None)
+        self.rows[place] = Row(sequence, count)
+        self.keys[:, place, :, :count] = cache.keys[:, slots].transpose(1, 2)
+        self.values[:, place, :, :count] = cache.values[:, slots].transpose(1, 2)
+        return place
+
+
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """What one step has on a shelf: which of its tokens each row computes, up to the last row that
+    is somebody's."""
+
+    shelf: Shelf
+    # Of each row, a token of the step; rows that are nobody's repeat another's.
+    tokens: Tensor
+    # The rows that are somebody's, and their tokens again.
+    rows: Tensor
+    own: Tensor
+    # Where keys and values go among [rows x kv heads x length].
+    slots: Tensor
+    # As far as the longest has tokens.
+    length: int
+    # None where all are of that length.
+    mask: Tensor | None
+
+
+@dataclass(slots=True)
+class Shelves:
+    """Rows of all lengths, from step to step; as many slots as the cache has, at most."""
+
+    cache: Cache
+    _shelves: dict[int, Shelf] = field(default_factory=dict)
+
+    @property
+    def num_slots(self) -> int:
+        return sum(shelf.num_slots for shelf in self._shelves.values())
+
+    def attention(self, step: Step) -> BatchedAttention:
+        spans = spans_of(step, self.cache.block_size)
+        ones = [place for place, chunk in enumerate(step.chunks) if chunk.count == 1]
+        lots, placed = self._lots(step, ones, spans)
+        others = [span for place, span in enumerate(spans) if place not in placed]
+        return BatchedAttention(self.cache, spans, others, lots)
+
+    def _lots(self, step: Step, ones: Many[int], spans: Many[Span]) -> tuple[list[Lot], set[int]]:
+        by_length: dict[int, list[int]] = {}
+        for place in ones:
+            by_length.setdefault(row_length(step.chunks[place].end), []).append(place)
+        for length, shelf in self._shelves.items():
+            shelf.keep([step.chunks[place].sequence for place in by_length.get(length, ())])
+        lots: list[Lot] = []
+        placed: set[int] = set()
+        for length, places in by_length.items():
+            rows = self._rows(length, [step.chunks[place] for place in places])
+            found = {place: row for place, row in zip(places, rows, strict=True) if row is not None}
+            if found:
+                lots.append(self._lot(length, found, step, spans))
+                placed |= found.keys()
+        return lots, placed
+
+    def _rows(self, length: int, chunks: Many[Chunk]) -> list[int | None]:
+        """Of each chunk, with all tokens before it."""
+        shelf = self._shelves.setdefault(length, Shelf(self.cache, length))
+        rows = [shelf.row_of(chunk.sequence, chunk.start) for chunk in chunks]
+        missing = [number for number, row in enumerate(rows) if row is None]
+        free = shelf.rows.count(None)
+        if len(missing) > free:
+            free += self._grow(shelf, len(missing) - free)
+        for number in missing[:free]:
+            chunk = chunks[number]
+            slots = slots_of(chunk.blocks, chunk.start, self.cache.block_size)
+            rows[number] = shelf.take(chunk.sequence, chunk.start, self.cache, slots)
+        return rows
+
+    def _grow(self, shelf: Shelf, more: int) -> int:
+        """By how many rows: no more than there is room for."""
+        for other in [each for each in self._shelves.values() if each.is_empty]:
+            if other is not shelf:
+                del self._shelves[other.length]
+        room = (self.cache.keys.shape[1] - self.num_slots) // shelf.length
+        # More than are needed now, so that not every newcomer moves all.
+        more = max(0, min(max(more, len(shelf.rows) // 2), room))
+        if more:
+            shelf.grow(len(shelf.rows) + more)
+        return more
+
+    def _lot(self, length: int, rows: dict[int, int], step: Step, spans: Many[Span]) -> Lot:
+        shelf = self._shelves[length]
+        by_row = sorted((row, place) for place, row in rows.items())
+        own = [spans[place].first for _, place in by_row]
+        tokens = [own[0]] * (by_row[-1][0] + 1)
+        ends = [1] * len(tokens)
+        for (row, place), token in zip(by_row, own, strict=True):
+            tokens[row], ends[row] = token, step.chunks[place].end
+            shelf.rows[row] = Row(step.chunks[place].sequence, ends[row])
+        used = torch.tensor([row for row, _ in by_row])
+        num_heads = shelf.keys.shape[2]
+        last = torch.tensor([ends[row] - 1 for row, _ in by_row])
+        heads = used[:, None] * num_heads + torch.arange(num_heads)
+        longest = max(ends)
+        mask = None
+        if min(ends) < longest:
+            seen = torch.arange(longest) < torch.tensor(ends)[:, None]
+            mask = torch.zeros(seen.shape, dtype=self.cache.keys.dtype)
+            mask = mask.masked_fill_(~seen, float("-inf"))[:, None, None]
+        slots = (heads * length + last[:, None]).flatten()
+        return Lot(shelf, torch.tensor(tokens), used, torch.tensor(own), slots, longest, mask)
+
+
+class BatchedAttention:
+    """Of one step."""
+
+    def __init__(
+        self, cache: Cache, spans: Many[Span], others: Many[Span], lots: Many[Lot]
+    ) -> None:
+        self._plain = PlainAttention(cache, spans)
+        self._others = others
+        self._lots = lots
+        num_tokens = spans[-1].end
+        # Nothing is to be put together where one shelf has all, in order.
+        whole = list(range(num_tokens))
+        self._is_one = len(lots) == 1 and lots[0].tokens.tolist() == whole
+
+    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self._plain.keep(layer, keys, values)
+        if self._is_one:
+            return _on_shelf(self._lots[0], layer, queries, keys, values)
+        found = torch.empty_like(queries)
+        for lot in self._lots:
+            parts = queries[lot.tokens], keys[lot.own], values[lot.own]
+            found[lot.own] = _on_shelf(lot, layer, *parts)[lot.rows]
+        for span in self._others:
+            found[span.first : span.end] = self._plain.attended(layer, span, queries, keys, values)
+        return found
+
+
+def row_length(num_tokens: int) -> int:
+    """Of the rows for a sequence of so many."""
+    length = SHORTEST
+    while length < num_tokens:
+        # 128, 192, 256, 384, ...
+        length = length // 2 * 3 if length & (length - 1) == 0 else length // 3 * 4
+    return length
+
+
+def _on_shelf(lot: Lot, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Of each row up to the last."""
+    all_keys, all_values = lot.shelf.keys[layer], lot.shelf.values[layer]
+    num_heads, size = all_keys.shape[1], all_keys.shape[3]
+    all_keys.view(-1, size).index_copy_(0, lot.slots, keys.reshape(-1, size))
+    all_values.view(-1, size).index_copy_(0, lot.slots, values.reshape(-1, size))
+    num = len(queries)
+    # Heads that share keys are as tokens that see the same.
+    mixed = F.scaled_dot_product_attention(
+        queries.reshape(num, num_heads, -1, size),
+        all_keys[:num, :, : lot.length],
+        all_values[:num, :, : lot.length],
+        attn_mask=lot.mask,
+    )
+    return mixed.reshape(num, -1, size)

@@ -1,0 +1,78 @@
+"""Products with weights of four bits on CPUs, in groups of 32 that have a scale and a zero of their
+own; inputs are rounded to BF16.
+
+Weights come dense. Those that were in four bits before, such as Q4_0 and Q4_1 of GGUF files, are
+found again as they were: the values of a group lie on a grid of at most 16 steps, and a group is
+given the grid that it lies on. Only scales and zeros are rounded, to BF16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from penstock.llm.models.products import AnyProduct, Product, Small
+
+GROUP = 32
+# Channels come in so many.
+MULTIPLE = 16
+# Steps between the least and the largest value of a group: fewer than 15 where a grid was not used
+# up to its ends.
+MOST_STEPS, FEWEST_STEPS = 15, 8
+# The number of four bits that zeros belong to.
+MIDDLE = 8
+SMALLEST = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Product:
+    """x W^T + b, in FP32 outside."""
+
+    packed: Tensor
+    # [groups, channels, 2], in BF16.
+    scales_and_zeros: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor | Small) -> Tensor:
+        assert isinstance(x, Tensor)
+        found = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x.bfloat16(), self.packed, GROUP, self.scales_and_zeros
+        )
+        wide: Tensor = found.float()
+        return wide if self.bias is None else wide.add_(self.bias)
+
+
+def int4_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
+    """As it is, where its sizes are none that torch takes."""
+    channels, width = weight.shape
+    if channels % MULTIPLE or width % GROUP:
+        return Product(weight, bias)
+    numbers, scales, zeros = in_int4(weight)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32), 1)
+    both = torch.stack([scales, zeros], 2).transpose(0, 1).contiguous().bfloat16()
+    # What asks which product it has runs on GPUs.
+    return cast(AnyProduct, Int4Product(packed, both, bias))
+
+
+def in_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[channels, width] numbers from 0 to 15, and [channels, groups] scales and zeros: a value is
+    (number - 8) x scale + zero."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    numbers = torch.zeros_like(groups)
+    scales = torch.zeros_like(least)
+    error = torch.full_like(least, torch.inf)
+    for steps in range(MOST_STEPS, FEWEST_STEPS - 1, -1):
+        scale = ((most - least) / steps).clamp(min=SMALLEST)
+        places = (groups - least) / scale
+        rounded = places.round()
+        off = ((places - rounded) * scale).square().sum(2, keepdim=True)
+        is_better = off < error * 0.5
+        error = torch.where(is_better, off, error)
+        scales = torch.where(is_better, scale, scales)
+        numbers = torch.where(is_better, rounded, numbers)
+    zeros = least + MIDDLE * scales
+    return numbers.flatten(1).to(torch.uint8), scales[:, :, 0], zeros[:, :, 0]

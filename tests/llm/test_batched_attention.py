@@ -1,0 +1,135 @@
+"""All that compute one token at once, beside one sequence after the other."""
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import tiny_llm as tiny  # noqa: E402
+
+from penstock.llm.batched_attention import SHORTEST, Shelves, row_length  # noqa: E402
+from penstock.llm.blocks import BlockPool  # noqa: E402
+from penstock.llm.cache import Cache, PlainAttention, spans_of  # noqa: E402
+from penstock.llm.models import llama  # noqa: E402
+from penstock.llm.scheduler import Chunk, Limits, Scheduler, Step  # noqa: E402
+from penstock.llm.sequence import Ending, Sequence  # noqa: E402
+
+SHAPE = llama.shape_of_config(tiny.CONFIG)
+SIZE = 4
+HEADS = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.num_kv_heads
+
+
+class Pair:
+    """The same steps on two caches."""
+
+    def __init__(self, num_blocks, max_tokens=40, dtype=torch.float32):
+        self.dtype = dtype
+        self.caches = [Cache(SHAPE, num_blocks, SIZE, "cpu", dtype) for _ in range(2)]
+        self.shelves = Shelves(self.caches[0])
+        self.scheduler = Scheduler(BlockPool(num_blocks, SIZE), Limits(6, max_tokens, 400))
+        self.num_mixed = self.num_compared = 0
+
+    def step(self):
+        step = self.scheduler.plan()
+        if not step.chunks:
+            return
+        found = self.shelves.attention(step)
+        wanted = PlainAttention(self.caches[1], spans_of(step, SIZE))
+        for layer in range(SHAPE.num_layers):
+            parts = [torch.randn(step.num_tokens, each, SHAPE.head_size) for each in HEADS]
+            parts = [each.to(self.dtype) for each in parts]
+            answers = found(layer, *parts), wanted(layer, *parts)
+            # BF16 has eight bits, of answers that are about one.
+            rounding = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[self.dtype]
+            torch.testing.assert_close(*answers, rtol=rounding, atol=rounding)
+        assert all(torch.equal(*each) for each in self.kept())
+        ones = sum(chunk.count == 1 for chunk in step.chunks)
+        self.num_mixed += 0 < ones < len(step.chunks)
+        self.num_compared += 1
+        tokens = [random.randrange(50) for _ in range(step.num_sampled)]
+        self.scheduler.commit(step, tokens)
+
+    def kept(self):
+        one, other = self.caches
+        return (one.keys, other.keys), (one.values, other.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_blocks", [64, 96, 400])
+def test_whatever_is_in_a_step_the_answers_are_the_plain_ones(num_blocks, dtype):
+    """Prompts in chunks beside tokens, prefixes that are shared, sequences that come, end, grow out
+    of their rows and give their blocks up; in the smallest cache rows are for few of them."""
+    random.seed(num_blocks)
+    torch.manual_seed(0)
+    pair = Pair(num_blocks, dtype=dtype)
+    prefixes = [[random.randrange(50) for _ in range(30)] for _ in range(2)]
+    for number in range(14):
+        prompt = random.choice(prefixes)[: random.randrange(31)]
+        prompt += [random.randrange(50) for _ in range(random.randrange(1, 90))]
+        pair.scheduler.add(Sequence(number, prompt, Ending(random.randrange(1, 110))))
+        for _ in range(random.randrange(12)):
+            pair.step()
+    while pair.scheduler.running or pair.scheduler.waiting:
+        pair.step()
+    assert pair.num_mixed > 3 and pair.num_compared > 100
+    assert pair.shelves.num_slots <= num_blocks * SIZE
+    if num_blocks == 64:
+        assert pair.scheduler.num_preemptions
+
+
+def test_a_sequence_that_is_left_out_of_steps_is_looked_up_again():
+    pair = Pair(64)
+    for number in range(2):
+        pair.scheduler.add(Sequence(number, [number + 1] * 5, Ending(20)))
+    for _ in range(3):
+        pair.step()
+    resting = pair.scheduler.running.pop()
+    for _ in range(3):
+        pair.step()
+    pair.scheduler.running.append(resting)
+    for _ in range(3):
+        pair.step()
+    assert resting.num_generated == 6
+
+
+def one_token(sequence, start):
+    return Step([Chunk(sequence, start, 1, True, 0, [0, 1, 2, 3])])
+
+
+@pytest.mark.parametrize("start", [7, 10, 11])
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_row_is_of_one_sequence_and_of_its_last_token(start, is_other):
+    """Whoever has not computed the token before, or is another of the same number, is looked up in
+    the cache, which has something else by then."""
+    torch.manual_seed(0)
+    shelves = Shelves(Cache(SHAPE, 64, SIZE, "cpu", torch.float32))
+    sequence = Sequence(7, [3] * 16, Ending(4))
+    parts = [torch.randn(1, each, SHAPE.head_size) for each in HEADS]
+    shelves.attention(one_token(sequence, 10))(0, *parts)
+    for kept in (shelves.cache.keys, shelves.cache.values):
+        kept.normal_()
+    step = one_token(Sequence(7, [3] * 16, Ending(4)) if is_other else sequence, start)
+    found = shelves.attention(step)(0, *parts)
+    wanted = PlainAttention(shelves.cache, spans_of(step, SIZE))(0, *parts)
+    # It goes on where it was, by what it has.
+    is_next = start == 11 and not is_other
+    assert torch.allclose(found, wanted, atol=1e-5) != is_next
+
+
+def test_those_that_come_have_the_rows_of_those_that_went():
+    pair = Pair(256)
+    sizes = set()
+    for number in range(6):
+        pair.scheduler.add(Sequence(number, [number] * 8, Ending(4)))
+        while pair.scheduler.running or pair.scheduler.waiting:
+            pair.step()
+        sizes.add(pair.shelves.num_slots)
+    assert sizes == {SHORTEST}
+
+
+def test_rows_are_at_most_half_as_long_again():
+    lengths = [row_length(number) for number in range(1, 5000)]
+    assert lengths[0] == SHORTEST and lengths == sorted(lengths)
+    assert all(number <= length for number, length in enumerate(lengths, 1))
+    assert all(2 * n < 3 * num for num, n in enumerate(lengths, 1) if num > SHORTEST)
