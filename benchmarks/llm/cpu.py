@@ -1,6 +1,6 @@
 """What a language model costs on a CPU: Penstock beside llama.cpp and OpenVINO GenAI.
 
-    python benchmarks/llm/cpu.py             about ten minutes on two cores
+    python benchmarks/llm/cpu.py             about six minutes on two cores
     python benchmarks/llm/cpu.py --quick     one short round: does it run?
 
 Model: SmolLM2-135M-Instruct, one GGUF file (Q4_1) for all. Each engine has a process, is called in

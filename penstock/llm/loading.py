@@ -98,7 +98,7 @@ def room(settings: Settings, decoder: Decoder, limits: Limits) -> tuple[Cache, i
             [
                 f"cache of {num_blocks * block_bytes} bytes: {num_blocks} blocks do not hold one "
                 f"sequence of {limits.max_length} tokens; expected at least "
-                f"{needed * block_bytes} bytes, or a smaller max_length"
+                f"{needed * block_bytes} bytes, or a smaller penstock.max_model_len"
             ]
         )
     return Cache(decoder.shape, num_blocks, size, settings.device, dtype), num_blocks

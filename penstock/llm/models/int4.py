@@ -9,7 +9,6 @@ given the grid that it lies on. Only scales and zeros are rounded, to BF16.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -53,8 +52,7 @@ def int4_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
     numbers, scales, zeros = in_int4(weight)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32), 1)
     both = torch.stack([scales, zeros], 2).transpose(0, 1).contiguous().bfloat16()
-    # What asks which product it has runs on GPUs.
-    return cast(AnyProduct, Int4Product(packed, both, bias))
+    return Int4Product(packed, both, bias)
 
 
 def in_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,8 +61,7 @@ def int8_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
         warnings.simplefilter("ignore")
         small = torch._make_per_channel_quantized_tensor(whole, scales, zeros, 0)
         packed = torch.ops.quantized.linear_prepack(small, None)
-    # What asks which product it has runs on GPUs.
-    return cast(AnyProduct, Int8Product(packed, bias))
+    return Int8Product(packed, bias)
 
 
 def check_int8(device: str, dtype: str = "int8") -> None:

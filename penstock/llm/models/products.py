@@ -4,6 +4,7 @@ channel of the output and inputs each token by its own."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,12 @@ class Small:
 
     values: Tensor
     scales: Tensor
+
+
+class AnyProduct(Protocol):
+    """x W^T + b, whatever the weights are."""
+
+    def __call__(self, x: Tensor | Small) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +68,6 @@ class Fp8Product:
     def _plain(self, x: Small) -> Tensor:
         found = x.values.float() @ self.weight.t().float() * self.scales * x.scales
         return (found if self.bias is None else found + self.bias.float()).to(self.dtype)
-
-
-AnyProduct = Product | Fp8Product
 
 
 def in_fp8(x: Tensor) -> Small:
