@@ -87,18 +87,6 @@ def copy(source: Path, target: Path) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-def link(source: Path, target: Path) -> FileEntry:
-    """The same bytes under another name; copied where the file system cannot."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        return copy(source, target)
-    with open(target, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileEntry(target.stat().st_size, digest)
-
-
 def write(path: Path, data: bytes) -> FileEntry:
     """A file that is not there yet."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,12 +38,9 @@ def commit(
     source: AnyPath | Mapping[str, AnyPath],
     config: ModelConfig,
     evidence: Mapping[str, Any] | None = None,
-    *,
-    links: bool = False,
 ) -> str:
     """Add a version with the files of a folder, or with files by the names they shall have; the
-    number it got. `links`: files that nobody will write to are not copied, where the file system
-    can do without. Of the model's config.pbtxt, what a ModelConfig does not hold is taken over. A
+    number it got. Of the model's config.pbtxt, what a ModelConfig does not hold is taken over. A
     model that is new gets a config.pbtxt of its own, so that Triton loads it too."""
     folder = _model_folder(root, name)
     evidence = dict(evidence or {})
@@ -56,8 +53,7 @@ def commit(
     with staging.stage(folder.parent if is_new else folder) as stage:
         draft = stage / str(_last_number(folder) + 1)
         text = pbtxt.write(config, base=repository.read_message(folder))
-        take = staging.link if links else staging.copy
-        _write_version(draft, {**_labels(config, folder), **files}, text, evidence, take)
+        _write_version(draft, {**_labels(config, folder), **files}, text, evidence)
         _check_reads_back(draft, config)
         _write_model_level(stage, draft, repository.read_message(stage, draft.name))
         if is_new and _take_place(stage, folder):
@@ -180,17 +176,13 @@ def _labels(config: ModelConfig, folder: Path) -> dict[str, Path | bytes]:
 
 
 def _write_version(
-    draft: Path,
-    files: Mapping[str, Path | bytes],
-    config: str,
-    evidence: dict[str, Any],
-    take: Callable[[Path, Path], manifests.FileEntry],
+    draft: Path, files: Mapping[str, Path | bytes], config: str, evidence: dict[str, Any]
 ) -> None:
     os.mkdir(draft)
     entries = {
         name: staging.write(draft / name, content)
         if isinstance(content, bytes)
-        else take(content, draft / name)
+        else staging.copy(content, draft / name)
         for name, content in sorted({**files, CONFIG: config.encode()}.items())
     }
     manifest = manifests.Manifest(manifests.FORMAT, _now(), entries, evidence)

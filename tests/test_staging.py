@@ -101,20 +101,3 @@ def test_lines_are_appended_also_after_one_that_was_cut_off(tmp_path: Path) -> N
         file.write(b"thr")
     staging.append(path, b"four")
     assert path.read_bytes() == b"one\ntwo\nthr\nfour\n"
-
-
-def test_a_link_has_the_same_bytes_and_the_entry_of_a_copy(tmp_path):
-    (tmp_path / "a").write_bytes(b"weights")
-    entry = staging.link(tmp_path / "a", tmp_path / "deep" / "b")
-    assert (tmp_path / "deep" / "b").samefile(tmp_path / "a")
-    assert entry == staging.copy(tmp_path / "a", tmp_path / "c")
-
-
-def test_where_nothing_can_be_linked_it_is_copied(tmp_path, monkeypatch):
-    def refuse(source, target):
-        raise OSError("cross-device link")
-
-    monkeypatch.setattr(os, "link", refuse)
-    (tmp_path / "a").write_bytes(b"weights")
-    entry = staging.link(tmp_path / "a", tmp_path / "b")
-    assert entry.size == 7 and not (tmp_path / "b").samefile(tmp_path / "a")

@@ -71,7 +71,9 @@ class Shelf:
         more = num_rows - len(self.rows)
         layers, _, *sizes = self.keys.shape
         empty = self.keys.new_zeros(layers, more, *sizes)
-        self.keys, self.values = (torch.cat([each, empty], 1) for each in (self.keys, self.values))
+        # One after the other, so that only one of them is there twice.
+        self.keys = torch.cat([self.keys, empty], 1)
+        self.values = torch.cat([self.values, empty], 1)
         self.rows += [None] * more
 
     def take(self, sequence: Sequence, count: int, cache: Cache, slots: Tensor) -> int:
@@ -80,6 +82,9 @@ class Shelf:
         self.rows[place] = Row(sequence, count)
         self.keys[:, place, :, :count] = cache.keys[:, slots].transpose(1, 2)
         self.values[:, place, :, :count] = cache.values[:, slots].transpose(1, 2)
+        # Nobody looks behind them, but what is no number there would still spoil a sum.
+        self.keys[:, place, :, count:] = 0
+        self.values[:, place, :, count:] = 0
         return place
 
 

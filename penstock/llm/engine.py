@@ -240,7 +240,8 @@ class Engine:
             )
         refusal = self._refusal(asked)
         if refusal is not None:
-            self._refused = asked.id, refusal
+            if asked.leader is None:
+                self._refused = asked.id, refusal
             raise refusal
 
     def _refusal(self, asked: Asked) -> PenstockError | None:

@@ -13,7 +13,9 @@ import select
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 from penstock.errors import ConfigError, Overloaded, PenstockError
 from penstock.llm import messages
@@ -24,6 +26,7 @@ from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.scheduler import Limits as StepLimits
 from penstock.llm.scheduler import Scheduler
 from penstock.llm.sequence import Ending
+from penstock.manifest import check_digests
 from penstock.serving.worker import begin_life, take_part
 from penstock.wire.frames import MAX_FRAME_BYTES
 
@@ -207,8 +210,13 @@ def asked_of(message: messages.Generate) -> Asked:
 
 
 def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
-    """An engine that is ready, and what it was built with."""
-    import torch
+    """An engine that is ready, and what it was built with. Files are compared with their digests
+    while torch is imported, and before they are used."""
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(_check_files, settings.manifest)
+        import torch
+
+        checked.result()
 
     from penstock.llm import loading
 
@@ -234,6 +242,11 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
         **opened.facts,
     }
     return engine, built
+
+
+def _check_files(manifest: str) -> None:
+    if manifest:
+        check_digests(Path(manifest).parent)
 
 
 def main() -> None:

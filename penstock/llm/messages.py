@@ -51,6 +51,8 @@ class Settings(Frame, tag="set"):
     tpot_s: float | None = None
     # Weights are made up for the configuration at `path`.
     is_made_up: bool = False
+    # Of a version that was committed: its files are to be those of it.
+    manifest: str = ""
     # The core's: an engine that is silent for longer hangs, if its steps are not so slow.
     hang_s: float = DEFAULT_HANG_S
 

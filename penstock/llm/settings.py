@@ -102,6 +102,7 @@ def settings_of(config: ModelConfig) -> Settings:
         ttft_s=numbers["ttft_ms"] / 1e3 or None,
         tpot_s=numbers["tpot_ms"] / 1e3 or None,
         is_made_up=is_made_up == "true",
+        manifest=config.manifest,
         hang_s=config.hang_s,
     )
 

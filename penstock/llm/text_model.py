@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from penstock.config import ModelConfig
 from penstock.errors import (
+    Cancelled,
     ConfigError,
     NotReady,
     Overloaded,
@@ -39,8 +39,24 @@ TENSORS = (
 )
 # Texts, or lists of tokens.
 Given = Sequence[str | list[int]]
+# Characters of all texts that wait to become tokens: about what one body may have.
+MAX_WAITING_SIZE = 1 << 26
 # Threads for texts that are long.
 NUM_ENCODERS = 2
+
+
+class Asker(Protocol):
+    """Whose texts become tokens in a thread."""
+
+    def is_gone(self) -> bool:
+        """Nobody waits any more; asked in that thread."""
+        ...
+
+    # On the event loop.
+
+    def encoded(self, tokens: list[list[int]]) -> None: ...
+
+    def failed(self, error: Exception) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +84,8 @@ class TextModel:
         self._engine: LlmModel | None = None
         # Beside the event loop, which has its own to do.
         self._encoders = ThreadPoolExecutor(NUM_ENCODERS, f"encode {config.name}")
-        self._encoding: set[asyncio.Task[None]] = set()
+        # With the characters of each.
+        self._encoding: dict[asyncio.Task[None], int] = {}
 
     # Life.
 
@@ -208,34 +225,31 @@ class TextModel:
         self,
         given: Given,
         is_whole: bool,
-        then: Callable[[list[list[int]]], None],
-        failed: Callable[[Exception], None],
+        asker: Asker,
     ) -> None:
-        """The same in a thread, while others are answered; either is called on the event loop.
-        Overloaded where as many wait for that as may wait for a token."""
+        """The same in a thread, while others are answered. Overloaded where as many wait for that
+        as may wait for a token, or their texts are too much to keep."""
+        size = sum(len(each) for each in given)
         if len(self._encoding) >= self.max_waiting:
             raise Overloaded(f"{len(self._encoding)} requests wait already")
-        task = asyncio.get_running_loop().create_task(
-            self._encode_aside(given, is_whole, then, failed)
-        )
-        self._encoding.add(task)
-        task.add_done_callback(self._encoding.discard)
+        if self._encoding and sum(self._encoding.values()) + size > MAX_WAITING_SIZE:
+            raise Overloaded(f"texts of more than {MAX_WAITING_SIZE} characters wait already")
+        task = asyncio.get_running_loop().create_task(self._encode_aside(given, is_whole, asker))
+        self._encoding[task] = size
+        task.add_done_callback(self._encoding.pop)
 
-    async def _encode_aside(
-        self,
-        given: Given,
-        is_whole: bool,
-        then: Callable[[list[list[int]]], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        loop = asyncio.get_running_loop()
+    async def _encode_aside(self, given: Given, is_whole: bool, asker: Asker) -> None:
+        def encode() -> list[list[int]]:
+            if asker.is_gone():
+                raise Cancelled("the client left")
+            return self.encoded(given, is_whole=is_whole)
+
         try:
-            encode = partial(self.encoded, given, is_whole=is_whole)
-            found = await loop.run_in_executor(self._encoders, encode)
+            found = await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
         except Exception as error:  # Of somebody else's library, for whoever asked.
-            failed(error)
+            asker.failed(error)
         else:
-            then(found)
+            asker.encoded(found)
 
     @property
     def max_waiting(self) -> int:

@@ -21,16 +21,15 @@ CALIBRATION = "calibration.json"
 SAME = ("lineage", "outcome", "measured", "accuracy")
 
 
-def commit(build: Build, found: Optimization, run: str, *, links: bool = False) -> str:
-    """The version's number. A run that was killed after it had committed does not do it again.
-    `links`: files are too large to be there twice."""
+def commit(build: Build, found: Optimization, run: str) -> str:
+    """The version's number. A run that was killed after it had committed does not do it again."""
     out = Path(found.out)
     out.mkdir(parents=True, exist_ok=True)
     made = evidence(build, found, run)
     there = _committed(out / found.name, made)
     if there:
         return there
-    return versions.commit(out, found.name, build.version_folder, build.config, made, links=links)
+    return versions.commit(out, found.name, build.version_folder, build.config, made)
 
 
 def evidence(build: Build, found: Optimization, run: str) -> dict[str, Any]:

@@ -72,13 +72,21 @@ class Reading:
             if sum(len(each) for each in given if isinstance(each, str)) <= MAX_AT_ONCE:
                 self.then(self.model.encoded(given, is_whole=is_whole))
             else:
-                self.model.encode_aside(given, is_whole, self._encoded, self._failed)
+                self.model.encode_aside(given, is_whole, self)
 
-    def _encoded(self, tokens: Sequence[list[int]]) -> None:
+    def is_gone(self) -> bool:
+        """Of any thread."""
+        return self.exchange.is_finished
+
+    def encoded(self, tokens: Sequence[list[int]]) -> None:
         self.guarded(self.exchange, partial(self._go_on, tokens))
 
-    def _failed(self, error: Exception) -> None:
-        self.guarded(self.exchange, partial(_raise, error))
+    def failed(self, error: Exception) -> None:
+        self.guarded(self.exchange, partial(self._fail, error))
+
+    def _fail(self, error: Exception) -> None:
+        with self._counted():
+            raise error
 
     def _go_on(self, tokens: Sequence[list[int]]) -> None:
         with self._counted():
@@ -89,10 +97,6 @@ class Reading:
     def _counted(self) -> AbstractContextManager[None]:
         is_counted = self.is_counted
         return counted(self.model, self.exchange.received) if is_counted else nullcontext()
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 @dataclass(frozen=True, slots=True)

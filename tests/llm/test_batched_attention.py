@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 import tiny_llm as tiny  # noqa: E402
 
-from penstock.llm.batched_attention import SHORTEST, Shelves, row_length  # noqa: E402
+from penstock.llm.batched_attention import SHORTEST, Shelf, Shelves, row_length  # noqa: E402
 from penstock.llm.blocks import BlockPool  # noqa: E402
 from penstock.llm.cache import Cache, PlainAttention, spans_of  # noqa: E402
 from penstock.llm.models import llama  # noqa: E402
@@ -133,3 +133,15 @@ def test_rows_are_at_most_half_as_long_again():
     assert lengths[0] == SHORTEST and lengths == sorted(lengths)
     assert all(number <= length for number, length in enumerate(lengths, 1))
     assert all(2 * n < 3 * num for num, n in enumerate(lengths, 1) if num > SHORTEST)
+
+
+def test_a_row_has_nothing_of_who_had_it_before():
+    """No number there would make none of all others."""
+    cache = Cache(SHAPE, 8, SIZE, "cpu", torch.float32)
+    shelf = Shelf(cache, SHORTEST)
+    shelf.grow(2)
+    for part in (shelf.keys, shelf.values):
+        part.fill_(float("nan"))
+    place = shelf.take(Sequence(1, [1] * 7, Ending(5)), 6, cache, torch.arange(6))
+    for part in (shelf.keys, shelf.values):
+        assert torch.equal(part[:, place], torch.zeros_like(part[:, place]))

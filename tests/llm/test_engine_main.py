@@ -1,5 +1,6 @@
 """An engine as the core sees it: over a socket, in a thread here and in a process of its own."""
 
+import hashlib
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import tiny_llm as tiny  # noqa: E402
 
 from penstock.llm import messages  # noqa: E402
 from penstock.llm.engine_main import EngineProcess  # noqa: E402
+from penstock.manifest import FileEntry, Manifest  # noqa: E402
 
 
 def generate(number, tokens, max_tokens=6, num=1, stop_tokens=(), **sampling) -> messages.Generate:
@@ -180,3 +182,23 @@ def test_in_a_process_of_its_own(tmp_path):
         process.kill()
         process.wait()
         ours.close()
+
+
+def test_a_version_that_was_written_to_is_not_loaded(tmp_path, core):
+    """Of the same size, so that nothing but the digests can tell."""
+    tiny.write_folder(tmp_path)
+    files = {
+        each.name: FileEntry(each.stat().st_size, hashlib.sha256(each.read_bytes()).hexdigest())
+        for each in tmp_path.iterdir()
+    }
+    path = tmp_path / "manifest.json"
+    path.write_bytes(Manifest(1, "2026-01-01T00:00:00Z", files).encode())
+    assert isinstance(core.load(tmp_path, manifest=str(path)), messages.Ready)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    failed = core.load(tmp_path, manifest=str(path))
+    assert isinstance(failed, messages.LoadFailed)
+    assert "differs from what was committed" in failed.problems[0]

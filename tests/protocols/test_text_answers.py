@@ -12,7 +12,9 @@ pytest.importorskip("tokenizers")
 
 from text_server import NAME, posted, served
 
+from penstock.llm import text_model
 from penstock.llm.text import Text
+from penstock.llm.text_model import NUM_ENCODERS
 from penstock.protocols.text_answers import MAX_AT_ONCE, salt_of
 
 # More than one token for a few characters.
@@ -35,10 +37,12 @@ def test_keys_do_not_share_prompts():
 def held(monkeypatch):
     """Long texts are encoded when this is set: by somebody who runs meanwhile."""
     may_go = threading.Event()
+    may_go.num_long = 0
     encode = Text.encode
 
     def waiting(text, said, *, is_whole=True):
         if len(said) > MAX_AT_ONCE:
+            may_go.num_long += 1
             assert may_go.wait(20), "nobody runs meanwhile"
         return encode(text, said, is_whole=is_whole)
 
@@ -137,6 +141,41 @@ class TestLongTexts:
         with caplog.filtering(logging.Filter("penstock.requests")):
             run(tmp_path, scenario)
         assert [each.status for each in caplog.records] == [200, 200, 499]
+
+    def test_texts_of_those_who_left_are_not_looked_at(self, tmp_path, held):
+        """They would keep others waiting, who stayed."""
+
+        async def scenario(server):
+            data = json.dumps({**MODEL, "prompt": LONG}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+            writers = []
+            for _ in range(NUM_ENCODERS + 3):
+                _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                writer.write(head.encode() + b"\r\n" + data)
+                writers.append(writer)
+                await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
+            for writer in writers:
+                writer.transport.abort()
+            await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
+            held.set()
+            await server.model.drain()
+
+        run(tmp_path, scenario)
+        assert held.num_long == NUM_ENCODERS
+
+    def test_so_much_and_no_more_waits_for_it(self, tmp_path, held, monkeypatch):
+        monkeypatch.setattr(text_model, "MAX_WAITING_SIZE", 2 * len(LONG) + 1)
+
+        async def scenario(server):
+            body = {**MODEL, "prompt": LONG}
+            first = [
+                asyncio.ensure_future(posted(server, "/v1/completions", body)) for _ in range(3)
+            ]
+            done, waiting = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            held.set()
+            return [each.result()[0] for each in done] + [(await each)[0] for each in waiting]
+
+        assert run(tmp_path, scenario) == [429, 200, 200]
 
     def test_a_server_that_ends_answers_it(self, tmp_path, held):
         async def scenario(server):

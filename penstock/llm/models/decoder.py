@@ -72,9 +72,11 @@ class Decoder:
             _layer(shape, f"model.layers.{n}", placed, product) for n in range(shape.num_layers)
         ]
         self.norm = placed(NORM)
-        self.head = self.embeddings if shape.is_tied else placed(HEAD)
+        head = self.embeddings if shape.is_tied else placed(HEAD)
         of_logits: MakeProduct = int8_product if on_cpu else Product
-        self._logits = of_logits(self.head, None)
+        self._logits = of_logits(head, None)
+        # What was packed is not kept as it was.
+        self._head = None if on_cpu else head
         self.turns = _turns(shape).to(self.device)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -85,6 +87,12 @@ class Decoder:
             x = x + self._attended(number, layer, x, turns, attend)
             x = x + self._fed(layer, x)
         return self._normed(x, self.norm)
+
+    @property
+    def head(self) -> Tensor:
+        """Of those that are not packed."""
+        assert self._head is not None
+        return self._head
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits(hidden)

@@ -161,7 +161,7 @@ class Run:
         made.elapsed_s = self.elapsed_s
         made.headline = headline(made)
         build = lab.build(choice.finalist.candidate)
-        made.version = evidence.commit(build, made, key, links=True)
+        made.version = evidence.commit(build, made, key)
         made.num_measured = lab.journal.num_measured
         made.num_remembered = lab.journal.num_remembered
         return made
