@@ -61,7 +61,7 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
     with _opened(plan) as subject:
         settings = settings_of(subject.build.config)
         text = read_text(settings.path, is_made_up=False)
-        prompts = read_prompts(plan.data, text, settings.max_length)
+        prompts = read_prompts(plan.data, text, subject.max_length)
         key = run_key(plan, run.machine, subject, prompts)
         with Journal(work_of(plan) / key) as journal:
             placed = _placed(subject, work_of(plan) / key / ORIGINAL / plan.name)
