@@ -4,6 +4,7 @@ processes. What was found is on disk before it is used."""
 from __future__ import annotations
 
 import random
+import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -17,7 +18,7 @@ from penstock.optimizer.accuracy import ALPHA, Judgement, judge
 from penstock.optimizer.budget import Budget
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.llm import likelihoods, text_prompts, text_served, text_trials
+from penstock.optimizer.llm import likelihoods, text_served, text_trials
 from penstock.optimizer.llm.text_prompts import Prompts
 from penstock.optimizer.llm.text_served import TextServers
 from penstock.optimizer.llm.text_subject import TextSubject, build_of
@@ -57,10 +58,9 @@ class TextLab:
         self.search_s: Callable[[], float] = lambda: text_served.SEARCH_S
         self.judge_s: Callable[[], float] = lambda: text_trials.TIMEOUT_S
         self._work = journal.path.parent
-        load = self._work / "prompts.jsonl"
-        text_prompts.write_load(prompts, load)
+        file = self._work / "prompts.jsonl"
         patience_s = text_served.patience_of(plan.slo, prompts.longest_answer)
-        self._servers = TextServers(load, prompts.is_chat, patience_s, self._is_alone())
+        self._servers = TextServers(prompts, file, patience_s, self._is_alone())
 
     def close(self) -> None:
         self._servers.close()
@@ -157,7 +157,7 @@ class TextLab:
         """Prompts with the original's own answers, and what it says of them; kept in a file."""
         path = self._work / REFERENCE
         if path.is_file():
-            with suppress(OSError, ValueError, KeyError):
+            with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
                 return text_trials.read(path)
         texts = [tokens for part in self._judged() for tokens in part]
         draft = path.with_suffix(".draft")

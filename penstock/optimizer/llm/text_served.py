@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.benchmark import pacer, stats
+from penstock.benchmark import plan as bench
 from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.pacer import Closed, Load, Open
 from penstock.benchmark.results import Level
@@ -21,6 +22,7 @@ from penstock.benchmark.targets import TargetSpec
 from penstock.errors import BackendFailed
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.llm.text_prompts import Prompts, write_load
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served
 from penstock.optimizer.served import (
@@ -48,7 +50,7 @@ EXTRA = '{"ignore_eos": true}'
 # Of a measurement of how much is answered at all.
 PROBE_S = 20.0
 # One client alone, to know where rates begin.
-ALONE_S, ALONE_WARM_UP_S = 5.0, 1.0
+ALONE_S = 5.0
 NUM_ROUNDS = 2
 # Of what is left, for searches: the last level of each ends after its time.
 IN_TIME = 0.7
@@ -60,30 +62,34 @@ MIN_REQUESTS, MAX_LEVEL_S = 6, 60.0
 
 
 class TextEndpoint(Endpoint):
-    """Asked over OpenAI's API, each time by prompts in another order."""
+    """Asked over OpenAI's API, in each level by prompts that it has not seen: those of a level are
+    written to `file`."""
 
     probe_s = PROBE_S
     precision = PRECISION
 
-    def __init__(self, build: Build, data: str, is_chat: bool, patience_s: float) -> None:
-        super().__init__(build, data)
-        self._is_chat = is_chat
+    def __init__(self, build: Build, prompts: Prompts, file: Path, patience_s: float) -> None:
+        super().__init__(build, str(file))
+        self._prompts = prompts
         self._patience_s = patience_s
-        self._seeds = itertools.count()
+        # Every server has the same prompts in its levels.
+        self._levels = itertools.count()
 
     def target(self, plan: Plan) -> TargetSpec:
         origin = self.address.partition("/v2/")[0]
         return TargetSpec(
             f"openai+{origin}/v1",
             model=self.build.config.name,
-            api="chat" if self._is_chat else "completions",
+            api="chat" if self._prompts.is_chat else "completions",
             timeout_s=self._patience_s,
             extra=EXTRA,
         )
 
     def inputs(self, plan: Plan) -> InputSpec:
         # The same prompts would be found in the cache of what was computed before.
-        return InputSpec(path=self.data, seed=plan.seed + next(self._seeds))
+        level = next(self._levels)
+        write_load(self._prompts, Path(self.data), level)
+        return InputSpec(path=self.data, seed=plan.seed + level)
 
     def level_s(self, plan: Plan, load: Load) -> float:
         """Longer where hardly a request would come in the time that was asked for."""
@@ -117,8 +123,8 @@ class TextServers:
     """Servers of builds, started when they are asked for. `is_alone`: one at a time, because each
     takes what memory there is. All are stopped by `close`."""
 
-    def __init__(self, data: Path, is_chat: bool, patience_s: float, is_alone: bool) -> None:
-        self._data, self._is_chat, self._patience_s = str(data), is_chat, patience_s
+    def __init__(self, prompts: Prompts, file: Path, patience_s: float, is_alone: bool) -> None:
+        self._prompts, self._file, self._patience_s = prompts, file, patience_s
         self.is_alone = is_alone
         self._stack = ExitStack()
         self._running: dict[Path, TextEndpoint] = {}
@@ -129,7 +135,7 @@ class TextServers:
             return known
         if self.is_alone:
             self.close()
-        endpoint = TextEndpoint(build, self._data, self._is_chat, self._patience_s)
+        endpoint = TextEndpoint(build, self._prompts, self._file, self._patience_s)
         self._running[build.folder] = self._stack.enter_context(endpoint)
         return endpoint
 
@@ -178,15 +184,18 @@ def shown_level(levels: Sequence[Level], rate: Interval) -> Level:
     return rates[max(kept)] if kept else rates[min(rates)]
 
 
+def level_plan(endpoint: TextEndpoint, plan: Plan, load: Load) -> bench.Plan:
+    """Clients that wait for their answers begin with the measurement: after a warm-up, the next
+    request of one whose answer takes longer than the level would be due when it is over."""
+    wanted = bench_plan(endpoint, plan, [load])
+    return replace(wanted, max_warm_up_s=0.0) if isinstance(load, Closed) else wanted
+
+
 def _first_rate(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> float:
     """The SLO's, or as many as one client gets answered that never waits."""
     if plan.slo is not None and plan.slo.rate is not None:
         return plan.slo.rate.per_s
-    alone = replace(
-        bench_plan(endpoint, plan, [Closed(1)]),
-        duration_s=min(ALONE_S, plan.duration_s),
-        max_warm_up_s=ALONE_WARM_UP_S,
-    )
+    alone = replace(level_plan(endpoint, plan, Closed(1)), duration_s=min(ALONE_S, plan.duration_s))
     (level,) = endpoint.measured(alone, watch).levels
     mean_s = stats.histogram(level.windows).mean()
     if not mean_s > 0:
@@ -198,7 +207,7 @@ def _whole(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> Served:
     """Where nothing is promised to single requests: as many as there is room for."""
     rate = saturated(endpoint, plan, watch)
     load = load_of(plan.slo)
-    (level,) = endpoint.measured(bench_plan(endpoint, plan, [load]), watch).levels
+    (level,) = endpoint.measured(level_plan(endpoint, plan, load), watch).levels
     account = Account(endpoint.build.config)
     account.add(level, endpoint.memory_bytes)
     return msgspec.structs.replace(served_of(account, load, plan), max_rate=rate)
@@ -222,7 +231,7 @@ def prove(
             if number and left_s is not None and left_s < MIN_SEARCH_S * len(builds):
                 continue
             endpoint = servers.opened(build)
-            run = endpoint.measured(bench_plan(endpoint, plan, [load]), watch)
+            run = endpoint.measured(level_plan(endpoint, plan, load), watch)
             account.add(run.levels[0], endpoint.memory_bytes)
             account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     found = [served_of(account, load, plan) for account in accounts]
