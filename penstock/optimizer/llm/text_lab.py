@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from penstock.config import CPU
-from penstock.errors import BackendFailed
+from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer.accuracy import ALPHA, Judgement, judge
 from penstock.optimizer.budget import Budget
 from penstock.optimizer.candidates import Build, Candidate
@@ -24,6 +24,7 @@ from penstock.optimizer.llm.text_served import TextServers
 from penstock.optimizer.llm.text_subject import TextSubject, build_of
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served
+from penstock.optimizer.served import repriced
 
 CHOICE, HELD_OUT = "choice", "held out"
 # Prompts of each of the two parts, and the tokens of a prompt that are judged: more would take
@@ -41,6 +42,15 @@ class Scores(msgspec.Struct):
 
     by_metric: dict[str, list[float]]
     num_choice: int
+
+
+class CutShort(PenstockError):
+    """What was found by the time that was left; a run with more of it finds more, so it is not
+    kept."""
+
+    def __init__(self, found: list[Served]) -> None:
+        super().__init__("the time was up")
+        self.found = found
 
 
 class TextLab:
@@ -78,17 +88,15 @@ class TextLab:
     def rated(self, candidate: Candidate, start: float | None) -> Served:
         build = self.build(candidate)
 
-        def measured() -> Served:
-            try:
-                return text_served.rated(
-                    self._servers, build, self.plan, self.watch, start, self.search_s()
-                )
-            finally:
-                # The next one starts alone, and so do all that are measured one by one.
-                self._servers.close()
+        def measured() -> tuple[list[Served], bool]:
+            found, is_through = text_served.rated(
+                self._servers, build, self.plan, self.watch, start, self.search_s()
+            )
+            return [found], is_through
 
         key = candidate.key if start is None else f"{candidate.key} from {start:.4g}"
-        return self.journal.remember("rated", key, Served, measured)
+        (found,) = self._served("rated", key, measured)
+        return found
 
     def prove(
         self,
@@ -99,13 +107,32 @@ class TextLab:
         builds = [self.build(each) for each in candidates]
         key = " ".join(each.key for each in candidates)
 
-        def measured() -> list[Served]:
-            try:
-                return text_served.prove(self._servers, builds, self.plan, self.watch, starts, left)
-            finally:
-                self._servers.close()
+        def measured() -> tuple[list[Served], bool]:
+            return text_served.prove(self._servers, builds, self.plan, self.watch, starts, left)
 
-        return self.journal.remember("proof", key, list[Served], measured, keeps_failure=False)
+        return self._served("proof", key, measured)
+
+    def _served(
+        self, kind: str, key: str, measured: Callable[[], tuple[list[Served], bool]]
+    ) -> list[Served]:
+        """At the price of today. A machine that was busy may not be the next time: failures are
+        not kept."""
+
+        def through() -> list[Served]:
+            try:
+                found, is_through = measured()
+            finally:
+                # The next one starts alone, and so do all that are measured one by one.
+                self._servers.close()
+            if not is_through:
+                raise CutShort(found)
+            return found
+
+        try:
+            found = self.journal.remember(kind, key, list[Served], through, keeps_failure=False)
+        except CutShort as error:
+            found = error.found
+        return [repriced(each, self.plan) for each in found]
 
     def _is_alone(self) -> bool:
         """Whether two servers at once would not have the memory that one has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,7 +38,6 @@ from penstock.optimizer.served import (
     bench_plan,
     curve_of,
     load_of,
-    priced,
     saturated,
     served_of,
 )
@@ -157,24 +157,27 @@ def rated(
     watch: Watch,
     start: float | None,
     search_s: float,
-) -> Served:
+) -> tuple[Served, bool]:
     """Up to the highest rate that keeps the SLO, from `start` on; below that nobody wants to know,
     if one is given. The figures are those of the highest rate that was kept, or else of the lowest
-    that was tried."""
+    that was tried. And whether more time would not have told more."""
     endpoint = servers.opened(build)
     if not has_limits(plan):
-        return _whole(endpoint, plan, watch)
+        return _whole(endpoint, plan, watch), True
     first = start or _first_rate(endpoint, plan, watch)
     search = RateSearch(endpoint, plan, first, search_s, floor=0.999 * (start or 0.0))
+    began = time.monotonic()
     while search.is_open:
         search.step(watch)
+    is_through = search_s >= SEARCH_S or time.monotonic() - began < search_s
     level = shown_level(search.levels, search.rate)
     account = Account(build.config)
     account.add(level, endpoint.memory_bytes)
     account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     found = served_of(account, level.load, plan)
     rate = None if math.isnan(search.rate.value) else search.rate
-    return msgspec.structs.replace(found, max_rate=rate, curve=curve_of(search.levels))
+    found = msgspec.structs.replace(found, max_rate=rate, curve=curve_of(search.levels))
+    return found, is_through
 
 
 def shown_level(levels: Sequence[Level], rate: Interval) -> Level:
@@ -220,9 +223,9 @@ def prove(
     watch: Watch,
     starts: Sequence[float | None],
     left: Callable[[], float | None],
-) -> list[Served]:
+) -> tuple[list[Served], bool]:
     """At the load of the SLO in turns (A B A B), then up to the highest rate of each, in turns too
-    where all may run at once. Rates are left out where there is no time."""
+    where all may run at once. Rates are left out where there is no time; and whether there was."""
     load = load_of(plan.slo)
     accounts = [Account(build.config) for build in builds]
     for number in range(NUM_ROUNDS):
@@ -237,13 +240,16 @@ def prove(
     found = [served_of(account, load, plan) for account in accounts]
     left_s = left()
     search_s = SEARCH_S if left_s is None else min(SEARCH_S, IN_TIME * left_s / len(builds))
-    if search_s < MIN_SEARCH_S or not has_limits(plan):
-        return found
+    if not has_limits(plan):
+        return found, True
+    if search_s < MIN_SEARCH_S:
+        return found, search_s >= SEARCH_S
     searches = _searched(servers, builds, plan, watch, starts, search_s)
-    return [
-        msgspec.structs.replace(priced(each, search.rate, plan), curve=curve_of(search.levels))
+    rated = [
+        msgspec.structs.replace(each, max_rate=search.rate, curve=curve_of(search.levels))
         for each, search in zip(found, searches, strict=True)
     ]
+    return rated, True
 
 
 def _searched(

@@ -104,7 +104,9 @@ def servers(prompts, tmp_path):
 class TestServers:
     def test_one_is_asked_up_to_its_highest_rate(self, build, servers):
         plan = Plan("m", "smol", "out", slo=parse("ttft p99 < 2 s, tpot p99 < 1 s"), duration_s=2.0)
-        found = text_served.rated(servers, build, plan, lambda text: None, 2.0, 0.5)
+        found, is_through = text_served.rated(servers, build, plan, lambda text: None, 2.0, 0.5)
+        # With more time it would have gone on.
+        assert not is_through
         assert servers.opened(build) is servers.opened(build)
         servers.close()
         assert found.max_rate is not None and found.max_rate.value == pytest.approx(2.0)
@@ -124,11 +126,21 @@ class TestServers:
         """A level is over long before an answer is there."""
         slo = parse("ttft p99 < 2 s, tpot p99 < 1 s")
         plan = Plan("m", "smol", "out", slo=slo, duration_s=0.05)
-        found = text_served.rated(servers, build, plan, lambda text: None, None, 0.1)
+        found, _ = text_served.rated(servers, build, plan, lambda text: None, None, 0.1)
         assert found.num_requests > 0
-        (alone,) = text_served.prove(servers, [build], plan, lambda text: None, [None], lambda: 0.0)
+        (alone,), is_through = text_served.prove(
+            servers, [build], plan, lambda text: None, [None], lambda: 0.0
+        )
+        assert alone.max_rate is None and not is_through
         assert alone.load == "concurrency 1" and alone.num_requests == 1
         assert 0.05 < alone.p50.value < 20 and alone.num_failed == 0
+
+    def test_a_search_that_ended_by_itself_needs_no_more_time(self, build, servers):
+        # Kept at no rate, and none below the one given is asked for.
+        slo = parse("ttft p99 < 0.001 ms at 2/s")
+        plan = Plan("m", "smol", "out", slo=slo, duration_s=1.0)
+        found, is_through = text_served.rated(servers, build, plan, lambda text: None, 2.0, 60.0)
+        assert is_through and found.max_rate is None
 
     def test_two_that_may_not_run_at_once_take_turns(self, build, prompts, tmp_path):
         servers = text_served.TextServers(prompts, tmp_path / "load.jsonl", 20.0, is_alone=True)
