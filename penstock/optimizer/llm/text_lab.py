@@ -27,9 +27,9 @@ from penstock.optimizer.results import Served
 from penstock.optimizer.served import repriced
 
 CHOICE, HELD_OUT = "choice", "held out"
-# Prompts of each of the two parts, and the tokens of a prompt that are judged: more would take
-# longer to compute than candidates take to measure.
-MAX_JUDGED, MAX_TOKENS = 24, 192
+# Prompts of each of the two parts, and the tokens of a prompt that are judged, at its beginning and
+# at its end: more would take longer to compute than candidates take to measure.
+MAX_JUDGED, FIRST, LAST = 24, 64, 128
 # Tokens of the original's own answer that are judged with its prompt.
 NUM_NEW = 16
 REFERENCE = "reference.npz"
@@ -150,8 +150,18 @@ class TextLab:
         after = found.by_metric[self.budget.metric]
         place = slice(found.num_choice) if part == CHOICE else slice(found.num_choice, None)
         judged = judge(
-            np.array(before[place]), np.array(after[place]), self.budget, alpha=alpha, part=part
+            np.array(before[place]),
+            np.array(after[place]),
+            self.budget,
+            alpha=alpha,
+            part=part,
+            # Means over the tokens of a text, even where all are 1.
+            is_binary=False,
         )
+        if judged.num_needed is not None and judged.num_needed > MAX_JUDGED:
+            # Nobody is to bring prompts that would not be looked at.
+            judged.num_needed = None
+            judged.text += f", and {MAX_JUDGED} are judged at most"
         means = {
             name: float(np.mean(values[place]))
             for name, values in found.by_metric.items()
@@ -195,11 +205,19 @@ class TextLab:
         return text_trials.read(path)
 
     def _judged(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts to choose by, and those that are held out: the ends of long ones."""
-        distinct = sorted({tuple(each.tokens[-MAX_TOKENS:]) for each in self.prompts.asked})
+        """Prompts to choose by, and those that are held out."""
+        distinct = sorted({shortened(each.tokens) for each in self.prompts.asked})
         random.Random(self.plan.seed).shuffle(distinct)
         texts = [list(each) for each in distinct[: 2 * MAX_JUDGED]]
         if len(texts) < 2:
             raise BackendFailed("two different prompts at least are needed to judge by")
         half = len(texts) // 2
         return texts[:half], texts[half:]
+
+
+def shortened(tokens: Sequence[int]) -> tuple[int, ...]:
+    """A long prompt without its middle: models are used to what is at the beginning, and at the end
+    is what they are to answer."""
+    if len(tokens) <= FIRST + LAST:
+        return tuple(tokens)
+    return (*tokens[:FIRST], *tokens[-LAST:])

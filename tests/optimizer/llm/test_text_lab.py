@@ -11,15 +11,18 @@ from optimizer import made_optimizations as made
 
 from penstock.errors import BackendFailed
 from penstock.llm.text_model import read_text
+from penstock.optimizer import budget
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.llm import likelihoods, text_lab, text_served
+from penstock.optimizer.llm import likelihoods, text_lab, text_served, text_trials
 from penstock.optimizer.llm.text_prompts import read_prompts
 from penstock.optimizer.llm.text_subject import open_text_subject
 from penstock.optimizer.plan import Plan
 from penstock.slo import parse
 
 HALF = Candidate((Step("dtype", {"dtype": "bfloat16"}),))
+# Prompts of both kinds: those that are judged whole, and those that are not.
+LONG = (1, 34)
 SLO = parse("ttft p99 < 5 s, tpot p99 < 2 s")
 
 
@@ -32,21 +35,23 @@ def subject(tmp_path_factory):
 @pytest.fixture
 def opened(subject, tmp_path):
     """A lab of another run on the same journal, each time it is called."""
-    rows = [{"prompt": f"{number} the cat sat", "max_tokens": 4} for number in range(48)]
+    rows = [
+        {"prompt": f"{number} the cat sat " * LONG[number % 2], "max_tokens": 4}
+        for number in range(48)
+    ]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = read_text(str(subject.build.version_folder), is_made_up=False)
     prompts = read_prompts(str(tmp_path / "p.jsonl"), text, subject.max_length)
     labs = []
 
-    def another(price=None, budget=likelihoods.DEFAULT, prompts=prompts):
+    def another(price=None, accuracy=likelihoods.DEFAULT):
         if labs:
             close(labs.pop())
         plan = Plan("m", "smol", "out", slo=SLO, duration_s=1.0, price_per_hour=price)
         journal = Journal(tmp_path / "run")
-        labs.append(text_lab.TextLab(plan, subject, prompts, journal, budget))
+        labs.append(text_lab.TextLab(plan, subject, prompts, journal, accuracy))
         return labs[0]
 
-    another.prompts = prompts
     yield another
     if labs:
         close(labs.pop())
@@ -109,3 +114,48 @@ class TestMeasurements:
             for served in (lab.rated(HALF, None), proven):
                 assert served.cost_per_million == (cost and pytest.approx(cost))
         assert not found.left
+
+
+class TestAccuracy:
+    def test_what_is_just_as_the_original_passes(self, opened):
+        lab = opened(accuracy=budget.parse("agreement drop <= 1 %"))
+        judged = lab.judge(Candidate())
+        assert judged.num_examples == 24 and judged.candidate == 1.0
+        assert judged.is_passed, judged.text
+
+    @pytest.mark.parametrize(
+        ("num", "pair", "is_asked_for"), [(12, [0.0001, 0.0269], True), (24, [0.004, 0.031], False)]
+    )
+    def test_no_more_prompts_are_asked_for_than_are_judged(self, opened, num, pair, is_asked_for):
+        lab = opened()
+        for candidate, kl in ((Candidate(), [0.0, 0.0]), (HALF, pair)):
+            by_metric = {"kl": kl * (num // 2)}
+            scores = text_lab.Scores(by_metric, num)
+            lab.journal.remember(
+                "scores", candidate.key, text_lab.Scores, lambda found=scores: found
+            )
+        judged = lab.judge(HALF)
+        assert not judged.is_passed and "not shown; needs about" in judged.text
+        assert (judged.num_needed is not None) == is_asked_for
+        assert ("24 are judged at most" in judged.text) != is_asked_for
+
+    def test_long_prompts_keep_their_beginning_and_their_end(self, opened, subject):
+        lab = opened()
+        lab.judge(Candidate())
+        texts = text_trials.read(lab.journal.path.with_name(text_lab.REFERENCE)).texts
+        whole = {len(each.tokens): each.tokens for each in lab.prompts.asked}
+        assert min(whole) < text_lab.FIRST + text_lab.LAST < max(whole)
+        prompts = {tuple(text[: -text_lab.NUM_NEW]) for text in texts}
+        for asked in lab.prompts.asked:
+            tokens = asked.tokens
+            if len(tokens) > text_lab.FIRST + text_lab.LAST:
+                tokens = tokens[: text_lab.FIRST] + tokens[-text_lab.LAST :]
+            assert tuple(tokens) in prompts
+
+    @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more"])
+    def test_a_reference_that_cannot_be_read_is_made_again(self, opened, content):
+        lab = opened()
+        path = lab.journal.path.with_name(text_lab.REFERENCE)
+        path.write_bytes(content)
+        assert lab.judge(Candidate()).num_examples == 24
+        assert len(text_trials.read(path).texts) == 48
