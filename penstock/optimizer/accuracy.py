@@ -65,7 +65,7 @@ class Judgement(msgspec.Struct):
     alpha: float
     is_passed: bool
     # When the bound is too wide to decide: about so many examples of this part would be enough;
-    # None: the loss itself is beyond the limit, or it passed.
+    # None: the loss itself is beyond the limit, or it passed, or so many are never judged.
     num_needed: int | None = None
     # "choice" or "held out".
     part: str = "choice"
@@ -82,17 +82,27 @@ def spent_alpha(attempt: int, alpha: float = ALPHA) -> float:
 
 
 def judge(
-    original: Array, candidate: Array, budget: Budget, *, alpha: float = ALPHA, part: str = "choice"
+    original: Array,
+    candidate: Array,
+    budget: Budget,
+    *,
+    alpha: float = ALPHA,
+    part: str = "choice",
+    is_binary: bool | None = None,
 ) -> Judgement:
-    """From one score per example, in the same order. NaN anywhere, or nothing at all: no pass."""
-    problem = _problem(original, candidate, budget)
+    """From one score per example, in the same order. NaN anywhere, or nothing at all: no pass.
+    `is_binary`: whether an example is right or wrong and nothing between; None: as the scores look,
+    which says little where all are 1."""
+    if is_binary is None:
+        is_binary = _are_binary(original, candidate)
+    problem = _problem(original, candidate, budget, is_binary)
     if problem:
         return _not_judged(original, candidate, budget, (alpha, part), problem)
     before, after = (np.asarray(scores, np.float64) for scores in (original, candidate))
     # In what follows a positive loss is bad, whichever way the score goes.
     losses = after - before if budget.is_lower_better else before - after
     scale = abs(float(before.mean())) if budget.is_relative else 1.0
-    judged = _binomial if _are_binary(before, after) else _bootstrap
+    judged = _binomial if is_binary else _bootstrap
     loss_bound, num_needed = judged(losses, before, after, budget, alpha)
     loss = float(losses.mean()) / scale
     is_passed = loss_bound <= budget.limit
@@ -117,7 +127,7 @@ def judge(
     return judgement
 
 
-def _problem(original: Array, candidate: Array, budget: Budget) -> str:
+def _problem(original: Array, candidate: Array, budget: Budget, is_binary: bool) -> str:
     """Why the scores say nothing; empty when they do."""
     if original.ndim != 1 or original.shape != candidate.shape:
         return (
@@ -135,7 +145,7 @@ def _problem(original: Array, candidate: Array, budget: Budget) -> str:
             return f"{listed} scores of the {whose} are not finite"
     if budget.is_relative and not np.any(original.astype(np.float64).mean()):
         return "the original's mean score is 0, of which nothing is a share"
-    if len(original) < MIN_BOOTSTRAP and not _are_binary(original, candidate):
+    if len(original) < MIN_BOOTSTRAP and not is_binary:
         return f"expected at least {MIN_BOOTSTRAP} examples, got {len(original)}"
     return ""
 

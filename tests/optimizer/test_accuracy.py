@@ -208,6 +208,21 @@ def test_differences_without_spread_leave_room_for_what_was_not_seen() -> None:
     assert judge(np.tile(scores, 2), np.tile(scores, 2), Budget("score", 0.01)).is_passed
 
 
+def test_shares_are_not_right_or_wrong_because_all_are_one() -> None:
+    """Of one text, the places that agree: what is perfect must not fare worse than what is not."""
+    agreement, ones = Budget("agreement", 0.01), np.ones(24)
+    once = ones.copy()
+    once[3] = 0.96
+    assert judge(ones, once, agreement).is_passed
+    assert not judge(ones, ones, agreement).is_passed
+    perfect = judge(ones, ones, agreement, is_binary=False)
+    assert perfect.is_passed and perfect.loss_bound == 0
+    kl = Budget("kl", 0.02, is_lower_better=True)
+    assert judge(np.zeros(24), np.zeros(24), kl, is_binary=False).is_passed
+    few = judge(np.ones(9), np.ones(9), agreement, is_binary=False)
+    assert not few.is_passed and "expected at least 10 examples, got 9" in few.text
+
+
 def test_noisy_scores_say_how_many_are_needed() -> None:
     random = np.random.default_rng(9)
     original = random.random(50)

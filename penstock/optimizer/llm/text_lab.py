@@ -4,6 +4,7 @@ processes. What was found is on disk before it is used."""
 from __future__ import annotations
 
 import random
+import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -12,22 +13,23 @@ import numpy as np
 import psutil
 
 from penstock.config import CPU
-from penstock.errors import BackendFailed
+from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer.accuracy import ALPHA, Judgement, judge
 from penstock.optimizer.budget import Budget
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.journal import Journal
-from penstock.optimizer.llm import likelihoods, text_prompts, text_served, text_trials
+from penstock.optimizer.llm import likelihoods, text_served, text_trials
 from penstock.optimizer.llm.text_prompts import Prompts
 from penstock.optimizer.llm.text_served import TextServers
 from penstock.optimizer.llm.text_subject import TextSubject, build_of
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served
+from penstock.optimizer.served import repriced
 
 CHOICE, HELD_OUT = "choice", "held out"
-# Prompts of each of the two parts, and the tokens of a prompt that are judged: more would take
-# longer to compute than candidates take to measure.
-MAX_JUDGED, MAX_TOKENS = 24, 192
+# Prompts of each of the two parts, and the tokens of a prompt that are judged, at its beginning and
+# at its end: more would take longer to compute than candidates take to measure.
+MAX_JUDGED, FIRST, LAST = 24, 64, 128
 # Tokens of the original's own answer that are judged with its prompt.
 NUM_NEW = 16
 REFERENCE = "reference.npz"
@@ -40,6 +42,15 @@ class Scores(msgspec.Struct):
 
     by_metric: dict[str, list[float]]
     num_choice: int
+
+
+class CutShort(PenstockError):
+    """What was found by the time that was left; a run with more of it finds more, so it is not
+    kept."""
+
+    def __init__(self, found: list[Served]) -> None:
+        super().__init__("the time was up")
+        self.found = found
 
 
 class TextLab:
@@ -57,10 +68,9 @@ class TextLab:
         self.search_s: Callable[[], float] = lambda: text_served.SEARCH_S
         self.judge_s: Callable[[], float] = lambda: text_trials.TIMEOUT_S
         self._work = journal.path.parent
-        load = self._work / "prompts.jsonl"
-        text_prompts.write_load(prompts, load)
+        file = self._work / "prompts.jsonl"
         patience_s = text_served.patience_of(plan.slo, prompts.longest_answer)
-        self._servers = TextServers(load, prompts.is_chat, patience_s, self._is_alone())
+        self._servers = TextServers(prompts, file, patience_s, self._is_alone())
 
     def close(self) -> None:
         self._servers.close()
@@ -78,17 +88,15 @@ class TextLab:
     def rated(self, candidate: Candidate, start: float | None) -> Served:
         build = self.build(candidate)
 
-        def measured() -> Served:
-            try:
-                return text_served.rated(
-                    self._servers, build, self.plan, self.watch, start, self.search_s()
-                )
-            finally:
-                # The next one starts alone, and so do all that are measured one by one.
-                self._servers.close()
+        def measured() -> tuple[list[Served], bool]:
+            found, is_through = text_served.rated(
+                self._servers, build, self.plan, self.watch, start, self.search_s()
+            )
+            return [found], is_through
 
         key = candidate.key if start is None else f"{candidate.key} from {start:.4g}"
-        return self.journal.remember("rated", key, Served, measured)
+        (found,) = self._served("rated", key, measured)
+        return found
 
     def prove(
         self,
@@ -99,13 +107,32 @@ class TextLab:
         builds = [self.build(each) for each in candidates]
         key = " ".join(each.key for each in candidates)
 
-        def measured() -> list[Served]:
-            try:
-                return text_served.prove(self._servers, builds, self.plan, self.watch, starts, left)
-            finally:
-                self._servers.close()
+        def measured() -> tuple[list[Served], bool]:
+            return text_served.prove(self._servers, builds, self.plan, self.watch, starts, left)
 
-        return self.journal.remember("proof", key, list[Served], measured, keeps_failure=False)
+        return self._served("proof", key, measured)
+
+    def _served(
+        self, kind: str, key: str, measured: Callable[[], tuple[list[Served], bool]]
+    ) -> list[Served]:
+        """At the price of today. A machine that was busy may not be the next time: failures are
+        not kept."""
+
+        def through() -> list[Served]:
+            try:
+                found, is_through = measured()
+            finally:
+                # The next one starts alone, and so do all that are measured one by one.
+                self._servers.close()
+            if not is_through:
+                raise CutShort(found)
+            return found
+
+        try:
+            found = self.journal.remember(kind, key, list[Served], through, keeps_failure=False)
+        except CutShort as error:
+            found = error.found
+        return [repriced(each, self.plan) for each in found]
 
     def _is_alone(self) -> bool:
         """Whether two servers at once would not have the memory that one has."""
@@ -123,8 +150,18 @@ class TextLab:
         after = found.by_metric[self.budget.metric]
         place = slice(found.num_choice) if part == CHOICE else slice(found.num_choice, None)
         judged = judge(
-            np.array(before[place]), np.array(after[place]), self.budget, alpha=alpha, part=part
+            np.array(before[place]),
+            np.array(after[place]),
+            self.budget,
+            alpha=alpha,
+            part=part,
+            # Means over the tokens of a text, even where all are 1.
+            is_binary=False,
         )
+        if judged.num_needed is not None and judged.num_needed > MAX_JUDGED:
+            # Nobody is to bring prompts that would not be looked at.
+            judged.num_needed = None
+            judged.text += f", and {MAX_JUDGED} are judged at most"
         means = {
             name: float(np.mean(values[place]))
             for name, values in found.by_metric.items()
@@ -157,7 +194,7 @@ class TextLab:
         """Prompts with the original's own answers, and what it says of them; kept in a file."""
         path = self._work / REFERENCE
         if path.is_file():
-            with suppress(OSError, ValueError, KeyError):
+            with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
                 return text_trials.read(path)
         texts = [tokens for part in self._judged() for tokens in part]
         draft = path.with_suffix(".draft")
@@ -168,11 +205,19 @@ class TextLab:
         return text_trials.read(path)
 
     def _judged(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts to choose by, and those that are held out: the ends of long ones."""
-        distinct = sorted({tuple(each.tokens[-MAX_TOKENS:]) for each in self.prompts.asked})
+        """Prompts to choose by, and those that are held out."""
+        distinct = sorted({shortened(each.tokens) for each in self.prompts.asked})
         random.Random(self.plan.seed).shuffle(distinct)
         texts = [list(each) for each in distinct[: 2 * MAX_JUDGED]]
         if len(texts) < 2:
             raise BackendFailed("two different prompts at least are needed to judge by")
         half = len(texts) // 2
         return texts[:half], texts[half:]
+
+
+def shortened(tokens: Sequence[int]) -> tuple[int, ...]:
+    """A long prompt without its middle: models are used to what is at the beginning, and at the end
+    is what they are to answer."""
+    if len(tokens) <= FIRST + LAST:
+        return tuple(tokens)
+    return (*tokens[:FIRST], *tokens[-LAST:])

@@ -21,9 +21,10 @@ from penstock.llm.text import Text
 # Of an answer where a row does not say.
 NUM_NEW = 128
 # Prompts come again under a number of their own: what a server keeps of those it has computed must
-# not answer for it. So many are written.
+# not answer for it. So many are written for a level.
 NUM_SENT = 2048
-MAX_TOLD = 3
+# A number as long as any: prompts have to leave room for it.
+LONGEST_NUMBER = 999_999
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,13 @@ def read_prompts(path: str, text: Text, max_length: int) -> Prompts:
     is_chat = text.has_template
     form = RequestForm(kind="messages" if is_chat else "prompt")
     samples = samples_from_rows(form, read_rows(file), file.name)
+    room = max_length - len(text.encode(_prefix(LONGEST_NUMBER), is_whole=False))
     found: list[Asked] = []
     for sample in samples:
         fields = {name: value for name, value in sample.fields.items() if value}
         tokens = _tokens(text, fields)
         asked = Asked(fields, sample.max_tokens or NUM_NEW, tokens)
-        if tokens and len(tokens) + asked.max_tokens <= max_length:
+        if tokens and len(tokens) + asked.max_tokens <= room:
             found.append(asked)
     if not found:
         raise ConfigError(
@@ -95,12 +97,13 @@ def _text(file: Path, found: Sequence[Asked], num_read: int, is_chat: bool) -> s
     )
 
 
-def write_load(prompts: Prompts, path: Path) -> None:
-    """For the bench. The first time round prompts are as they are."""
+def write_load(prompts: Prompts, path: Path, level: int = 0) -> None:
+    """For the bench. No two levels have a prompt in common; the first time round in the first one,
+    prompts are as they are."""
     encoder = msgspec.json.Encoder()
     num_rounds = max(1, -(-NUM_SENT // len(prompts.asked)))
     with path.open("wb") as file:
-        for number in range(num_rounds):
+        for number in range(level * num_rounds, (level + 1) * num_rounds):
             for asked in prompts.asked:
                 fields = asked.fields if not number else numbered(asked.fields, number)
                 file.write(encoder.encode({**fields, "max_tokens": asked.max_tokens}) + b"\n")
@@ -109,10 +112,14 @@ def write_load(prompts: Prompts, path: Path) -> None:
 def numbered(fields: dict[str, Any], number: int) -> dict[str, Any]:
     """With a number before what the user says: after that nothing is as it was."""
     if "prompt" in fields:
-        return {"prompt": f"({number}) {fields['prompt']}"}
+        return {"prompt": f"{_prefix(number)}{fields['prompt']}"}
     messages = [dict(each) for each in fields["messages"]]
     for message in messages:
         if message["role"] == "user" and isinstance(message["content"], str):
-            message["content"] = f"({number}) {message['content']}"
+            message["content"] = f"{_prefix(number)}{message['content']}"
             break
     return {"messages": messages}
+
+
+def _prefix(number: int) -> str:
+    return f"({number}) "

@@ -39,6 +39,7 @@ from penstock.optimizer.progress import Progress
 from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.run import OPENING, ORIGINAL, WORK, Watch, sweep
+from penstock.optimizer.served import repriced
 from penstock.optimizer.this_machine import read_machine
 
 # Of a budget of time, for the proof; and how much a candidate takes that is worth beginning.
@@ -61,7 +62,7 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
     with _opened(plan) as subject:
         settings = settings_of(subject.build.config)
         text = read_text(settings.path, is_made_up=False)
-        prompts = read_prompts(plan.data, text, settings.max_length)
+        prompts = read_prompts(plan.data, text, subject.max_length)
         key = run_key(plan, run.machine, subject, prompts)
         with Journal(work_of(plan) / key) as journal:
             placed = _placed(subject, work_of(plan) / key / ORIGINAL / plan.name)
@@ -266,16 +267,17 @@ class Run:
             return
         if any(each.max_rate is None for each in found):
             made.notes.append("the highest rates are those of the search, not measured in turns")
-        whole = [_with_rate(*each) for each in zip(found, pair, strict=True)]
+        whole = [_with_rate(*each, self.plan) for each in zip(found, pair, strict=True)]
         made.before, made.after = whole[0], whole[-1]
 
 
-def _with_rate(proven: Served, finalist: Finalist) -> Served:
-    """Where the proof had no time for it, the rate that the search found."""
+def _with_rate(proven: Served, finalist: Finalist, plan: Plan) -> Served:
+    """Where the proof had no time for it, the rate that the search found, and its cost."""
     if proven.max_rate is not None:
         return proven
     found = finalist.served
-    return msgspec.structs.replace(proven, max_rate=found.max_rate, curve=found.curve)
+    proven = msgspec.structs.replace(proven, max_rate=found.max_rate, curve=found.curve)
+    return repriced(proven, plan)
 
 
 def choose(lab: TextLab, findings: Findings) -> Choice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.benchmark import pacer, stats
+from penstock.benchmark import plan as bench
 from penstock.benchmark.inputs import InputSpec
 from penstock.benchmark.pacer import Closed, Load, Open
 from penstock.benchmark.results import Level
@@ -21,6 +23,7 @@ from penstock.benchmark.targets import TargetSpec
 from penstock.errors import BackendFailed
 from penstock.llm.settings import settings_of
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.llm.text_prompts import Prompts, write_load
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served
 from penstock.optimizer.served import (
@@ -35,7 +38,6 @@ from penstock.optimizer.served import (
     bench_plan,
     curve_of,
     load_of,
-    priced,
     saturated,
     served_of,
 )
@@ -48,7 +50,7 @@ EXTRA = '{"ignore_eos": true}'
 # Of a measurement of how much is answered at all.
 PROBE_S = 20.0
 # One client alone, to know where rates begin.
-ALONE_S, ALONE_WARM_UP_S = 5.0, 1.0
+ALONE_S = 5.0
 NUM_ROUNDS = 2
 # Of what is left, for searches: the last level of each ends after its time.
 IN_TIME = 0.7
@@ -60,30 +62,34 @@ MIN_REQUESTS, MAX_LEVEL_S = 6, 60.0
 
 
 class TextEndpoint(Endpoint):
-    """Asked over OpenAI's API, each time by prompts in another order."""
+    """Asked over OpenAI's API, in each level by prompts that it has not seen: those of a level are
+    written to `file`."""
 
     probe_s = PROBE_S
     precision = PRECISION
 
-    def __init__(self, build: Build, data: str, is_chat: bool, patience_s: float) -> None:
-        super().__init__(build, data)
-        self._is_chat = is_chat
+    def __init__(self, build: Build, prompts: Prompts, file: Path, patience_s: float) -> None:
+        super().__init__(build, str(file))
+        self._prompts = prompts
         self._patience_s = patience_s
-        self._seeds = itertools.count()
+        # Every server has the same prompts in its levels.
+        self._levels = itertools.count()
 
     def target(self, plan: Plan) -> TargetSpec:
         origin = self.address.partition("/v2/")[0]
         return TargetSpec(
             f"openai+{origin}/v1",
             model=self.build.config.name,
-            api="chat" if self._is_chat else "completions",
+            api="chat" if self._prompts.is_chat else "completions",
             timeout_s=self._patience_s,
             extra=EXTRA,
         )
 
     def inputs(self, plan: Plan) -> InputSpec:
         # The same prompts would be found in the cache of what was computed before.
-        return InputSpec(path=self.data, seed=plan.seed + next(self._seeds))
+        level = next(self._levels)
+        write_load(self._prompts, Path(self.data), level)
+        return InputSpec(path=self.data, seed=plan.seed + level)
 
     def level_s(self, plan: Plan, load: Load) -> float:
         """Longer where hardly a request would come in the time that was asked for."""
@@ -117,8 +123,8 @@ class TextServers:
     """Servers of builds, started when they are asked for. `is_alone`: one at a time, because each
     takes what memory there is. All are stopped by `close`."""
 
-    def __init__(self, data: Path, is_chat: bool, patience_s: float, is_alone: bool) -> None:
-        self._data, self._is_chat, self._patience_s = str(data), is_chat, patience_s
+    def __init__(self, prompts: Prompts, file: Path, patience_s: float, is_alone: bool) -> None:
+        self._prompts, self._file, self._patience_s = prompts, file, patience_s
         self.is_alone = is_alone
         self._stack = ExitStack()
         self._running: dict[Path, TextEndpoint] = {}
@@ -129,7 +135,7 @@ class TextServers:
             return known
         if self.is_alone:
             self.close()
-        endpoint = TextEndpoint(build, self._data, self._is_chat, self._patience_s)
+        endpoint = TextEndpoint(build, self._prompts, self._file, self._patience_s)
         self._running[build.folder] = self._stack.enter_context(endpoint)
         return endpoint
 
@@ -151,24 +157,27 @@ def rated(
     watch: Watch,
     start: float | None,
     search_s: float,
-) -> Served:
+) -> tuple[Served, bool]:
     """Up to the highest rate that keeps the SLO, from `start` on; below that nobody wants to know,
     if one is given. The figures are those of the highest rate that was kept, or else of the lowest
-    that was tried."""
+    that was tried. And whether more time would not have told more."""
     endpoint = servers.opened(build)
     if not has_limits(plan):
-        return _whole(endpoint, plan, watch)
+        return _whole(endpoint, plan, watch), True
     first = start or _first_rate(endpoint, plan, watch)
     search = RateSearch(endpoint, plan, first, search_s, floor=0.999 * (start or 0.0))
+    began = time.monotonic()
     while search.is_open:
         search.step(watch)
+    is_through = search_s >= SEARCH_S or time.monotonic() - began < search_s
     level = shown_level(search.levels, search.rate)
     account = Account(build.config)
     account.add(level, endpoint.memory_bytes)
     account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     found = served_of(account, level.load, plan)
     rate = None if math.isnan(search.rate.value) else search.rate
-    return msgspec.structs.replace(found, max_rate=rate, curve=curve_of(search.levels))
+    found = msgspec.structs.replace(found, max_rate=rate, curve=curve_of(search.levels))
+    return found, is_through
 
 
 def shown_level(levels: Sequence[Level], rate: Interval) -> Level:
@@ -178,15 +187,18 @@ def shown_level(levels: Sequence[Level], rate: Interval) -> Level:
     return rates[max(kept)] if kept else rates[min(rates)]
 
 
+def level_plan(endpoint: TextEndpoint, plan: Plan, load: Load) -> bench.Plan:
+    """Clients that wait for their answers begin with the measurement: after a warm-up, the next
+    request of one whose answer takes longer than the level would be due when it is over."""
+    wanted = bench_plan(endpoint, plan, [load])
+    return replace(wanted, max_warm_up_s=0.0) if isinstance(load, Closed) else wanted
+
+
 def _first_rate(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> float:
     """The SLO's, or as many as one client gets answered that never waits."""
     if plan.slo is not None and plan.slo.rate is not None:
         return plan.slo.rate.per_s
-    alone = replace(
-        bench_plan(endpoint, plan, [Closed(1)]),
-        duration_s=min(ALONE_S, plan.duration_s),
-        max_warm_up_s=ALONE_WARM_UP_S,
-    )
+    alone = replace(level_plan(endpoint, plan, Closed(1)), duration_s=min(ALONE_S, plan.duration_s))
     (level,) = endpoint.measured(alone, watch).levels
     mean_s = stats.histogram(level.windows).mean()
     if not mean_s > 0:
@@ -198,7 +210,7 @@ def _whole(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> Served:
     """Where nothing is promised to single requests: as many as there is room for."""
     rate = saturated(endpoint, plan, watch)
     load = load_of(plan.slo)
-    (level,) = endpoint.measured(bench_plan(endpoint, plan, [load]), watch).levels
+    (level,) = endpoint.measured(level_plan(endpoint, plan, load), watch).levels
     account = Account(endpoint.build.config)
     account.add(level, endpoint.memory_bytes)
     return msgspec.structs.replace(served_of(account, load, plan), max_rate=rate)
@@ -211,9 +223,9 @@ def prove(
     watch: Watch,
     starts: Sequence[float | None],
     left: Callable[[], float | None],
-) -> list[Served]:
+) -> tuple[list[Served], bool]:
     """At the load of the SLO in turns (A B A B), then up to the highest rate of each, in turns too
-    where all may run at once. Rates are left out where there is no time."""
+    where all may run at once. Rates are left out where there is no time; and whether there was."""
     load = load_of(plan.slo)
     accounts = [Account(build.config) for build in builds]
     for number in range(NUM_ROUNDS):
@@ -222,19 +234,22 @@ def prove(
             if number and left_s is not None and left_s < MIN_SEARCH_S * len(builds):
                 continue
             endpoint = servers.opened(build)
-            run = endpoint.measured(bench_plan(endpoint, plan, [load]), watch)
+            run = endpoint.measured(level_plan(endpoint, plan, load), watch)
             account.add(run.levels[0], endpoint.memory_bytes)
             account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     found = [served_of(account, load, plan) for account in accounts]
     left_s = left()
     search_s = SEARCH_S if left_s is None else min(SEARCH_S, IN_TIME * left_s / len(builds))
-    if search_s < MIN_SEARCH_S or not has_limits(plan):
-        return found
+    if not has_limits(plan):
+        return found, True
+    if search_s < MIN_SEARCH_S:
+        return found, search_s >= SEARCH_S
     searches = _searched(servers, builds, plan, watch, starts, search_s)
-    return [
-        msgspec.structs.replace(priced(each, search.rate, plan), curve=curve_of(search.levels))
+    rated = [
+        msgspec.structs.replace(each, max_rate=search.rate, curve=curve_of(search.levels))
         for each, search in zip(found, searches, strict=True)
     ]
+    return rated, True
 
 
 def _searched(

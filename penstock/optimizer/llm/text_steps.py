@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from penstock.config import CPU
 from penstock.llm.messages import Settings
+from penstock.llm.settings import ON_CPUS, ON_GPUS
 from penstock.optimizer.candidates import Skip, Stage, Step
 from penstock.optimizer.machine import Machine
 from penstock.slo import Latency, Slo
@@ -21,7 +22,6 @@ NEEDED = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "fphp"),
 }
-ONLY_GPUS = ("fp8",)
 # A step of less is mostly spent on what is not a product, one of more holds up those that generate.
 LEAST_TOKENS, MOST_TOKENS = 32, 32_768
 LEAST_SEQUENCES, MOST_SEQUENCES = 4, 1024
@@ -64,8 +64,8 @@ def dtype_offers(
 
 def _nothing_to_gain(dtype: str, device: str, machine: Machine) -> str:
     if device != CPU:
-        return ""
-    if dtype in ONLY_GPUS:
+        return "only CPUs multiply in it" if dtype in ON_CPUS else ""
+    if dtype in ON_GPUS:
         return "only GPUs multiply in it"
     needed = NEEDED.get(dtype, ())
     if needed and not set(needed) & set(machine.isa):

@@ -3,8 +3,10 @@ where the file system can, because weights have gigabytes."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,6 +18,9 @@ from penstock.optimizer import folders
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.subject import SERVED, digest_of
 from penstock.serving.placement import place
+
+if TYPE_CHECKING:
+    from penstock.llm.models.shape import Shape
 
 # Beside the weights: configurations, tokenizers and templates.
 BESIDE = (".json", ".jinja", ".txt", ".model")
@@ -31,6 +36,8 @@ class TextSubject:
     # "Hugging Face, LlamaForCausalLM, 135 M parameters, float32"
     text: str
     num_parameters: int
+    # Tokens of a text that it is served with, prompt and all.
+    max_length: int
 
 
 def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
@@ -42,14 +49,15 @@ def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
         folders.link(file, target / folders.VERSION / name)
     config = folders.write_config(target, _on_device(config, device))
     settings = settings_of(config)
-    num_parameters = _num_parameters(settings.path)
-    size = f"{num_parameters / 1e6:,.0f} M parameters"
+    shape = _shape(settings.path)
+    size = f"{shape.num_parameters / 1e6:,.0f} M parameters"
     return TextSubject(
         Build(Candidate(), target, config),
         kind,
         digest_of(target),
         f"{kind}, {size}, {settings.dtype}",
-        num_parameters,
+        shape.num_parameters,
+        min(settings.max_length, shape.max_length),
     )
 
 
@@ -110,13 +118,13 @@ def _on_device(config: ModelConfig, device: str) -> ModelConfig:
     return config
 
 
-def _num_parameters(path: str) -> int:
+def _shape(path: str) -> Shape:
     """ConfigError for a model that is of no family we serve."""
     from penstock.llm.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(Path(path))
     try:
-        return checkpoint.shape.num_parameters
+        return checkpoint.shape
     finally:
         checkpoint.close()
 
@@ -125,7 +133,9 @@ def build_of(original: Build, candidate: Candidate, target: Path) -> Build:
     """The original with what the candidate's steps set. Made once: builds do not change."""
     if not target.is_dir():
         draft = target.with_name(f".{target.name}.draft") / target.name
-        draft.parent.mkdir(parents=True, exist_ok=True)
+        # Of a run that was killed while it wrote it.
+        shutil.rmtree(draft.parent, ignore_errors=True)
+        draft.parent.mkdir(parents=True)
         folders.write(original, with_steps(original.config, candidate), draft)
         draft.rename(target)
         draft.parent.rmdir()

@@ -72,7 +72,8 @@ def likelihoods(
 
 
 def read(path: Path) -> Texts:
-    with np.load(path, allow_pickle=False) as found:
+    # Opened here: numpy leaves a file open that is none of its own.
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
         lengths = found["lengths"].tolist()
         ends = np.cumsum(lengths)[:-1]
         # Of the first token of a text nobody knows how likely it was.

@@ -59,6 +59,16 @@ def test_what_the_model_cannot_hold_is_left_out_and_told(tmp_path):
         read_prompts(a_file(tmp_path, *rows), PLAIN, 3)
 
 
+def test_what_is_sent_fits_with_its_number(tmp_path):
+    path = a_file(tmp_path, *({"prompt": "the " * num, "max_tokens": 4} for num in range(1, 60)))
+    found = read_prompts(path, PLAIN, 64)
+    assert 0 < len(found.asked) < 59
+    for level in (0, 400):
+        write_load(found, tmp_path / "load.jsonl", level)
+        for line in (tmp_path / "load.jsonl").read_text().splitlines():
+            assert len(PLAIN.encode(json.loads(line)["prompt"])) + 4 <= 64
+
+
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
@@ -85,6 +95,15 @@ def test_the_load_has_no_prompt_twice(tmp_path):
         InputSpec(path=str(tmp_path / "load.jsonl")), RequestForm(kind="prompt"), 0, 1
     )
     assert source.origin.num_examples == NUM_SENT
+
+
+def test_two_levels_have_no_prompt_in_common(tmp_path):
+    found = read_prompts(a_file(tmp_path, {"prompt": "the cat"}, {"prompt": "a mat"}), PLAIN, 200)
+    sent = []
+    for level in range(3):
+        write_load(found, tmp_path / "load.jsonl", level)
+        sent += (tmp_path / "load.jsonl").read_text().splitlines()
+    assert len(sent) == 3 * NUM_SENT == len(set(sent))
 
 
 def test_of_a_chat_the_first_word_of_the_user_is_changed():

@@ -147,6 +147,12 @@ class TestWrongInputs:
         with pytest.raises(ConfigError, match="expected kl, agreement, nll"):
             text_run.optimize(plan, lambda progress: None, "")
 
+    def test_prompts_that_are_longer_than_the_model(self, root, tmp_path):
+        (tmp_path / "x.jsonl").write_text(json.dumps({"prompt": "the " * 300}) + "\n")
+        plan = a_plan(root, data=str(tmp_path / "x.jsonl"))
+        with pytest.raises(ConfigError, match="leaves room for its answer within 256 tokens"):
+            text_run.optimize(plan, lambda progress: None, "")
+
     def test_a_file_of_something_else(self, root, tmp_path):
         (tmp_path / "x.jsonl").write_text('{"image": 3}\n')
         plan = a_plan(root, data=str(tmp_path / "x.jsonl"))

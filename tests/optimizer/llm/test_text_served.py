@@ -1,5 +1,7 @@
 """A tiny language model measured through a real server, and how long is waited for answers."""
 
+from pathlib import Path
+
 import psutil
 import pytest
 
@@ -13,7 +15,7 @@ from penstock.benchmark.stats import Histogram, Interval
 from penstock.llm.text import open_text
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.llm import text_served
-from penstock.optimizer.llm.text_prompts import read_prompts, write_load
+from penstock.optimizer.llm.text_prompts import read_prompts
 from penstock.optimizer.llm.text_subject import build_of, open_text_subject
 from penstock.optimizer.plan import Plan
 from penstock.slo import parse
@@ -43,9 +45,26 @@ def test_an_answer_is_waited_for_as_long_as_the_slo_makes_sense(slo, expected):
         (Open(Flat(0.001)), 60.0),
     ],
 )
-def test_few_requests_are_measured_for_longer(build, load, expected):
-    endpoint = text_served.TextEndpoint(build, "", is_chat=True, patience_s=1.0)
+def test_few_requests_are_measured_for_longer(build, prompts, load, expected, tmp_path):
+    endpoint = text_served.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
     assert endpoint.level_s(Plan("m", "m", "out"), load) == pytest.approx(expected)
+
+
+def test_no_level_has_prompts_of_another(build, prompts, tmp_path):
+    endpoint = text_served.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
+    sent = []
+    for _ in range(3):
+        inputs = endpoint.inputs(Plan("m", "m", "out"))
+        sent.append(set(Path(inputs.path).read_text().splitlines()))
+    assert len(set.union(*sent)) == sum(map(len, sent)) > 3 * len(prompts.asked)
+
+
+def test_a_client_alone_begins_with_the_measurement(build, prompts, tmp_path):
+    """Else, after a warm-up, none of its requests is due in a level that is shorter than one."""
+    endpoint = text_served.TextEndpoint(build, prompts, tmp_path / "load.jsonl", patience_s=1.0)
+    plan = Plan("m", "m", "out")
+    assert text_served.level_plan(endpoint, plan, Closed(1)).max_warm_up_s == 0
+    assert text_served.level_plan(endpoint, plan, Open(Flat(1.0))).max_warm_up_s > 0
 
 
 def a_level(rate):
@@ -68,23 +87,28 @@ def build(tmp_path_factory):
 
 
 @pytest.fixture
-def load(build, tmp_path):
+def prompts(build, tmp_path):
     (tmp_path / "p.txt").write_text("the cat sat\non the mat\n")
     prompts = read_prompts(str(tmp_path / "p.txt"), open_text(build.version_folder, {}), 200)
     assert prompts.is_chat
-    write_load(prompts, tmp_path / "load.jsonl")
-    return tmp_path / "load.jsonl"
+    return prompts
+
+
+@pytest.fixture
+def servers(prompts, tmp_path):
+    found = text_served.TextServers(prompts, tmp_path / "load.jsonl", 20.0, is_alone=False)
+    yield found
+    found.close()
 
 
 class TestServers:
-    def test_one_is_asked_up_to_its_highest_rate(self, build, load):
+    def test_one_is_asked_up_to_its_highest_rate(self, build, servers):
         plan = Plan("m", "smol", "out", slo=parse("ttft p99 < 2 s, tpot p99 < 1 s"), duration_s=2.0)
-        servers = text_served.TextServers(load, is_chat=True, patience_s=20.0, is_alone=False)
-        try:
-            found = text_served.rated(servers, build, plan, lambda text: None, 2.0, 0.5)
-            assert servers.opened(build) is servers.opened(build)
-        finally:
-            servers.close()
+        found, is_through = text_served.rated(servers, build, plan, lambda text: None, 2.0, 0.5)
+        # With more time it would have gone on.
+        assert not is_through
+        assert servers.opened(build) is servers.opened(build)
+        servers.close()
         assert found.max_rate is not None and found.max_rate.value == pytest.approx(2.0)
         assert found.load == "2/s poisson" and found.num_failed == 0 < found.num_requests
         assert found.streams is not None and found.streams.tokens_per_s > 0
@@ -98,8 +122,28 @@ class TestServers:
         assert found.memory_bytes > 1 << 20
         assert not any("penstock" in " ".join(each.cmdline()) for each in children())
 
-    def test_two_that_may_not_run_at_once_take_turns(self, build, load, tmp_path):
-        servers = text_served.TextServers(load, is_chat=True, patience_s=20.0, is_alone=True)
+    def test_answers_that_take_longer_than_a_level_are_measured(self, build, servers):
+        """A level is over long before an answer is there."""
+        slo = parse("ttft p99 < 2 s, tpot p99 < 1 s")
+        plan = Plan("m", "smol", "out", slo=slo, duration_s=0.05)
+        found, _ = text_served.rated(servers, build, plan, lambda text: None, None, 0.1)
+        assert found.num_requests > 0
+        (alone,), is_through = text_served.prove(
+            servers, [build], plan, lambda text: None, [None], lambda: 0.0
+        )
+        assert alone.max_rate is None and not is_through
+        assert alone.load == "concurrency 1" and alone.num_requests == 1
+        assert 0.05 < alone.p50.value < 20 and alone.num_failed == 0
+
+    def test_a_search_that_ended_by_itself_needs_no_more_time(self, build, servers):
+        # Kept at no rate, and none below the one given is asked for.
+        slo = parse("ttft p99 < 0.001 ms at 2/s")
+        plan = Plan("m", "smol", "out", slo=slo, duration_s=1.0)
+        found, is_through = text_served.rated(servers, build, plan, lambda text: None, 2.0, 60.0)
+        assert is_through and found.max_rate is None
+
+    def test_two_that_may_not_run_at_once_take_turns(self, build, prompts, tmp_path):
+        servers = text_served.TextServers(prompts, tmp_path / "load.jsonl", 20.0, is_alone=True)
         other = build_of(build, Candidate((Step("x", {"max_num_seqs": "2"}),)), tmp_path / "smol")
         try:
             first = servers.opened(build)

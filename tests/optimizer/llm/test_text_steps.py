@@ -55,8 +55,10 @@ def test_a_cpu_without_instructions_for_it_tries_no_half():
     assert skipped == ["fp8"] and len(tried) == 4
 
 
-def test_on_a_gpu_eight_bits_and_less():
-    assert offered(GPU, PLAIN) == ([("quantise", each) for each in ("fp8", "int8", "int4")], [])
+@pytest.mark.parametrize("is_exhaustive", [False, True])
+def test_on_a_gpu_only_what_its_engine_takes(is_exhaustive):
+    tried, skipped = offered(GPU, PLAIN, is_exhaustive=is_exhaustive)
+    assert tried == [("quantise", "fp8")] and skipped == ["int8", "int4"]
 
 
 def test_what_is_narrow_already_has_little_left():

@@ -101,6 +101,23 @@ def test_a_build_has_what_its_steps_set(folder, tmp_path):
     assert build_of(original, Candidate(steps), tmp_path / "b" / "smol").config == build.config
 
 
+def test_what_a_killed_run_left_of_a_build_is_written_anew(folder, tmp_path):
+    original = open_text_subject(str(folder), "cpu", tmp_path / "out" / "smol").build
+    half = tmp_path / "b" / ".smol.draft" / "smol" / "1"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    build = build_of(original, DTYPE, tmp_path / "b" / "smol")
+    assert (build.version_folder / "model.safetensors").samefile(folder / "model.safetensors")
+    assert [each.name for each in (tmp_path / "b").iterdir()] == ["smol"]
+
+
+@pytest.mark.parametrize(("asked", "expected"), [({}, 256), ({"penstock.max_model_len": 40}, 40)])
+def test_a_text_is_as_long_as_the_model_and_its_parameters_allow(tmp_path, asked, expected):
+    folder = text_server.write_model(tmp_path, asked)
+    subject = open_text_subject(str(folder), "cpu", tmp_path / "out" / "smol")
+    assert subject.max_length == expected
+
+
 def test_of_two_steps_the_later_counts(folder, tmp_path):
     config = open_text_subject(str(folder), "cpu", tmp_path / "out" / "smol").build.config
     twice = DTYPE.then(Step("dtype", {"dtype": "float16"}))
