@@ -570,7 +570,7 @@ def test_banner_fits_a_terminal_of_80_columns(examples: Path) -> None:
 
 
 def test_slow_loading_is_told(tmp_path: Path) -> None:
-    add_model(tmp_path, "slow", NULL + parameter("null.load_ms", "1500"))
+    add_model(tmp_path, "slow", NULL + parameter("null.load_ms", "4000"))
     add_model(tmp_path, "quick")
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(

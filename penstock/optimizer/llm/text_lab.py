@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from penstock.config import CPU
-from penstock.errors import BackendFailed, PenstockError
+from penstock.errors import BackendFailed
 from penstock.optimizer.accuracy import ALPHA, Judgement, judge
 from penstock.optimizer.budget import Budget
 from penstock.optimizer.candidates import Build, Candidate
@@ -44,7 +44,7 @@ class Scores(msgspec.Struct):
     num_choice: int
 
 
-class CutShort(PenstockError):
+class CutShort(Exception):
     """What was found by the time that was left; a run with more of it finds more, so it is not
     kept."""
 
