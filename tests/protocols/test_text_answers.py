@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import threading
+from functools import partial
 
 import pytest
 
@@ -56,6 +57,24 @@ def run(folder, scenario, max_length=4000):
             return await scenario(server)
 
     return asyncio.run(whole())
+
+
+async def asked_for_long(server):
+    """By somebody who may leave."""
+    data = json.dumps({**MODEL, "prompt": LONG}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(head.encode() + b"\r\n" + data)
+    return writer
+
+
+async def three_at_once(held, server):
+    """Their statuses, the first that is known first; nothing is encoded before."""
+    body = {**MODEL, "prompt": LONG}
+    asked = [asyncio.ensure_future(posted(server, "/v1/completions", body)) for _ in range(3)]
+    done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    held.set()
+    return [each.result()[0] for each in done] + sorted([(await each)[0] for each in waiting])
 
 
 class TestLongTexts:
@@ -128,10 +147,7 @@ class TestLongTexts:
         caplog.set_level("INFO", logger="penstock.requests")
 
         async def scenario(server):
-            data = json.dumps({**MODEL, "prompt": LONG}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
-            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(head.encode() + b"\r\n" + data)
+            writer = await asked_for_long(server)
             await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
             writer.transport.abort()
             await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
@@ -146,13 +162,9 @@ class TestLongTexts:
         """They would keep others waiting, who stayed."""
 
         async def scenario(server):
-            data = json.dumps({**MODEL, "prompt": LONG}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
             writers = []
             for _ in range(NUM_ENCODERS + 3):
-                _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-                writer.write(head.encode() + b"\r\n" + data)
-                writers.append(writer)
+                writers.append(await asked_for_long(server))
                 await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
             for writer in writers:
                 writer.transport.abort()
@@ -166,16 +178,7 @@ class TestLongTexts:
     def test_so_much_and_no_more_waits_for_it(self, tmp_path, held, monkeypatch):
         monkeypatch.setattr(text_model, "MAX_WAITING_SIZE", 2 * len(LONG) + 1)
 
-        async def scenario(server):
-            body = {**MODEL, "prompt": LONG}
-            first = [
-                asyncio.ensure_future(posted(server, "/v1/completions", body)) for _ in range(3)
-            ]
-            done, waiting = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            held.set()
-            return [each.result()[0] for each in done] + [(await each)[0] for each in waiting]
-
-        assert run(tmp_path, scenario) == [429, 200, 200]
+        assert run(tmp_path, partial(three_at_once, held)) == [429, 200, 200]
 
     def test_a_server_that_ends_answers_it(self, tmp_path, held):
         async def scenario(server):
@@ -207,21 +210,10 @@ class TestLongTexts:
         assert run(tmp_path, scenario) == 503
 
     def test_so_many_and_no_more_wait_for_it(self, tmp_path, held):
-        async def scenario(server):
-            body = {**MODEL, "prompt": LONG}
-            first = [
-                asyncio.ensure_future(posted(server, "/v1/completions", body)) for _ in range(3)
-            ]
-            done, waiting = await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            held.set()
-            return [each.result()[0] for each in done] + sorted(
-                [(await each)[0] for each in waiting]
-            )
-
         async def whole():
             limits = {"penstock.max_waiting": "2"}
             async with served(tmp_path, parameters=limits, max_length=4000) as server:
                 async with asyncio.timeout(120):
-                    return await scenario(server)
+                    return await three_at_once(held, server)
 
         assert asyncio.run(whole()) == [429, 200, 200]
