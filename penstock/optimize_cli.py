@@ -141,6 +141,19 @@ class _Command(click.Command):
     "luck.",
 )
 @click.option(
+    "--outputs",
+    metavar="NAME,NAME",
+    help="Outputs whose answers matter; default: all. Name them when others may change, such as "
+    "intermediate tensors that no client reads.",
+)
+@click.option(
+    "--fresh",
+    is_flag=True,
+    default=None,
+    help="Measure everything again instead of resuming an earlier run of the same command. Use it "
+    "after the machine or its load has changed.",
+)
+@click.option(
     "--plan",
     "plan_path",
     metavar="FILE",

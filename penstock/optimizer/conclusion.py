@@ -104,7 +104,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
     found.held_out = choice.held_out
     found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
     found.outcome = _outcome(findings, choice, found)
-    if found.outcome != "met" and found.after is not None:
+    if found.outcome != "kept" and found.after is not None:
         found.binding = goals.binding(found.after, plan.slo)
     found.phases = _phases(lab, findings, found)
     return found
@@ -210,7 +210,7 @@ def _original_does(choice: Choice, found: Optimization) -> bool:
 
 def _outcome(findings: Findings, choice: Choice, found: Optimization) -> str:
     if found.after is not None and found.after.is_met:
-        return "met"
+        return "kept"
     if findings.is_interrupted:
         return "interrupted"
     return "refused" if _is_refused(findings, choice) else "missed"

@@ -45,3 +45,7 @@ class Plan:
     # Longest time to measure one load of one candidate.
     duration_s: float = 10.0
     seed: int = 0
+    # Outputs whose answers matter; empty: all of them.
+    outputs: tuple[str, ...] = ()
+    # Discard what an interrupted run of the same command has measured.
+    is_fresh: bool = False

@@ -185,6 +185,17 @@ def _switch(value: object) -> bool:
     return value
 
 
+def _names(value: object) -> tuple[str, ...]:
+    """A list of texts, or one text with commas."""
+    listed = value.split(",") if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
+        raise ValueError(f"{value!r} is not a list of names")
+    names = tuple(each.strip() for each in listed)
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"{value!r}: names must be distinct and not empty")
+    return names
+
+
 def _seed(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SEED:
         raise ValueError(f"{value!r} is not a whole number from 0 to {MAX_SEED}")
@@ -203,6 +214,8 @@ READERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
     "device": ("device", _device),
     "exhaustive": ("is_exhaustive", _switch),
     "seed": ("seed", _seed),
+    "outputs": ("outputs", _names),
+    "fresh": ("is_fresh", _switch),
 }
 
 assert {field for field, _ in READERS.values()} == {each.name for each in fields(Plan)}

@@ -69,6 +69,15 @@ class Streams(msgspec.Struct):
     tokens_per_s: float
 
 
+class Turn(msgspec.Struct):
+    """One repetition of a measurement."""
+
+    p50_s: float
+    p99_s: float
+    throughput: float
+    goodput: float
+
+
 class Served(msgspec.Struct):
     """Measured through the real serving path, at the load of the SLO."""
 
@@ -97,6 +106,10 @@ class Served(msgspec.Struct):
     gpu_memory_bytes: int = 0
     # None: answers come whole.
     streams: Streams | None = None
+    # Each repetition, in order. Intervals cover their spread.
+    turns: list[Turn] = []
+    # Why these figures cannot be trusted; empty: nothing contradicts them.
+    disturbances: list[str] = []
 
     @property
     def is_met(self) -> bool:
@@ -171,8 +184,13 @@ class Optimization(msgspec.Struct):
     after: Served | None = None
     held_out: Judgement | None = None
     phases: list[Phase] = []
-    # met, missed, refused (the accuracy gate allows nothing), interrupted.
+    # kept, missed, refused (by the accuracy gate), disturbed (the measurements contradict each
+    # other), interrupted.
     outcome: str = ""
+    # What disturbed the measurements, one sentence each.
+    disturbances: list[str] = []
+    # What the accuracy gate did not check, one sentence each.
+    unchecked: list[str] = []
     # The first line of the report.
     headline: str = ""
     # What stands in the way when the SLO is missed: "compute: 71 % of p99".

@@ -148,7 +148,7 @@ def _examples(plan: Plan, subject: Subject) -> Examples:
 def run_key(plan: Plan, machine: Machine, subject: Subject, examples: Examples) -> str:
     """The same model, data, wishes, code, tools and machine: then what a journal says holds."""
     # A price changes what is made of what was measured, and a budget of time how much is.
-    wishes = replace(plan, budget_s=None, out="", price_per_hour=None)
+    wishes = replace(plan, budget_s=None, out="", price_per_hour=None, is_fresh=False)
     parts = [
         str(wishes),
         str(machine),

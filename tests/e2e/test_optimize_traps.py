@@ -263,7 +263,7 @@ def test_an_slo_that_the_original_keeps_ends_it_at_once(draw, tmp_path):
     assert [str(each.candidate) for each in ran.optimization.tries] == ["original"]
     assert "SLO kept by the original" in ran.out
     config, evidence = committed(tmp_path / "models", "m")
-    assert evidence["outcome"] == "met"
+    assert evidence["outcome"] == "kept"
     assert evidence["lineage"]["steps"] == []
 
 

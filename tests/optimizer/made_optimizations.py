@@ -259,7 +259,7 @@ def profile() -> Profile:
     )
 
 
-def met() -> Optimization:
+def kept() -> Optimization:
     return Optimization(
         name="reviews",
         source="hf/minilm-reviews",
@@ -280,7 +280,7 @@ def met() -> Optimization:
         after=served(0.0118, 304.0, 212),
         held_out=judgement(part="held out"),
         phases=phases(),
-        outcome="met",
+        outcome="kept",
         version="1",
         out="models",
         work="models/.optimize/reviews/0123456789abcdef",
@@ -293,7 +293,7 @@ def met() -> Optimization:
 
 
 def missed() -> Optimization:
-    found = met()
+    found = kept()
     found.outcome = "missed"
     found.after = served(0.0268, 151.0, 212)
     found.phases[-1] = Phase("as served: batching → instances", 0.0268, 151.0, 0.910, 0.74, True)
@@ -314,7 +314,7 @@ def served_otherwise() -> Optimization:
 
 
 def refused() -> Optimization:
-    found = met()
+    found = kept()
     found.outcome = "refused"
     for each in found.tries:
         if each.stage in ("quantise", "batching", "instances", "memory"):
@@ -331,7 +331,7 @@ def refused() -> Optimization:
 
 def already_met() -> Optimization:
     """The original keeps the SLO: nothing else was looked at."""
-    found = met()
+    found = kept()
     found.before = found.after = served(0.0142, 240.0, 212)
     found.chosen, found.held_out, found.profile = ORIGINAL, None, None
     found.tries, found.phases, found.skipped = found.tries[:1], [], []
@@ -339,7 +339,7 @@ def already_met() -> Optimization:
 
 
 def without_data() -> Optimization:
-    found = met()
+    found = kept()
     found.notes = ["No data was given: inputs were drawn from the signature, static INT8 and the"]
     found.notes[0] += " accuracy gate were left out."
     found.data_text, found.accuracy_budget, found.held_out = "drawn from the signature", "", None
@@ -360,7 +360,7 @@ def without_data() -> Optimization:
 
 def interrupted() -> Optimization:
     """After two steps: nothing but the original was served."""
-    found = met()
+    found = kept()
     found.outcome = "interrupted"
     found.notes = ["Interrupted: what came later in the sequence was not tried."]
     found.tries, found.phases = found.tries[:4], found.phases[:3]
@@ -463,7 +463,7 @@ def text() -> Optimization:
             Phase(str(DTYPE), 2.1, 2.6, 0.0014, None, True),
             Phase(str(PACE), 1.8, 3.0, 0.0014, None, True),
         ],
-        outcome="met",
+        outcome="kept",
         version="1",
         out="models",
         elapsed_s=300.0,
@@ -472,7 +472,7 @@ def text() -> Optimization:
 
 
 MAKERS = {
-    "met": met,
+    "kept": kept,
     "missed": missed,
     "refused": refused,
     "already-met": already_met,

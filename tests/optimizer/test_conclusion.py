@@ -83,13 +83,13 @@ def chosen(found: Optimization) -> str:
 def test_a_proof_that_confirms_the_choice_is_the_end() -> None:
     lab = MadeLab({"first": 1.0})
     found = concluded(lab, finalist("first", 1.0), finalist("second", 1.0))
-    assert (chosen(found), lab.proven, found.outcome) == ("first", ["first"], "met")
+    assert (chosen(found), lab.proven, found.outcome) == ("first", ["first"], "kept")
 
 
 def test_another_that_kept_the_slo_is_proven_when_the_first_misses() -> None:
     lab = MadeLab({"first": 0.7, "second": 1.0})
     found = concluded(lab, finalist("first", 1.0), finalist("second", 1.0))
-    assert (chosen(found), found.outcome) == ("second", "met")
+    assert (chosen(found), found.outcome) == ("second", "kept")
     assert any("proven once more" in note for note in found.notes)
 
 

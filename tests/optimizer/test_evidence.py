@@ -27,7 +27,7 @@ def build(tmp_path: Path) -> Build:
 @pytest.fixture
 def found(tmp_path: Path) -> Optimization:
     return msgspec.structs.replace(
-        made_optimizations.met(), name="small", out=str(tmp_path / "models")
+        made_optimizations.kept(), name="small", out=str(tmp_path / "models")
     )
 
 

@@ -63,7 +63,7 @@ def test_an_slo_that_the_original_keeps(plan: Plan) -> None:
     """At once, with its proof; and run again nothing is measured, and nothing committed twice."""
     told: list[Progress] = []
     found = run.optimize(plan, told.append, "penstock optimize …")
-    assert found.outcome == "met"
+    assert found.outcome == "kept"
     assert found.chosen is not None and not found.chosen.steps
     assert [str(each.candidate) for each in found.tries] == ["original"]
     assert found.held_out is not None
@@ -89,7 +89,7 @@ def check_evidence(plan: Plan, found: Optimization) -> None:
     assert kept is not None
     assert found.held_out is not None
     assert kept.evidence["slo"] == "p99 < 2s at 20/s poisson"
-    assert kept.evidence["outcome"] == "met"
+    assert kept.evidence["outcome"] == "kept"
     assert kept.evidence["measured"]["p99"]["value"] > 0
     assert kept.evidence["accuracy"]["num_examples"] == found.held_out.num_examples
     assert kept.evidence["lineage"]["steps"] == []

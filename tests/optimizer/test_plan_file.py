@@ -240,3 +240,16 @@ class TestLanguageModels:
             plan_file.make_plan(wishes)
         assert [each for each in caught.value.problems if "slo: 'ttft p99': nothing is" in each]
         assert [each for each in caught.value.problems if "'fast' is not a duration" in each]
+
+
+def test_outputs_are_a_list_or_one_text_with_commas(model: Path) -> None:
+    for listed in (["boxes", "scores"], "boxes, scores"):
+        assert plan_file.make_plan(wishes(model, outputs=listed)).outputs == ("boxes", "scores")
+    for wrong in (["boxes", "boxes"], "boxes,", 3, [1]):
+        with pytest.raises(ConfigError, match="outputs: "):
+            plan_file.make_plan(wishes(model, outputs=wrong))
+
+
+def test_a_fresh_run_is_asked_for(model: Path) -> None:
+    assert not plan_file.make_plan(wishes(model)).is_fresh
+    assert plan_file.make_plan(wishes(model, fresh=True)).is_fresh

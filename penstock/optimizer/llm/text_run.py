@@ -91,7 +91,9 @@ def work_of(plan: Plan) -> Path:
 
 def run_key(plan: Plan, machine: Machine, subject: TextSubject, prompts: Prompts) -> str:
     """The same model, prompts, wishes, tools and machine: then what a journal says holds."""
-    wishes = replace(plan, budget_s=None, out="", price_per_hour=None, model="", data="")
+    wishes = replace(
+        plan, budget_s=None, out="", price_per_hour=None, model="", data="", is_fresh=False
+    )
     parts = [str(wishes), str(machine), subject.digest, prompts.digest, ",".join(DTYPES)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -307,7 +309,7 @@ def _original_does(choice: Choice, made: Optimization) -> bool:
 
 def outcome_of(findings: Findings, choice: Choice, made: Optimization) -> str:
     if made.after is not None and made.after.is_met:
-        return "met"
+        return "kept"
     if findings.is_interrupted:
         return "interrupted"
     judged = [each.accuracy for each in findings.tries if each.accuracy is not None]

@@ -10,8 +10,7 @@ from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.report import wording
 from penstock.optimizer.results import Optimization, Served, Try, Verdict
 
-# met, SLO missed, refused by the accuracy gate, Ctrl-C as shells know it.
-EXIT_CODES = {"met": 0, "missed": 2, "refused": 3, "interrupted": 130}
+EXIT_CODES = {"kept": 0, "missed": 2, "refused": 3, "disturbed": 4, "interrupted": 130}
 
 
 def exit_code(optimization: Optimization) -> int:
@@ -21,16 +20,17 @@ def exit_code(optimization: Optimization) -> int:
 def headline(optimization: Optimization) -> str:
     """What was promised, whether it is kept, what was gained and what that cost."""
     head, details = {
-        "met": _met,
+        "kept": _kept,
         "missed": _missed,
         "refused": _refused,
+        "disturbed": _disturbed,
         "interrupted": _interrupted,
     }[optimization.outcome](optimization)
     text = "; ".join(filter(None, details))
     return f"{head}: {text}" if text else head
 
 
-def _met(optimization: Optimization) -> tuple[str, list[str]]:
+def _kept(optimization: Optimization) -> tuple[str, list[str]]:
     after = _last(optimization)
     kept = "" if after is None else _terms(after, "kept")
     if is_original(optimization):
@@ -62,6 +62,10 @@ def _refused(optimization: Optimization) -> tuple[str, list[str]]:
         reason,
         decisive.text or wording.accuracy(decisive, budget),
     ]
+
+
+def _disturbed(optimization: Optimization) -> tuple[str, list[str]]:
+    return "No verdict: the measurements were disturbed", optimization.disturbances
 
 
 def _interrupted(optimization: Optimization) -> tuple[str, list[str]]:

@@ -16,6 +16,8 @@ from penstock.optimizer.results import Optimization
 
 FORMAT = 1
 EXPECTED = "expected what penstock optimize --json writes"
+# Names in files of earlier versions.
+FORMER_OUTCOMES = {"met": "kept"}
 # What no other file of ours has together.
 FIELDS = {"tries", "outcome", "machine", "format"}
 
@@ -44,6 +46,7 @@ def read_optimization(path: Path) -> Optimization:
     try:
         # Not strict: NaN is written as a word.
         found = msgspec.json.decode(text, type=Optimization, strict=False)
+        found.outcome = FORMER_OUTCOMES.get(found.outcome, found.outcome)
         if found.slo:
             promises.parse(found.slo)
     except msgspec.ValidationError as error:

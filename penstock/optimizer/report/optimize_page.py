@@ -22,7 +22,13 @@ from penstock.optimizer.report.before_after import Row
 from penstock.optimizer.report.tried import Told
 from penstock.optimizer.results import Optimization
 
-OUTCOME_STYLES = {"met": "kept", "missed": "missed", "refused": "missed", "interrupted": "mixed"}
+OUTCOME_STYLES = {
+    "kept": "kept",
+    "missed": "missed",
+    "refused": "missed",
+    "disturbed": "mixed",
+    "interrupted": "mixed",
+}
 STEP_PLOTS = {"rate_steps", "latency_steps", "accuracy_steps", "cost_steps"}
 # Figures of the table that get no card.
 LESS_TOLD = ("p50", "answers/s", "answered in time")

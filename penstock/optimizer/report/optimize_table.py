@@ -16,9 +16,10 @@ from penstock.optimizer.report.tried import Told
 from penstock.optimizer.results import Optimization
 
 HEADLINE_STYLES = {
-    "met": "bold green",
+    "kept": "bold green",
     "missed": "bold red",
     "refused": "bold red",
+    "disturbed": "bold yellow",
     "interrupted": "bold yellow",
 }
 OUTCOME_STYLES = {"kept": "green", "equal": "dim", "slower": "dim", "rejected": "red"}

@@ -84,7 +84,8 @@ def found(root):
 
 
 def test_the_slo_is_kept_and_proven_by_streams(found):
-    assert found.outcome == "met" and found.form == "text" and found.headline.startswith("SLO kept")
+    assert found.outcome == "kept" and found.form == "text"
+    assert found.headline.startswith("SLO kept")
     for served in (found.before, found.after):
         assert served.load == "2/s poisson" and served.is_met
         assert served.streams is not None and served.streams.tokens_per_s > 0
@@ -220,7 +221,7 @@ class TestOutcome:
         findings = findings_of((HALF,))
         kept, original = findings.kept[1], findings.kept[0]
         refused = HeldOut().judge(Candidate((EIGHT,)), "choice", 0.05)
-        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.05) == "met"
+        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.05) == "kept"
         assert self.outcome(findings, text_run.Choice(kept, None, []), 0.2) == "missed"
         assert self.outcome(findings, text_run.Choice(original, None, [refused]), 0.2) == "refused"
         findings.is_interrupted = True

@@ -14,7 +14,7 @@ def by_name(optimization: Optimization) -> dict[str, Row]:
 
 
 def test_every_figure_has_its_range_and_its_change() -> None:
-    found = by_name(made.met())
+    found = by_name(made.kept())
     assert list(found) == [
         "highest rate",
         "p50",
@@ -33,7 +33,7 @@ def test_every_figure_has_its_range_and_its_change() -> None:
 
 
 def test_latency_of_an_overloaded_server_is_compared_with_nothing() -> None:
-    found = made.met()
+    found = made.kept()
     assert found.before is not None and not keeps_up(found.before)
     assert (by_name(found)["p99"].change, by_name(found)["p99"].is_better) == ("overloaded", None)
     found.before.throughput = Interval(199.0, 198.0, 200.0)
@@ -42,14 +42,14 @@ def test_latency_of_an_overloaded_server_is_compared_with_nothing() -> None:
 
 
 def test_a_load_without_a_rate_cannot_be_too_high() -> None:
-    found = made.met()
+    found = made.kept()
     assert found.before is not None
     found.before.load = "concurrency 8"
     assert keeps_up(found.before)
 
 
 def test_ranges_that_overlap_show_no_difference() -> None:
-    found = made.met()
+    found = made.kept()
     assert found.before is not None and found.after is not None
     found.before.max_rate = Interval(300.0, 290.0, 310.0)
     row = by_name(found)["highest rate"]
@@ -81,7 +81,7 @@ def test_what_nobody_knows_has_no_row() -> None:
 
 
 def test_an_original_that_was_chosen_is_no_second_column() -> None:
-    assert has_after(made.met()) and has_after(made.missed())
+    assert has_after(made.kept()) and has_after(made.missed())
     assert not has_after(made.already_met())
     assert not has_after(made.interrupted())
 
@@ -92,7 +92,7 @@ def test_answers_in_pieces_are_told_by_their_tokens() -> None:
     assert str(first.before).startswith("360 ms") and first.change == "2.0x less"
     assert first.is_better and later.is_better
     assert found["tokens/s"].after.text == "60.0/s" and found["tokens/s"].change == ""
-    assert not {"p99 first token", "tokens/s"} & {each.name for each in rows(made.met())}
+    assert not {"p99 first token", "tokens/s"} & {each.name for each in rows(made.kept())}
 
 
 def test_few_long_answers_are_no_overload() -> None:

@@ -8,8 +8,8 @@ from penstock.optimizer.report.first_line import chosen_try, decisive_refusal, e
 from penstock.optimizer.results import Optimization
 
 LINES = {
-    "met": "SLO kept: p99 11.8 ms (11.4-12.2) < 20 ms at 200/s poisson; 3.1x the original's highest"
-    " rate; top1 91.2 % → 91.0 % (loss at most 0.6 points, limit 1 point)",
+    "kept": "SLO kept: p99 11.8 ms (11.4-12.2) < 20 ms at 200/s poisson; 3.1x the original's"
+    " highest rate; top1 91.2 % → 91.0 % (loss at most 0.6 points, limit 1 point)",
     "missed": "SLO missed by 34 %: p99 26.8 ms (26.0-27.6) >= 20 ms at 200/s poisson; what binds is"
     " compute: 71 % of p99; 1.54x the original's highest rate; top1 91.2 % → 91.0 % (loss at most"
     " 0.6 points, limit 1 point)",
@@ -42,13 +42,13 @@ def test_the_line_of_every_end(name: str) -> None:
 @pytest.mark.parametrize(
     ("optimization", "code"),
     [
-        (made.met(), 0),
+        (made.kept(), 0),
         (made.already_met(), 0),
         (made.missed(), 2),
         (made.refused(), 3),
         (made.interrupted(), 130),
     ],
-    ids=["met", "already met", "missed", "refused", "interrupted"],
+    ids=["kept", "already met", "missed", "refused", "interrupted"],
 )
 def test_the_exit_code_says_the_same(optimization: Optimization, code: int) -> None:
     assert exit_code(optimization) == code
@@ -60,7 +60,7 @@ def test_a_choice_that_did_not_have_to_pass_is_no_refusal() -> None:
     found.held_out = made.judgement(0.0, 0.02, part="held out")
     refusal = decisive_refusal(found)
     assert refusal is not None and refusal is not found.held_out
-    kept = made.met()
+    kept = made.kept()
     assert "loss at most" in headline(kept)
     kept.held_out = found.held_out
     assert "limit" not in headline(kept)
@@ -80,7 +80,7 @@ def test_a_refusal_that_more_examples_would_lift_is_told_before_one_that_none_wo
 
 
 def test_without_an_slo_nothing_is_said_to_be_kept() -> None:
-    found = msgspec.structs.replace(made.met(), slo="")
+    found = msgspec.structs.replace(made.kept(), slo="")
     assert found.after is not None
     found.after.verdicts = []
     assert headline(found).startswith("No SLO was given: 3.1x the original's highest rate; ")
@@ -95,7 +95,7 @@ def test_a_term_that_was_not_measured_is_no_kept_one() -> None:
 
 
 def test_an_interrupted_run_that_served_its_best_says_how_that_went() -> None:
-    found = made.met()
+    found = made.kept()
     found.outcome = "interrupted"
     line = headline(found)
     assert line.startswith("Interrupted after 6 min 52 s: the best by then is onnx-export")
@@ -103,7 +103,7 @@ def test_an_interrupted_run_that_served_its_best_says_how_that_went() -> None:
 
 
 def test_the_chosen_may_be_a_try_served_in_its_own_way() -> None:
-    assert chosen_try(made.met()) is not None
+    assert chosen_try(made.kept()) is not None
     found = made.served_otherwise()
     assert chosen_try(found) is found.tries[8]
     assert chosen_try(made.nothing()) is None

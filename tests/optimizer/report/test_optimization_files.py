@@ -60,10 +60,12 @@ def test_what_is_no_optimisation_is_refused_in_words(
 
 def test_a_file_that_was_changed_by_hand_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "made.json"
-    write_optimization(made.met(), path)
+    write_optimization(made.kept(), path)
     whole = path.read_text()
-    path.write_text(whole.replace('"outcome": "met"', '"outcome": "fine"'))
-    with pytest.raises(ConfigError, match="outcome 'fine' is not one of met, missed, refused"):
+    # Of the whole optimisation, not of a step: indented by one.
+    assert '\n "outcome": "kept"' in whole
+    path.write_text(whole.replace('\n "outcome": "kept"', '\n "outcome": "fine"'))
+    with pytest.raises(ConfigError, match="outcome 'fine' is not one of kept, missed, refused"):
         read_optimization(path)
     path.write_text(whole.replace(f'"slo": "{made.SLO}"', '"slo": "p98 < 1ms"'))
     with pytest.raises(ConfigError, match="slo: 'p98 < 1ms': 'p98' is not a term"):
@@ -82,3 +84,10 @@ def test_a_bench_run_is_no_optimisation(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     write_run(made_runs.open_loop(), path)
     assert not is_optimization(path)
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "made.json"
+    write_optimization(made.kept(), path)
+    path.write_text(path.read_text().replace('\n "outcome": "kept"', '\n "outcome": "met"'))
+    assert read_optimization(path).outcome == "kept"

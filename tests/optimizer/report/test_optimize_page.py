@@ -30,7 +30,7 @@ def seen(html: str) -> str:
 @pytest.mark.parametrize(
     ("name", "style"),
     [
-        ("met", "kept"),
+        ("kept", "kept"),
         ("missed", "missed"),
         ("refused", "missed"),
         ("already-met", "kept"),
@@ -50,24 +50,24 @@ def test_the_first_line_is_the_verdict(name: str, style: str) -> None:
 
 
 def test_a_headline_that_was_written_down_is_kept() -> None:
-    found = msgspec.structs.replace(made.met(), headline="SLO kept: by all")
+    found = msgspec.structs.replace(made.kept(), headline="SLO kept: by all")
     assert seen(own_part(found)).count("SLO kept: by all") == 2
 
 
 def test_notes_come_before_all_figures() -> None:
     text = seen(own_part(made.without_data()))
     assert text.index("No data was given: inputs were drawn") < text.index("Before and after")
-    assert "Read this first" not in seen(own_part(made.met()))
+    assert "Read this first" not in seen(own_part(made.kept()))
 
 
 def test_the_page_loads_nothing() -> None:
-    text = own_part(made.met())
+    text = own_part(made.kept())
     assert not re.search(r"""(src|href)\s*=|@import|url\(""", text)
     assert "default-src 'none'" in text
 
 
 def test_names_cannot_become_code() -> None:
-    found = made.met()
+    found = made.kept()
     found.name = found.source = found.source_text = found.command = EVIL
     found.notes = [EVIL]
     found.tries[7].reason = found.tries[8].fallback[0].name = EVIL
@@ -79,7 +79,7 @@ def test_names_cannot_become_code() -> None:
 
 
 def test_every_plot_of_the_page_is_in_its_data() -> None:
-    text = own_part(made.met())
+    text = own_part(made.kept())
     found = re.search(r'<script type="application/json" id="plots">(.*?)</script>', text, re.DOTALL)
     assert found is not None
     plots = json.loads(found[1])
@@ -89,7 +89,7 @@ def test_every_plot_of_the_page_is_in_its_data() -> None:
 
 
 def test_what_was_tried_is_told_by_stage_with_its_gates_and_steps() -> None:
-    text = own_part(made.met())
+    text = own_part(made.kept())
     assert text.count('<tr class="head">') == 12 == text.count("<details><summary>gates")
     assert text.count('class="chip error">rejected<') == 2
     assert text.count('class="chip chosen">chosen<') == 1
@@ -108,7 +108,7 @@ def test_what_was_tried_is_told_by_stage_with_its_gates_and_steps() -> None:
 
 
 def test_layers_of_the_chosen_are_named_or_else_all() -> None:
-    found = made.met()
+    found = made.kept()
     found.tries[7].fallback = found.tries[8].fallback[:1]
     assert own_part(found).count("/encoder/layer.0/attention/query/MatMul") == 1
     found.chosen = made.FUSED
@@ -116,7 +116,7 @@ def test_layers_of_the_chosen_are_named_or_else_all() -> None:
 
 
 def test_record_and_commands() -> None:
-    words = seen(own_part(made.met()))
+    words = seen(own_part(made.kept()))
     for part in (
         "penstock optimize hf/minilm-reviews --data reviews.npz --out models",
         "penstock serve models",
@@ -143,7 +143,7 @@ def test_what_is_not_there_has_no_heading() -> None:
         "Do it again",
         "Record",
     ]
-    assert headings(made.met()) == [
+    assert headings(made.kept()) == [
         "Before and after",
         "Step by step",
         "Speed and accuracy",

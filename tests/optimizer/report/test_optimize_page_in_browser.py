@@ -20,7 +20,7 @@ REST = {"pareto", "curves", "phases", "roofline"}
 @pytest.mark.parametrize(
     ("name", "first", "plots"),
     [
-        ("met", "SLO kept: p99 11.8 ms", STEPS | REST),
+        ("kept", "SLO kept: p99 11.8 ms", STEPS | REST),
         ("unknown-figures", "SLO missed by 34 %: p99 26.8 ms", STEPS | REST),
         ("refused", "Refused by the accuracy gate: nothing keeps", REST),
         ("text", "SLO kept: p99 ttft 180 ms", TEXT),

@@ -20,7 +20,7 @@ def figure(name: str, optimization: Optimization) -> Figure:
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("met", set()),
+        ("kept", set()),
         ("missed", set()),
         ("refused", {"rate_steps", "latency_steps", "accuracy_steps", "cost_steps"}),
         (
@@ -42,7 +42,7 @@ def test_nothing_is_drawn_of_nothing() -> None:
 
 
 def test_a_waterfall_goes_from_each_value_to_the_next() -> None:
-    (trace,) = figure("rate_steps", made.met())["data"]
+    (trace,) = figure("rate_steps", made.kept())["data"]
     assert trace["base"] == [0.0, 98.0, 137.0, 168.0, 255.0, 0.0]
     assert trace["y"] == [98.0, 39.0, 31.0, 87.0, 25.0, 304.0]
     assert trace["marker"]["pattern"]["shape"] == ["", "/", "/", "/", "/", ""]
@@ -50,7 +50,7 @@ def test_a_waterfall_goes_from_each_value_to_the_next() -> None:
 
 
 def test_a_step_that_makes_it_worse_has_the_other_colour() -> None:
-    found = made.met()
+    found = made.kept()
     found.phases[2] = Phase("transformer-fusion", 0.08, 110.0, 0.912, 1.0, False)
     for name in ("rate_steps", "latency_steps", "cost_steps"):
         colours = figure(name, found)["data"][0]["marker"]["color"]
@@ -58,7 +58,7 @@ def test_a_step_that_makes_it_worse_has_the_other_colour() -> None:
 
 
 def test_an_overloaded_original_does_not_make_the_others_too_small_to_see() -> None:
-    found = made.met()
+    found = made.kept()
     drawn = figure("latency_steps", found)
     top = drawn["layout"]["yaxis"]["range"][1]
     assert 61.0 < top < 80.0
@@ -72,14 +72,14 @@ def test_an_overloaded_original_does_not_make_the_others_too_small_to_see() -> N
 
 
 def test_steps_of_one_name_are_two_bars() -> None:
-    found = made.met()
+    found = made.kept()
     found.phases[4].label = "int8-static(calibrator=entropy)"
     (trace,) = figure("rate_steps", found)["data"]
     assert trace["x"][3:] == ["int8-<br>static", "int8-<br>static 2", "as served"]
 
 
 def test_a_step_of_which_nothing_is_known_has_no_bar() -> None:
-    found = made.met()
+    found = made.kept()
     (trace,) = figure("latency_steps", found)["data"]
     assert len(found.phases) == 6 and "int8-<br>static" not in trace["x"]
     assert len(trace["x"]) == len(trace["y"]) == len(trace["marker"]["pattern"]["shape"]) == 5
@@ -87,7 +87,7 @@ def test_a_step_of_which_nothing_is_known_has_no_bar() -> None:
 
 
 def test_accuracy_is_shown_with_its_budget_and_room_around() -> None:
-    drawn = figure("accuracy_steps", made.met())
+    drawn = figure("accuracy_steps", made.kept())
     assert drawn["data"][0]["text"][0] == "91.2 %"
     (line,) = drawn["layout"]["shapes"]
     assert line["y0"] == pytest.approx(90.2)
@@ -96,14 +96,14 @@ def test_accuracy_is_shown_with_its_budget_and_room_around() -> None:
 
 
 def test_a_relative_budget_is_no_line_of_points() -> None:
-    found = made.met()
+    found = made.kept()
     found.accuracy_budget = "top1 drop <= 1 % relative"
     assert figure("accuracy_steps", found)["layout"]["shapes"] == []
     assert figure("pareto", found)["layout"]["yaxis"]["title"] == "top1 lost, % of the original's"
 
 
 def test_a_try_after_the_one_that_lost_accuracy_has_lost_it_too() -> None:
-    found = made.met()
+    found = made.kept()
     losses = {
         str(point.attempt.candidate): round(point.loss, 6) for point in points_of(found, "top1")
     }
@@ -113,12 +113,12 @@ def test_a_try_after_the_one_that_lost_accuracy_has_lost_it_too() -> None:
 
 
 def test_the_front_is_what_no_allowed_one_beats() -> None:
-    front = front_of(points_of(made.met(), "top1"))
+    front = front_of(points_of(made.kept(), "top1"))
     assert [(point.rate, round(point.loss, 6)) for point in front] == [(168.0, 0.0), (304.0, 0.2)]
 
 
 def test_measured_marks_are_solid_and_rejected_ones_say_why() -> None:
-    drawn = {trace["name"]: trace for trace in figure("pareto", made.met())["data"]}
+    drawn = {trace["name"]: trace for trace in figure("pareto", made.kept())["data"]}
     assert drawn["kept"]["marker"]["symbol"][0] == "circle"
     assert drawn["kept"]["marker"]["symbol"][1] == "circle-open"
     (hover,) = drawn["rejected by a gate"]["customdata"]
@@ -127,7 +127,7 @@ def test_measured_marks_are_solid_and_rejected_ones_say_why() -> None:
 
 
 def test_names_are_not_obeyed_as_tags() -> None:
-    found = made.met()
+    found = made.kept()
     found.tries[7].reason = found.phases[1].label = "<a href=x>"
     drawn = {trace["name"]: trace for trace in figure("pareto", found)["data"]}
     assert "<a" not in drawn["rejected by a gate"]["customdata"][0]
@@ -136,7 +136,7 @@ def test_names_are_not_obeyed_as_tags() -> None:
 
 
 def test_curves_are_before_and_after_with_the_promise() -> None:
-    drawn = figure("curves", made.met())
+    drawn = figure("curves", made.kept())
     assert [trace["name"] for trace in drawn["data"]] == [
         "original p50",
         "original p99",
@@ -151,11 +151,11 @@ def test_curves_are_before_and_after_with_the_promise() -> None:
 
 
 def test_the_time_of_a_request_is_drawn_by_phase() -> None:
-    drawn = figure("phases", made.met())
+    drawn = figure("phases", made.kept())
     queue = next(trace for trace in drawn["data"] if trace["name"] == "queue")
     assert queue["x"] == pytest.approx([123.0, 3.54])
     assert queue["y"][1].startswith("chosen<br>")
-    found = made.met()
+    found = made.kept()
     assert found.after is not None
     found.after.phases = {"compute": 0.001, "decrypt": 0.0005}
     drawn = figure("phases", found)
@@ -175,4 +175,4 @@ def test_rates_of_a_language_model_are_drawn_against_first_tokens_and_the_others
         assert "SLO: p99" in figure["layout"]["annotations"][0]["text"]
     assert found["tpot_curves"][0]["data"][1]["y"] == pytest.approx([48.0, 60.0, 240.0])
     assert found["phases"] == found["curves"] == [None] and found["rate_steps"][0] is not None
-    assert not {"ttft_curves", "tpot_curves"} & optimize_plots.figures_of(made.met()).keys()
+    assert not {"ttft_curves", "tpot_curves"} & optimize_plots.figures_of(made.kept()).keys()

@@ -36,7 +36,7 @@ def test_notes_follow_at_once() -> None:
 
 
 def test_before_and_after_and_the_steps() -> None:
-    rows = rows_of(made.met())
+    rows = rows_of(made.kept())
     assert ["p99", "410", "ms", "(398-422)", "11.8", "ms", "(11.4-12.2)", "overloaded"] in rows
     assert ["memory", "620", "MiB", "212", "MiB", "2.9x", "less"] in rows
     assert ["original", "98.0/s", "410", "ms", "91.2", "%", "1.13"] in rows
@@ -45,7 +45,7 @@ def test_before_and_after_and_the_steps() -> None:
 
 
 def test_what_lost_and_why() -> None:
-    text = text_of(made.met())
+    text = text_of(made.kept())
     assert "built FP32: no MatMul is quantised" in text
     assert "0.9x the rate of the best" in text
     # What was kept is no loser.
@@ -57,7 +57,7 @@ def test_what_lost_and_why() -> None:
 
 
 def test_the_end_names_layers_version_and_the_next_step() -> None:
-    text = text_of(made.met())
+    text = text_of(made.kept())
     assert "kept in float  /encoder/layer.0/attention/query/MatMul, /classifier/Gemm" in text
     assert "next           INT8 MatMul: at most 2.4x" in text
     assert "not tried      torch-compile, half(datatype=FP16)" in text
@@ -74,13 +74,13 @@ def test_what_is_not_known_is_a_dash() -> None:
 
 
 def test_figures_fit_an_ordinary_terminal() -> None:
-    text = text_of(made.met(), width=80)
+    text = text_of(made.kept(), width=80)
     assert "…" not in text
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_names_are_not_obeyed_as_markup() -> None:
-    found = msgspec.structs.replace(made.met(), out="[red]models[/red]")
+    found = msgspec.structs.replace(made.kept(), out="[red]models[/red]")
     found.tries[2].reason = "[bold]no[/bold]"
     assert "[red]models[/red]" in text_of(found) and "[bold]no[/bold]" in text_of(found)
 

@@ -28,7 +28,7 @@ def test_settings_cannot_become_code() -> None:
 
 
 def test_the_script_imports_only_what_exists() -> None:
-    tree = ast.parse(reproduce.build_code(made.met(), made.CHOSEN))
+    tree = ast.parse(reproduce.build_code(made.kept(), made.CHOSEN))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert len(imports) == 8
     for node in imports:
@@ -40,7 +40,7 @@ def test_the_script_imports_only_what_exists() -> None:
 
 
 def test_the_script_has_the_wishes_that_a_build_depends_on() -> None:
-    found = made.met()
+    found = made.kept()
     found.command = "penstock optimize m.onnx --data d.npz --labels=y --seed 3 --slo 'p99 < 1ms'"
     found.command += " --preprocess code:encode --postprocess=code:name"
     found.source = "it's.onnx"
@@ -60,7 +60,7 @@ def test_the_script_has_the_wishes_that_a_build_depends_on() -> None:
 
 
 def test_files_of_a_candidate_that_was_kept() -> None:
-    found = made.met()
+    found = made.kept()
     assert reproduce.files(found, made.CHOSEN) == f"{found.work}/builds/{made.CHOSEN.key}"
     assert reproduce.files(found, made.ORIGINAL) == f"{found.work}/original"
     found.work = ""
@@ -68,7 +68,7 @@ def test_files_of_a_candidate_that_was_kept() -> None:
 
 
 def test_commands_serve_the_version_and_measure_it_with_the_same_data_and_slo() -> None:
-    found = made.met()
+    found = made.kept()
     found.command = "penstock optimize m.onnx --data 'my data.npz' --data-name=x --out models"
     serve, bench, rate = map(shlex.split, reproduce.bench_commands(found).splitlines())
     assert serve == ["penstock", "serve", "models"]

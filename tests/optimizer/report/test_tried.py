@@ -16,11 +16,11 @@ from penstock.optimizer.report.tried import (
 
 
 def told(stage: str, index: int = 0) -> Told:
-    return dict(by_stage(made.met()))[stage][index]  # type: ignore[index]
+    return dict(by_stage(made.kept()))[stage][index]  # type: ignore[index]
 
 
 def test_stages_are_in_their_order_and_empty_ones_are_left_out() -> None:
-    assert [stage for stage, _ in by_stage(made.met())] == [
+    assert [stage for stage, _ in by_stage(made.kept())] == [
         "baseline",
         "compile",
         "precision",
@@ -29,7 +29,7 @@ def test_stages_are_in_their_order_and_empty_ones_are_left_out() -> None:
         "instances",
         "memory",
     ]
-    found = made.met()
+    found = made.kept()
     found.tries = found.tries[8:0:-4]
     assert [stage for stage, _ in by_stage(found)] == ["compile", "quantise"]
 
@@ -40,7 +40,7 @@ def test_a_try_is_told_with_its_last_step_and_all_of_them() -> None:
     assert found.candidate.startswith("onnx-export → transformer-fusion(heads=12) → int8-static(")
     assert (found.outcome, found.reason) == ("rejected", "top1 may lose 4.4 points")
     assert (found.accuracy, found.rate, found.p99) == ("88.1 %", "≈ 262/s", "-")
-    assert [each.is_chosen for _, group in by_stage(made.met()) for each in group].count(True) == 1
+    assert [each.is_chosen for _, group in by_stage(made.kept()) for each in group].count(True) == 1
     assert told("instances").is_chosen and told("instances").rate == "304/s"
 
 

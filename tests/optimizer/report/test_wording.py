@@ -85,7 +85,7 @@ def test_spans_of_a_run(seconds: float, text: str) -> None:
 
 
 def test_the_metric_is_known_from_the_budget_before_anything_was_judged() -> None:
-    assert wording.metric_of(made.met()) == "top1"
+    assert wording.metric_of(made.kept()) == "top1"
     assert wording.metric_of(made.interrupted()) == "top1"
     assert wording.metric_of(made.without_data()) == ""
 
@@ -98,11 +98,11 @@ def test_labels_of_steps_without_their_settings() -> None:
 
 
 def test_the_place_of_a_version() -> None:
-    assert wording.place(made.met()) == "models/reviews/1"
+    assert wording.place(made.kept()) == "models/reviews/1"
     assert wording.place(made.interrupted()) == ""
 
 
 @pytest.mark.parametrize("out", ["models", "models/"])
 def test_where_the_version_is(out: str) -> None:
-    found = msgspec.structs.replace(made.met(), out=out, name="digits", version="3")
+    found = msgspec.structs.replace(made.kept(), out=out, name="digits", version="3")
     assert wording.place(found) == "models/digits/3"
