@@ -14,9 +14,12 @@ import numpy as np
 
 from penstock.types import Array
 
-# A column whose range is a smaller share than this of the output's median magnitude is rounding
-# noise around a constant; its differences are measured against this share instead.
+# A column whose range is a smaller share than this of its own largest magnitude, or of the output's
+# median magnitude, is rounding noise around a constant; its differences are measured against this
+# share instead.
 FLOOR = 1e-3
+# The same of the output's largest magnitude: zeros among numbers are zeros up to rounding.
+TINY = 1e-6
 
 
 def column_differences(before: Array, after: Array) -> Array:
@@ -32,15 +35,17 @@ def column_differences(before: Array, after: Array) -> Array:
 
 def column_scales(table: Array) -> Array:
     """Return the scale of each column of a table: its range over all finite values (its largest
-    magnitude where the range is 0), but at least `FLOOR` of the table's median magnitude."""
+    magnitude where the range is 0), but at least `FLOOR` of its own largest magnitude and of the
+    table's median magnitude, and `TINY` of the table's largest."""
     is_finite = np.isfinite(table)
     magnitudes = np.abs(np.where(is_finite, table, 0.0))
     lows = np.where(is_finite, table, np.inf).min(axis=0, initial=np.inf)
     highs = np.where(is_finite, table, -np.inf).max(axis=0, initial=-np.inf)
     ranges = np.subtract(highs, lows, out=np.zeros_like(lows), where=lows < highs)
-    own = np.where(ranges > 0, ranges, magnitudes.max(axis=0, initial=0.0))
-    floor = FLOOR * float(np.median(magnitudes[is_finite])) if is_finite.any() else 0.0
-    scales: Array = np.maximum(own, floor)
+    largest = magnitudes.max(axis=0, initial=0.0)
+    own = np.maximum(np.where(ranges > 0, ranges, largest), FLOOR * largest)
+    median = float(np.median(magnitudes[is_finite])) if is_finite.any() else 0.0
+    scales: Array = np.maximum(own, max(FLOOR * median, TINY * largest.max(initial=0.0)))
     return scales
 
 

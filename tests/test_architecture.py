@@ -155,7 +155,6 @@ WITHOUT_OWN_TEST = {
     "optimizer/machine.py": "values only; tests/optimizer/test_this_machine.py reads them",
     "optimizer/llm/__init__.py": "empty",
     "optimizer/llm/likelihood_child.py": "tests/optimizer/llm/test_text_trials.py starts it",
-    "optimizer/lab.py": "tests/optimizer/test_optimizer_run.py asks it",
     "optimizer/search.py": "tests/optimizer/test_optimizer_search.py, whose name was taken",
     "optimizer/run.py": "tests/optimizer/test_optimizer_run.py, whose name was taken",
     "optimizer/plan.py": "values only; tests/optimizer/test_plan_file.py makes them",

@@ -11,6 +11,10 @@ candidate that loses exactly the limit passes with a probability of at most alph
 
 Other scores: BCa bootstrap of the mean difference, and no less than Student's t gives; where few
 examples differ at all, no less than if each differed by as much as scores do.
+
+Outputs that the score does not read are checked one by one (`output_checks`), and each must pass.
+A lossless step whose answers equal the original's within rounding on all held-out examples needs no
+bound on unseen ones, but its scores must not fall by more than the limit either.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ import numpy as np
 
 from penstock.optimizer.binomial import lower_limit, upper_limit
 from penstock.optimizer.budget import ERRORS, Budget
+from penstock.optimizer.numerics import Numerics
+from penstock.optimizer.output_checks import OutputCheck
 from penstock.types import Array
 
 ALPHA = 0.05
@@ -45,6 +51,7 @@ MAX_NEEDED = 10_000_000
 BINOMIAL = "exact binomial on discordant pairs"
 BOOTSTRAP = "paired BCa bootstrap"
 NOT_JUDGED = "not judged"
+EQUAL_ANSWERS = "answers equal within rounding"
 
 
 class Judgement(msgspec.Struct):
@@ -71,6 +78,8 @@ class Judgement(msgspec.Struct):
     part: str = "choice"
     # One sentence, as the journal and the report show it.
     text: str = ""
+    # Outputs that the score does not read.
+    outputs: list[OutputCheck] = []
 
 
 def spent_alpha(attempt: int, alpha: float = ALPHA) -> float:
@@ -125,6 +134,34 @@ def judge(
     is_share = budget.metric not in ERRORS and _is_share(before) and _is_share(after)
     judgement.text = _text(judgement, budget, is_share)
     return judgement
+
+
+def with_outputs(judgement: Judgement, checks: list[OutputCheck]) -> Judgement:
+    """The same with the outputs that the score does not read: it passes only if all of them do."""
+    problems = [each.problem for each in checks if each.problem]
+    text = judgement.text
+    if problems:
+        text = f"{'; '.join(problems)} ({text})"
+    return msgspec.structs.replace(
+        judgement,
+        outputs=checks,
+        is_passed=judgement.is_passed and not problems,
+        num_needed=None if problems else judgement.num_needed,
+        text=text,
+    )
+
+
+def with_equality(judgement: Judgement, numerics: Numerics) -> Judgement:
+    """The same for a lossless step, from its answers to the examples of this part. Answers that
+    differ beyond rounding block it. Where the score alone shows no loss beyond the limit and there
+    are only too few examples for its bound, equal answers are enough."""
+    if numerics.problems:
+        text = f"{'; '.join(numerics.problems)} ({judgement.text})"
+        return msgspec.structs.replace(judgement, is_passed=False, num_needed=None, text=text)
+    if judgement.is_passed or not judgement.loss < judgement.limit:
+        return judgement
+    text = f"{EQUAL_ANSWERS} on all {judgement.num_examples:,} examples ({judgement.text})"
+    return msgspec.structs.replace(judgement, is_passed=True, method=EQUAL_ANSWERS, text=text)
 
 
 def _problem(original: Array, candidate: Array, budget: Budget, is_binary: bool) -> str:

@@ -11,12 +11,13 @@ from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.examples import num_to_bring
-from penstock.optimizer.lab import HELD_OUT, Lab
+from penstock.optimizer.lab import HELD_OUT, OF_SERVING, Lab
 from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.search import Finalist, Findings, Search
 
 # Servers have to start, and each is measured twice.
 MIN_LEFT_S = 20.0
+MEMORY = "memory"
 
 
 @dataclass(slots=True)
@@ -35,30 +36,26 @@ def choose(lab: Lab, findings: Findings) -> Choice:
         choice = _admitted(lab, finalist, refused)
         if choice is not None:
             return choice
-    raise AssertionError("the original is a finalist, and lossless")
+    raise AssertionError("the original is a finalist, and equals itself")
 
 
 def _admitted(lab: Lab, finalist: Finalist, refused: dict[str, Judgement]) -> Choice | None:
-    """None, and one more that is refused, where the held-out part does not allow it."""
+    """None, and one more that is refused, where the held-out part does not allow it. That holds for
+    every step, whatever it claims: only the original needs no leave."""
+    if lab.examples is None:
+        return Choice(finalist, None, refused)
     contender = finalist.contender
-    if lab.examples is None or not contender.is_lossy:
-        return Choice(finalist, _for_the_record(lab, finalist), refused)
     key = contender.candidate.key
     if key in refused:
         # The same model, served in another way.
         return None
-    judgement = lab.judge(contender.build, HELD_OUT, spent_alpha(len(refused)))
-    if judgement.is_passed:
+    judge = lab.judge if contender.is_lossy else lab.judge_lossless
+    # As it would be served: batches and padding are part of what users get.
+    judgement = judge(finalist.build, HELD_OUT, spent_alpha(len(refused)))
+    if judgement.is_passed or not finalist.build.candidate.steps:
         return Choice(finalist, judgement, refused)
     refused[key] = judgement
     return None
-
-
-def _for_the_record(lab: Lab, finalist: Finalist) -> Judgement | None:
-    """What loses nothing by its making needs no gate; its score is told all the same."""
-    if lab.examples is None:
-        return None
-    return lab.judge(finalist.contender.build, HELD_OUT)
 
 
 def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimization:
@@ -95,19 +92,37 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
     if _original_does(choice, found):
         found.notes.append("measured in turns, the original does as well as what was chosen")
         choice.finalist = next(one for one in findings.finalists if not one.build.candidate.steps)
-        choice.held_out = _for_the_record(lab, choice.finalist)
+        original = _admitted(lab, choice.finalist, choice.refused)
+        choice.held_out = None if original is None else original.held_out
         found.after = found.before
     found.chosen = choice.finalist.build.candidate
     for each in findings.tries:
         if each.candidate == found.chosen and each.served is not None:
             each.outcome = "kept"
     found.held_out = choice.held_out
+    found.unchecked = lab.unchecked
+    _note_refused(findings, choice)
     found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
     found.outcome = _outcome(findings, choice, found)
     if found.outcome != "kept" and found.after is not None:
         found.binding = goals.binding(found.after, plan.slo)
     found.phases = _phases(lab, findings, found)
     return found
+
+
+def _note_refused(findings: Findings, choice: Choice) -> None:
+    """What the held-out part refused is told as such, and no longer as kept."""
+    for each in findings.tries:
+        judgement = choice.refused.get(_model(each.candidate).key)
+        if judgement is not None:
+            each.outcome, each.reason = "rejected", f"on held-out examples: {judgement.text}"
+
+
+def _model(candidate: Candidate) -> Candidate:
+    """Without the last steps that only say how it is served."""
+    while candidate.steps and candidate.steps[-1].pass_name in (*OF_SERVING, MEMORY):
+        candidate = candidate.parent
+    return candidate
 
 
 def _clipped(lab: Lab, choice: Choice) -> list[str]:

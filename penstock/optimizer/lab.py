@@ -40,6 +40,7 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Answers, Numerics
+from penstock.optimizer.output_checks import OutputCheck, check_outputs
 from penstock.optimizer.passes import Workshop, int8_static
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.profile.profiler import profile_build
@@ -53,7 +54,7 @@ from penstock.types import Array
 
 # Rows on which every candidate's answers are compared with the original's, number by number.
 NUM_COMPARED = 64
-# Rounding of another order of operations, as a share of an output's largest value.
+# Rounding of another order of operations, as a share of the range of an output's column.
 TOLERANCE = 1e-3
 # On a GPU the original convolves in TF32 already, and another kernel rounds other numbers.
 TF32_TOLERANCE = 5e-3
@@ -73,16 +74,25 @@ MIN_FREE = 0.75
 # Passes after which the model is the same, and only served in another way.
 OF_SERVING = ("batching", "instances")
 NO_DATA = (
-    "no data was given: inputs are drawn from the signature, nothing is quantised, and answers are "
-    "compared with the original's on made-up inputs only"
+    "accuracy was not checked: without --data, answers are compared on random inputs only, and "
+    "steps that may change answers are skipped"
 )
 ONLY_AGREEMENT = (
-    "there are no labels: candidates are judged by how often they agree with the original, which "
-    "says nothing about how right either is"
+    "correctness was not checked: without labels or --eval, answers are only compared with the "
+    "original's"
 )
 
 Row = Mapping[str, Array]
 T = TypeVar("T")
+
+
+class Evaluation(msgspec.Struct):
+    """One build on one part of the examples: a score for each, and the outputs one by one."""
+
+    scores: list[float]
+    outputs: list[OutputCheck]
+    # The outputs that the score reads.
+    reads: list[str]
 
 
 class KeptLayers(msgspec.Struct):
@@ -104,6 +114,8 @@ class Lab:
         self.subject = subject
         self.journal = journal
         self.notes: list[str] = []
+        # What the accuracy gate does not check.
+        self.unchecked: list[str] = []
         self.watch: Callable[[str], None] = lambda doing: None
         # Until the search must end; None: as long as it takes.
         self.left_s: Callable[[], float | None] = lambda: None
@@ -308,12 +320,17 @@ class Lab:
         def compare() -> Numerics:
             original = self._model_answers
             found = self.answers(_of_the_model(build), self.compared)
-            exact = TF32_TOLERANCE if self.original.config.uses_gpu else TOLERANCE
-            tolerance = exact if is_exact else None
-            return numerics.compare(original, found, tolerance=tolerance)
+            tolerance = self._tolerance if is_exact else None
+            # With a postprocessing function, --outputs are the function's and not the model's.
+            names = () if build.config.postprocess else self.plan.outputs
+            return numerics.compare(original, found, tolerance=tolerance, names=names)
 
         self.watch("numerics")
         return self.journal.remember("numerics", build.candidate.key, Numerics, compare)
+
+    @property
+    def _tolerance(self) -> float:
+        return TF32_TOLERANCE if self.original.config.uses_gpu else TOLERANCE
 
     @property
     def compared(self) -> tuple[int, ...]:
@@ -359,9 +376,25 @@ class Lab:
     # Accuracy.
 
     def judge(self, build: Build, part: str, alpha: float = accuracy.ALPHA) -> Judgement:
-        """The gate, on one part of the examples."""
-        original, found = self._scores(self.original, part), self._scores(build, part)
-        return accuracy.judge(original, found, self.budget, alpha=alpha, part=part)
+        """The gate, on one part of the examples: the score, and every output it does not read."""
+        original, found = self._evaluated(self.original, part), self._evaluated(build, part)
+        before, after = np.array(original.scores), np.array(found.scores)
+        judgement = accuracy.judge(before, after, self.budget, alpha=alpha, part=part)
+        return accuracy.with_outputs(judgement, found.outputs)
+
+    def judge_lossless(self, build: Build, part: str, alpha: float) -> Judgement:
+        """The gate for a step that claims to change nothing: answers are also compared number by
+        number on all examples of the part."""
+
+        def compare() -> Numerics:
+            self.watch(f"numerics, {part}")
+            original, found = self.original_answers(part), self.answers(build, self._indices(part))
+            names = self.plan.outputs
+            return numerics.compare(original, found, tolerance=self._tolerance, names=names)
+
+        key = f"{build.candidate.key} {part}"
+        equality = self.journal.remember("numerics of part", key, Numerics, compare)
+        return accuracy.with_equality(self.judge(build, part, alpha), equality)
 
     @cached_property
     def scorer(self) -> scores.Scorer:
@@ -371,38 +404,69 @@ class Lab:
     def budget(self) -> Budget:
         return self.plan.accuracy or default_budget(self.scorer.metric)
 
-    def _scores(self, build: Build, part: str) -> Array:
-        def evaluate() -> list[float]:
+    def _evaluated(self, build: Build, part: str) -> Evaluation:
+        def evaluate() -> Evaluation:
             self.watch(f"accuracy, {part}")
-            original = self.original_answers(part)
+            original, indices = self.original_answers(part), self._indices(part)
             is_original = build.candidate == self.original.candidate
-            found = original if is_original else self.answers(build, self._indices(part))
-            return [float(each) for each in self.scorer.score(found, self._indices(part), original)]
+            found = original if is_original else self.answers(build, indices)
+            scored = self.scorer.score(found, indices, original)
+            checks = check_outputs(original, found, self._checked_outputs, self.scorer.reads)
+            return Evaluation([float(each) for each in scored], checks, sorted(self.scorer.reads))
 
         key = f"{build.candidate.key} {part} {self.budget.metric}"
-        return np.array(self.journal.remember("scores", key, list[float], evaluate))
+        return self.journal.remember("evaluation", key, Evaluation, evaluate)
+
+    @property
+    def _checked_outputs(self) -> Sequence[str]:
+        """Those named by --outputs, else all."""
+        return self.plan.outputs or [spec.name for spec in self.original.config.outputs]
+
+    def _check_output_names(self) -> None:
+        """ConfigError where --outputs names what the model does not have."""
+        known = [spec.name for spec in self.original.config.outputs]
+        unknown = [name for name in self.plan.outputs if name not in known]
+        if unknown:
+            listed, there = (", ".join(f"'{name}'" for name in names) for names in (unknown, known))
+            raise ConfigError([f"outputs: the model has no output {listed}; it has {there}"])
+        left = [name for name in known if self.plan.outputs and name not in self.plan.outputs]
+        if left:
+            listed = ", ".join(f"'{name}'" for name in left)
+            self.unchecked.append(f"outputs {listed} were not checked: --outputs leaves them out")
 
     def check_data(self) -> None:
         """ConfigError, with an explanation, for data that would mislead calibration or the gate."""
+        self._check_output_names()
         if self.examples is None:
-            self.notes.append(NO_DATA)
+            self.unchecked.append(NO_DATA)
             self._ask_ahead()
             return
         self.watch("audit of the data")
         if self.scorer.is_agreement:
-            self.notes.append(ONLY_AGREEMENT)
+            self.unchecked.append(ONLY_AGREEMENT)
         found = self.journal.remember("audit", "", audit.Audit, self._audit)
         if found.problems:
             ways = "or leave data out, to optimise without what needs it"
             raise ConfigError([*(f"data: {each}" for each in found.problems), ways])
         self.notes += found.warnings
         # What cannot be scored, or an evaluator that fails, is better known now than at the end.
-        scored = self._scores(self.original, CHOICE)
+        evaluated = self._evaluated(self.original, CHOICE)
+        scored = evaluated.scores
         if not np.isfinite(scored).any():
             where = f"eval: {self.plan.evaluator}" if self.plan.evaluator else "data"
             problem = f"not one of {len(scored)} answers of the original can be scored"
             raise ConfigError([f"{where}: {problem} by {self.scorer.metric}"])
         self._ask_ahead()
+        self._note_judged(evaluated.reads)
+
+    def _note_judged(self, names: Sequence[str]) -> None:
+        """An evaluator's own outputs are judged by what it says of them."""
+        if self.plan.evaluator and names:
+            listed = ", ".join(f"'{name}'" for name in names)
+            self.unchecked.append(
+                f"parts of {listed} that {self.plan.evaluator} does not use were not checked "
+                "beyond their scale"
+            )
 
     def _ask_ahead(self) -> None:
         """On a GPU, all that will be wanted of the original, as long as it is loaded."""
@@ -411,7 +475,7 @@ class Lab:
         if self.examples is None:
             self.original_answers(COMPARED)
         else:
-            self._scores(self.original, HELD_OUT)
+            self._evaluated(self.original, HELD_OUT)
 
     def _audit(self) -> audit.Audit:
         predict = self.scorer.predict

@@ -1,4 +1,8 @@
-"""Answers of a candidate against those of the original, example by example. Pure."""
+"""Answers of a candidate against those of the original, example by example. Pure.
+
+Tolerances apply to each column of an output, relative to that column's own range (`columns`):
+pixels next to scores do not hide what happens to the scores.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,31 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from penstock.columns import as_tables, column_scales, scaled_differences
 from penstock.types import Array
 
 Answers = Sequence[Mapping[str, Array]]
 
 MAX_CLASSES = 100_000
+# Standard deviations of class scores lie within this factor of their median.
+MAX_SPREAD = 50.0
 # An output so named is no list of classes, whatever its shape.
 NO_SCORES = ("embed", "hidden", "pool", "feature", "state")
 # How far apart answers are that cannot be compared. A file has no infinity.
 FAR = 1e300
 # Of one kind; the rest is counted.
 MAX_SHOWN = 3
+# Share of the examples whose whole numbers and texts may differ after a lossless step: rounding
+# breaks ties.
+MAX_UNEQUAL = 0.01
 
 
 class Numerics(msgspec.Struct):
     num_examples: int
     is_finite: bool
     has_same_shapes: bool
-    # Over all outputs: largest absolute difference, and that as a share of the output's largest
-    # value; the least cosine of any example.
+    # Over all outputs: largest absolute difference, and largest difference as a share of the range
+    # of its column; the least cosine of any example.
     max_absolute: float
     max_relative: float
     min_cosine: float
@@ -35,26 +45,34 @@ class Numerics(msgspec.Struct):
     problems: list[str] = []
 
 
-def compare(original: Answers, candidate: Answers, *, tolerance: float | None) -> Numerics:
+def compare(
+    original: Answers,
+    candidate: Answers,
+    *,
+    tolerance: float | None,
+    names: Sequence[str] = (),
+) -> Numerics:
     """`tolerance` is for `max_relative`; None accepts any finite answers of the same shapes (the
-    accuracy gate then decides)."""
+    accuracy gate then decides), and numbers of rows that depend on the data. `names`: the outputs
+    that matter; default: all."""
     if len(original) != len(candidate) or not original:
         problem = f"expected {len(original):,} answers, got {len(candidate):,}"
         return _incomparable(len(original), problem if original else "there are no answers")
-    misfits = _misfits(original, candidate)
+    original, candidate = (only(answers, names) for answers in (original, candidate))
+    misfits = _misfits(original, candidate, is_exact=tolerance is not None)
     if misfits:
         return _incomparable(len(original), *misfits)
     differences = {
         name: _difference(name, original, candidate)
-        for name in original[0]
-        if original[0][name].dtype.kind != "O"
+        for name, array in original[0].items()
+        if array.dtype.kind == "f"
     }
     problems = [each.problem for each in differences.values() if each.problem]
     is_finite = not problems
     if tolerance is not None:
         problems += _beyond(differences, tolerance)
-        problems += _texts(original, candidate)
-    names = score_outputs(original)
+        problems += _unequal(original, candidate)
+    classes = score_outputs(original)
     return Numerics(
         num_examples=len(original),
         is_finite=is_finite,
@@ -62,14 +80,21 @@ def compare(original: Answers, candidate: Answers, *, tolerance: float | None) -
         max_absolute=max((each.absolute for each in differences.values()), default=0.0),
         max_relative=max((each.relative for each in differences.values()), default=0.0),
         min_cosine=float(np.nan_to_num(cosines(original, candidate), nan=-1.0).min()),
-        agreement=float(agreements(original, candidate, names).mean()) if names else None,
+        agreement=float(agreements(original, candidate, classes).mean()) if classes else None,
         problems=problems,
     )
 
 
+def only(answers: Answers, names: Sequence[str]) -> Answers:
+    """The named outputs of each answer; all of them without names."""
+    if not names:
+        return answers
+    return [{name: answer[name] for name in names if name in answer} for answer in answers]
+
+
 def score_outputs(answers: Answers) -> list[str]:
     """Names of the outputs that give a score per class: one float each for 2 to 100,000 classes in
-    every answer, and not called or normalised like an embedding."""
+    every answer, all of one scale, and not called or normalised like an embedding."""
     if not answers:
         return []
     return [name for name in answers[0] if _is_scores(name, answers)]
@@ -95,8 +120,12 @@ def cosines(original: Answers, candidate: Answers) -> Array:
 
 
 class _Difference(msgspec.Struct):
+    """`relative` is that of the worst column, whose range is `scale`."""
+
     absolute: float
     relative: float
+    column: int = 0
+    scale: float = 0.0
     problem: str = ""
 
 
@@ -104,8 +133,10 @@ def _incomparable(num_examples: int, *problems: str) -> Numerics:
     return Numerics(num_examples, False, False, FAR, FAR, -1.0, None, list(problems))
 
 
-def _misfits(original: Answers, candidate: Answers) -> list[str]:
-    """Outputs, datatypes and shapes that are not those of the original."""
+def _misfits(original: Answers, candidate: Answers, *, is_exact: bool) -> list[str]:
+    """Outputs, datatypes and shapes that are not those of the original. A lossy step may change the
+    number of rows of outputs whose number of rows differs between examples anyway."""
+    free = set() if is_exact else _free_outputs(original)
     problems: list[str] = []
     for position, (one, other) in enumerate(zip(original, candidate, strict=True)):
         if one.keys() != other.keys():
@@ -113,6 +144,8 @@ def _misfits(original: Answers, candidate: Answers) -> list[str]:
             break
         for name, array in one.items():
             was, became = _form(array), _form(other[name])
+            if name in free and _form(array[:0]) == _form(other[name][:0]):
+                continue
             if was != became:
                 problems.append(f"output '{name}', example {position}: {was} became {became}")
     num_more = len(problems) - MAX_SHOWN
@@ -123,22 +156,45 @@ def _form(array: Array) -> str:
     return f"{'BYTES' if array.dtype.kind in 'OSU' else array.dtype} {list(array.shape)}"
 
 
+def _free_outputs(original: Answers) -> set[str]:
+    """Outputs whose number of rows differs between examples: it depends on the data."""
+    return {
+        name
+        for name, array in original[0].items()
+        if array.ndim and len({len(answer[name]) for answer in original}) > 1
+    }
+
+
 def _difference(name: str, original: Answers, candidate: Answers) -> _Difference:
-    absolute, largest, num_bad = 0.0, 0.0, 0
-    for one, other in zip(original, candidate, strict=True):
-        before, after = (np.asarray(each[name], np.float64) for each in (one, other))
-        # What the original does not know either, such as a masked -inf, may stay as it is.
-        is_known = np.isfinite(before)
-        num_bad += int((is_known & ~np.isfinite(after)).sum())
-        num_bad += int((~is_known & ~_same(before, after)).sum())
-        both = is_known & np.isfinite(after)
-        absolute = max(absolute, float(np.abs(before[both] - after[both]).max(initial=0.0)))
-        largest = max(largest, float(np.abs(before[is_known]).max(initial=0.0)))
-    relative = absolute / largest if largest else (FAR if absolute else 0.0)
-    if not num_bad:
-        return _Difference(absolute, relative)
-    problem = f"output '{name}': {num_bad:,} values are not finite where the original's are"
-    return _Difference(FAR, FAR, problem)
+    pairs = [
+        (one[name], other[name])
+        for one, other in zip(original, candidate, strict=True)
+        if one[name].shape == other[name].shape
+    ]
+    if not pairs:
+        return _Difference(0.0, 0.0)
+    before, after = (
+        np.concatenate(as_tables([np.asarray(pair[side])[None] for pair in pairs]))
+        for side in (0, 1)
+    )
+    # What the original does not know either, such as a masked -inf, may stay as it is.
+    is_known = np.isfinite(before)
+    num_bad = int(
+        (is_known & ~np.isfinite(after)).sum() + (~is_known & ~_same(before, after)).sum()
+    )
+    if num_bad:
+        problem = f"output '{name}': {num_bad:,} values are not finite where the original's are"
+        return _Difference(FAR, FAR, problem=problem)
+    if not before.size:
+        return _Difference(0.0, 0.0)
+    scales = column_scales(before)
+    shares = scaled_differences(before, after, scales)
+    column = int(np.argmax(shares))
+    absolute = float(np.abs(before[is_known] - after[is_known]).max(initial=0.0))
+    relative = float(shares[column])
+    return _Difference(
+        absolute, relative if np.isfinite(relative) else FAR, column, float(scales[column])
+    )
 
 
 def _same(before: Array, after: Array) -> Array:
@@ -148,22 +204,24 @@ def _same(before: Array, after: Array) -> Array:
 
 def _beyond(differences: Mapping[str, _Difference], tolerance: float) -> list[str]:
     return [
-        f"output '{name}': differs by {each.relative:.2g} of its largest value, allowed are "
-        f"{tolerance:.2g}"
+        f"output '{name}': column {each.column} differs by {each.relative:.2g} of its range "
+        f"({each.scale:.3g}), allowed are {tolerance:.2g}"
         for name, each in differences.items()
         if not each.problem and each.relative > tolerance
     ]
 
 
-def _texts(original: Answers, candidate: Answers) -> list[str]:
+def _unequal(original: Answers, candidate: Answers) -> list[str]:
+    """Whole numbers and texts that differ, beyond what ties may."""
     problems = []
-    for name in (name for name, array in original[0].items() if array.dtype.kind == "O"):
+    for name in (name for name, array in original[0].items() if array.dtype.kind != "f"):
         num_other = sum(
             one[name].tolist() != other[name].tolist()
             for one, other in zip(original, candidate, strict=True)
         )
-        if num_other:
-            problems.append(f"output '{name}': {num_other:,} of {len(original):,} texts are others")
+        if num_other > MAX_UNEQUAL * len(original):
+            counted = f"{num_other:,} of {len(original):,}"
+            problems.append(f"output '{name}': {counted} answers differ, allowed are 1 %")
     return problems
 
 
@@ -177,27 +235,45 @@ def _is_scores(name: str, answers: Answers) -> bool:
     )
     if not is_flat or len(sizes) > 1 or not 2 <= sizes.pop() <= MAX_CLASSES:
         return False
-    return not _are_unit_vectors(np.stack([array.ravel() for array in arrays]))
+    rows = np.stack([array.ravel() for array in arrays]).astype(np.float64)
+    return not _are_unit_vectors(rows) and _have_one_scale(rows)
+
+
+def _have_one_scale(rows: Array) -> bool:
+    """Scores of different classes vary alike, or are probabilities. Pixels beside a confidence do
+    not, and their largest value is no best class."""
+    if bool(((rows >= 0) & (rows <= 1)).all()):
+        return True
+    spreads = rows[:, np.isfinite(rows).all(axis=0)].std(axis=0)
+    varying = spreads[spreads > 0]
+    if not varying.size:
+        return True
+    middle = float(np.median(varying))
+    return bool((varying >= middle / MAX_SPREAD).all() and (varying <= middle * MAX_SPREAD).all())
 
 
 def _are_unit_vectors(rows: Array) -> bool:
     """Embeddings are often made one long; scores with negative values hardly ever are."""
-    lengths = np.linalg.norm(rows.astype(np.float64), axis=1)
+    lengths = np.linalg.norm(rows, axis=1)
     return bool((np.abs(lengths - 1) < 1e-3).all() and (rows < 0).any())
 
 
 def _cosine(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
-    before, after = _floats(one), _floats(other)
+    return cosine(_floats(one), _floats(other))
+
+
+def cosine(before: Array, after: Array) -> float:
+    """Over what is finite in `before`; NaN where `after` is not, 0 for other shapes."""
     if before.shape != after.shape:
         return 0.0
     is_known = np.isfinite(before)
-    before, after = before[is_known], after[is_known]
-    if not np.isfinite(after).all():
+    one, other = before[is_known].astype(np.float64), after[is_known].astype(np.float64)
+    if not np.isfinite(other).all():
         return np.nan
-    lengths = float(np.linalg.norm(before)), float(np.linalg.norm(after))
+    lengths = float(np.linalg.norm(one)), float(np.linalg.norm(other))
     if 0.0 in lengths:
         return 1.0 if lengths[0] == lengths[1] else 0.0
-    return min(max(float(before / lengths[0] @ (after / lengths[1])), -1.0), 1.0)
+    return min(max(float(one / lengths[0] @ (other / lengths[1])), -1.0), 1.0)
 
 
 def _floats(answer: Mapping[str, Array]) -> Array:

@@ -4,8 +4,10 @@ original."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +39,8 @@ class Scorer:
     compute: Score
     # What the answers say, in the form of the labels; None where nothing is compared with labels.
     predict: Predict | None = None
+    # The outputs that the score reads; those of an evaluator are known once it was called.
+    reads: Set[str] = frozenset()
 
     def score(self, answers: Answers, indices: tuple[int, ...], original: Answers) -> Array:
         """One number per example of `indices`, whose answers these are; NaN: cannot be scored."""
@@ -69,11 +73,40 @@ def make_scorer(plan: Plan, examples: Examples, original: Answers) -> Scorer:
     return _by_classes(int(match[1]), examples, original)
 
 
+class _Recorded(dict[str, Array]):
+    """One answer for an evaluator, which notes the outputs that were read."""
+
+    def __init__(self, answer: Mapping[str, Array], reads: set[str]) -> None:
+        super().__init__(answer)
+        self._reads = reads
+
+    def __getitem__(self, name: str) -> Array:
+        self._reads.add(name)
+        return super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        # With an iterator of its own, dict(answer) and **answer read by item.
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._reads.add(name)
+        return super().get(name, default)
+
+    def values(self) -> ValuesView[Array]:  # type: ignore[override]
+        self._reads.update(self.keys())
+        return super().values()
+
+    def items(self) -> ItemsView[str, Array]:  # type: ignore[override]
+        self._reads.update(self.keys())
+        return super().items()
+
+
 def _by_evaluator(path: str, metric: str, labels: Array | None) -> Scorer:
     evaluate = user_code.find(path, "evaluator").call
+    reads: set[str] = set()
 
     def compute(answers: Answers, indices: tuple[int, ...], original: Answers) -> Array:
-        outputs = [dict(answer) for answer in answers]
+        outputs = [_Recorded(answer, reads) for answer in answers]
         right = None if labels is None else labels[list(indices)]
         try:
             scores = np.asarray(evaluate(outputs, right), np.float64)
@@ -88,7 +121,7 @@ def _by_evaluator(path: str, metric: str, labels: Array | None) -> Scorer:
             )
         return scores
 
-    return Scorer(metric, False, f"{metric} by {path}", compute)
+    return Scorer(metric, False, f"{metric} by {path}", compute, reads=reads)
 
 
 def _by_agreement(original: Answers) -> Scorer:
@@ -145,9 +178,8 @@ def _by_classes(count: int, examples: Examples, original: Answers) -> Scorer:
         scores = np.stack([answer[name].ravel() for answer in answers]).astype(np.float64)
         return _is_among_best(scores, right, count)
 
-    return Scorer(
-        f"top{count}", False, f"top{count} of output '{name}' by labels", compute, predict
-    )
+    text = f"top{count} of output '{name}' by labels"
+    return Scorer(f"top{count}", False, text, compute, predict, frozenset({name}))
 
 
 def _is_among_best(scores: Array, right: Array, count: int) -> Array:
@@ -236,7 +268,8 @@ def _by_values(labels: Array, original: Answers) -> Scorer:
         return error
 
     text = f"mean absolute error of output '{name}' by labels"
-    return Scorer("mae", False, text, compute, lambda answers: _values(name, answers))
+    predict = partial(_values, name)
+    return Scorer("mae", False, text, compute, predict, frozenset({name}))
 
 
 def _values(name: str, answers: Answers) -> Array:

@@ -9,14 +9,19 @@ from scipy import stats
 
 from penstock.optimizer.accuracy import (
     ALPHA,
+    EQUAL_ANSWERS,
     Judgement,
     bca_bound,
     binary_bound,
     judge,
     spent_alpha,
     student_quantile,
+    with_equality,
+    with_outputs,
 )
 from penstock.optimizer.budget import Budget, parse
+from penstock.optimizer.numerics import Numerics
+from penstock.optimizer.output_checks import OutputCheck
 from penstock.types import Array
 
 TOP1 = Budget("top1", 0.005)
@@ -245,3 +250,43 @@ def test_what_all_held_out_candidates_get_is_alpha() -> None:
     assert sum(spent) <= ALPHA
     assert spent == sorted(spent, reverse=True)
     assert spent[0] == pytest.approx(0.0375)
+
+
+def equal(*problems: str) -> Numerics:
+    return Numerics(50, True, True, 1e-6, 1e-6, 1.0, problems=list(problems))
+
+
+RIGHT = np.ones(50)
+
+
+def test_an_output_that_fails_closes_the_gate_whatever_the_score() -> None:
+    passed = judge(np.ones(1000), np.ones(1000), parse("top1 drop <= 1 %"))
+    fine = OutputCheck("boxes", "values", 50)
+    broken = OutputCheck("embedding", "values", 50, problem="output 'embedding': median cosine 0")
+    assert with_outputs(passed, [fine]).is_passed
+    found = with_outputs(passed, [fine, broken])
+    assert not found.is_passed
+    assert found.text.startswith("output 'embedding': median cosine 0 (top1 100 %")
+
+
+def test_few_examples_are_enough_for_equal_answers_of_a_lossless_step() -> None:
+    shown = judge(RIGHT, RIGHT, parse("top1 drop <= 1 %"))
+    assert not shown.is_passed and shown.num_needed
+    found = with_equality(shown, equal())
+    assert (found.is_passed, found.method) == (True, EQUAL_ANSWERS)
+    assert "equal within rounding on all 50 examples" in found.text
+
+
+def test_a_lossless_step_whose_answers_differ_is_refused_whatever_the_score() -> None:
+    passed = judge(np.ones(1000), np.ones(1000), parse("top1 drop <= 1 %"))
+    found = with_equality(passed, equal("output 'y': column 4 differs"))
+    assert not found.is_passed
+    assert found.text.startswith("output 'y': column 4 differs")
+
+
+def test_a_lossless_step_that_loses_too_much_is_refused_whatever_its_numbers() -> None:
+    worse = RIGHT.copy()
+    worse[:40] = 0
+    assert not with_equality(judge(RIGHT, worse, parse("top1 drop <= 1 %")), equal()).is_passed
+    nothing = judge(np.array([]), np.array([]), parse("top1 drop <= 1 %"))
+    assert not with_equality(nothing, equal()).is_passed

@@ -9,6 +9,7 @@ from made_optimizations import machine
 from served_builds import a_config
 
 from penstock.benchmark.stats import Interval
+from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.facts import Facts
@@ -35,6 +36,14 @@ def served(goodput: float) -> Served:
     )
 
 
+def judgement(*, is_passed: bool) -> Judgement:
+    loss = 0.0 if is_passed else 0.7
+    text = "passed" if is_passed else "lost too much"
+    return Judgement(
+        "score", 0.8, 0.8 - loss, loss, loss, 0.01, 100, 0, 0, "", 0.05, is_passed, text=text
+    )
+
+
 def finalist(name: str, goodput: float) -> Finalist:
     candidate = Candidate((Step(name),)) if name else Candidate()
     build = Build(candidate, Path("m"), a_config())
@@ -49,8 +58,13 @@ class MadeLab:
         self.plan = Plan("m.onnx", "m", "out", slo=parse(SLO))
         self.machine = machine()
         self.subject = SimpleNamespace(text="", digest="")
-        self.examples = None
+        self.examples: object | None = None
         self.notes: list[str] = []
+        self.unchecked: list[str] = []
+        # By the name of the step: what the held-out part says of it.
+        self.held_out: dict[str, Judgement] = {}
+        self.judged: list[str] = []
+        self.budget = "score drop <= 1 %"
         self.data_text = ""
         self.journal = SimpleNamespace(path=Path("work/journal.jsonl"))
         self.original = Build(Candidate(), Path("m"), a_config())
@@ -62,6 +76,14 @@ class MadeLab:
         self.proven.append(name)
         return [served(0.1), served(self.proofs[name])]
 
+    def judge(self, build: Build, part: str, alpha: float) -> Judgement:
+        name = build.candidate.steps[-1].pass_name if build.candidate.steps else ""
+        self.judged.append(f"{name} {part}")
+        return self.held_out.get(name, judgement(is_passed=True))
+
+    def judge_lossless(self, build: Build, part: str, alpha: float) -> Judgement:
+        return self.judge(build, f"{part}, lossless", alpha)
+
     def clipped(self, build: Build) -> dict[str, float]:
         return {}
 
@@ -71,6 +93,7 @@ def concluded(lab: MadeLab, *finalists: Finalist) -> Optimization:
     findings = Findings(finalists=[*finalists, original], contenders=[original.contender])
     findings.original = original.served
     findings.tries = [Try(Candidate(), "baseline", "kept", "")]
+    findings.tries += [Try(one.build.candidate, "compile", "kept", "") for one in finalists]
     search = SimpleNamespace(findings=findings, prove=lambda: None, left_s=None)
     return conclude(lab, search, "command", "today")  # type: ignore[arg-type]
 
@@ -113,3 +136,34 @@ def test_those_that_did_no_better_are_not_proven() -> None:
     lab = MadeLab({"first": 0.7})
     found = concluded(lab, finalist("first", 0.99), finalist("second", 0.6))
     assert (lab.proven, chosen(found)) == (["first"], "first")
+
+
+def test_a_step_that_claims_to_be_lossless_is_held_to_the_held_out_part_too() -> None:
+    """Its score fell from 0.8 to 0.1, as a manifest said of a version that was kept."""
+    lab = MadeLab({"first": 1.0, "second": 1.0, "": 0.1})
+    lab.examples = object()
+    lab.held_out = {"first": judgement(is_passed=False)}
+    found = concluded(lab, finalist("first", 1.0), finalist("second", 1.0))
+    assert chosen(found) == "second"
+    assert found.held_out is not None and found.held_out.is_passed
+    assert lab.judged[:2] == ["first held out, lossless", "second held out, lossless"]
+    assert any("lost too much" in note for note in found.notes)
+
+
+def test_where_nothing_passes_the_original_is_kept() -> None:
+    lab = MadeLab({"": 0.1})
+    lab.examples = object()
+    lab.held_out = dict.fromkeys(("first", "second"), judgement(is_passed=False))
+    first = finalist("first", 1.0)
+    found = concluded(lab, first, finalist("second", 1.0))
+    assert (chosen(found), found.outcome) == ("", "missed")
+
+
+def test_what_the_held_out_part_refused_is_no_longer_told_as_kept() -> None:
+    lab = MadeLab({"second": 1.0})
+    lab.examples = object()
+    lab.held_out = {"first": judgement(is_passed=False)}
+    found = concluded(lab, finalist("first", 1.0), finalist("second", 1.0))
+    told = {each.candidate.key: each for each in found.tries}
+    first = told[Candidate((Step("first"),)).key]
+    assert (first.outcome, first.reason) == ("rejected", "on held-out examples: lost too much")

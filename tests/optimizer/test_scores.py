@@ -235,3 +235,52 @@ def test_an_evaluator_that_is_wrong(evaluators: str, name: str, words: str) -> N
 )
 def test_an_evaluator_that_is_not_there(evaluators: str, path: str, words: str) -> None:
     assert words in problem(made_plan(evaluator=path), made_examples(LABELS), LOGITS)
+
+
+READERS = """
+def item(outputs, labels):
+    return [float(each["logits"][0]) for each in outputs]
+
+def given(outputs, labels):
+    return [float(each.get("logits")[0]) for each in outputs]
+
+def copied(outputs, labels):
+    return [float(dict(each)["logits"][0]) for each in outputs]
+
+def unpacked(outputs, labels):
+    def of(logits, embedding):
+        return float(logits[0])
+    return [of(**each) for each in outputs]
+
+def every(outputs, labels):
+    return [float(sum(value.sum() for value in each.values())) for each in outputs]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("item", {"logits"}),
+        ("given", {"logits"}),
+        ("copied", {"logits", "embedding"}),
+        ("unpacked", {"logits", "embedding"}),
+        ("every", {"logits", "embedding"}),
+    ],
+)
+def test_which_outputs_an_evaluator_reads_is_known(
+    name: str, read: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_readers.py").write_text(READERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_readers", raising=False)
+    both = [{**each, "embedding": np.ones(3, np.float32)} for each in LOGITS]
+    plan = made_plan(evaluator=f"my_readers:{name}")
+    scorer = make_scorer(plan, made_examples(LABELS), both)
+    assert scorer.reads == set()
+    scored(scorer, both)
+    assert scorer.reads == read
+
+
+def test_labels_read_one_output_and_agreement_leaves_all_to_the_checks() -> None:
+    assert make_scorer(made_plan(), made_examples(LABELS), LOGITS).reads == {"logits"}
+    assert make_scorer(made_plan(), made_examples(None), LOGITS).reads == set()

@@ -1,0 +1,239 @@
+"""Every output of a lossy candidate beside the original's, over all examples of a part. Pure.
+
+Labels and evaluators judge the outputs that they read; those must only keep their scale here. All
+others are held to every check, so that no output can break unseen. Owns the thresholds; knows
+nothing of labels or budgets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from penstock.columns import as_tables
+from penstock.optimizer.numerics import FAR, Answers, cosine, score_outputs
+from penstock.types import Array
+
+MIN_MEDIAN_COSINE = 0.99
+MIN_WORST_COSINE = 0.95
+# Share of the examples with the same best class, whole numbers or text.
+MIN_AGREEMENT = 0.95
+# Of the median row, the length of the error over that of the row. Cosines do not see a scale, and
+# labels only the best class.
+MAX_MEDIAN_ERROR = 0.5
+# A column's root mean square error over its standard deviation. A healthy INT8 build has 0.02 to
+# 0.2, a column that carries nothing any more 1.
+MAX_COLUMN_ERROR = 0.5
+# A column that hardly varies is compared with this share of its own magnitude, or of the output's
+# median magnitude, whichever is larger.
+OWN_FLOOR, OUTPUT_FLOOR = 0.01, 1e-3
+# Fewer values say nothing about how much a column varies.
+MIN_COLUMN_VALUES = 10
+# Rows this much smaller than the median row have no direction worth comparing.
+NEGLIGIBLE = 0.05
+
+Kind = Literal["scores", "values", "rows", "equal"]
+
+
+class OutputCheck(msgspec.Struct):
+    """One output. `kind`: scores per class; values at fixed places; rows whose number depends on
+    the data, matched to the nearest; equal or not (whole numbers and text)."""
+
+    name: str
+    kind: Kind
+    num_examples: int
+    # Judged by the score: only its scale is checked.
+    is_judged: bool = False
+    # None: not applicable.
+    median_error: float | None = None
+    median_cosine: float | None = None
+    worst_cosine: float | None = None
+    agreement: float | None = None
+    worst_column: int | None = None
+    worst_column_error: float | None = None
+    # What is wrong, with the figures; empty: the output passes.
+    problem: str = ""
+
+
+def check_outputs(
+    original: Answers, candidate: Answers, names: Sequence[str], judged: Set[str] = frozenset()
+) -> list[OutputCheck]:
+    """One check for each of these outputs; `judged`: those that a score reads. The answers are to
+    the same examples."""
+    if not original:
+        return []
+    are_scores = set(score_outputs(original))
+    found = []
+    for name in names:
+        check = _check(name, original, candidate, name in are_scores)
+        check.is_judged = name in judged
+        check.problem = check.problem or _problem(check)
+        found.append(check)
+    return found
+
+
+def _check(name: str, original: Answers, candidate: Answers, is_scores: bool) -> OutputCheck:
+    before = [np.asarray(answer[name]) for answer in original]
+    after = [np.asarray(answer[name]) for answer in candidate]
+    if before[0].dtype.kind != "f":
+        same = [np.array_equal(one, other) for one, other in zip(before, after, strict=True)]
+        return OutputCheck(name, "equal", len(before), agreement=float(np.mean(same)))
+    if any(one.shape != other.shape for one, other in zip(before, after, strict=True)):
+        return _rows(name, before, after)
+    cosines = row_cosines(before, after)
+    check = OutputCheck(
+        name,
+        "scores" if is_scores else "values",
+        len(before),
+        median_error=float(np.median([_error(*pair) for pair in zip(before, after, strict=True)])),
+        median_cosine=float(np.median(cosines)),
+        worst_cosine=float(cosines.min()),
+    )
+    if is_scores:
+        same = [
+            np.argmax(one) == np.argmax(other) for one, other in zip(before, after, strict=True)
+        ]
+        check.agreement = float(np.mean(same))
+    else:
+        check.worst_column, check.worst_column_error = _worst_column(before, after)
+    return check
+
+
+def _error(before: Array, after: Array) -> float:
+    """The length of the difference over that of the original; 0 where both are nothing."""
+    is_known = np.isfinite(before)
+    one, other = before[is_known].astype(np.float64), after[is_known].astype(np.float64)
+    length, rest = float(np.linalg.norm(one)), float(np.linalg.norm(other - one))
+    if not math.isfinite(rest):
+        return FAR
+    return rest / length if length else (FAR if rest else 0.0)
+
+
+def _rows(name: str, before: Sequence[Array], after: Sequence[Array]) -> OutputCheck:
+    """The number of rows depends on the data, as with detections: each is compared with the nearest
+    one, and what has no partner counts as lost."""
+    found = []
+    for one, other in zip(before, after, strict=True):
+        if one.ndim == 0 or one.shape[1:] != other.shape[1:]:
+            shapes = f"{list(one.shape)} became {list(other.shape)}"
+            return OutputCheck(name, "rows", len(before), problem=f"output '{name}': {shapes}")
+        found.append(matched_cosine(one, other))
+    return OutputCheck(
+        name,
+        "rows",
+        len(before),
+        median_cosine=float(np.median(found)),
+        worst_cosine=float(np.min(found)),
+    )
+
+
+def row_cosines(before: Sequence[Array], after: Sequence[Array]) -> Array:
+    """By example; -1 where the candidate is not finite. A row that is next to nothing in the
+    original must stay so."""
+    sizes = [float(np.linalg.norm(one[np.isfinite(one)].astype(np.float64))) for one in before]
+    usual = float(np.median(sizes))
+    found = []
+    for one, other, size in zip(before, after, sizes, strict=True):
+        is_finite = bool(np.isfinite(other[np.isfinite(one)]).all())
+        if is_finite and size < NEGLIGIBLE * usual:
+            rest = other[np.isfinite(one)].astype(np.float64) - one[np.isfinite(one)]
+            found.append(1.0 if np.linalg.norm(rest) < NEGLIGIBLE * usual else 0.0)
+        else:
+            found.append(cosine(one, other))
+    cosines: Array = np.nan_to_num(np.array(found), nan=-1.0)
+    return cosines
+
+
+def matched_cosine(before: Array, after: Array) -> float:
+    """Mean cosine of rows with their nearest partners, each used once; the longer side counts, so
+    rows without a partner are losses."""
+    num_rows = max(len(before), len(after))
+    if not num_rows:
+        return 1.0
+    if not before.size or not after.size or not np.isfinite(after).all():
+        return 0.0
+    one = before.reshape(len(before), -1).astype(np.float64)
+    other = after.reshape(len(after), -1).astype(np.float64)
+    scale = np.maximum(np.abs(one).max(axis=0), 1e-12)
+    distances = np.abs(one[:, None] / scale - other[None] / scale).mean(axis=2)
+    total = 0.0
+    for _ in range(min(len(one), len(other))):
+        row, partner = np.unravel_index(int(np.argmin(distances)), distances.shape)
+        total += cosine(one[row] / scale, other[partner] / scale)
+        distances[row], distances[:, partner] = np.inf, np.inf
+    return total / num_rows
+
+
+def _worst_column(
+    before: Sequence[Array], after: Sequence[Array]
+) -> tuple[int | None, float | None]:
+    """The column that lost most of what it says, and its error over its standard deviation."""
+    one, other = (
+        np.concatenate(as_tables([each[None] for each in arrays])) for arrays in (before, after)
+    )
+    if len(one) < MIN_COLUMN_VALUES:
+        return None, None
+    is_known = np.isfinite(one)
+    errors = np.where(is_known, other - np.where(is_known, one, 0.0), 0.0)
+    known = np.where(is_known, one, np.nan)
+    magnitude = float(np.nanmedian(np.abs(known))) if is_known.any() else 0.0
+    worst: tuple[int | None, float | None] = (None, None)
+    for column in range(one.shape[1]):
+        values = known[is_known[:, column], column]
+        if len(values) < MIN_COLUMN_VALUES:
+            continue
+        own = OWN_FLOOR * float(np.sqrt(np.mean(values**2)))
+        scale = max(float(values.std()), own, OUTPUT_FLOOR * magnitude)
+        error = float(np.sqrt(np.mean(errors[is_known[:, column], column] ** 2)))
+        share = error / scale if scale else (math.inf if error else 0.0)
+        share = share if math.isfinite(share) else FAR
+        if worst[1] is None or share > worst[1]:
+            worst = column, share
+    return worst
+
+
+def _problem(check: OutputCheck) -> str:
+    found = [_scale_problem(check)]
+    if not check.is_judged:
+        found += [_direction_problem(check), _agreement_problem(check), _column_problem(check)]
+    problems = "; ".join(filter(None, found))
+    return f"output '{check.name}': {problems}" if problems else ""
+
+
+def _scale_problem(check: OutputCheck) -> str:
+    if check.median_error is None or check.median_error <= MAX_MEDIAN_ERROR:
+        return ""
+    error = min(check.median_error, 1e6)
+    return f"the median row is off by {error:.2g} of its length, at most {MAX_MEDIAN_ERROR}"
+
+
+def _direction_problem(check: OutputCheck) -> str:
+    """Scores have directions that healthy builds change; their order is what counts."""
+    if check.kind == "scores" or check.median_cosine is None or check.worst_cosine is None:
+        return ""
+    if check.median_cosine < MIN_MEDIAN_COSINE:
+        return f"median cosine {check.median_cosine:.4f}, at least {MIN_MEDIAN_COSINE}"
+    if check.worst_cosine < MIN_WORST_COSINE:
+        return f"worst row's cosine {check.worst_cosine:.4f}, at least {MIN_WORST_COSINE}"
+    return ""
+
+
+def _agreement_problem(check: OutputCheck) -> str:
+    if check.agreement is None or check.agreement >= MIN_AGREEMENT:
+        return ""
+    what = "the same best class" if check.kind == "scores" else "equal"
+    return f"{what} in {check.agreement:.1%} of the examples, at least {MIN_AGREEMENT:.0%}"
+
+
+def _column_problem(check: OutputCheck) -> str:
+    if check.worst_column_error is None or check.worst_column_error <= MAX_COLUMN_ERROR:
+        return ""
+    error = min(check.worst_column_error, 1e6)
+    return (
+        f"column {check.worst_column} is off by {error:.2g} of its standard deviation, at most "
+        f"{MAX_COLUMN_ERROR}"
+    )
