@@ -69,9 +69,11 @@ class Recorder:
             self._window(index).num_arrived += len(part)
         is_in_slo = self._is_in_slo(columns, done - due, is_good) if self._limits else is_good
         places = np.flatnonzero(is_mine)
+        late_s = np.where(sent > 0, sent - due, 0.0)
         for index, rows in self._split(due[is_mine]):
             mine, window = places[rows], self._window(index)
             self._add_requests(window, columns, failed[mine], done[mine] - due[mine])
+            window.max_late_s = max(window.max_late_s, float(late_s[mine].max()))
             if window.num_in_slo is not None:
                 window.num_in_slo += int(is_in_slo[mine].sum())
         self.service.add((done - sent)[is_mine & is_good])

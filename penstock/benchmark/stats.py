@@ -144,6 +144,8 @@ class Window(msgspec.Struct):
     num_output_tokens: int = 0
     # Good answers that kept every latency limit of the SLO, by request.
     num_in_slo: int | None = None
+    # The longest that the generator was behind its schedule.
+    max_late_s: float = 0.0
 
     @property
     def num_failed(self) -> int:
@@ -205,6 +207,7 @@ def add_counts(window: Window, other: Window) -> None:
     window.num_arrived += other.num_arrived
     window.num_input_tokens += other.num_input_tokens
     window.num_output_tokens += other.num_output_tokens
+    window.max_late_s = max(window.max_late_s, other.max_late_s)
     for failure, count in other.failures.items():
         window.failures[failure] = window.failures.get(failure, 0) + count
     for metric, histogram in other.metrics.items():

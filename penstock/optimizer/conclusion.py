@@ -4,13 +4,16 @@ turns with the original; the verdict."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
 
 from penstock.errors import PenstockError
-from penstock.optimizer import goals
+from penstock.optimizer import disturbance, goals
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.examples import num_to_bring
+from penstock.optimizer.journal import TIMINGS
 from penstock.optimizer.lab import HELD_OUT, OF_SERVING, Lab
 from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.search import Finalist, Findings, Search
@@ -20,12 +23,18 @@ MIN_LEFT_S = 20.0
 MEMORY = "memory"
 
 
+# A proof that contradicts itself or what was measured before is measured again, once.
+MAX_PROOFS = 2
+
+
 @dataclass(slots=True)
 class Choice:
     finalist: Finalist
     held_out: Judgement | None
     # Faster ones that the held-out examples did not allow, in the order they were asked, by key.
     refused: dict[str, Judgement]
+    # Why the verdict on it cannot stand.
+    doubts: list[str] = field(default_factory=list)
 
 
 def choose(lab: Lab, findings: Findings) -> Choice:
@@ -95,6 +104,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
         original = _admitted(lab, choice.finalist, choice.refused)
         choice.held_out = None if original is None else original.held_out
         found.after = found.before
+        choice.doubts = [] if found.after is None else list(found.after.disturbances)
     found.chosen = choice.finalist.build.candidate
     for each in findings.tries:
         if each.candidate == found.chosen and each.served is not None:
@@ -104,6 +114,8 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
     _note_refused(findings, choice)
     found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
     found.outcome = _outcome(findings, choice, found)
+    if choice.doubts and found.outcome in ("kept", "missed", "refused"):
+        _disturb(lab, choice, found)
     if found.outcome != "kept" and found.after is not None:
         found.binding = goals.binding(found.after, plan.slo)
     found.phases = _phases(lab, findings, found)
@@ -175,12 +187,51 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> Non
         found.notes.append("no time was left to measure original and choice in turns")
         return
     builds = [original, chosen] if chosen.candidate.steps else [original]
-    try:
-        measured = lab.prove(builds, search.left_s)
-    except PenstockError as error:
-        found.notes.append(f"the last measurement failed: {error}")
-        return
-    found.before, found.after = measured[0], measured[-1]
+    for attempt in range(MAX_PROOFS):
+        try:
+            measured = lab.prove(builds, search.left_s, attempt)
+        except PenstockError as error:
+            found.notes.append(f"the last measurement failed: {error}")
+            return
+        found.before, found.after = measured[0], measured[-1]
+        _note_doubts(lab, findings, choice, found)
+        has_doubts = bool(choice.doubts or found.before.disturbances)
+        is_settled = not has_doubts and not disturbance.is_close(found.after)
+        if is_settled or (search.left_s is not None and search.left_s < MIN_LEFT_S):
+            return
+        if attempt + 1 < MAX_PROOFS:
+            doubts = [*choice.doubts, *found.before.disturbances, "close to the limit"]
+            found.notes.append(f"measured again: {doubts[0]}")
+
+
+def _note_doubts(lab: Lab, findings: Findings, choice: Choice, found: Optimization) -> None:
+    """What contradicts the proof, of the choice and of the original."""
+    assert found.before is not None and found.after is not None
+    assert lab.plan.slo is not None
+    rate = None if lab.plan.slo.rate is None else lab.plan.slo.rate.per_s
+    before = [] if findings.original is None else [findings.original]
+    original = disturbance.BuildHistory("original", found.before, before)
+    finalist = choice.finalist
+    chosen = original
+    if finalist.build.candidate.steps:
+        predicted = finalist.contender.rate or None
+        earlier = [finalist.served] if finalist.served is not found.after else []
+        chosen = disturbance.BuildHistory("chosen", found.after, earlier, predicted)
+        found.before = msgspec.structs.replace(
+            found.before, disturbances=disturbance.original_doubts(original, rate)
+        )
+    choice.doubts = disturbance.doubts(chosen, original, rate)
+    gap = disturbance.prediction_gap(chosen, rate)
+    if gap and not choice.doubts:
+        found.notes.append(gap)
+
+
+def _disturb(lab: Lab, choice: Choice, found: Optimization) -> None:
+    """No verdict: what contradicts it, and what the machine did. Nothing of it is reused."""
+    servings = [each for each in (found.before, found.after) if each is not None]
+    found.outcome = "disturbed"
+    found.disturbances = [*choice.doubts, *disturbance.disturbances(servings)]
+    lab.journal.forget(TIMINGS)
 
 
 def _better_proven(

@@ -59,18 +59,19 @@ def order(servings: Sequence[Served], simplicity: Sequence[int]) -> list[int]:
 
 
 def _beats(one: Served, other: Served) -> bool:
+    """Goodput at the SLO's load decides first; highest rates rank what is equal by it."""
     if one.is_met != other.is_met:
         return one.is_met
+    if abs(one.goodput - other.goodput) > MIN_GOODPUT:
+        return one.goodput > other.goodput
     if one.is_sure != other.is_sure:
         return one.is_sure
     if one.max_rate is not None and other.max_rate is not None and _has_rate(one, other):
         return _is_above(one.max_rate, other.max_rate)
     if one.is_met:
         return _is_below(one.p99, other.p99)
-    # Where both miss it: who answers more in time is ahead, then who answers more at all; latency
-    # of a queue that grows says how long was measured, so it counts only between equals.
-    if abs(one.goodput - other.goodput) > MIN_GOODPUT:
-        return one.goodput > other.goodput
+    # Where both miss it, who answers more at all; latency of a queue that grows says how long was
+    # measured, so it counts only between equals.
     if _is_above(one.throughput, other.throughput) or _is_above(other.throughput, one.throughput):
         return _is_above(one.throughput, other.throughput)
     return _is_below(one.p50, other.p50)

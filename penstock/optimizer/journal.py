@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,6 +24,11 @@ from penstock.staging import sync_folder
 
 FILE = "journal.jsonl"
 FORMAT = 1
+# Kinds of findings that depend on how fast the machine is, and on what else it does.
+SERVED = ("served", "served with rates", "proof", "proof with rates", "rated")
+TIMINGS = (*SERVED, "times", "profile")
+# A machine whose speed has changed by more is another one.
+MAX_SPEED_RATIO = 1.25
 
 T = TypeVar("T")
 
@@ -32,8 +37,12 @@ class Journal:
     """One run's findings by kind and key. `num_measured` counts what was found out by this process,
     `num_remembered` what was taken from earlier lines."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_fresh: bool = False, speed_s: float = 0.0) -> None:
+        """`is_fresh` begins anew. `speed_s` is what a fixed piece of work takes on this machine
+        now: timings taken at another speed are discarded. 0: not known, all are kept."""
         folder.mkdir(parents=True, exist_ok=True)
+        self._speed_s = speed_s
+        self.num_discarded = 0
         self.path = folder / FILE
         self._file = open(self.path, "a+b")  # noqa: SIM115
         try:
@@ -44,6 +53,8 @@ class Journal:
                 [f"{folder}: another run is writing to it; wait for its end"]
             ) from None
         sync_folder(folder)
+        if is_fresh:
+            self._file.truncate(0)
         try:
             self._known = self._read()
         except ConfigError:
@@ -51,8 +62,11 @@ class Journal:
             raise
         # Lines of earlier processes that this one has not asked for yet.
         self._earlier = set(self._known)
+        self._computed: set[tuple[str, str]] = set()
         self.num_measured = 0
         self.num_remembered = 0
+        # When the oldest finding that was reused was made, in seconds since the epoch.
+        self.oldest_at: float | None = None
 
     def __enter__(self) -> Journal:
         return self
@@ -72,23 +86,45 @@ class Journal:
         type: type[T],
         compute: Callable[[], T],
         *,
-        keeps_failure: bool = True,
         passing: tuple[type[PenstockError], ...] = (),
+        is_reusable: Callable[[T], bool] = lambda value: True,
     ) -> T:
         """What is known by this kind and key; computed, and kept, if nothing is. What fails with a
         PenstockError is a finding too: it fails with the same text the next time. Unless another
-        time it may not, as those that are `passing`: then it is no finding."""
+        time it may not, as those that are `passing`: then it is no finding. A value that is not
+        reusable serves this process alone; the next one computes it again."""
         record = self._known.get((kind, key))
+        if record is not None and "value" in record:
+            known = msgspec.convert(record["value"], type, strict=False)
+            if (kind, key) not in self._computed and not is_reusable(known):
+                record = None
         if (kind, key) in self._earlier:
             self._earlier.remove((kind, key))
-            self.num_remembered += 1
+            if record is not None:
+                self.num_remembered += 1
+                self._note_age(record)
         if record is None:
-            record = self._compute(
-                kind, key, compute, passing if keeps_failure else (PenstockError,)
-            )
+            record = self._compute(kind, key, compute, passing)
         if "failed" in record:
             raise BackendFailed(record["failed"])
         return msgspec.convert(record["value"], type, strict=False)
+
+    def forget(self, kinds: Collection[str]) -> None:
+        """Nothing of these kinds is taken from the journal again, by this process or another."""
+        for kind, key in [known for known in self._known if known[0] in kinds]:
+            del self._known[kind, key]
+            self._append({"kind": kind, "key": key, "forgotten": True})
+
+    def _is_of_another_speed(self, record: dict[str, Any]) -> bool:
+        before_s = record.get("speed_s")
+        if not isinstance(before_s, float) or not before_s or not self._speed_s:
+            return False
+        return max(before_s / self._speed_s, self._speed_s / before_s) > MAX_SPEED_RATIO
+
+    def _note_age(self, record: dict[str, Any]) -> None:
+        at = record.get("at")
+        if isinstance(at, int | float):
+            self.oldest_at = min(at, self.oldest_at or at)
 
     def count(self, kind: str, key: str) -> int:
         """How often this was called, in all runs; called before what may end the process, it tells
@@ -126,7 +162,11 @@ class Journal:
         else:
             record["value"] = value
         record["seconds"] = round(time.monotonic() - began, 3)
+        record["at"] = round(time.time(), 3)
+        if kind in TIMINGS and self._speed_s:
+            record["speed_s"] = self._speed_s
         self._append(record)
+        self._computed.add((kind, key))
         self.num_measured += 1
         self._known[kind, key] = record
         return record
@@ -148,6 +188,11 @@ class Journal:
             try:
                 record = json.loads(line)
                 known[record["kind"], record["key"]] = record
+                if record.get("forgotten"):
+                    del known[record["kind"], record["key"]]
+                elif self._is_of_another_speed(record):
+                    del known[record["kind"], record["key"]]
+                    self.num_discarded += 1
             except (ValueError, KeyError, TypeError):
                 problem = f"{self.path}:{number}: not a line of a journal; move the file away"
                 raise ConfigError([problem]) from None

@@ -26,6 +26,7 @@ from penstock.optimizer import (
     accuracy,
     audit,
     calibration,
+    disturbance,
     numerics,
     passes,
     scores,
@@ -586,9 +587,11 @@ class Lab:
         self.watch("start servers")
         return self._served("served with rates", builds, measure)
 
-    def prove(self, builds: Sequence[Build], left_s: float | None) -> list[Served]:
+    def prove(
+        self, builds: Sequence[Build], left_s: float | None, attempt: int = 0
+    ) -> list[Served]:
         """At the load of the SLO and, as far as the time reaches, up to the highest rate of each,
-        in turns."""
+        in turns. Each attempt is a measurement of its own."""
         has_time = left_s is None or left_s > served.MIN_PROOF_S * len(builds)
 
         def measure() -> list[Served]:
@@ -597,15 +600,25 @@ class Lab:
             return served.prove(builds, self.plan, rows, self.watch, limit_s, kept)
 
         self.watch("start servers for the proof")
-        return self._served("proof with rates" if has_time else "proof", builds, measure)
+        kind = "proof with rates" if has_time else "proof"
+        return self._served(kind, builds, measure, f" attempt {attempt}" if attempt else "")
 
     def _served(
-        self, kind: str, builds: Sequence[Build], measure: Callable[[], list[Served]]
+        self,
+        kind: str,
+        builds: Sequence[Build],
+        measure: Callable[[], list[Served]],
+        suffix: str = "",
     ) -> list[Served]:
         """With the machine for itself; as it was told before, at the price of today."""
         self._settle()
         found = self.journal.remember(
-            kind, _keys(builds), list[Served], measure, keeps_failure=False
+            kind,
+            _keys(builds) + suffix,
+            list[Served],
+            measure,
+            passing=(PenstockError,),
+            is_reusable=lambda servings: all(map(disturbance.is_reusable, servings)),
         )
         return [served.repriced(each, self.plan) for each in found]
 

@@ -69,6 +69,20 @@ class Streams(msgspec.Struct):
     tokens_per_s: float
 
 
+class Conditions(msgspec.Struct, frozen=True):
+    """The machine while something was measured."""
+
+    # Shares of all cores: what this run used, what other processes did, what the hypervisor took.
+    own_cpu: float = 0.0
+    foreign_cpu: float = 0.0
+    steal: float = 0.0
+    # What a fixed piece of work took just before: the speed of the machine. 0: not known.
+    speed_s: float = 0.0
+    # Over the last minute.
+    load_average: float = 0.0
+    num_cores: int = 0
+
+
 class Turn(msgspec.Struct):
     """One repetition of a measurement."""
 
@@ -76,6 +90,13 @@ class Turn(msgspec.Struct):
     p99_s: float
     throughput: float
     goodput: float
+    is_kept: bool
+    # The same without the time in which the load generator itself was late, and its share; None:
+    # too little is left.
+    is_kept_calm: bool | None = None
+    p99_calm_s: float | None = None
+    late_share: float = 0.0
+    conditions: Conditions = Conditions()
 
 
 class Served(msgspec.Struct):

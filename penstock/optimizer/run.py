@@ -33,7 +33,7 @@ from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Search
 from penstock.optimizer.subject import Subject, open_subject
-from penstock.optimizer.this_machine import read_machine
+from penstock.optimizer.this_machine import machine_speed_s, read_machine
 
 # Below the repository; readers of repositories pass over names that start with a dot.
 WORK = ".optimize"
@@ -58,7 +58,7 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
     with _opened(plan, work) as subject:
         examples = _examples(plan, subject)
         run = run_key(plan, machine, subject, examples)
-        with Journal(work / run) as journal:
+        with Journal(work / run, is_fresh=plan.is_fresh, speed_s=machine_speed_s()) as journal:
             subject = _placed(subject, work / run / ORIGINAL / plan.name)
             with closing(Lab(plan, machine, subject, examples, journal)) as lab:
                 return _found(lab, watch, command, run, began)
@@ -80,11 +80,27 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
     except PenstockError as error:
         found.notes.append(f"every start of the version times its products again: {error}")
     found.elapsed_s = time.monotonic() - began
+    note_resumed(found, lab.journal)
     found.headline = headline(found)
     found.version = evidence.commit(build, found, run)
-    found.num_measured = lab.journal.num_measured
-    found.num_remembered = lab.journal.num_remembered
     return found
+
+
+def note_resumed(found: Optimization, journal: Journal) -> None:
+    """What was taken from an earlier run, and what was not."""
+    found.num_measured = journal.num_measured
+    found.num_remembered = journal.num_remembered
+    if journal.num_remembered and journal.oldest_at is not None:
+        total = journal.num_measured + journal.num_remembered
+        then = datetime.datetime.fromtimestamp(journal.oldest_at)
+        clock = (
+            f"{then:%H:%M}" if then.date() == datetime.date.today() else f"{then:%Y-%m-%d %H:%M}"
+        )
+        counted = f"{journal.num_remembered} of {total} measurements from {clock}"
+        found.notes.append(f"resumed: {counted}; use --fresh to measure everything again")
+    if journal.num_discarded:
+        discarded = f"{journal.num_discarded} earlier measurements were discarded"
+        found.notes.append(f"{discarded}: the machine runs at another speed now")
 
 
 def _as_committed(lab: Lab, chosen: Candidate) -> Build:

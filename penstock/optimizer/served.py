@@ -41,8 +41,10 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import goals
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
+from penstock.optimizer.conditions import CpuMeter
+from penstock.optimizer.disturbance import MIN_CALM, calm_windows, is_void
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Curve, Served, Streams, Verdict
+from penstock.optimizer.results import Conditions, Curve, Served, Streams, Turn, Verdict
 from penstock.optimizer.simulate import fitted
 from penstock.serving.explain import Explanation
 from penstock.serving.worker import PR_SET_PDEATHSIG
@@ -83,6 +85,7 @@ PATIENCE_S = 3.0
 LONG_PATIENCE_S = 60.0
 PATIENCE = 3.0
 libc = ctypes.CDLL(None)
+NO_RATE = Interval(math.nan, math.nan, math.nan)
 
 
 def measure(
@@ -233,6 +236,8 @@ class Endpoint:
         self.build = build
         self.data = data
         self.address = ""
+        # The machine during the last measurement.
+        self.conditions = Conditions()
 
     def __enter__(self) -> Self:
         self._output = Output()
@@ -309,6 +314,7 @@ class Endpoint:
         def told(progress: Progress) -> None:
             watch(_told(progress))
 
+        meter = CpuMeter()
         try:
             run = asyncio.run(Conductor(plan, told, lambda run: None).measure())
         except ConfigError as error:
@@ -319,6 +325,7 @@ class Endpoint:
             raise BackendFailed(
                 f"{run.problem or 'nothing was measured'}{self._output.tail('the server')}"
             )
+        self.conditions = meter.read()
         return run
 
     def _wait_until_ready(self) -> str:
@@ -543,9 +550,12 @@ class Account:
     # Of each worker.
     gpu_memory_bytes: Sequence[int] = ()
     num_runs: int = 0
+    # The windows of each round, and the machine during it.
+    rounds: list[tuple[Sequence[Window], Conditions]] = field(default_factory=list)
 
-    def add(self, level: Level, memory_bytes: int) -> None:
+    def add(self, level: Level, memory_bytes: int, conditions: Conditions) -> None:
         """Rounds follow each other as if nothing had been between them."""
+        self.rounds.append((level.windows, conditions))
         start_s = max((each.start_s + each.length_s for each in self.windows), default=0.0)
         for window in level.windows:
             window.start_s += start_s
@@ -575,24 +585,25 @@ def _in_turns(
     for _ in range(num_rounds):
         for endpoint, account in zip(endpoints, accounts, strict=True):
             run = endpoint.measured(bench_plan(endpoint, plan, [load]), watch)
-            account.add(run.levels[0], endpoint.memory_bytes)
+            account.add(run.levels[0], endpoint.memory_bytes, endpoint.conditions)
             account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     return [served_of(account, load, plan) for account in accounts]
 
 
 def served_of(account: Account, load: Load, plan: Plan) -> Served:
-    """What all rounds say together."""
+    """What all rounds say together; intervals cover the spread between them."""
     windows = account.windows
+    turns = [_turn(*each, plan) for each in account.rounds]
     num_due = sum(window.num_due for window in windows)
     num_executions = sum(each.num_executions for each in account.counters)
     num_inferences = sum(each.num_inferences for each in account.counters)
     return Served(
         load=pacer.label(load),
-        p50=stats.percentile_interval(windows, "latency", 50),
-        p99=stats.percentile_interval(windows, "latency", 99),
-        throughput=stats.throughput_interval(windows),
+        p50=spread(stats.percentile_interval(windows, "latency", 50), [t.p50_s for t in turns]),
+        p99=spread(stats.percentile_interval(windows, "latency", 99), [t.p99_s for t in turns]),
+        throughput=spread(stats.throughput_interval(windows), [t.throughput for t in turns]),
         goodput=_goodput(windows, plan.slo),
-        verdicts=_verdicts(windows, promised_bytes(account), plan),
+        verdicts=_verdicts([each for each, _ in account.rounds], promised_bytes(account), plan),
         num_requests=num_due,
         num_failed=sum(window.num_failed for window in windows),
         phases=phases(
@@ -607,7 +618,45 @@ def served_of(account: Account, load: Load, plan: Plan) -> Served:
         failure=_commonest_failure(windows),
         gpu_memory_bytes=max(account.gpu_memory_bytes, default=0),
         streams=_streams(windows),
+        turns=turns,
     )
+
+
+def _turn(windows: Sequence[Window], conditions: Conditions, plan: Plan) -> Turn:
+    latencies = stats.histogram(windows)
+    limit_s = None if plan.slo is None else plan.slo.latency_s
+    calm = calm_windows(windows, limit_s)
+    share = len(calm) / len(windows) if windows else 0.0
+    return Turn(
+        p50_s=latencies.percentile(50),
+        p99_s=latencies.percentile(99),
+        throughput=stats.throughput_interval(windows).value,
+        goodput=_goodput(windows, plan.slo),
+        is_kept=_is_kept(windows, plan),
+        is_kept_calm=_is_kept(calm, plan) if share >= MIN_CALM else None,
+        p99_calm_s=stats.histogram(calm).percentile(99) if share >= MIN_CALM else None,
+        late_share=1 - share,
+        conditions=conditions,
+    )
+
+
+def _is_kept(windows: Sequence[Window], plan: Plan) -> bool:
+    """Every term that windows know of, by its estimate."""
+    if plan.slo is None:
+        return True
+    found = verdicts.measured(windows, plan.slo)
+    judged = verdicts.verdicts(plan.slo, found)
+    return all(each.outcome != "missed" for each in judged)
+
+
+def spread(measured: Interval, values: Sequence[float]) -> Interval:
+    """An interval that also covers each repetition: what differs between them is not chance."""
+    known = [each for each in values if not math.isnan(each)]
+    if len(known) < 2:
+        return measured
+    low = measured.low if math.isnan(measured.low) else min(measured.low, *known)
+    high = measured.high if math.isnan(measured.high) else max(measured.high, *known)
+    return Interval(measured.value, low, high)
 
 
 def _streams(windows: Sequence[Window]) -> Streams | None:
@@ -673,10 +722,15 @@ def _terms(plan: Plan) -> Sequence[Term]:
     return () if plan.slo is None else plan.slo.terms
 
 
-def _verdicts(windows: Sequence[Window], memory_bytes: int, plan: Plan) -> list[Verdict]:
+def _verdicts(rounds: Sequence[Sequence[Window]], memory_bytes: int, plan: Plan) -> list[Verdict]:
     if plan.slo is None:
         return []
-    found = verdicts.measured(windows, plan.slo)
+    found = verdicts.measured([window for each in rounds for window in each], plan.slo)
+    turns = [verdicts.measured(each, plan.slo) for each in rounds]
+    found = {
+        name: spread(interval, [turn[name].value for turn in turns])
+        for name, interval in found.items()
+    }
     if memory_bytes:
         found[Memory.name] = Interval(*3 * (float(memory_bytes),))
     return [_verdict(term, found.get(term.name)) for term in plan.slo.terms]
@@ -713,18 +767,36 @@ def _max_rates(
     a curve; without such terms, what it answers when it never has to wait for requests. NaN where
     an end is not known."""
     has_limits = any(isinstance(term, Latency | Goodput) for term in _terms(plan))
-    probes = [saturated(endpoint, plan, watch) for endpoint in endpoints]
+    probes = [_probe(endpoint, plan, watch) for endpoint in endpoints]
+    rates = [stats.throughput_interval(windows) for windows in probes]
     if not has_limits:
-        return [(probe, None) for probe in probes]
+        return [(rate, None) for rate in rates]
     assert plan.slo is not None
     searches = [
-        RateSearch(endpoint, plan, max(1.0, probe.value / 2), search_s)
-        for endpoint, probe in zip(endpoints, probes, strict=True)
+        RateSearch(endpoint, plan, max(1.0, rate.value / 2), search_s)
+        for endpoint, rate in zip(endpoints, rates, strict=True)
     ]
     while left := [each for each in searches if each.is_open]:
         for each in left:
             each.step(watch)
-    return [(each.rate, curve_of(each.levels)) for each in searches]
+    return [
+        (_believable(search, probe), curve_of(search.levels))
+        for search, probe in zip(searches, probes, strict=True)
+    ]
+
+
+def _believable(search: RateSearch, probe: Sequence[Window]) -> Interval:
+    """The highest rate; not known where the same server has just answered far more in time."""
+    measured = [probe, *(level.windows for level in search.levels)]
+    answered = max(_in_time_rate(windows, search.slo) for windows in measured)
+    return NO_RATE if is_void(search.rate, answered) else search.rate
+
+
+def _in_time_rate(windows: Sequence[Window], slo: Slo) -> float:
+    """Requests per second that were answered within the limits."""
+    length_s = sum(window.length_s for window in windows)
+    num_due = sum(window.num_due for window in windows)
+    return _goodput(windows, slo) * num_due / length_s if length_s and num_due else 0.0
 
 
 def num_clients(config: ModelConfig) -> int:
@@ -738,9 +810,14 @@ def num_clients(config: ModelConfig) -> int:
 
 def saturated(endpoint: Endpoint, plan: Plan, watch: Watch) -> Interval:
     """What it answers when it never has to wait for requests."""
+    return stats.throughput_interval(_probe(endpoint, plan, watch))
+
+
+def _probe(endpoint: Endpoint, plan: Plan, watch: Watch) -> Sequence[Window]:
+    """A closed loop with so many clients that it never has to wait for requests."""
     wanted = bench_plan(endpoint, plan, [Closed(endpoint.num_clients)])
     short = replace(wanted, duration_s=endpoint.probe_s, max_warm_up_s=SEARCH_WARM_UP_S)
-    return stats.throughput_interval(endpoint.measured(short, watch).levels[0].windows)
+    return endpoint.measured(short, watch).levels[0].windows
 
 
 class RateSearch:
@@ -751,6 +828,7 @@ class RateSearch:
         self, endpoint: Endpoint, plan: Plan, start: float, left_s: float, floor: float = 0.0
     ) -> None:
         assert plan.slo is not None
+        self.slo = plan.slo
         self._floor = floor
         self._endpoint = endpoint
         self._plan = plan
@@ -771,7 +849,7 @@ class RateSearch:
     @property
     def rate(self) -> Interval:
         found = self._search.max_rate
-        return Interval(math.nan, math.nan, math.nan) if found is None else found.rate
+        return NO_RATE if found is None else found.rate
 
     def step(self, watch: Watch) -> None:
         assert self._next is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +30,8 @@ ISA = (
 # Beside those that a load test names.
 PACKAGES = ("onnx", "onnxscript", "transformers", "tokenizers", "safetensors")
 
+PROBE_BYTES, NUM_PROBES = 1 << 19, 60
+
 
 def read_machine() -> Machine:
     found = system.environment("")
@@ -40,6 +44,18 @@ def read_machine() -> Machine:
         gpus=tuple(found.gpus),
         versions=found.versions | system.package_versions(PACKAGES),
     )
+
+
+def machine_speed_s() -> float:
+    """What a fixed piece of work takes now. The fastest of many short runs: other programs can only
+    make it slower, so this tells the clock and the host rather than the load."""
+    data = bytes(PROBE_BYTES)
+    seconds = []
+    for _ in range(NUM_PROBES):
+        began = time.perf_counter()
+        hashlib.sha256(data).digest()
+        seconds.append(time.perf_counter() - began)
+    return round(min(seconds), 9)
 
 
 def isa_of(cpuinfo: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from made_optimizations import machine
 from served_builds import a_config
@@ -71,7 +72,7 @@ class MadeLab:
         self.proofs = proofs
         self.proven: list[str] = []
 
-    def prove(self, builds: Sequence[Build], left_s: float | None) -> list[Served]:
+    def prove(self, builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
         name = builds[-1].candidate.steps[-1].pass_name if builds[-1].candidate.steps else ""
         self.proven.append(name)
         return [served(0.1), served(self.proofs[name])]
@@ -167,3 +168,64 @@ def test_what_the_held_out_part_refused_is_no_longer_told_as_kept() -> None:
     told = {each.candidate.key: each for each in found.tries}
     first = told[Candidate((Step("first"),)).key]
     assert (first.outcome, first.reason) == ("rejected", "on held-out examples: lost too much")
+
+
+# A proof that contradicts itself.
+
+
+def with_rate(found: Served, max_rate: float) -> Served:
+    return msgspec.structs.replace(found, max_rate=near(max_rate))
+
+
+class DoubtfulLab(MadeLab):
+    """Each attempt is told; its journal says what is forgotten."""
+
+    def __init__(self, attempts: Sequence[tuple[Served, Served]]) -> None:
+        super().__init__({})
+        self.attempts = attempts
+        self.forgotten: list[str] = []
+        self.num_attempts = 0
+        self.journal = SimpleNamespace(
+            path=Path("work/journal.jsonl"), forget=self.forgotten.extend
+        )
+
+    def prove(self, builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+        assert attempt == self.num_attempts
+        self.num_attempts += 1
+        return list(self.attempts[attempt])
+
+
+# Missed at 200/s, and kept at 900/s.
+CONTRADICTION = with_rate(served(0.5), 900.0)
+ORIGINAL = with_rate(served(0.1), 20.0)
+
+
+def test_a_contradiction_is_measured_again() -> None:
+    lab = DoubtfulLab([(ORIGINAL, CONTRADICTION), (ORIGINAL, with_rate(served(1.0), 900.0))])
+    found = concluded(lab, finalist("first", 1.0))
+    assert (found.outcome, lab.num_attempts) == ("kept", 2)
+    assert any(note.startswith("measured again: chosen: SLO missed at") for note in found.notes)
+    assert found.disturbances == [] and lab.forgotten == []
+
+
+def test_a_contradiction_that_stays_is_no_verdict_and_is_not_reused() -> None:
+    lab = DoubtfulLab([(ORIGINAL, CONTRADICTION)] * 2)
+    found = concluded(lab, finalist("first", 1.0))
+    assert found.outcome == "disturbed"
+    assert found.disturbances[0].startswith("chosen: SLO missed at 200/s, but kept at 900/s")
+    assert {"served", "proof", "proof with rates", "times"} <= set(lab.forgotten)
+
+
+def test_an_original_that_contradicts_itself_leaves_the_verdict_and_no_gain() -> None:
+    """The SLO is kept for sure; only what is claimed against the original cannot stand."""
+    original = with_rate(served(0.1), 900.0)
+    lab = DoubtfulLab([(original, with_rate(served(1.0), 900.0))] * 2)
+    found = concluded(lab, finalist("first", 1.0))
+    assert found.outcome == "kept"
+    assert found.before is not None and found.before.disturbances
+
+
+def test_a_prediction_far_off_is_commented() -> None:
+    lab = DoubtfulLab([(ORIGINAL, with_rate(served(1.0), 900.0))])
+    found = concluded(lab, finalist("first", 1.0))
+    assert any("batch times predict 100/s" in note for note in found.notes)

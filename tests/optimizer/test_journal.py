@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.errors import BackendFailed, ConfigError
+from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer.journal import FILE, Journal
 
 
@@ -46,8 +46,10 @@ def test_a_failure_that_may_pass_is_not_kept(tmp_path: Path) -> None:
 
     with Journal(tmp_path) as journal:
         with pytest.raises(BackendFailed):
-            journal.remember("served", "x", Finding, fail, keeps_failure=False)
-        found = journal.remember("served", "x", Finding, lambda: Finding(1), keeps_failure=False)
+            journal.remember("served", "x", Finding, fail, passing=(PenstockError,))
+        found = journal.remember(
+            "served", "x", Finding, lambda: Finding(1), passing=(PenstockError,)
+        )
         assert found.value == 1
 
 
@@ -151,3 +153,68 @@ def test_killed_while_writing(tmp_path: Path) -> None:
         with Journal(tmp_path) as journal:
             for number in range(last + 1):
                 assert journal.remember("a", str(number), int, never) == number
+
+
+def test_a_disturbed_value_serves_this_process_and_no_other(tmp_path: Path) -> None:
+    def is_calm(found: Finding) -> bool:
+        return found.value < 2
+
+    with Journal(tmp_path) as journal:
+        first = journal.remember("served", "a", Finding, lambda: Finding(3), is_reusable=is_calm)
+        assert journal.remember("served", "a", Finding, never, is_reusable=is_calm) == first
+    with Journal(tmp_path) as journal:
+        again = journal.remember("served", "a", Finding, lambda: Finding(1), is_reusable=is_calm)
+        assert again == Finding(1)
+        assert (journal.num_measured, journal.num_remembered) == (1, 0)
+    with Journal(tmp_path) as journal:
+        assert journal.remember("served", "a", Finding, never, is_reusable=is_calm) == Finding(1)
+
+
+def test_what_is_forgotten_is_measured_again(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        for kind in ("served", "facts"):
+            journal.remember(kind, "a", Finding, lambda: Finding(1))
+        journal.forget(["served"])
+        assert journal.remember("served", "a", Finding, lambda: Finding(2)) == Finding(2)
+        journal.forget(["served"])
+    with Journal(tmp_path) as journal:
+        assert journal.remember("served", "a", Finding, lambda: Finding(3)) == Finding(3)
+        assert journal.remember("facts", "a", Finding, never) == Finding(1)
+
+
+def test_a_fresh_journal_knows_nothing(tmp_path: Path) -> None:
+    with Journal(tmp_path) as journal:
+        journal.remember("facts", "a", Finding, lambda: Finding(1))
+    with Journal(tmp_path, is_fresh=True) as journal:
+        assert journal.remember("facts", "a", Finding, lambda: Finding(2)) == Finding(2)
+    with Journal(tmp_path) as journal:
+        assert journal.remember("facts", "a", Finding, never) == Finding(2)
+
+
+@pytest.mark.parametrize(("speed_s", "is_kept"), [(0.011, True), (0.02, False), (0.005, False)])
+def test_timings_of_another_machine_speed_are_discarded(
+    tmp_path: Path, speed_s: float, is_kept: bool
+) -> None:
+    with Journal(tmp_path, speed_s=0.01) as journal:
+        for kind in ("times", "served", "facts"):
+            journal.remember(kind, "a", Finding, lambda: Finding(1))
+    with Journal(tmp_path, speed_s=speed_s) as journal:
+        assert journal.num_discarded == (0 if is_kept else 2)
+        found = journal.remember("times", "a", Finding, lambda: Finding(2))
+        assert found == Finding(1 if is_kept else 2)
+        assert journal.remember("facts", "a", Finding, never) == Finding(1)
+
+
+def test_when_the_oldest_reused_finding_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at, key in ((100.0, "a"), (200.0, "b")):
+        monkeypatch.setattr("time.time", lambda at=at: at)
+        with Journal(tmp_path) as journal:
+            journal.remember("facts", key, Finding, lambda: Finding(1))
+            assert journal.oldest_at is None
+    with Journal(tmp_path) as journal:
+        journal.remember("facts", "b", Finding, never)
+        assert journal.oldest_at == 200.0
+        journal.remember("facts", "a", Finding, never)
+        assert journal.oldest_at == 100.0

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 from penstock.config import CPU
-from penstock.errors import BackendFailed
+from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer.accuracy import ALPHA, Judgement, judge
 from penstock.optimizer.budget import Budget
 from penstock.optimizer.candidates import Build, Candidate
@@ -129,7 +129,9 @@ class TextLab:
             return found
 
         try:
-            found = self.journal.remember(kind, key, list[Served], through, keeps_failure=False)
+            found = self.journal.remember(
+                kind, key, list[Served], through, passing=(PenstockError,)
+            )
         except CutShort as error:
             found = error.found
         return [repriced(each, self.plan) for each in found]

@@ -38,9 +38,9 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization, Phase, Served
-from penstock.optimizer.run import OPENING, ORIGINAL, WORK, Watch, sweep
+from penstock.optimizer.run import OPENING, ORIGINAL, WORK, Watch, note_resumed, sweep
 from penstock.optimizer.served import repriced
-from penstock.optimizer.this_machine import read_machine
+from penstock.optimizer.this_machine import machine_speed_s, read_machine
 
 # Of a budget of time, for the proof; and how much a candidate takes that is worth beginning.
 PROOF_SHARE, MIN_TRY_S = 0.4, 20.0
@@ -64,7 +64,8 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
         text = read_text(settings.path, is_made_up=False)
         prompts = read_prompts(plan.data, text, subject.max_length)
         key = run_key(plan, run.machine, subject, prompts)
-        with Journal(work_of(plan) / key) as journal:
+        speed_s = machine_speed_s()
+        with Journal(work_of(plan) / key, is_fresh=plan.is_fresh, speed_s=speed_s) as journal:
             placed = _placed(subject, work_of(plan) / key / ORIGINAL / plan.name)
             budget = plan.accuracy or likelihoods.DEFAULT
             with closing(TextLab(plan, placed, prompts, journal, budget)) as lab:
@@ -162,11 +163,10 @@ class Run:
         made.outcome = outcome_of(findings, choice, made)
         made.phases = phases_of(findings, choice, made)
         made.elapsed_s = self.elapsed_s
+        note_resumed(made, lab.journal)
         made.headline = headline(made)
         build = lab.build(choice.finalist.candidate)
         made.version = evidence.commit(build, made, key)
-        made.num_measured = lab.journal.num_measured
-        made.num_remembered = lab.journal.num_remembered
         return made
 
     @property

@@ -172,7 +172,7 @@ def rated(
     is_through = search_s >= SEARCH_S or time.monotonic() - began < search_s
     level = shown_level(search.levels, search.rate)
     account = Account(build.config)
-    account.add(level, endpoint.memory_bytes)
+    account.add(level, endpoint.memory_bytes, endpoint.conditions)
     account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     found = served_of(account, level.load, plan)
     rate = None if math.isnan(search.rate.value) else search.rate
@@ -212,7 +212,7 @@ def _whole(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> Served:
     load = load_of(plan.slo)
     (level,) = endpoint.measured(level_plan(endpoint, plan, load), watch).levels
     account = Account(endpoint.build.config)
-    account.add(level, endpoint.memory_bytes)
+    account.add(level, endpoint.memory_bytes, endpoint.conditions)
     return msgspec.structs.replace(served_of(account, load, plan), max_rate=rate)
 
 
@@ -235,7 +235,7 @@ def prove(
                 continue
             endpoint = servers.opened(build)
             run = endpoint.measured(level_plan(endpoint, plan, load), watch)
-            account.add(run.levels[0], endpoint.memory_bytes)
+            account.add(run.levels[0], endpoint.memory_bytes, endpoint.conditions)
             account.gpu_memory_bytes = endpoint.gpu_memory_bytes
     found = [served_of(account, load, plan) for account in accounts]
     left_s = left()
