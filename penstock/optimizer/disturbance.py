@@ -154,7 +154,7 @@ def _slowness_doubts(
 ) -> Iterator[str]:
     """Whether the SLO may be kept at the speed that this machine has shown or would have alone."""
     factor, text = slowness(chosen, original)
-    if factor > 1 and _may_be_kept(chosen.served, factor, rate):
+    if text and _may_be_kept(chosen.served, factor, rate):
         yield f"{chosen.name}: SLO missed while {text}"
 
 
@@ -162,15 +162,25 @@ def slowness(chosen: BuildHistory, original: BuildHistory) -> tuple[float, str]:
     """How many times slower than possible the machine was in the final measurement, and why; 1
     where it is not known to have been. Cores that others use may be the ones that were idle, so
     they have to take more before that counts than a slower clock."""
-    drift = _drift(chosen.served.turns, [*chosen.turns, *original.turns])
-    conditions = [turn.conditions for turn in chosen.served.turns]
-    taken = max((each.foreign_cpu + each.steal for each in conditions), default=0.0)
-    shared = 1 / max(0.05, 1 - taken)
-    if drift > max(MIN_SLOWER, shared):
-        return drift, f"the machine was {drift:.2f}x slower than at another time of this run"
-    if shared > SLOWER:
-        return shared, f"others used {taken:.0%} of the CPU"
+    turns = chosen.served.turns
+    drift = _drift(turns, [*chosen.turns, *original.turns])
+    taken = max((each.conditions.foreign_cpu + each.conditions.steal for each in turns), default=0)
+    late = _late_share(turns)
+    # Steal time and pauses may be the same.
+    factor = drift / max(0.05, 1 - max(taken, late))
+    if drift > MIN_SLOWER:
+        return factor, f"the machine was {drift:.2f}x slower than at another time of this run"
+    if 1 / max(0.05, 1 - taken) > SLOWER:
+        return factor, f"others used {taken:.0%} of the CPU"
+    if late >= MIN_LATE:
+        return factor, f"the load generator was late in up to {late:.0%} of the time"
     return 1.0, ""
+
+
+def _late_share(turns: Sequence[Turn]) -> float:
+    """The largest share of the time in which the generator was late, and not by the run's doing."""
+    others = (turn.late_share for turn in turns if not _is_own(turn.conditions))
+    return max(others, default=0.0)
 
 
 def _drift(turns: Sequence[Turn], every: Sequence[Turn]) -> float:
@@ -202,15 +212,9 @@ def _excess(served: Served) -> float:
 def _closeness_doubts(chosen: BuildHistory, original: BuildHistory) -> Iterator[str]:
     """A limit inside the interval is decided by chance; beside a disturbance not even by that. A
     neighbour that takes a tenth of the CPU is no disturbance yet."""
-    factor, text = slowness(chosen, original)
-    signs = [text] if factor > 1 else []
-    turns = [*chosen.served.turns, *original.served.turns]
-    others = [turn for turn in turns if not _is_own(turn.conditions)]
-    late = max((turn.late_share for turn in others), default=0.0)
-    if late >= MIN_LATE:
-        signs.append(f"the load generator was late in up to {late:.0%} of the time")
-    if signs:
-        yield f"{chosen.name}: too close to the limit to decide ({signs[0]})"
+    _, text = slowness(chosen, original)
+    if text:
+        yield f"{chosen.name}: too close to the limit to decide ({text})"
 
 
 def prediction_gap(history: BuildHistory, rate: float | None) -> str:
@@ -248,7 +252,7 @@ def disturbances(servings: Sequence[Served]) -> list[str]:
     steal = max(each.steal for each in conditions)
     if steal >= MIN_STEAL:
         found.append(f"the hypervisor took up to {steal:.0%} of the CPU (steal time)")
-    late = max((turn.late_share for turn in turns if not _is_own(turn.conditions)), default=0.0)
+    late = _late_share(turns)
     if late >= MIN_LATE:
         found.append(f"the load generator was late in up to {late:.0%} of the time")
     for served in servings:

@@ -109,3 +109,17 @@ def test_what_binds() -> None:
 def test_a_queue_that_binds_says_what_would_help() -> None:
     found = served(0.03, phases={"queue": 0.02, "compute": 0.005})
     assert "more instances" in goals.binding(found, slo.parse("p99 < 20ms at 200/s"))
+
+
+def test_goodput_at_the_slos_load_decides_before_highest_rates() -> None:
+    """Seen: 8 % in time was chosen before 92 %, by a rate search made on a busy machine."""
+    original = served(0.5, is_met=False, goodput=0.08, max_rate=327)
+    half = served(0.03, is_met=False, goodput=0.92, max_rate=287)
+    assert goals.order([original, half], [0, 101]) == [1, 0]
+
+
+def test_highest_rates_rank_what_is_equal_at_the_slos_load() -> None:
+    pair = [served(0.010, max_rate=300), served(0.010, max_rate=math.nan)]
+    assert goals.order(pair, [5, 1]) == [0, 1]
+    overrun = [served(0.5, is_met=False, goodput=0.0, max_rate=rate) for rate in (80, 120)]
+    assert goals.order(overrun, [0, 1]) == [1, 0]

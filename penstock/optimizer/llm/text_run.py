@@ -21,10 +21,10 @@ import msgspec
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm.settings import DTYPES, settings_of
 from penstock.llm.text_model import read_text
-from penstock.optimizer import evidence, folders, goals
+from penstock.optimizer import disturbance, evidence, folders, goals
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Build, Candidate, Stage
-from penstock.optimizer.journal import Journal
+from penstock.optimizer.journal import TIMINGS, Journal
 from penstock.optimizer.llm import likelihoods
 from penstock.optimizer.llm.text_lab import HELD_OUT, TextLab
 from penstock.optimizer.llm.text_prompts import Prompts, read_prompts
@@ -161,6 +161,7 @@ class Run:
             made.after = made.before
         made.chosen, made.held_out = choice.finalist.candidate, choice.held_out
         made.outcome = outcome_of(findings, choice, made)
+        self._check(lab, made)
         made.phases = phases_of(findings, choice, made)
         made.elapsed_s = self.elapsed_s
         note_resumed(made, lab.journal)
@@ -249,6 +250,19 @@ class Run:
             work=str(lab.journal.path.parent),
             form="text",
         )
+
+    def _check(self, lab: TextLab, made: Optimization) -> None:
+        """No verdict where the proof contradicts itself or the machine was disturbed."""
+        if made.before is None or made.after is None or made.outcome == "interrupted":
+            return
+        slo = self.plan.slo
+        rate = None if slo is None or slo.rate is None else slo.rate.per_s
+        chosen = disturbance.BuildHistory("chosen", made.after)
+        doubts = disturbance.doubts(chosen, disturbance.BuildHistory("original", made.before), rate)
+        if doubts:
+            made.outcome = "disturbed"
+            made.disturbances = [*doubts, *disturbance.disturbances([made.before, made.after])]
+            lab.journal.forget(TIMINGS)
 
     def _prove(self, lab: TextLab, findings: Findings, choice: Choice, made: Optimization) -> None:
         """Original and choice in turns: at the SLO's load, and up to the highest rate of each."""
