@@ -17,7 +17,7 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 
 # A module imports only from its own line and the lines before it.
 ORDER = [
-    {"errors", "types", "slo", "config", "logs", "devices"},
+    {"errors", "types", "slo", "config", "columns", "logs", "devices"},
     {"wire", "kernels"},
     {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
     | {"pt2_file", "metrics", "usage", "kernels", "backends"},
@@ -35,6 +35,7 @@ ORDER = [
 ]
 PURE = [
     "backends/gpu_memory.py",
+    "columns.py",
     "benchmark/inputs/cycling.py",
     "benchmark/inputs/fitting.py",
     "benchmark/inputs/lengths.py",
