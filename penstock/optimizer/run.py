@@ -67,6 +67,7 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
 def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     search = Search(lab, watch, passes.sequence(), began=began)
+    lab.check_rows()
     lab.check_data()
     findings = search.run()
     if not findings.finalists:
