@@ -243,7 +243,7 @@ class Lab:
         found = self.journal.remember(
             "facts", build.candidate.key, Facts, self._needed(build, lambda: self._inspect(build))
         )
-        self._facts[key] = found
+        self._facts[key] = self._facts[build.candidate.key] = found
         found.batching_problem = self._batching_problem(build.candidate)
         if build.config.padding is None and build.candidate.steps:
             found.padding_problem = found.padding_problem or self._padding_problem(build.candidate)

@@ -197,7 +197,7 @@ def _take_served(path: Path, version: Path) -> Taken:
             shutil.copyfile(shared, version / spec.label_file)
     batching = replace(config.batching, slo_latency_s=None)
     limit = _author_limit(folder, config)
-    config = replace(config, slo="", is_slo_from_evidence=False, batching=batching)
+    config = replace(config, slo="", is_slo_from_evidence=False, unkept_slo="", batching=batching)
     return Taken(f"{SERVED} {config.version}", config, max_rows=limit)
 
 

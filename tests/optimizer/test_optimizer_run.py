@@ -14,6 +14,7 @@ import onnx
 import onnxruntime
 import psutil
 import pytest
+from optimizer import made_optimizations
 from served_builds import null_build, write_outlier_model
 from suites import onnx_models
 
@@ -21,7 +22,7 @@ import penstock
 from penstock import devices, manifest, repository, slo
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.optimizer import run, served, trials
+from penstock.optimizer import evidence, run, served, shapes, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.examples import Examples, Split, open_examples
 from penstock.optimizer.journal import Journal
@@ -294,6 +295,36 @@ def test_batches_do_not_exceed_the_authors_limit(plan: Plan, tmp_path: Path) -> 
         config = replace(lab.original.config, max_batch_size=4)
         lab.subject = replace(subject, build=replace(lab.original, config=config))
         assert max(lab.times(lab.original, 1, 1).seconds[0]) == trials.LARGEST_RUNG
+
+
+def committed(plan: Plan, tmp_path: Path, outcome: str) -> tuple[ModelConfig, Optimization]:
+    """The version of a build that was measured in slo mode, as a server reads it."""
+    subject = open_subject(plan, tmp_path / "work" / "small")
+    settings = {"mode": "slo", "max_batch": "8"}
+    config = shapes.with_batching(subject.build.config, settings, WISH)
+    found = made_optimizations.missed()
+    found.outcome, found.out, found.name, found.slo = outcome, plan.out, "small", str(WISH)
+    build = run.without_promise(replace(subject.build, config=config), found)
+    evidence.commit(build, found, "a run")
+    (config,) = repository.read(Path(plan.out) / "small").configs
+    return config, found
+
+
+def test_a_version_that_keeps_its_slo_is_served_in_slo_mode(plan: Plan, tmp_path: Path) -> None:
+    config, found = committed(plan, tmp_path, "kept")
+    assert config.batching.slo_latency_s == 2.0
+    assert run.UNPROMISED not in found.notes
+
+
+@pytest.mark.parametrize("outcome", ["missed", "refused", "disturbed"])
+def test_a_version_that_misses_its_slo_does_not_refuse_requests_for_it(
+    plan: Plan, tmp_path: Path, outcome: str
+) -> None:
+    config, found = committed(plan, tmp_path, outcome)
+    assert config.batching.slo_latency_s is None
+    assert config.batching.is_dynamic and config.max_batch_size == 8
+    assert f"not kept: {WISH} ({outcome})" in config.unkept_note
+    assert run.UNPROMISED in found.notes
 
 
 def test_a_repository_that_cannot_be_written(plan: Plan) -> None:
