@@ -171,11 +171,23 @@ class ModelConfig:
     # `penstock.slo` says so, empty where nobody says anything.
     slo: str = ""
     is_slo_from_evidence: bool = False
+    # The SLO of the evidence and its outcome, where it was not kept: it is not enforced then.
+    unkept_slo: str = ""
     # What an instance takes of a GPU's memory, for the plan at start. Give it where the plan's own
     # estimate is far off; None: estimated, or as the evidence of the version says.
     gpu_memory_bytes: int | None = None
     # The version's manifest.json, which a worker checks before it loads; empty: there is none.
     manifest: str = ""
+
+    @property
+    def unkept_note(self) -> str:
+        """What the server logs at load and `penstock inspect` shows of an SLO that was not kept."""
+        if not self.unkept_slo:
+            return ""
+        return (
+            f"the evidence says that the SLO was not kept: {self.unkept_slo}; serving without it, "
+            "set penstock.slo to enforce it"
+        )
 
     @property
     def model(self) -> ModelConfig:

@@ -26,6 +26,8 @@ NAME = "manifest.json"
 FORMAT = 1
 # Python writes there whenever code of a version is imported.
 CACHE = "__pycache__"
+# Outcomes of an optimisation whose SLO is enforced; None: the evidence has no outcome.
+KEPT = ("kept", "met", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,13 @@ def check_digests(folder: Path) -> None:
             )
     if problems:
         raise ConfigError(problems)
+
+
+def unkept(evidence: Mapping[str, Any]) -> str:
+    """The outcome of the evidence if its SLO was not kept; empty where it was, or where nobody
+    says. Versions of before 2026-11 say "met"."""
+    outcome = evidence.get("outcome")
+    return "" if outcome in KEPT else str(outcome)
 
 
 def promised(evidence: Mapping[str, Any]) -> slo.Slo | None:

@@ -259,7 +259,8 @@ def read_version(folder: Path, version: str, message: Any) -> ModelConfig:
         raise ConfigError([*error.problems, *problems]) from None
     if problems:
         raise ConfigError(problems)
-    return _with_promise(replace(config, manifest=str(path / manifests.NAME)), promised)
+    config = replace(config, manifest=str(path / manifests.NAME))
+    return _with_promise(config, promised, manifests.unkept(manifest.evidence))
 
 
 def _resolve(folder: Path, version: str, message: Any) -> ModelConfig:
@@ -299,13 +300,18 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
     if config.slo:
         source = f"{version}/{manifests.NAME}: evidence.slo"
         lines.append(f"slo: {config.slo}, from {source if config.is_slo_from_evidence else where}")
+    elif note := config.unkept_note:
+        lines.append(f"slo: none; {note}")
     return lines
 
 
-def _with_promise(config: ModelConfig, promised: Slo | None) -> ModelConfig:
-    """The evidence's SLO holds where the configuration says nothing of one."""
+def _with_promise(config: ModelConfig, promised: Slo | None, unkept: str) -> ModelConfig:
+    """The evidence's SLO holds where the configuration says nothing of one. An SLO that was not
+    kept would make the server refuse requests for a promise that nobody could make."""
     if promised is None or config.slo:
         return config
+    if unkept:
+        return replace(config, unkept_slo=f"{promised} ({unkept})")
     batching = replace(config.batching, slo_latency_s=promised.latency_s)
     return replace(config, slo=str(promised), is_slo_from_evidence=True, batching=batching)
 

@@ -202,6 +202,7 @@ def _check_reads_back(draft: Path, config: ModelConfig) -> None:
         artifact=found.artifact,
         outputs=tuple(replace(spec, labels=()) for spec in config.outputs),
         manifest="",
+        unkept_slo="",
     )
     if config.is_slo_from_evidence:
         batching = replace(config.batching, slo_latency_s=None)

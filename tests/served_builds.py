@@ -73,6 +73,25 @@ def company_build(root: Path, write_onnx) -> Build:
     return read(folder)
 
 
+def outlier_nodes() -> list:
+    """Each row scaled by the largest value of the whole batch, but only where that is beyond 10:
+    no random row is, so the check at load passes."""
+    return [
+        helper.make_node("Abs", ["x"], ["magnitude"]),
+        helper.make_node("ReduceMax", ["magnitude"], ["largest"], keepdims=0),
+        helper.make_node("Max", ["largest", "ten"], ["limit"]),
+        helper.make_node("Div", ["limit", "ten"], ["scale"]),
+        helper.make_node("Div", ["x", "scale"], ["y"]),
+    ]
+
+
+def write_outlier_model(path: Path, write_onnx, num_features: int = 3) -> Path:
+    """A model whose rows influence each other next to an outlier only."""
+    kind = ("FP32", ["batch", num_features])
+    ten = [numpy_helper.from_array(np.float32([10.0]), "ten")]
+    return write_onnx(path, outlier_nodes(), {"x": kind}, {"y": kind}, ten)
+
+
 def a_config(
     spec: TensorSpec = IMAGE, *, max_batch: int = 32, is_dynamic: bool = True, **others: object
 ) -> ModelConfig:

@@ -78,6 +78,7 @@ PURE = [
     "optimizer/audit.py",
     "optimizer/binomial.py",
     "optimizer/budget.py",
+    "optimizer/extremes.py",
     "optimizer/goals.py",
     "optimizer/numerics.py",
     "optimizer/fallback.py",

@@ -176,6 +176,16 @@ def test_a_manifest_that_has_gone_is_no_permission(tmp_path: Path) -> None:
         manifests.check_digests(folder)
 
 
+@pytest.mark.parametrize("outcome", ["missed", "refused", "disturbed", "interrupted"])
+def test_an_outcome_that_is_not_kept_is_told(outcome: str) -> None:
+    assert manifests.unkept({"slo": "p99 < 20ms", "outcome": outcome}) == outcome
+
+
+@pytest.mark.parametrize("evidence", [{}, {"outcome": "kept"}, {"outcome": "met"}])
+def test_an_slo_is_enforced_unless_the_evidence_speaks_against_it(evidence: dict) -> None:
+    assert manifests.unkept(evidence) == ""
+
+
 def test_the_slo_of_the_evidence_is_of_the_one_grammar() -> None:
     assert manifests.promised({}) is None
     promised = manifests.promised({"slo": "p99 < 20ms at 5/s", "other": 1})

@@ -27,7 +27,7 @@ from penstock.config import (
 from penstock.devices import Gpu
 from penstock.errors import ConfigError, NotFound
 from penstock.pbtxt import describe
-from penstock.repository import names, read, read_made_up, read_one
+from penstock.repository import about, names, read, read_made_up, read_one
 from penstock.types import DATATYPES, TensorSpec
 
 WriteOnnx = Callable[..., Path]
@@ -368,6 +368,33 @@ def test_what_the_configuration_says_of_the_slo_wins(
     [config] = read(folder).configs
     assert config.batching.slo_latency_s == latency_s
     assert not config.is_slo_from_evidence
+
+
+@pytest.mark.parametrize("outcome", ["kept", "met"])
+def test_an_slo_that_was_kept_is_enforced(tmp_path: Path, outcome: str) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    add_manifest(folder, "1", evidence={"slo": "p99 < 20ms", "outcome": outcome})
+    [config] = read(folder).configs
+    assert (config.batching.slo_latency_s, config.unkept_slo) == (0.020, "")
+
+
+@pytest.mark.parametrize("outcome", ["missed", "refused", "disturbed", "interrupted"])
+def test_an_slo_that_was_not_kept_is_not_enforced_unless_asked(
+    tmp_path: Path, outcome: str
+) -> None:
+    folder = add_model(tmp_path, "model", NULL)
+    add_manifest(folder, "1", evidence={"slo": "p99 < 20ms", "outcome": outcome})
+    [config] = read(folder).configs
+    assert config.batching.slo_latency_s is None
+    assert (config.slo, config.is_slo_from_evidence) == ("", False)
+    assert about(folder, config)[-1] == (
+        f"slo: none; the evidence says that the SLO was not kept: p99 < 20ms ({outcome}); serving "
+        "without it, set penstock.slo to enforce it"
+    )
+    text = NULL + parameter("penstock.slo", "p99 < 20ms")
+    (folder / "config.pbtxt").write_text(text)
+    [config] = read(folder).configs
+    assert (config.batching.slo_latency_s, config.unkept_note) == (0.020, "")
 
 
 def test_a_bad_slo_in_the_evidence_is_a_problem_with_its_path(tmp_path: Path) -> None:

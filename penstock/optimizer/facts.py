@@ -87,10 +87,12 @@ class Facts(msgspec.Struct):
     built: dict[str, str] = {}
     num_parameters: int = 0
     file_bytes: int = 0
-    # Why rows must not share a batch, as the proof at load found; empty: they may.
+    # Why rows must not share a batch: by the check at load, or by real rows; empty: they may.
     batching_problem: str = ""
     # Why sequences are not padded although configured so; empty: they are, or none were.
     padding_problem: str = ""
+    # How the answers to the same real rows differ from one run to the next; empty: they do not.
+    repeat_problem: str = ""
 
     @property
     def is_transformer(self) -> bool:

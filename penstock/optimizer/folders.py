@@ -43,7 +43,12 @@ def write_config(folder: Path, config: ModelConfig) -> ModelConfig:
     """The config.pbtxt of a build; what a reader makes of it. What evidence promised has to be said
     now: a build has none."""
     config = replace(
-        config, name=folder.name, version=VERSION, manifest="", is_slo_from_evidence=False
+        config,
+        name=folder.name,
+        version=VERSION,
+        manifest="",
+        is_slo_from_evidence=False,
+        unkept_slo="",
     )
     (folder / repository.CONFIG).write_text(pbtxt.write(config), encoding="utf-8")
     return read_config(folder)

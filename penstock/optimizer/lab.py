@@ -27,6 +27,8 @@ from penstock.optimizer import (
     audit,
     calibration,
     disturbance,
+    folders,
+    influence,
     numerics,
     passes,
     scores,
@@ -47,10 +49,11 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.profile.profiler import profile_build
 from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.results import FallbackLayer, Served
-from penstock.optimizer.shapes import arrangements, with_instances
+from penstock.optimizer.shapes import arrangements, with_batching, with_instances
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
+from penstock.optimizer.trials import BatchRules
 from penstock.types import Array
 
 # Rows on which every candidate's answers are compared with the original's, number by number.
@@ -81,6 +84,11 @@ NO_DATA = (
 ONLY_AGREEMENT = (
     "correctness was not checked: without labels or --eval, answers are only compared with the "
     "original's"
+)
+
+NOT_REPEATED = (
+    "the model's answers differ between two runs on the same rows: {}; no candidate can be "
+    "compared with such a model: turn off dropout and sampling, fix its seed, or remove its state"
 )
 
 Row = Mapping[str, Array]
@@ -123,6 +131,7 @@ class Lab:
         self._examples = examples
         self._folder = journal.path.parent
         self._builds: dict[str, Build] = {}
+        self._facts: dict[str, Facts] = {}
         self._original: dict[str, Answers] = {}
         self._spare = Spare()
         self._sitting: Sitting | None = None
@@ -239,26 +248,103 @@ class Lab:
         trials.keep_compiled(build)
 
     def facts(self, build: Build) -> Facts:
+        """What the build is. What its parents' rows do to each other holds for it too, whatever
+        tolerance it is granted for its own rounding."""
         self.watch("read back")
+        key = build.candidate.key
         build = self._read_as(build)
-        return self.journal.remember(
+        found = self.journal.remember(
             "facts", build.candidate.key, Facts, self._needed(build, lambda: self._inspect(build))
         )
+        self._facts[key] = self._facts[build.candidate.key] = found
+        found.batching_problem = self._batching_problem(build.candidate)
+        if build.config.padding is None and build.candidate.steps:
+            found.padding_problem = found.padding_problem or self._padding_problem(build.candidate)
+        return found
+
+    def _lineage(self, candidate: Candidate) -> list[Facts]:
+        """What is known of a candidate and its parents, itself first."""
+        num_steps = len(candidate.steps)
+        keys = [Candidate(candidate.steps[:num]).key for num in range(num_steps, -1, -1)]
+        return [self._facts[key] for key in keys if key in self._facts]
+
+    def _batching_problem(self, candidate: Candidate) -> str:
+        found = (each.batching_problem for each in self._lineage(candidate))
+        return next(filter(None, found), "")
+
+    def _padding_problem(self, candidate: Candidate) -> str:
+        return next((each.padding_problem for each in self._lineage(candidate)[1:]), "")
+
+    def _rules(self, build: Build) -> BatchRules:
+        """How its rows may share batches, as far as that is known: so it is served, and so it is
+        judged."""
+        known = self._lineage(build.candidate)
+        is_alone = any(each.batching_problem for each in known)
+        may_pad = not (known and known[0].padding_problem)
+        return BatchRules(1 if is_alone else self.subject.max_rows, may_pad)
+
+    def check_rows(self) -> None:
+        """Serve the original without batching, or without padding, from the start if real rows say
+        so. ConfigError if it does not give the same answers to the same rows."""
+        facts = self.facts(self.original)
+        config = self.original.config
+        if facts.batching_problem:
+            self.notes.append(f"the original is served without batching: {facts.batching_problem}")
+            if config.batching.is_dynamic:
+                self._configure_original(with_batching(config, {"mode": "off"}, None))
+        elif facts.padding_problem:
+            self.notes.append(f"the original is served without padding: {facts.padding_problem}")
+            if config.padding is not None:
+                self._configure_original(replace(config, padding=None))
+
+    def _configure_original(self, config: ModelConfig) -> None:
+        """Also on disk, where the server reads it."""
+        build = self.original
+        config = folders.write_config(build.folder, config)
+        self.subject = replace(self.subject, build=replace(build, config=config))
 
     def _read_as(self, build: Build) -> Build:
         """On a GPU, what is only served in another way is the model that has been read already:
         another process would say the same of it. Not so where rows are filled up otherwise."""
-        candidate = build.candidate
-        while candidate.steps and candidate.steps[-1].pass_name in OF_SERVING:
-            candidate = candidate.parent
+        candidate = self._model_of(build.candidate)
         if not build.config.uses_gpu or candidate == build.candidate:
             return build
         model = self.build(candidate)
         return model if build.config.padding in (None, model.config.padding) else build
 
+    def _model_of(self, candidate: Candidate) -> Candidate:
+        """Without the steps that only change how it is served."""
+        while candidate.steps and candidate.steps[-1].pass_name in OF_SERVING:
+            candidate = candidate.parent
+        return candidate
+
     def _inspect(self, build: Build) -> Facts:
         sitting = self._sat(build)
-        return trials.inspect(build) if sitting is None else sitting.inspect()
+        if not self._has_own_rows(build):
+            return trials.inspect(build) if sitting is None else sitting.inspect()
+        self.watch("rows alone and in batches")
+        is_lossy = any(
+            passes.find(each.pass_name).changes_answers for each in build.candidate.steps
+        )
+        if sitting is None:
+            facts = influence.inspect(build, self.rows, is_lossy=is_lossy)
+        else:
+            facts = sitting.inspect()
+            model = self._sat(_of_the_model(build))
+            assert model is not None, "it is on a GPU"
+            is_rounded = is_lossy or bool(facts.quantised)
+            influence.add_check(facts, model.check_rows(self.rows, is_rounded=is_rounded))
+        if facts.repeat_problem and not build.candidate.steps:
+            raise ConfigError([NOT_REPEATED.format(facts.repeat_problem)])
+        return facts
+
+    def _has_own_rows(self, build: Build) -> bool:
+        """Whether real rows are to be run: not without data, nor where only the way to serve is
+        another and rows are padded as before."""
+        candidate = self._model_of(build.candidate)
+        if self.examples is None or candidate == build.candidate:
+            return self.examples is not None
+        return build.config.padding not in (None, self.build(candidate).config.padding)
 
     def _sat(self, build: Build) -> Sitting | None:
         """Where the build is loaded already, or will be for all further questions; None on CPUs."""
@@ -342,11 +428,13 @@ class Lab:
         rows = [self.rows[index] for index in indices]
         told = self._tell_share(indices)
 
+        rules = self._rules(build)
+
         def ask() -> Answers:
             sitting = self._sat(build)
             if sitting is None:
-                return trials.answers(build, rows, told)
-            return sitting.answers(rows, told)
+                return trials.answers(build, rows, told, rules)
+            return sitting.answers(rows, told, rules)
 
         return self._needed(build, ask)()
 
@@ -535,15 +623,16 @@ class Lab:
 
     def times(self, build: Build, num_instances: int, num_threads: int) -> TimeTable:
         pair = num_instances, num_threads
+        rules = self._rules(build)
 
         def measure() -> TimeTable:
             if not build.config.uses_gpu or _num_workers(build.config, pair) > 1:
                 self._settle()
                 self._make_room(build.config)
-                return trials.times(build, self.rows, *pair, self._longest_s)
+                return trials.times(build, self.rows, *pair, self._longest_s, rules)
             sitting = self._sat(build)
             assert sitting is not None, "it is on a GPU"
-            return sitting.times(self.rows, pair, self._longest_s)
+            return sitting.times(self.rows, pair, self._longest_s, rules)
 
         self.watch(f"batch times, {num_instances} x {num_threads} threads")
         key = f"{build.candidate.key} {num_instances}x{num_threads}"

@@ -42,6 +42,11 @@ OPENING = ".opening-"
 # Enough inputs that no two requests in a row are alike.
 NUM_DRAWN = 256
 
+UNPROMISED = (
+    "measured in slo mode, which refuses requests that would be late; committed without it, "
+    "because the SLO was not kept: set penstock.slo in config.pbtxt to enforce it"
+)
+
 Watch = Callable[[Progress], None]
 
 
@@ -67,6 +72,7 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
 def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     search = Search(lab, watch, passes.sequence(), began=began)
+    lab.check_rows()
     lab.check_data()
     findings = search.run()
     if not findings.finalists:
@@ -74,7 +80,7 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
         raise KeyboardInterrupt
     found = conclude(lab, search, command, created)
     assert found.chosen is not None
-    build = _as_committed(lab, found.chosen)
+    build = without_promise(_as_committed(lab, found.chosen), found)
     try:
         lab.keep_chosen(build)
     except PenstockError as error:
@@ -110,6 +116,16 @@ def _as_committed(lab: Lab, chosen: Candidate) -> Build:
         return build
     off = shapes.with_batching(build.config, {"mode": "off"}, None)
     return replace(build, config=off)
+
+
+def without_promise(build: Build, found: Optimization) -> Build:
+    """A version that misses its SLO would refuse requests in slo mode: it is batched by Triton's
+    rules instead, unless somebody asks for the promise."""
+    if found.outcome == "kept" or build.config.batching.slo_latency_s is None:
+        return build
+    found.notes.append(UNPROMISED)
+    batching = replace(build.config.batching, slo_latency_s=None)
+    return replace(build, config=replace(build.config, slo="", batching=batching))
 
 
 @contextmanager

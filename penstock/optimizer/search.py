@@ -465,6 +465,10 @@ class Search:
         if problems:
             _reject(record, f"not what was asked for: {'; '.join(problems)}")
             return None
+        if facts.repeat_problem:
+            text = f"the same rows give different answers each time: {facts.repeat_problem}"
+            _reject(record, text)
+            return None
         is_exact = not (parent.is_lossy or each.changes_answers)
         record.numerics = self._lab.numerics(build, is_exact=is_exact)
         if record.numerics.problems:

@@ -14,12 +14,13 @@ from typing import TypeVar
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import trials
+from penstock.optimizer import influence, trials
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.facts import Facts
+from penstock.optimizer.influence import RowCheck
 from penstock.optimizer.shapes import with_instances
 from penstock.optimizer.simulate import TimeTable
-from penstock.optimizer.trials import Child, Crew, Row
+from penstock.optimizer.trials import BatchRules, Child, Crew, Row
 from penstock.types import Array
 
 T = TypeVar("T")
@@ -89,18 +90,39 @@ class Sitting:
         facts.built.pop(SLOTS, None)
         return facts
 
+    def check_rows(self, rows: Sequence[Row], *, is_rounded: bool) -> RowCheck:
+        """Whether these rows influence each other."""
+
+        def check(child: Child) -> RowCheck:
+            child.rules = trials.NO_RULES
+            return influence.check_rows(child, self.build, rows, is_rounded=is_rounded)
+
+        return self._asked(check)
+
     def answers(
-        self, rows: Sequence[Row], told: Callable[[int], None] | None = None
+        self,
+        rows: Sequence[Row],
+        told: Callable[[int], None] | None = None,
+        rules: BatchRules = trials.NO_RULES,
     ) -> list[dict[str, Array]]:
-        return self._asked(lambda child: trials.answered(child, self.build, rows, told))
+        def answer(child: Child) -> list[dict[str, Array]]:
+            child.rules = rules
+            return trials.answered(child, self.build, rows, told)
+
+        return self._asked(answer)
 
     def times(
-        self, rows: Sequence[Row], pair: tuple[int, int], longest_s: float = trials.MAX_BATCH_S
+        self,
+        rows: Sequence[Row],
+        pair: tuple[int, int],
+        longest_s: float = trials.MAX_BATCH_S,
+        rules: BatchRules = trials.NO_RULES,
     ) -> TimeTable:
         """T(b) with so many instances; its memory is that of all that this process has done."""
 
         def measured(child: Child) -> TimeTable:
             self._spare.settle()
+            child.rules = rules
             crew = Crew(self._config, [child], longest_s, num_slots=pair[0])
             table = crew.table(rows, pair)
             if crew.is_hurt:

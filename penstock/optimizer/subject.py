@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock import devices, onnx_file, pbtxt, pt2_file, repository
+from penstock import manifest as manifests
 from penstock.backends.processing import apply, apply_after, checked
 from penstock.config import (
     CPU,
@@ -59,6 +60,8 @@ class Subject:
     digest: str
     # "ONNX, 22.7 M parameters, FP32"
     text: str
+    # The most rows of a batch that the model's author allows; None where the limit was chosen here.
+    max_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Taken:
     config: ModelConfig
     # Beside the kind: what was taken along, what the architecture is.
     note: str = ""
+    max_rows: int | None = None
 
 
 def open_subject(plan: Plan, target: Path) -> Subject:
@@ -96,7 +100,7 @@ def open_subject(plan: Plan, target: Path) -> Subject:
         config = _postprocessed(plan, Build(Candidate(), target, config), after)
     text = ", ".join(filter(None, (taken.kind, _weights_text(config), *notes)))
     build = Build(Candidate(), target, config)
-    return Subject(build, taken.kind, digest_of(target), text)
+    return Subject(build, taken.kind, digest_of(target), text, taken.max_rows)
 
 
 def _functions(plan: Plan) -> tuple[user_code.UserFunction | None, user_code.UserFunction | None]:
@@ -192,8 +196,22 @@ def _take_served(path: Path, version: Path) -> Taken:
         if spec.label_file and not (version / spec.label_file).exists() and shared.is_file():
             shutil.copyfile(shared, version / spec.label_file)
     batching = replace(config.batching, slo_latency_s=None)
-    config = replace(config, slo="", is_slo_from_evidence=False, batching=batching)
-    return Taken(f"{SERVED} {config.version}", config)
+    limit = _author_limit(folder, config)
+    config = replace(config, slo="", is_slo_from_evidence=False, unkept_slo="", batching=batching)
+    return Taken(f"{SERVED} {config.version}", config, max_rows=limit)
+
+
+def _author_limit(folder: Path, config: ModelConfig) -> int | None:
+    """The `max_batch_size` that somebody wrote, if anybody did: Python code may fail or be wrong
+    beyond it, and so may a compiled plan. A limit that an earlier optimisation of a plain file
+    chose, or that was worked out from the file, is not the author's."""
+    manifest = manifests.read(folder / config.version)
+    lineage = manifest.evidence.get("lineage") if manifest is not None else None
+    if isinstance(lineage, dict) and not str(lineage.get("source", "")).startswith(SERVED):
+        return None
+    own = config.version if repository.has_own_config(folder, config.version) else ""
+    written: int = repository.read_message(folder, own).max_batch_size
+    return written or None
 
 
 def _served_version(path: Path) -> tuple[Path, ModelConfig]:

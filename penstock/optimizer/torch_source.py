@@ -10,6 +10,7 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,14 @@ import transformers
 
 
 def factory():
-    return transformers.{name}(transformers.AutoConfig.from_pretrained(Path(__file__).parent))
+    config = transformers.AutoConfig.from_pretrained(Path(__file__).parent)
+    return transformers.{name}(config{options})
 '''
+# Encoders are often saved without the head that their configuration names.
+MASKED = "ForMaskedLM"
+# Weights of the base model that the model with the head does not have: a part of its own, and
+# numbers that older versions of transformers wrote.
+POOLER, BESIDE_THE_HEAD = "pooler", ("pooler", "position_ids")
 
 
 def take_factory(text: str, rows: Sequence[Row], version: Path) -> tuple[ModelConfig, str]:
@@ -82,14 +89,22 @@ def take_hugging_face(folder: Path, rows: Sequence[Row], version: Path) -> tuple
     kind = getattr(library, name, None)
     if kind is None:
         raise ConfigError([f"{folder}/config.json: transformers has no '{name}'"])
-    module = _from_pretrained(kind, folder)
-    (version / MODULE).write_text(HUGGING_FACE_MODULE.format(name=name))
+    loaded = _from_pretrained(kind, folder)
+    note = name
+    if name.endswith(MASKED) and _is_headless(loaded, folder):
+        loaded = _base_model(library, folder)
+        note = f"{loaded.name}: the weights have no head of {name}, so the base model is served"
+    _check_whole(loaded, folder)
+    module = loaded.module.float().eval()
+    options = "".join(f", {key}={value}" for key, value in loaded.options.items())
+    text = HUGGING_FACE_MODULE.format(name=loaded.name, options=options)
+    (version / MODULE).write_text(text)
     for file in ("config.json", *TOKENIZER):
         if (folder / file).is_file():
             shutil.copyfile(folder / file, version / file)
     _save(module, version)
     specs = _token_specs(module, rows, folder)
-    return _config(module, specs, _answers_by_name, version), name
+    return _config(module, specs, _answers_by_name, version), note
 
 
 def own_files(artifact: Path) -> set[str]:
@@ -180,19 +195,68 @@ def _architecture(folder: Path) -> str:
     return name
 
 
-def _from_pretrained(kind: Any, folder: Path) -> Any:
-    """All weights must be there: those that are missing would be random."""
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A module, what it was made with, and which of its weights transformers did not find."""
+
+    module: Any
+    options: Mapping[str, bool]
+    missing: frozenset[str]
+    # Weights of the files that the module has no place for.
+    unexpected: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
+
+
+def _from_pretrained(kind: Any, folder: Path, **options: bool) -> _Loaded:
     try:
         module, info = kind.from_pretrained(
-            folder, output_loading_info=True, local_files_only=True, use_safetensors=True
+            folder, output_loading_info=True, local_files_only=True, use_safetensors=True, **options
         )
     except Exception as error:  # transformers raises many types for what it cannot read.
         raise ConfigError([f"{folder}: transformers cannot load it: {error}"]) from error
-    missing = sorted({str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])})
+    missing = {str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])}
+    unexpected = {str(key) for key in info["unexpected_keys"]}
+    return _Loaded(module, options, frozenset(missing), frozenset(unexpected))
+
+
+def _check_whole(loaded: _Loaded, folder: Path) -> None:
+    """All weights must be there: those that are missing would be random."""
+    missing = sorted(loaded.missing)
     if missing:
         listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
-        raise ConfigError([f"{folder}: {kind.__name__} has weights that are not there: {listed}"])
-    return module.float().eval()
+        raise ConfigError([f"{folder}: {loaded.name} has weights that are not there: {listed}"])
+
+
+def _is_headless(loaded: _Loaded, folder: Path) -> bool:
+    """Whether the files hold the whole encoder and nothing of the head. Weights that the head
+    shares with the encoder are not expected in the files."""
+    prefix = f"{loaded.module.base_model_prefix}."
+    head = {name for name in loaded.module.state_dict() if not name.startswith(prefix)}
+    others = [name for name in loaded.unexpected if not any(w in name for w in BESIDE_THE_HEAD)]
+    return (
+        bool(loaded.missing) and loaded.missing <= head and not others and not head & _names(folder)
+    )
+
+
+def _names(folder: Path) -> set[str]:
+    """The weights of the files, by name."""
+    library = importlib.import_module("safetensors")
+    found: set[str] = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        with library.safe_open(str(path), "pt") as file:
+            found |= set(file.keys())
+    return found
+
+
+def _base_model(library: Any, folder: Path) -> _Loaded:
+    """Without the pooler where that has no weights either: it would be random."""
+    loaded = _from_pretrained(library.AutoModel, folder)
+    if loaded.missing and all(POOLER in name for name in loaded.missing):
+        return _from_pretrained(library.AutoModel, folder, add_pooling_layer=False)
+    return loaded
 
 
 def _token_specs(module: Any, rows: Sequence[Row], folder: Path) -> tuple[TensorSpec, ...]:

@@ -77,6 +77,20 @@ MAX_LENGTHS = 6
 A = TypeVar("A", bound=Answer)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchRules:
+    """What is known about batches of a build beyond its configuration and the check at load."""
+
+    # No batch has more rows: the limit of the model's author, or 1 where real rows influence each
+    # other. None: larger batches than configured may be tried.
+    max_rows: int | None = None
+    # False: padding changes the answers to real rows.
+    may_pad: bool = True
+
+
+NO_RULES = BatchRules()
+
+
 class TookTooLong(BackendFailed):
     """It might have come to an end."""
 
@@ -119,13 +133,17 @@ def compile_ahead(config: ModelConfig, path: Path, timeout_s: float = LOAD_TIMEO
 
 
 def answers(
-    build: Build, rows: Sequence[Row], told: Callable[[int], None] | None = None
+    build: Build,
+    rows: Sequence[Row],
+    told: Callable[[int], None] | None = None,
+    rules: BatchRules = NO_RULES,
 ) -> list[dict[str, Array]]:
     """One per row, computed as they would be served: in batches where the model may be batched,
     filled up to buckets and cut back where it is padded. What a row's neighbours do to it (ranges
     by batch, padding) is in the answers. Rows that have a 1 for their batch have it in their
     answers too. `told` hears how many are done."""
     with Child(build.config) as child:
+        child.rules = rules
         child.load()
         return answered(child, build, rows, told)
 
@@ -138,25 +156,50 @@ def answered(
     found: list[dict[str, Array]] = [{} for _ in rows]
     num_done = 0
     fitting = fitted(rows, config)
-    sent, lengths = _as_served(config, child.is_padded, fitting)
-    # A function behind the model sees its answers as long as they are without padding.
-    crops = () if config.postprocess else child.proof.crops
+    served = as_served(child, config, fitting)
     most = MAX_ROWS if child.may_batch else 1
-    for indices in _groups(config, sent, min(most, config.max_batch_size or 1)):
-        values = stacked(config, [sent[index] for index in indices])
-        child.send(Compute(values, len(indices), [lengths[index] for index in indices]))
-        computed = child.expect(Computed).rows
-        if len(computed) != len(indices):
-            text = f"{len(computed)} answers to {len(indices)} rows"
-            raise BackendFailed(f"{build.candidate}: {text}")
-        for index, outputs in zip(indices, computed, strict=True):
-            answer = _cut_back(outputs, crops, lengths[index])
-            has_one = fitting is not rows
+    has_one = fitting is not rows
+    for indices in shape_groups(config, served.rows, min(most, config.max_batch_size or 1)):
+        for index, answer in zip(indices, compute(child, build, served, indices), strict=True):
             found[index] = answer if has_one else {n: each[0, ...] for n, each in answer.items()}
         num_done += len(indices)
         if told is not None:
             told(num_done)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRows:
+    """Rows as a worker gets them: filled up to their buckets where the model is padded."""
+
+    rows: Sequence[Row]
+    # Of each row before it was filled up; 0: it stays as it is.
+    lengths: Sequence[int]
+    # Which outputs are cut back to that length.
+    crops: Collection[Crop]
+
+
+def as_served(child: Child, config: ModelConfig, rows: Sequence[Row]) -> ServedRows:
+    sent, lengths = _padded_rows(config, child.is_padded, rows)
+    # A function behind the model sees its answers as long as they are without padding.
+    return ServedRows(sent, lengths, () if config.postprocess else child.proof.crops)
+
+
+def compute(
+    child: Child, build: Build, served: ServedRows, indices: Sequence[int]
+) -> list[dict[str, Array]]:
+    """Run these rows as one batch; their answers in the same order, each with a 1 for the batch.
+    The rows have equal shapes."""
+    values = stacked(build.config, [served.rows[index] for index in indices])
+    child.send(Compute(values, len(indices), [served.lengths[index] for index in indices]))
+    computed = child.expect(Computed).rows
+    if len(computed) != len(indices):
+        text = f"{len(computed)} answers to {len(indices)} rows"
+        raise BackendFailed(f"{build.candidate}: {text}")
+    return [
+        _cut_back(outputs, served.crops, served.lengths[index])
+        for index, outputs in zip(indices, computed, strict=True)
+    ]
 
 
 def times(
@@ -165,6 +208,7 @@ def times(
     num_instances: int,
     num_threads: int,
     longest_s: float = MAX_BATCH_S,
+    rules: BatchRules = NO_RULES,
 ) -> TimeTable:
     """T(b) on the rungs 1, 8 and the largest (by length, where that varies), with so many instances
     computing at once, each with so many threads. Batches that would take longer than `longest_s`
@@ -174,6 +218,8 @@ def times(
         # Each on its own device.
         seen = [config.of_worker(*worker) for worker in config.workers]
         children = [stack.enter_context(Child(each)) for each in seen]
+        for child in children:
+            child.rules = rules
         _load_all(children)
         return Crew(config, children, longest_s).table(rows, (num_instances, num_threads))
 
@@ -189,6 +235,7 @@ class Child:
         # For the next answer.
         self.timeout_s = timeout_s
         self.proof = Proof()
+        self.rules = NO_RULES
         self.load_s = 0.0
         # Somebody did not wait for its answer: it would be taken for the next one's.
         self._is_late = False
@@ -238,11 +285,13 @@ class Child:
 
     @property
     def may_batch(self) -> bool:
-        return self.config.max_batch_size > 1 and not self.proof.unbatched
+        is_alone = self.rules.max_rows == 1 or bool(self.proof.unbatched)
+        return self.config.max_batch_size > 1 and not is_alone
 
     @property
     def is_padded(self) -> bool:
-        return self.config.padding is not None and not self.proof.unpadded
+        may_pad = self.rules.may_pad and not self.proof.unpadded
+        return self.config.padding is not None and may_pad
 
     def prepare(self) -> None:
         """Have it import the backend; `expect_prepared` before anything else is asked."""
@@ -376,11 +425,15 @@ class Crew:
     def _rungs(self) -> list[int]:
         if not self.children[0].may_batch:
             return [1]
-        most = max(self.config.max_batch_size, LARGEST_ON_GPU if self.is_on_gpu else LARGEST_RUNG)
+        configured = self.config.max_batch_size
+        most = max(configured, LARGEST_ON_GPU if self.is_on_gpu else LARGEST_RUNG)
         if self.is_hurt:
-            most = self.config.max_batch_size
-        more = [each for each in MORE_ON_GPU if self.is_on_gpu and each <= most]
-        return sorted({1, min(RUNG, most), self.config.max_batch_size, most, *more})
+            most = configured
+        limit = self.children[0].rules.max_rows
+        if limit is not None:
+            most = min(most, limit)
+        more = [each for each in MORE_ON_GPU if self.is_on_gpu]
+        return sorted({1, *(min(each, most) for each in (RUNG, configured, most, *more))})
 
     def _mean_tokens(self, lengths: Sequence[int], rung: int) -> float:
         """Over the children."""
@@ -467,7 +520,7 @@ def stacked(config: ModelConfig, rows: Sequence[Row]) -> list[Values]:
     return values
 
 
-def _groups(config: ModelConfig, rows: Sequence[Row], most: int) -> list[list[int]]:
+def shape_groups(config: ModelConfig, rows: Sequence[Row], most: int) -> list[list[int]]:
     """Indices of rows with equal shapes, at most so many together."""
     by_shape: dict[object, list[int]] = {}
     for index, row in enumerate(rows):
@@ -492,7 +545,7 @@ def _by_length(
     lengths = row_lengths(rows, config)
     if not lengths:
         # Of several shapes that have no length in common, the commonest.
-        (most, *_) = sorted(_groups(config, rows, len(rows)), key=len, reverse=True)
+        (most, *_) = sorted(shape_groups(config, rows, len(rows)), key=len, reverse=True)
         return {0: [rows[index] for index in most]}
     pads = Pads(config) if is_padded else None
     keys = [(pads.bucket(each) if pads else None) or each for each in lengths]
@@ -503,7 +556,7 @@ def _by_length(
     return dict(found)
 
 
-def _as_served(
+def _padded_rows(
     config: ModelConfig, is_padded: bool, rows: Sequence[Row]
 ) -> tuple[Sequence[Row], list[int]]:
     """Rows filled up to their buckets, and how long each was; 0: it stays as it is."""

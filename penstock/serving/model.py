@@ -712,6 +712,8 @@ class Model:
         elif self.config.padding is not None:
             self._planner.pads = Pads(self.config)
             self._seed_buckets(ready)
+        if self.config.unkept_note:
+            notes.append(self.config.unkept_note)
         self.notes = tuple(notes)
         for note in self.notes:
             # What was not checked is served as configured.

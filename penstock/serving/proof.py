@@ -328,7 +328,8 @@ def _row(outputs: Outputs, position: int) -> dict[str, Array]:
     return {name: values[position : position + 1] for name, values in outputs.items()}
 
 
-def _floats(spec: TensorSpec, values: Array) -> Array:
+def to_float64(spec: TensorSpec, values: Array) -> Array:
+    """Return the numbers of a tensor; those of BF16 from their bits."""
     if spec.datatype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return values.astype(np.float64)
@@ -337,7 +338,7 @@ def _floats(spec: TensorSpec, values: Array) -> Array:
 def _is_finite(spec: TensorSpec, outputs: Outputs) -> bool:
     if spec.datatype not in PADDING_TOLERANCE:
         return True
-    return bool(np.isfinite(_floats(spec, outputs[spec.name])).all())
+    return bool(np.isfinite(to_float64(spec, outputs[spec.name])).all())
 
 
 def _difference(spec: TensorSpec, left: Array, right: Array) -> float:
@@ -346,7 +347,7 @@ def _difference(spec: TensorSpec, left: Array, right: Array) -> float:
         return float("inf")
     if not left.size or spec.datatype == "BYTES":
         return 0.0 if np.array_equal(left, right) else 1.0
-    one, other = _floats(spec, left), _floats(spec, right)
+    one, other = to_float64(spec, left), to_float64(spec, right)
     gap = float(np.abs(one - other).max())
     if not np.isfinite(gap):
         return float("inf")

@@ -14,14 +14,15 @@ import onnx
 import onnxruntime
 import psutil
 import pytest
-from served_builds import null_build
+from optimizer import made_optimizations
+from served_builds import null_build, write_outlier_model
 from suites import onnx_models
 
 import penstock
 from penstock import devices, manifest, repository, slo
 from penstock.config import BatchPolicy, ModelConfig
 from penstock.errors import ConfigError
-from penstock.optimizer import run, served, trials
+from penstock.optimizer import evidence, run, served, shapes, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.examples import Examples, Split, open_examples
 from penstock.optimizer.journal import Journal
@@ -180,6 +181,150 @@ def test_what_users_get_is_judged_and_the_model_before_it_compared(
         judged = lab.judge(other, "choice")
         assert judged.original == 1.0
         assert judged.candidate < 0.2 and not judged.is_passed
+
+
+OUTLIER = 77
+
+
+@pytest.fixture
+def outlier_plan(plan: Plan, tmp_path: Path, write_onnx) -> Plan:
+    """Rows influence each other next to one of the examples only."""
+    write_outlier_model(tmp_path / "outlier.onnx", write_onnx, SIZE)
+    rows = np.random.default_rng(3).normal(size=(200, SIZE)).astype(np.float32)
+    labels = rows.argmax(axis=1)
+    rows[OUTLIER] *= 300
+    np.savez(tmp_path / "outliers.npz", x=rows, label=labels)
+    model, data = str(tmp_path / "outlier.onnx"), str(tmp_path / "outliers.npz")
+    return replace(plan, model=model, data=data)
+
+
+def test_a_model_whose_real_rows_influence_each_other_is_never_batched(outlier_plan: Plan) -> None:
+    """Neither as the baseline nor as it is committed; the check at load would let it be."""
+    found = run.optimize(outlier_plan, lambda progress: None, "")
+    assert found.outcome == "kept"
+    [note] = [each for each in found.notes if each.startswith("the original is served without")]
+    assert "without batching: answers depend on other rows in the batch: output 'y'" in note
+    assert note.endswith(f"next to example {OUTLIER}")
+    (config,) = repository.read(Path(outlier_plan.out) / "small").configs
+    assert not config.batching.is_dynamic
+    [original] = [each for each in found.tries if not each.candidate.steps]
+    assert original.facts is not None and original.facts.batching_problem in note
+    # It is timed as it is served: one row at a time.
+    assert {rows for table in original.times for rows in table.seconds[0]} == {1}
+
+
+def lab_of(plan: Plan, folder: Path, journal: Journal) -> Lab:
+    subject = open_subject(plan, folder / "small")
+    examples = open_examples(plan, subject.build.config.inputs, True)
+    return Lab(plan, MACHINE, subject, examples, journal)
+
+
+def test_what_the_gate_judges_is_what_is_served(outlier_plan: Plan, tmp_path: Path) -> None:
+    """Once rows are known to influence each other, answers are those of rows alone."""
+    with Journal(tmp_path / "journal") as journal:
+        lab = lab_of(outlier_plan, tmp_path / "work", journal)
+        assert lab.original.config.batching.is_dynamic
+        lab.check_rows()
+        assert not lab.original.config.batching.is_dynamic
+        indices = tuple(range(OUTLIER - 3, OUTLIER + 3))
+        answers = lab.answers(lab.original, indices)
+        for index, answer in zip(indices, answers, strict=True):
+            if index != OUTLIER:
+                assert answer["y"] == pytest.approx(lab.rows[index]["x"], rel=1e-6)
+        # A build with a tolerance of its own is served as its parent is.
+        config = replace(lab.original.config, tolerance=0.9)
+        other = Build(Candidate((Step("int8-dynamic"),)), lab.original.folder, config)
+        assert "next to example" in lab.facts(other).batching_problem
+        assert set(lab.times(other, 1, 1).seconds[0]) == {1}
+        # A run that goes on finds the original as it was left.
+        examples = open_examples(outlier_plan, lab.original.config.inputs, True)
+        again = Lab(outlier_plan, MACHINE, lab.subject, examples, journal)
+        again.check_rows()
+        assert again.original == lab.original
+        assert again.notes == lab.notes != []
+
+
+NOISY = """
+import numpy as np
+
+random = np.random.default_rng()
+
+def infer(inputs):
+    x = inputs["x"]
+    return {"y": x + random.normal(size=x.shape).astype(np.float32)}
+"""
+PYTHON_CONFIG = f"""
+backend: "python" max_batch_size: 4
+input {{ name: "x" data_type: TYPE_FP32 dims: {SIZE} }}
+output {{ name: "y" data_type: TYPE_FP32 dims: {SIZE} }}
+"""
+
+
+def python_plan(plan: Plan, root: Path, code: str) -> Plan:
+    """A model of a repository, whose author allows batches of 4."""
+    folder = root / "repository" / "written"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text(code)
+    (folder / "config.pbtxt").write_text(PYTHON_CONFIG)
+    return replace(plan, model=str(folder))
+
+
+def test_a_model_that_answers_differently_each_time_cannot_be_judged(
+    plan: Plan, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run.optimize(python_plan(plan, tmp_path, NOISY), lambda progress: None, "")
+    [problem] = caught.value.problems
+    assert problem.startswith(
+        "the model's answers differ between two runs on the same rows: output 'y' of example "
+    )
+    assert "fix its seed" in problem
+    assert not (Path(plan.out) / "small").exists()
+
+
+def test_batches_do_not_exceed_the_authors_limit(plan: Plan, tmp_path: Path) -> None:
+    code = "def infer(inputs):\n    return {'y': 2 * inputs['x']}\n"
+    with Journal(tmp_path / "journal") as journal:
+        lab = lab_of(python_plan(plan, tmp_path, code), tmp_path / "work", journal)
+        lab.check_rows()
+        assert max(lab.times(lab.original, 1, 1).seconds[0]) == 4
+    with Journal(tmp_path / "other journal") as journal:
+        # A limit that nobody wrote may be exceeded.
+        lab = lab_of(plan, tmp_path / "bare", journal)
+        subject = replace(lab.subject, build=lab.original)
+        config = replace(lab.original.config, max_batch_size=4)
+        lab.subject = replace(subject, build=replace(lab.original, config=config))
+        assert max(lab.times(lab.original, 1, 1).seconds[0]) == trials.LARGEST_RUNG
+
+
+def committed(plan: Plan, tmp_path: Path, outcome: str) -> tuple[ModelConfig, Optimization]:
+    """The version of a build that was measured in slo mode, as a server reads it."""
+    subject = open_subject(plan, tmp_path / "work" / "small")
+    settings = {"mode": "slo", "max_batch": "8"}
+    config = shapes.with_batching(subject.build.config, settings, WISH)
+    found = made_optimizations.missed()
+    found.outcome, found.out, found.name, found.slo = outcome, plan.out, "small", str(WISH)
+    build = run.without_promise(replace(subject.build, config=config), found)
+    evidence.commit(build, found, "a run")
+    (config,) = repository.read(Path(plan.out) / "small").configs
+    return config, found
+
+
+def test_a_version_that_keeps_its_slo_is_served_in_slo_mode(plan: Plan, tmp_path: Path) -> None:
+    config, found = committed(plan, tmp_path, "kept")
+    assert config.batching.slo_latency_s == 2.0
+    assert run.UNPROMISED not in found.notes
+
+
+@pytest.mark.parametrize("outcome", ["missed", "refused", "disturbed"])
+def test_a_version_that_misses_its_slo_does_not_refuse_requests_for_it(
+    plan: Plan, tmp_path: Path, outcome: str
+) -> None:
+    config, found = committed(plan, tmp_path, outcome)
+    assert config.batching.slo_latency_s is None
+    assert config.batching.is_dynamic and config.max_batch_size == 8
+    assert f"not kept: {WISH} ({outcome})" in config.unkept_note
+    assert run.UNPROMISED in found.notes
 
 
 def test_a_repository_that_cannot_be_written(plan: Plan) -> None:

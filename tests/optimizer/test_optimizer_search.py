@@ -76,6 +76,7 @@ class MadeLab:
         self.losses: dict[str, float] = {}
         self.broken: set[str] = set()
         self.differing: set[str] = set()
+        self.unsteady: set[str] = set()
         self.unservable: set[str] = set()
         self.kept = KeptLayers()
         self.examples: object | None = object()
@@ -112,7 +113,8 @@ class MadeLab:
         return Build(candidate, Path("m"), config)
 
     def facts(self, build: Build) -> Facts:
-        return Facts("null")
+        problem = "example 3 moved" if last(build.candidate) in self.unsteady else ""
+        return Facts("null", repeat_problem=problem)
 
     def numerics(self, build: Build, *, is_exact: bool) -> Numerics:
         self.asked.append(f"numerics {last(build.candidate)} {is_exact}")
@@ -362,7 +364,7 @@ def test_what_the_gate_refuses_is_not_chosen_however_fast() -> None:
     assert not any("lossy" in text for text in lab.served)
 
 
-@pytest.mark.parametrize("gate", ["build", "read back", "numerics"])
+@pytest.mark.parametrize("gate", ["build", "read back", "repeats", "numerics"])
 def test_each_gate_ends_a_candidate_with_its_reason(gate: str) -> None:
     step = MadePass(
         "faster", "compile", problems={"": "FP32 all over"} if gate == "read back" else {}
@@ -370,12 +372,18 @@ def test_each_gate_ends_a_candidate_with_its_reason(gate: str) -> None:
     lab, run = searched({"original": 20.0, "faster": 1.0}, step)
     if gate == "build":
         lab.broken = {"faster"}
+    if gate == "repeats":
+        lab.unsteady = {"faster"}
     if gate == "numerics":
         lab.differing = {"faster"}
     outcome, reason = outcome_of(run(), "faster")
     assert (outcome, reason) == {
         "build": ("failed", "it does not build"),
         "read back": ("rejected", "not what was asked for: FP32 all over"),
+        "repeats": (
+            "rejected",
+            "the same rows give different answers each time: example 3 moved",
+        ),
         "numerics": ("rejected", "too far off"),
     }[gate]
     assert not any("faster" in text for text in lab.served)

@@ -14,10 +14,11 @@ from served_builds import null_build, read
 
 from penstock import devices, slo
 from penstock.errors import BackendFailed
+from penstock.optimizer import influence, served, trials
 from penstock.optimizer import lab as laboratory
-from penstock.optimizer import served, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.examples import signature_examples
+from penstock.optimizer.influence import RowCheck
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
@@ -208,6 +209,24 @@ class TestLab:
         self.ask_all(lab, self.candidate(tmp_path, "one"))
         self.ask_all(lab, self.candidate(tmp_path, "other"))
         assert loads == ["2 slots"] * 3
+
+    def test_real_rows_are_checked_in_the_same_process(
+        self, lab: Lab, loads: list[str], monkeypatch: pytest.MonkeyPatch
+    ):
+        checked: list[int] = []
+
+        def found(child, build, rows, *, is_rounded):
+            checked.append(len(rows))
+            return RowCheck(batching_problem="example 1 moved next to example 2")
+
+        monkeypatch.setattr(influence, "check_rows", found)
+        lab.plan = replace(lab.plan, data="rows.npz")
+        lab.check_rows()
+        assert checked == [8]
+        assert loads == ["2 slots"]
+        assert not lab.original.config.batching.is_dynamic
+        # As it is served: one row at a time.
+        assert set(lab.times(lab.original, 1, 4).seconds[0]) == {1}
 
     def test_what_is_known_loads_nothing(self, lab: Lab, tmp_path: Path, loads: list[str]):
         build = self.candidate(tmp_path, "one")

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -214,6 +215,49 @@ def test_served_version_keeps_its_configuration_and_loses_its_promise(tmp_path: 
     assert latest.build.config.max_batch_size == MAX_BATCH
     assert (latest.build.config.slo, latest.build.config.batching.slo_latency_s) == ("", None)
     assert sorted(path.name for path in latest.build.version_folder.iterdir()) == ["model.onnx"]
+
+
+def limit_of(folder: Path, target: Path) -> int | None:
+    return open_subject(plan(folder), target).max_rows
+
+
+def test_a_limit_that_the_author_wrote_is_known(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "model"
+    (folder / "1").mkdir(parents=True)
+    write_linear(folder / "1" / "model.onnx")
+    assert limit_of(folder, tmp_path / "worked out" / "model") is None
+    (folder / "config.pbtxt").write_text("max_batch_size: 12")
+    assert limit_of(folder, tmp_path / "written" / "model") == 12
+    (folder / "1" / "config.pbtxt").write_text("max_batch_size: 5")
+    assert limit_of(folder, tmp_path / "own" / "model") == 5
+
+
+def test_a_limit_of_python_code_is_known(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.py").write_text("def infer(inputs): return {'y': inputs['x']}")
+    text = 'backend: "python" max_batch_size: 4\n'
+    text += 'input { name: "x" data_type: TYPE_FP32 dims: 3 }\n'
+    text += 'output { name: "y" data_type: TYPE_FP32 dims: 3 }\n'
+    (folder / "config.pbtxt").write_text(text)
+    assert limit_of(folder, tmp_path / "work" / "model") == 4
+
+
+@pytest.mark.parametrize(
+    ("source", "limit"), [("ONNX, 6 parameters", None), ("served version 1", 4)]
+)
+def test_a_limit_that_an_optimisation_of_a_file_chose_is_nobodys(
+    tmp_path: Path, source: str, limit: int | None
+) -> None:
+    write_linear(tmp_path / "model.onnx")
+    subject = open_subject(plan(tmp_path / "model.onnx"), tmp_path / "work" / "model")
+    assert subject.max_rows is None
+    batching = replace(subject.build.config.batching, max_batch_size=4)
+    config = replace(subject.build.config, max_batch_size=4, batching=batching)
+    (tmp_path / "out").mkdir()
+    evidence = {"lineage": {"source": source}}
+    versions.commit(tmp_path / "out", "model", subject.build.version_folder, config, evidence)
+    assert limit_of(tmp_path / "out" / "model", tmp_path / "again" / "model") == limit
 
 
 def test_repository_of_several_models_is_not_one_model(tmp_path: Path) -> None:

@@ -149,6 +149,87 @@ def test_inputs_are_those_that_the_data_has(classifier: Path, tmp_path: Path) ->
     assert [spec.name for spec in config.inputs] == ["input_ids", "attention_mask"]
 
 
+TINY = {
+    "vocab_size": 30,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 64,
+}
+
+
+def masked(folder: Path, family: str, saved: str, **options: bool) -> Path:
+    """Weights of one class of a family under a configuration that names its ...ForMaskedLM."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**TINY)
+    getattr(transformers, saved)(config, **options).eval().save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described["architectures"] = [f"{family}ForMaskedLM"]
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def without_head(folder: Path) -> None:
+    """The encoder's weights alone, by the names that they have in the model with a head."""
+    library = pytest.importorskip("safetensors.torch")
+    path = folder / "model.safetensors"
+    kept = {
+        name: tensor
+        for name, tensor in library.load_file(path).items()
+        if not name.startswith(("cls.", "lm_head."))
+    }
+    library.save_file(kept, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+@pytest.mark.parametrize("form", ["plain", "pooled", "prefixed"])
+def test_encoder_without_the_head_that_is_named_is_the_base_model(
+    tmp_path: Path, family: str, form: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = tmp_path / "source"
+    if form == "prefixed":
+        without_head(masked(source, family, f"{family}ForMaskedLM"))
+    else:
+        masked(source, family, f"{family}Model", add_pooling_layer=form == "pooled")
+    config, note = take_hugging_face(source, [], version(tmp_path))
+    assert note == (
+        f"{family}Model: the weights have no head of {family}ForMaskedLM, so the base model is "
+        "served"
+    )
+    assert [(spec.name, spec.shape) for spec in config.outputs] == [("last_hidden_state", (-1, 8))]
+    folders.write_config(tmp_path / "model", config)
+    inputs = {spec.name: np.ones((1, 4), np.int64) for spec in config.inputs}
+    with penstock.load(str(tmp_path / "model")) as model:
+        answer = model.infer(inputs)["last_hidden_state"]
+    plain = transformers.AutoModel.from_pretrained(source).eval()
+    with torch.inference_mode():
+        expected = plain(**{name: torch.from_numpy(array) for name, array in inputs.items()})
+    assert np.allclose(answer, expected.last_hidden_state.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_a_head_that_is_there_is_kept(tmp_path: Path, family: str) -> None:
+    """Its decoder shares the weights of the embeddings, and is in no file."""
+    source = masked(tmp_path / "source", family, f"{family}ForMaskedLM")
+    config, note = take_hugging_face(source, [], version(tmp_path))
+    assert note == f"{family}ForMaskedLM"
+    assert [spec.name for spec in config.outputs] == ["logits"]
+
+
+def test_half_a_head_is_none(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    source = masked(tmp_path / "source", "Bert", "BertForMaskedLM")
+    path = source / "model.safetensors"
+    tensors = library.load_file(path)
+    del tensors["cls.predictions.transform.dense.weight"]
+    library.save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"not there: cls\.predictions\.transform\.dense\.weight"):
+        take_hugging_face(source, [], version(tmp_path))
+
+
 def changed(classifier: Path, folder: Path, **fields: object) -> Path:
     """The folder with another config.json."""
     folder.mkdir()

@@ -302,6 +302,18 @@ def test_a_model_whose_rows_influence_each_other_runs_one_request_at_a_time(tmp_
     run(config, scenario)
 
 
+def test_an_slo_that_was_not_kept_is_told_at_load(caplog):
+    config = replace(FIXED, unkept_slo="p99 < 20ms (missed)")
+
+    async def scenario(model, puppets):
+        [note] = model.notes
+        assert note.startswith("the evidence says that the SLO was not kept: p99 < 20ms (missed)")
+
+    with caplog.at_level("WARNING"):
+        run(config, scenario)
+    assert sum("serving without it" in each.getMessage() for each in caplog.records) == 1
+
+
 def test_an_unbatchable_model_under_an_slo_keeps_what_warm_up_measured(tmp_path):
     path = tmp_path / "model.py"
     path.write_text(

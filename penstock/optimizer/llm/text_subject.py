@@ -79,7 +79,7 @@ def _found(path: Path) -> tuple[ModelConfig, str, dict[str, Path]]:
     files = {each.name: each for each in folder.iterdir() if each.is_file()}
     kept = {name: each for name, each in files.items() if name not in folders.OF_A_COMMIT}
     # What was promised is another thing now.
-    config = replace(config, slo="", is_slo_from_evidence=False)
+    config = replace(config, slo="", is_slo_from_evidence=False, unkept_slo="")
     return config, f"{SERVED} {config.version}", kept
 
 

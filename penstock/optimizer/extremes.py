@@ -1,0 +1,95 @@
+"""Which examples show the most about how a model treats rows next to each other: the extreme ones
+in every respect, and ordinary ones beside them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from penstock.types import Array
+
+Row = Mapping[str, Array]
+
+SEED = 18
+# Per-feature statistics use at most so many features of a row, evenly spaced, and of all rows
+# together so many values.
+MAX_FEATURES = 4096
+MAX_VALUES = 8_000_000
+# A value beyond these does not add to what it shows, and its square must not overflow.
+LARGEST = 1e150
+
+
+def choose_rows(rows: Sequence[Row], num_rows: int) -> list[int]:
+    """Return the indices of at most `num_rows` rows. Extreme and ordinary ones alternate, the most
+    telling first, so that any prefix has both.
+
+    A row is extreme by its size, its largest absolute value, its norm (largest and smallest of
+    each), or by one feature that is far from what the other rows have there. Ordinary rows are
+    drawn at random.
+    """
+    num_rows = min(num_rows, len(rows))
+    if not num_rows:
+        return []
+    order = [int(each) for each in np.random.default_rng(SEED).permutation(len(rows))]
+    chosen: dict[int, None] = {}
+    extreme, ordinary = iter(_by_extremes(rows)), iter(order)
+    for source in _alternating(extreme, ordinary):
+        if len(chosen) >= num_rows:
+            break
+        fresh = next((index for index in source if index not in chosen), None)
+        if fresh is not None:
+            chosen[fresh] = None
+    return list(chosen)
+
+
+def _alternating(extreme: Iterator[int], ordinary: Iterator[int]) -> Iterator[Iterator[int]]:
+    while True:
+        yield extreme
+        yield ordinary
+
+
+def _by_extremes(rows: Sequence[Row]) -> list[int]:
+    """Indices from the most extreme on: the first of each ranking, then the second of each, ..."""
+    max_features = min(MAX_FEATURES, max(1, MAX_VALUES // len(rows)))
+    features: list[Array] = []
+    measures = np.empty((3, len(rows)))
+    for index, row in enumerate(rows):
+        vector = _vector(row)
+        features.append(vector[:: -(-len(vector) // max_features) or 1].copy())
+        norm = float(np.sqrt(np.square(vector).sum()))
+        measures[:, index] = np.abs(vector).max(initial=0.0), norm, len(vector)
+    rankings = [np.argsort(-_outlyingness(features), kind="stable")]
+    for measure in measures:
+        if measure.min() < measure.max():
+            ascending = np.argsort(measure, kind="stable")
+            rankings += [ascending[::-1], ascending]
+    by_place = (int(index) for place in zip(*rankings, strict=True) for index in place)
+    return list(dict.fromkeys(by_place))
+
+
+def _vector(row: Row) -> Array:
+    """All values of a row as floats; of a text its length; 0 for what is not finite."""
+    parts = [_floats(np.asarray(row[name]).ravel()) for name in sorted(row)]
+    values = np.concatenate(parts) if parts else np.empty(0)
+    clipped: Array = np.clip(np.nan_to_num(values, nan=0.0), -LARGEST, LARGEST)
+    return clipped
+
+
+def _floats(values: Array) -> Array:
+    if values.dtype.kind in "OSU":
+        return np.array([len(each) for each in values.tolist()], np.float64)
+    return values.astype(np.float64)
+
+
+def _outlyingness(features: Sequence[Array]) -> Array:
+    """For each row, how many deviations its oddest feature is from the mean of that feature; 0
+    where rows have different numbers of features."""
+    if len({len(each) for each in features}) > 1 or not len(features[0]):
+        return np.zeros(len(features))
+    table = np.stack(features)
+    deviation = table.std(axis=0)
+    distances = np.abs(table - table.mean(axis=0))
+    shares = np.divide(distances, deviation, out=np.zeros_like(table), where=deviation > 0)
+    found: Array = shares.max(axis=1)
+    return found

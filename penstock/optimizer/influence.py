@@ -1,0 +1,298 @@
+"""Whether real rows influence each other's answers: examples are run alone and in mixed batches.
+
+The check at load (`serving/proof`) uses random rows, and a model may treat those well and still
+change its answers next to an outlier. Here the examples are the rows, the extreme ones among them.
+Each one's answer in a batch must be what it is alone; padded to its bucket, what it is without; and
+asked a second time, what it was the first time. Runs in a trial's child; the lab calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from penstock.columns import as_tables, column_scales, scaled_differences
+from penstock.config import CPU, ModelConfig
+from penstock.optimizer import trials
+from penstock.optimizer.candidates import Build
+from penstock.optimizer.extremes import choose_rows
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.simulate import fitted
+from penstock.optimizer.trials import (
+    BatchRules,
+    Child,
+    Row,
+    ServedRows,
+    as_served,
+    compute,
+    shape_groups,
+)
+from penstock.serving.proof import GPU_PADDING_TOLERANCE, PADDING_TOLERANCE, to_float64
+from penstock.types import Array, TensorSpec
+
+MAX_EXAMPLES = 32
+MIN_EXAMPLES = 6
+# Of one check. Slow models are checked with fewer examples, down to MIN_EXAMPLES; very slow ones in
+# fewer batches, the largest of which come first.
+CHECK_S = 6.0
+MAX_CHECK_S = 20.0
+# How often each example is computed: twice alone, padded, and in batches.
+RUNS_PER_EXAMPLE = 8
+SIZES = (2, 8, 32)
+# Batches of each size, each time in another order.
+NUM_ORDERS = 2
+# Of a build in less precision than FP32, at least: a value at the edge of a quantisation step falls
+# to either side with the order in which sums are made. Its parent in FP32 is held to less.
+ROUNDED_TOLERANCE = 0.05
+# What rounding in the output's own datatype may do, in units of the last place.
+NUM_ULPS = 4
+EPSILON = {"FP64": 2.0**-52, "FP32": 2.0**-23, "FP16": 2.0**-10, "BF16": 2.0**-7}
+SEED = 12
+
+
+class RowCheck(msgspec.Struct):
+    """What was found; empty texts: nothing."""
+
+    # Why rows must not share a batch.
+    batching_problem: str = ""
+    # Why sequences must not be padded.
+    padding_problem: str = ""
+    # The same row alone gives different answers each time; nothing else was checked then.
+    repeat_problem: str = ""
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """An answer that is not what it was: by how much of its column's range, in which output."""
+
+    output: str
+    share: float
+
+    def text(self, example: int) -> str:
+        by = f"by {self.share:.2g} of its range" if np.isfinite(self.share) else "beyond measure"
+        return f"output '{self.output}' of example {example} moved {by}"
+
+
+Answer = Mapping[str, Array]
+
+
+def inspect(build: Build, rows: Sequence[Row], *, is_lossy: bool) -> Facts:
+    """`trials.inspect`, with what real rows show added; in one process where the rows' answers are
+    those of the model itself."""
+    with Child(build.config) as child:
+        child.load()
+        facts = trials.inspected(child, build)
+        is_rounded = is_lossy or bool(facts.quantised)
+        if build.config.postprocess is None:
+            add_check(facts, check_rows(child, build, rows, is_rounded=is_rounded))
+            return facts
+    model = replace(build, config=build.config.without_postprocess)
+    with Child(model.config) as child:
+        child.load()
+        add_check(facts, check_rows(child, model, rows, is_rounded=is_rounded))
+    return facts
+
+
+def add_check(facts: Facts, found: RowCheck) -> None:
+    facts.batching_problem = facts.batching_problem or found.batching_problem
+    facts.padding_problem = facts.padding_problem or found.padding_problem
+    facts.repeat_problem = found.repeat_problem
+
+
+def check_rows(child: Child, build: Build, rows: Sequence[Row], *, is_rounded: bool) -> RowCheck:
+    """Check a build that this child has loaded. `is_rounded`: it computes in less than FP32."""
+    if not rows:
+        return RowCheck()
+    rules = child.rules
+    try:
+        return _Check(child, build, rows, is_rounded=is_rounded).run()
+    finally:
+        child.rules = rules
+
+
+class _Check:
+    def __init__(
+        self, child: Child, build: Build, rows: Sequence[Row], *, is_rounded: bool
+    ) -> None:
+        self._child = child
+        self._build = build
+        # Indices of the data, which messages name.
+        self._examples = choose_rows(rows, MAX_EXAMPLES)
+        chosen = [rows[index] for index in self._examples]
+        self._rows = list(fitted(chosen, build.config))
+        self._is_rounded = is_rounded
+        self._ends_at = time.perf_counter() + MAX_CHECK_S
+        self._comparison = Comparison(build.config, [], is_rounded=is_rounded)
+
+    def run(self) -> RowCheck:
+        config = self._build.config
+        whole = ServedRows(self._rows, [0] * len(self._rows), ())
+        self._reduce(whole)
+        alone = [self._run(whole, [index])[0] for index in self._indices]
+        self._comparison = Comparison(config, alone, is_rounded=self._is_rounded)
+        problem = self._repeat_problem(whole)
+        if problem:
+            return RowCheck(repeat_problem=problem)
+        if not self._child.may_batch:
+            return RowCheck()
+        padding_problem = self._padding_problem() if self._child.is_padded else ""
+        if padding_problem and self._build.candidate.steps:
+            # Its configuration pads, and so would a server: it must not batch at all.
+            return RowCheck(padding_problem, padding_problem)
+        if padding_problem:
+            self._child.rules = BatchRules(self._child.rules.max_rows, may_pad=False)
+        served = as_served(self._child, config, self._rows)
+        return RowCheck(self._batching_problem(served), padding_problem)
+
+    @property
+    def _indices(self) -> range:
+        return range(len(self._rows))
+
+    def _reduce(self, whole: ServedRows) -> None:
+        """Keep as many examples as there is time for. The first run may compile: only the second
+        is timed."""
+        self._run(whole, [0])
+        began = time.perf_counter()
+        self._run(whole, [0])
+        took_s = max(time.perf_counter() - began, 1e-6)
+        limit = max(MIN_EXAMPLES, int(CHECK_S / (RUNS_PER_EXAMPLE * took_s)))
+        self._rows, self._examples = self._rows[:limit], self._examples[:limit]
+
+    def _run(self, served: ServedRows, indices: Sequence[int]) -> list[dict[str, Array]]:
+        return compute(self._child, self._build, served, indices)
+
+    def _repeat_problem(self, whole: ServedRows) -> str:
+        """In the opposite order: a model with state has another one by now."""
+        for index in reversed(self._indices):
+            moved = self._comparison.moved(index, self._run(whole, [index])[0])
+            if moved is not None:
+                return f"{moved.text(self._examples[index])} when it was asked again"
+        return ""
+
+    def _padding_problem(self) -> str:
+        served = as_served(self._child, self._build.config, self._rows)
+        for index in self._indices:
+            if not served.lengths[index]:
+                continue
+            moved = self._comparison.moved(index, self._run(served, [index])[0])
+            if moved is not None:
+                text = moved.text(self._examples[index])
+                full = max(max(np.shape(each), default=0) for each in served.rows[index].values())
+                return (
+                    f"padding changes answers: {text} with {served.lengths[index]} elements "
+                    f"filled up to {full}"
+                )
+        return ""
+
+    def _batching_problem(self, served: ServedRows) -> str:
+        config = self._build.config
+        for group in shape_groups(config, served.rows, len(served.rows)):
+            for place, batch in enumerate(batches(group, config.max_batch_size)):
+                if place and time.perf_counter() > self._ends_at:
+                    break
+                problem = self._problem_in(served, batch)
+                if problem:
+                    return f"answers depend on other rows in the batch: {problem}"
+        return ""
+
+    def _problem_in(self, served: ServedRows, batch: Sequence[int]) -> str:
+        answers = self._run(served, batch)
+        found = {
+            index: moved
+            for index, answer in zip(batch, answers, strict=True)
+            if (moved := self._comparison.moved(index, answer)) is not None
+        }
+        if not found:
+            return ""
+        worst = max(found, key=lambda index: found[index].share)
+        return self._next_to(served, batch, worst) or (
+            f"{found[worst].text(self._examples[worst])} in a batch of {len(batch)}"
+        )
+
+    def _next_to(self, served: ServedRows, batch: Sequence[int], index: int) -> str:
+        """The one neighbour that is enough to move this row, in the order they had; the strongest
+        of them. Empty where it takes more than one."""
+        found: list[tuple[float, str]] = []
+        for other in batch:
+            if other == index:
+                continue
+            pair = [each for each in batch if each in (index, other)]
+            answer = self._run(served, pair)[pair.index(index)]
+            moved = self._comparison.moved(index, answer)
+            if moved is not None:
+                text = moved.text(self._examples[index])
+                found.append((moved.share, f"{text} next to example {self._examples[other]}"))
+        return max(found, default=(0.0, ""))[1]
+
+
+def batches(group: Sequence[int], max_rows: int) -> Iterator[list[int]]:
+    """Mixed batches of these rows, each row in several of each size, at different places and next
+    to different rows; the largest first."""
+    random = np.random.default_rng(SEED)
+    sizes = sorted({min(size, max_rows, len(group)) for size in SIZES}, reverse=True)
+    for size in sizes:
+        for _ in range(NUM_ORDERS if size > 1 else 0):
+            order = [group[index] for index in random.permutation(len(group))]
+            # The last batch is filled up with rows of the first.
+            whole = order + order[: -len(order) % size]
+            yield from (whole[begin : begin + size] for begin in range(0, len(whole), size))
+
+
+class Comparison:
+    """What each row answers alone, and whether another answer is the same."""
+
+    def __init__(self, config: ModelConfig, alone: Sequence[Answer], *, is_rounded: bool) -> None:
+        self._specs = config.outputs
+        by_datatype = PADDING_TOLERANCE if config.device == CPU else GPU_PADDING_TOLERANCE
+        granted = config.tolerance
+        if is_rounded:
+            granted = max(granted or 0.0, ROUNDED_TOLERANCE)
+        self._tolerances = {
+            datatype: tolerance if granted is None else max(tolerance, granted)
+            for datatype, tolerance in by_datatype.items()
+        }
+        # Where floats are rounded, integers made of them may fall to either side.
+        self._has_exact = granted is None
+        self._alone = alone
+        self._scales = {
+            spec.name: self._scales_of(spec, [answer[spec.name] for answer in alone])
+            for spec in config.outputs
+            if alone and spec.datatype in self._tolerances
+        }
+
+    def _scales_of(self, spec: TensorSpec, arrays: Sequence[Array]) -> Array:
+        """What differences in each column are a share of."""
+        tables = as_tables([to_float64(spec, array) for array in arrays])
+        table = np.concatenate(tables)
+        finite = np.where(np.isfinite(table), np.abs(table), 0.0)
+        rounding = NUM_ULPS * EPSILON[spec.datatype] * finite.max(axis=0, initial=0.0)
+        # Rounding alone stays within the tolerance.
+        scales: Array = np.maximum(column_scales(table), rounding / self._tolerances[spec.datatype])
+        return scales
+
+    def moved(self, index: int, answer: Answer) -> Moved | None:
+        """The output that moved the most, if any moved by more than its tolerance."""
+        found = [
+            Moved(spec.name, share)
+            for spec in self._specs
+            if (share := self._share(spec, self._alone[index][spec.name], answer[spec.name]))
+            > self._tolerances.get(spec.datatype, 0.0)
+        ]
+        return max(found, key=lambda each: each.share, default=None)
+
+    def _share(self, spec: TensorSpec, before: Array, after: Array) -> float:
+        if spec.datatype not in self._tolerances:
+            if self._has_exact and not np.array_equal(before, after):
+                return float("inf")
+            return 0.0
+        if before.shape != after.shape:
+            return float("inf")
+        scales = self._scales[spec.name]
+        one, other = as_tables([to_float64(spec, each) for each in (before, after)])
+        if one.shape[1] != len(scales):
+            # Rows have no columns in common: all values are one.
+            one, other = one.reshape(-1, 1), other.reshape(-1, 1)
+        return float(scaled_differences(one, other, scales).max(initial=0.0))
