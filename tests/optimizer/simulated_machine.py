@@ -58,14 +58,14 @@ class SimulatedMachine:
     conditions: Conditions = field(default_factory=Conditions)
 
     def __post_init__(self) -> None:
-        self._random = np.random.default_rng(self.seed)
+        self.random = np.random.default_rng(self.seed)
         # Phases of two slow waves: quiet at the beginning, as a run begins.
-        self._waves = self._random.uniform(60, 400, 2)
+        self._waves = self.random.uniform(60, 400, 2)
 
     def run(self, due: Array, service_s: float, length_s: float) -> tuple[Array, Array]:
         """When requests were sent and answered, of those due at these times from now on."""
         times, work = self._work(length_s)
-        services = service_s * self._random.lognormal(-0.005, 0.1, len(due))
+        services = service_s * self.random.lognormal(-0.005, 0.1, len(due))
         arrived = np.interp(due, times, work)
         total = np.cumsum(services)
         done = total + np.maximum.accumulate(arrived - np.concatenate([[0.0], total[:-1]]))
@@ -94,12 +94,12 @@ class SimulatedMachine:
         wanted = self.disturbance
         if wanted.neighbour:
             # Half a second of work now and then, with one of the two cores.
-            num = int(self._random.poisson(wanted.neighbour * times[-1] / 0.5 * 2))
-            for begin in self._random.uniform(0, times[-1], num):
+            num = int(self.random.poisson(wanted.neighbour * times[-1] / 0.5 * 2))
+            for begin in self.random.uniform(0, times[-1], num):
                 speed[(times >= begin) & (times < begin + 0.5)] /= 1.15
-        num = int(self._random.poisson(wanted.pauses_per_s * times[-1]))
-        for begin in self._random.uniform(0, times[-1], num):
-            pause_s = wanted.pause_s * self._random.uniform(0.5, 1.5)
+        num = int(self.random.poisson(wanted.pauses_per_s * times[-1]))
+        for begin in self.random.uniform(0, times[-1], num):
+            pause_s = wanted.pause_s * self.random.uniform(0.5, 1.5)
             speed[(times >= begin) & (times < begin + pause_s)] = 1e-6
         return times, np.concatenate([[0.0], np.cumsum(speed[:-1]) * STEP_S])
 
@@ -110,7 +110,7 @@ class SimulatedMachine:
 
     def _probed(self) -> float:
         """What the fixed piece of work takes, with the noise that its fastest run has."""
-        noise = float(self._random.lognormal(0, 0.01))
+        noise = float(self.random.lognormal(0, 0.01))
         return noise * float(self._slowness(np.array([self.now]))[0])
 
     def _account(self, times: Array, work: Array, busy_s: float) -> None:
@@ -177,7 +177,7 @@ class SimulatedEndpoint:
         else:
             assert isinstance(load, Open)
             rate = pacer.mean_rate(load)
-            gaps = self.machine._random.exponential(1 / rate, int(rate * length_s * 1.5) + 20)
+            gaps = self.machine.random.exponential(1 / rate, int(rate * length_s * 1.5) + 20)
             due = np.cumsum(gaps)
             due = due[due < length_s]
             sent, done = self.machine.run(due, self.service_s, length_s)

@@ -76,7 +76,9 @@ CHANGES: dict[str, Callable[[Answer], Answer]] = {
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children answer as the step in the build's name says."""
 
-    def answers(asked: Build, rows: Sequence[dict[str, Array]], told: object) -> list[Answer]:
+    def answers(
+        asked: Build, rows: Sequence[dict[str, Array]], told: object, rules: object
+    ) -> list[Answer]:
         change = CHANGES[asked.candidate.steps[-1].pass_name if asked.candidate.steps else ""]
         return [change(ORIGINAL[int(row["x"][0])]) for row in rows]
 
