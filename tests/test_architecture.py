@@ -79,6 +79,8 @@ PURE = [
     "optimizer/budget.py",
     "optimizer/goals.py",
     "optimizer/numerics.py",
+    "optimizer/outcomes.py",
+    "optimizer/phases.py",
     "optimizer/fallback.py",
     "optimizer/shapes.py",
     "optimizer/simulate.py",
