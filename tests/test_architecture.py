@@ -81,6 +81,8 @@ PURE = [
     "optimizer/extremes.py",
     "optimizer/goals.py",
     "optimizer/numerics.py",
+    "optimizer/outcomes.py",
+    "optimizer/phases.py",
     "optimizer/fallback.py",
     "optimizer/shapes.py",
     "optimizer/simulate.py",

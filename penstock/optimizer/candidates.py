@@ -22,6 +22,8 @@ STAGES: tuple[Stage, ...] = (
     "instances",
     "memory",
 )
+# Passes about how a model is served; all others make another model.
+SERVING_PASSES = ("batching", "instances", "memory")
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -42,6 +44,8 @@ class Skip(msgspec.Struct, frozen=True):
     reason: str
     # What would have been tried; a pass that has nothing to offer leaves it out.
     step: Step | None = None
+    # It would have been tried, but the time was up or the run was interrupted.
+    cut_by: Literal["", "time", "interrupt"] = ""
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -59,6 +63,12 @@ class Candidate(msgspec.Struct, frozen=True):
     def parent(self) -> Candidate:
         assert self.steps, "the original has no parent"
         return Candidate(self.steps[:-1])
+
+    @property
+    def model(self) -> Candidate:
+        """Without the steps about how it is served."""
+        serving = (n for n, step in enumerate(self.steps) if step.pass_name in SERVING_PASSES)
+        return Candidate(self.steps[: next(serving, len(self.steps))])
 
     def then(self, *steps: Step) -> Candidate:
         return Candidate((*self.steps, *steps))

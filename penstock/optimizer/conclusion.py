@@ -3,26 +3,21 @@ turns with the original; the verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.optimizer import disturbance, goals
+from penstock.optimizer import disturbance, goals, outcomes, phases, shapes
 from penstock.optimizer.accuracy import Judgement, spent_alpha
-from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.examples import num_to_bring
 from penstock.optimizer.journal import TIMINGS
-from penstock.optimizer.lab import HELD_OUT, OF_SERVING, Lab
-from penstock.optimizer.results import Optimization, Phase, Served
+from penstock.optimizer.lab import HELD_OUT, Lab
+from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Finalist, Findings, Search
 
 # Servers have to start, and each is measured twice.
 MIN_LEFT_S = 20.0
-MEMORY = "memory"
-
-
 # A proof that contradicts itself or what was measured before is measured again, once.
 MAX_PROOFS = 2
 
@@ -89,52 +84,45 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
         tries=findings.tries,
         skipped=findings.skipped,
         profile=findings.profile,
+        profiled=findings.profiled,
         work=str(lab.journal.path.parent),
     )
     search.prove()
     choice = choose(lab, findings)
-    found.notes += [f"on held-out examples: {each.text}" for each in choice.refused.values()]
     _prove(lab, search, choice, found)
     other = _better_proven(lab, findings, choice, found)
     if other is not None:
         choice = _proven_again(lab, search, choice, other, found)
     if _original_does(choice, found):
-        found.notes.append("measured in turns, the original does as well as what was chosen")
+        how = "measured in turns, " if found.is_proven else ""
+        chosen = choice.finalist.build.candidate
+        found.notes.append(f"{how}the original does as well as {chosen}, and is simpler")
         choice.finalist = next(one for one in findings.finalists if not one.build.candidate.steps)
         original = _admitted(lab, choice.finalist, choice.refused)
         choice.held_out = None if original is None else original.held_out
         found.after = found.before
         choice.doubts = [] if found.after is None else list(found.after.disturbances)
     found.chosen = choice.finalist.build.candidate
-    for each in findings.tries:
-        if each.candidate == found.chosen and each.served is not None:
-            each.outcome = "kept"
+    found.notes += outcomes.mark_refused(findings.tries, choice.refused, lambda each: each.model)
+    outcomes.settle_served(findings.tries, found.chosen, findings.proofs)
     found.held_out = choice.held_out
     found.unchecked = lab.unchecked
-    _note_refused(findings, choice)
     found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
-    found.outcome = _outcome(findings, choice, found)
-    if choice.doubts and found.outcome in ("kept", "missed", "refused"):
-        _disturb(lab, choice, found)
+    _note_disturbances(lab, choice, found)
+    found.outcome = outcomes.outcome_of(found, is_interrupted=findings.is_interrupted)
     if found.outcome != "kept" and found.after is not None:
-        found.binding = goals.binding(found.after, plan.slo)
-    found.phases = _phases(lab, findings, found)
+        more = _can_add_instances(lab, choice)
+        found.binding = goals.binding(found.after, plan.slo, can_add_instances=more)
+    found.phases = phases.waterfall(found)
     return found
 
 
-def _note_refused(findings: Findings, choice: Choice) -> None:
-    """What the held-out part refused is told as such, and no longer as kept."""
-    for each in findings.tries:
-        judgement = choice.refused.get(_model(each.candidate).key)
-        if judgement is not None:
-            each.outcome, each.reason = "rejected", f"on held-out examples: {judgement.text}"
-
-
-def _model(candidate: Candidate) -> Candidate:
-    """Without the last steps that only say how it is served."""
-    while candidate.steps and candidate.steps[-1].pass_name in (*OF_SERVING, MEMORY):
-        candidate = candidate.parent
-    return candidate
+def _can_add_instances(lab: Lab, choice: Choice) -> bool:
+    """Whether the machine has room for more instances than those that were timed."""
+    config = choice.finalist.build.config
+    timed = [number for number, _ in choice.finalist.contender.times]
+    most = max(number for number, _ in shapes.arrangements(config, lab.machine.num_cores))
+    return most > max([config.num_instances, *timed])
 
 
 def _clipped(lab: Lab, choice: Choice) -> list[str]:
@@ -168,40 +156,43 @@ def _examples_wanted(lab: Lab, findings: Findings) -> list[str]:
 
 
 def _notes(lab: Lab, findings: Findings) -> list[str]:
-    notes = list(lab.notes)
-    if findings.is_interrupted:
-        notes.append("interrupted: the best of what had been tried is kept")
-    if findings.is_out_of_time:
-        notes.append("the time was up before everything had been tried; the best so far is kept")
-    return notes
+    return lab.notes + outcomes.cut_notes(
+        is_interrupted=findings.is_interrupted, is_out_of_time=findings.is_out_of_time
+    )
 
 
-def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> None:
-    """Original and choice in turns: at the SLO's load, and up to the highest rate of each."""
+def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> bool:
+    """Original and choice in turns: at the SLO's load, and up to the highest rate of each. False:
+    it did not run, and `found` has the figures of the search."""
     findings = search.findings
     original, chosen = lab.original, choice.finalist.build
     found.before, found.after = findings.original, choice.finalist.served
     if findings.is_interrupted:
-        return
+        return False
     if search.left_s is not None and search.left_s < MIN_LEFT_S:
-        found.notes.append("no time was left to measure original and choice in turns")
-        return
+        if not found.is_proven:
+            found.notes.append(outcomes.NO_PROOF)
+        return False
     builds = [original, chosen] if chosen.candidate.steps else [original]
+    is_proven = False
     for attempt in range(MAX_PROOFS):
         try:
             measured = lab.prove(builds, search.left_s, attempt)
         except PenstockError as error:
-            found.notes.append(f"the last measurement failed: {error}")
-            return
+            found.notes.append(f"the proof of {chosen.candidate} failed: {error}")
+            return is_proven
         found.before, found.after = measured[0], measured[-1]
+        found.is_proven = is_proven = True
+        findings.proofs |= {original.candidate.key: measured[0], chosen.candidate.key: measured[-1]}
         _note_doubts(lab, findings, choice, found)
-        has_doubts = bool(choice.doubts or found.before.disturbances)
-        is_settled = not has_doubts and not disturbance.is_close(found.after)
-        if is_settled or (search.left_s is not None and search.left_s < MIN_LEFT_S):
-            return
-        if attempt + 1 < MAX_PROOFS:
-            doubts = [*choice.doubts, *found.before.disturbances, "close to the limit"]
-            found.notes.append(f"measured again: {doubts[0]}")
+        doubts = [*choice.doubts, *found.before.disturbances]
+        if disturbance.is_close(found.after):
+            doubts.append("close to the limit")
+        has_time = search.left_s is None or search.left_s >= MIN_LEFT_S
+        if not doubts or not has_time or attempt + 1 == MAX_PROOFS:
+            break
+        found.notes.append(f"measured again: {doubts[0]}")
+    return True
 
 
 def _note_doubts(lab: Lab, findings: Findings, choice: Choice, found: Optimization) -> None:
@@ -226,10 +217,12 @@ def _note_doubts(lab: Lab, findings: Findings, choice: Choice, found: Optimizati
         found.notes.append(gap)
 
 
-def _disturb(lab: Lab, choice: Choice, found: Optimization) -> None:
-    """No verdict: what contradicts it, and what the machine did. Nothing of it is reused."""
+def _note_disturbances(lab: Lab, choice: Choice, found: Optimization) -> None:
+    """Where the verdict cannot stand: what contradicts it, and what the machine did. None of these
+    measurements is reused."""
+    if not choice.doubts:
+        return
     servings = [each for each in (found.before, found.after) if each is not None]
-    found.outcome = "disturbed"
     found.disturbances = [*choice.doubts, *disturbance.disturbances(servings)]
     lab.journal.forget(TIMINGS)
 
@@ -255,15 +248,20 @@ def _better_proven(
 def _proven_again(
     lab: Lab, search: Search, first: Choice, other: Choice, found: Optimization
 ) -> Choice:
-    """Whichever of the two has the better proof."""
-    found.notes.append(f"proven once more with {other.finalist.build.candidate}: the first missed")
-    before, after = found.before, found.after
-    _prove(lab, search, other, found)
+    """Whichever of the two has the better proof; the first where the other has none."""
+    before, after, is_proven = found.before, found.after, found.is_proven
+    candidate = other.finalist.build.candidate
+    if not _prove(lab, search, other, found) and is_proven:
+        found.notes.append(f"{candidate} was ahead in the search, but has no proof")
+        found.before, found.after = before, after
+        return first
+    if found.is_proven:
+        found.notes.append(f"proven once more with {candidate}: the first missed")
     assert after is not None and found.after is not None
     pair = [first.finalist.simplicity, other.finalist.simplicity]
     if goals.order([after, found.after], pair)[0] == 1:
         return other
-    found.before, found.after = before, after
+    found.before, found.after, found.is_proven = before, after, is_proven
     return first
 
 
@@ -272,75 +270,3 @@ def _original_does(choice: Choice, found: Optimization) -> bool:
     if found.before is None or found.after is None or not choice.finalist.build.candidate.steps:
         return False
     return goals.order([found.before, found.after], [0, choice.finalist.simplicity])[0] == 0
-
-
-def _outcome(findings: Findings, choice: Choice, found: Optimization) -> str:
-    if found.after is not None and found.after.is_met:
-        return "kept"
-    if findings.is_interrupted:
-        return "interrupted"
-    return "refused" if _is_refused(findings, choice) else "missed"
-
-
-def _is_refused(findings: Findings, choice: Choice) -> bool:
-    """The gate let nothing pass that it was asked about, and something of that was faster."""
-    if choice.finalist.contender.is_lossy:
-        return False
-    lossy = [each for each in findings.tries if each.accuracy is not None]
-    if any(each.accuracy is not None and each.accuracy.is_passed for each in lossy):
-        return bool(choice.refused)
-    rate = choice.finalist.contender.rate
-    return any(goals.is_better(each.predicted_rate or 0.0, rate) for each in lossy)
-
-
-def _phases(lab: Lab, findings: Findings, found: Optimization) -> list[Phase]:
-    """The waterfall: the original, the best after each stage where that changed, the choice. Scores
-    are all of the examples that candidates were chosen by."""
-    judged = {each.candidate.key: each.accuracy for each in findings.tries if each.accuracy}
-    original = next((each.original for each in judged.values()), None)
-    if original is None and found.held_out is not None:
-        original = found.held_out.original
-    phases: list[Phase] = []
-    price = lab.plan.price_per_hour
-    last = None
-    for stage, contender in findings.by_stage:
-        if contender is last:
-            continue
-        last = contender
-        of_step = judged.get(contender.candidate.key)
-        phases.append(
-            Phase(
-                label="original" if stage == "baseline" else str(contender.candidate.steps[-1]),
-                p99_s=float("nan"),
-                max_rate=contender.rate,
-                accuracy=original if of_step is None else of_step.candidate,
-                cost_per_million=None
-                if price is None or not contender.rate
-                else goals.cost_per_million(contender.rate, price),
-                is_measured=False,
-            )
-        )
-    if found.before is not None and phases:
-        phases[0] = _measured_phase("original", found.before, original)
-    if found.after is not None and found.chosen is not None and found.chosen.steps:
-        label = f"as served: {' → '.join(str(step) for step in found.chosen.steps[-2:])}"
-        score = _score(judged, found.chosen, original)
-        phases.append(_measured_phase(label, found.after, score))
-    return phases
-
-
-def _score(
-    judged: Mapping[str, Judgement], chosen: Candidate, original: float | None
-) -> float | None:
-    """Of the last step that was judged: those about serving are not."""
-    candidate = chosen
-    while candidate.steps:
-        if candidate.key in judged:
-            return judged[candidate.key].candidate
-        candidate = candidate.parent
-    return original
-
-
-def _measured_phase(label: str, served: Served, score: float | None) -> Phase:
-    rate = float("nan") if served.max_rate is None else served.max_rate.value
-    return Phase(label, served.p99.value, rate, score, served.cost_per_million, True)

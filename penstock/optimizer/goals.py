@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from penstock.benchmark.report import units
 from penstock.benchmark.stats import Interval
 from penstock.optimizer.results import Served
-from penstock.slo import Cost, Latency, Slo, Throughput, format_duration
+from penstock.slo import Cost, Latency, Slo, Throughput
 
 # Predictions are off by this much and more; what is so near its goal is worth a real measurement.
 HOPE = 0.85
@@ -58,6 +59,11 @@ def order(servings: Sequence[Served], simplicity: Sequence[int]) -> list[int]:
     return ranked
 
 
+def compare(one: Served, other: Served) -> int:
+    """1: `one` is better beyond chance, -1: `other` is, 0: neither."""
+    return _beats(one, other) - _beats(other, one)
+
+
 def _beats(one: Served, other: Served) -> bool:
     """Goodput at the SLO's load decides first; highest rates rank what is equal by it."""
     if one.is_met != other.is_met:
@@ -99,16 +105,17 @@ def _is_above(one: Interval, other: Interval) -> bool:
     return is_better(one.value, other.value) and (low > other.value or one.value > high)
 
 
-def binding(served: Served, slo: Slo) -> str:
-    """What most of a request's time goes to: "compute: 71 % of a request's 34 ms"."""
+def binding(served: Served, slo: Slo, *, can_add_instances: bool) -> str:
+    """The bottleneck: where most of a request's time goes, "compute (71 % of a request's 34 ms)".
+    More instances are advised only where some could be added."""
     total = sum(served.phases.values())
     if not total:
         return ""
     name, seconds = max(served.phases.items(), key=lambda item: item[1])
-    mean = format_duration(float(f"{total:.3g}"))
-    text = f"{name}: {seconds / total:.0%} of a request's {mean}"
+    text = f"{name} ({units.share(seconds, total)} of a request's {units.duration(total)})"
     limits = [term.limit_s for term in slo.terms if isinstance(term, Latency)]
     compute_s = served.phases.get("compute", 0.0)
-    if name == "queue" and limits and compute_s < min(limits):
-        text += "; more instances, or a machine that computes faster, would shorten the queue"
-    return text
+    if name != "queue" or not limits or compute_s >= min(limits):
+        return text
+    more = "more instances or a faster machine" if can_add_instances else "a faster machine"
+    return f"{text}; {more} would shorten the queue"

@@ -153,6 +153,8 @@ class Try(msgspec.Struct):
     facts: Facts | None = None
     numerics: Numerics | None = None
     accuracy: Judgement | None = None
+    # What refused it on the held-out examples; None: they were not asked, or allowed it.
+    held_out: Judgement | None = None
     times: list[TimeTable] = []
     # Highest rate by simulation, with the serving configuration that gives it.
     predicted_rate: float | None = None
@@ -161,6 +163,12 @@ class Try(msgspec.Struct):
     seconds: float = 0.0
     # Layers kept in float, with the accuracy regained and the time lost by each.
     fallback: list[FallbackLayer] = []
+
+    @property
+    def refusal(self) -> Judgement | None:
+        """The judgement by which the accuracy gate refused it; None: it was not refused."""
+        judged = (self.held_out, self.accuracy)
+        return next((each for each in judged if each is not None and not each.is_passed), None)
 
 
 class FallbackLayer(msgspec.Struct):
@@ -172,7 +180,7 @@ class FallbackLayer(msgspec.Struct):
 
 
 class Phase(msgspec.Struct):
-    """A step of the sequence that was kept: what the waterfall shows."""
+    """A bar of the waterfall: the original, or what a step of the chosen candidate made of it."""
 
     label: str
     p99_s: float
@@ -181,6 +189,12 @@ class Phase(msgspec.Struct):
     cost_per_million: float | None
     # From a served run; False: predicted from batch times.
     is_measured: bool
+    # The served run did not look for the highest rate: rate and cost are predicted all the same.
+    is_rate_predicted: bool = False
+
+    @property
+    def is_rate_measured(self) -> bool:
+        return self.is_measured and not self.is_rate_predicted
 
 
 class Optimization(msgspec.Struct):
@@ -200,9 +214,10 @@ class Optimization(msgspec.Struct):
     tries: list[Try] = []
     skipped: list[Skip] = []
     chosen: Candidate | None = None
-    # original and chosen, measured alternately in one run.
+    # Original and chosen: measured alternately in one run if `is_proven`, else in the search.
     before: Served | None = None
     after: Served | None = None
+    is_proven: bool = False
     held_out: Judgement | None = None
     phases: list[Phase] = []
     # kept, missed, refused (by the accuracy gate), disturbed (the measurements contradict each
@@ -221,6 +236,8 @@ class Optimization(msgspec.Struct):
     source_digest: str = ""
     price_per_hour: float | None = None
     profile: Profile | None = None
+    # The key of the candidate that was profiled.
+    profiled: str = ""
     elapsed_s: float = 0.0
     num_measured: int = 0
     num_remembered: int = 0

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, PenstockError
@@ -134,11 +135,13 @@ class Findings:
     contenders: list[Contender] = field(default_factory=list)
     # From the best to the worst.
     finalists: list[Finalist] = field(default_factory=list)
-    # The best contender after each stage, for the waterfall.
-    by_stage: list[tuple[Stage, Contender]] = field(default_factory=list)
     original: Served | None = None
     # Of the best before anything is quantised: what binds.
     profile: Profile | None = None
+    # The key of the candidate that was profiled.
+    profiled: str = ""
+    # What the proof measured, by key.
+    proofs: dict[str, Served] = field(default_factory=dict)
     is_interrupted: bool = False
     is_out_of_time: bool = False
 
@@ -194,11 +197,11 @@ class Search:
             self._sequence()
         except KeyboardInterrupt:
             self.findings.is_interrupted = True
-            self._note_left("interrupted before it was its turn")
+            self._note_left("interrupted before it was tried", "interrupt")
             self._tell("finishing with the best so far; interrupt again to end at once")
         except OutOfTime:
             self.findings.is_out_of_time = True
-            self._note_left("the time was up before it was its turn")
+            self._note_left("out of time before it was tried", "time")
         is_cut = self.findings.is_interrupted or self.findings.is_out_of_time
         if is_cut and len(self.findings.contenders) > 1:
             self._finish_early()
@@ -221,10 +224,10 @@ class Search:
         self._note_serving()
         self._try_memory()
 
-    def _note_left(self, reason: str) -> None:
-        """Passes that were not even asked."""
+    def _note_left(self, reason: str, cut_by: Literal["time", "interrupt"]) -> None:
+        """Passes that were not asked, or not to the end."""
         self.findings.skipped += [
-            Skip(each.name, reason)
+            Skip(each.name, reason, cut_by=cut_by)
             for each in self._passes
             if each.stage in MODEL_STAGES and each.name not in self._asked
         ]
@@ -267,16 +270,17 @@ class Search:
         original = self._lab.original
         self._is_on_gpu = original.config.uses_gpu
         self._trying = str(original.candidate)
+        began = self._clock()
         facts = self._lab.facts(original)
         contender = self._timed(original, facts, is_lossy=False)
         served = self._lab.serve([original])[0]
         self.findings.contenders.append(contender)
-        self.findings.by_stage.append(("baseline", contender))
         self.findings.original = served
         self._add_served(contender, original, served)
         reason = "the original, as it would be served"
         record = Try(original.candidate, "baseline", "kept", reason, facts=facts, served=served)
         self._note_times(record, contender)
+        record.seconds = self._clock() - began
         self.findings.tries.append(record)
 
     # One stage.
@@ -286,16 +290,17 @@ class Search:
         for each in self._passes:
             if each.stage == stage:
                 self._run_pass(each)
-                self.findings.by_stage.append((stage, self.findings.best))
 
     def _profile(self) -> None:
         """What binds now. A profiler that fails costs the report a picture, and nothing else."""
         budget_s = self._plan.budget_s
         if self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S:
             return
-        self._trying = str(self.findings.best.candidate)
+        best = self.findings.best
+        self._trying = str(best.candidate)
         with contextlib.suppress(PenstockError):
-            self.findings.profile = self._lab.profile(self.findings.best.build)
+            self.findings.profile = self._lab.profile(best.build)
+            self.findings.profiled = best.candidate.key
 
     def _run_pass(self, each: Pass) -> None:
         for parent, steps in self._proposals(each):
@@ -613,9 +618,9 @@ class Search:
         runners = known + fresh
         self._trying = ", ".join(str(build.candidate) for _, build in fresh)
         serve = self._serve_rated if is_rated else self._lab.serve
-        for contender, build, served in self._serve(runners, serve):
+        for contender, build, served, seconds in self._serve(runners, serve):
             self._add_served(contender, build, served)
-            self._note_served(build, served)
+            self._note_served(build, served, seconds)
         self._stage = stage
 
     def _num_measurable(self, *, is_rated: bool) -> float:
@@ -628,13 +633,17 @@ class Search:
     def _serve_rated(self, builds: Sequence[Build]) -> list[Served]:
         return self._lab.with_rates(builds, RATE_S)
 
-    def _note_served(self, build: Build, served: Served) -> None:
-        """A way to serve is a try like others; measured again, the last time counts."""
+    def _note_served(self, build: Build, served: Served, seconds: float) -> None:
+        """A way to serve is a try like others; measured again, the last figures count, and the time
+        of both. How it compares is known once the choice is made."""
         if not build.candidate.steps:
             return
         reason = f"served: {served.goodput:.1%} in time, {served.throughput.value:,.0f}/s answered"
-        record = Try(build.candidate, "batching", "equal", reason, served=served)
+        record = Try(build.candidate, "batching", "equal", reason, served=served, seconds=seconds)
         key = build.candidate.key
+        record.seconds += sum(
+            each.seconds for each in self.findings.tries if each.candidate.key == key
+        )
         others = [each for each in self.findings.tries if each.candidate.key != key]
         self.findings.tries = [*others, record]
 
@@ -642,8 +651,10 @@ class Search:
         self,
         runners: Sequence[tuple[Contender, Build]],
         serve: Callable[[Sequence[Build]], list[Served]],
-    ) -> Iterator[tuple[Contender, Build, Served]]:
-        """In turns; if that fails, one by one, so that only who is to blame is out."""
+    ) -> Iterator[tuple[Contender, Build, Served, float]]:
+        """In turns, with each one's share of the time; if that fails, one by one, so that only
+        the one to blame is out."""
+        began = self._clock()
         try:
             servings = serve([build for _, build in runners])
         except PenstockError as error:
@@ -651,11 +662,13 @@ class Search:
                 for runner in runners:
                     yield from self._serve([runner], serve)
                 return
-            candidate = runners[0][1].candidate
-            self.findings.tries.append(Try(candidate, "batching", "failed", f"not served: {error}"))
+            candidate, seconds = runners[0][1].candidate, self._clock() - began
+            record = Try(candidate, "batching", "failed", f"not served: {error}", seconds=seconds)
+            self.findings.tries.append(record)
             return
+        seconds = (self._clock() - began) / len(runners)
         for (contender, build), served in zip(runners, servings, strict=True):
-            yield contender, build, served
+            yield contender, build, served, seconds
 
     def _note_serving(self) -> None:
         """Why the passes about serving have nothing to offer, where that is so."""
@@ -691,9 +704,9 @@ class Search:
                 self.findings.tries.append(Try(candidate, "memory", "failed", str(error)))
                 continue
             pair = [(contender, best.build), (contender, build)]
-            for _, other, served in self._serve(pair, self._lab.serve):
+            for _, other, served, seconds in self._serve(pair, self._lab.serve):
                 self._add_served(contender, other, served)
-                self._note_served(other, served)
+                self._note_served(other, served, seconds)
 
     def _nearest(
         self, limit: int, *, is_fresh: bool = False

@@ -280,7 +280,7 @@ def test_an_impossible_slo_ends_with_the_best_and_with_what_binds(draw, tmp_path
     outcomes = {model_of(each.candidate): each.outcome for each in models_tried(found)}
     assert outcomes["wrong"] == "rejected" and outcomes["crashing"] == "failed"
     assert found.binding.startswith("compute")
-    assert "what binds is compute" in " ".join(ran.out.split())
+    assert "bottleneck: compute" in " ".join(ran.out.split())
     assert found.chosen is not None and model_of(found.chosen) == "solid", ran.text
     assert num_versions(tmp_path / "models", "best") == 1
     served = Served(tmp_path / "models")

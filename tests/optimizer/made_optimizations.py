@@ -9,7 +9,14 @@ from penstock.optimizer.candidates import Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.machine import Machine
 from penstock.optimizer.numerics import Numerics
-from penstock.optimizer.profile.results import Bound, Bucket, Operator, Peaks, Profile
+from penstock.optimizer.profile.results import (
+    Bound,
+    Bucket,
+    NextStep,
+    Operator,
+    Peaks,
+    Profile,
+)
 from penstock.optimizer.results import (
     Curve,
     FallbackLayer,
@@ -223,7 +230,6 @@ def phases() -> list[Phase]:
             cost / 255.0,
             False,
         ),
-        Phase("batching", 0.0131, 280.0, 0.910, cost / 280.0, False),
         Phase("as served: batching → instances", 0.0118, 304.0, 0.910, cost / 304.0, True),
     ]
 
@@ -254,8 +260,12 @@ def profile() -> Profile:
         buckets=[Bucket("queue", 0.003), Bucket("compute", 0.0027)],
         bound="compute",
         findings=["87 % of the time is MatMul, compute-bound at 56 % of the peak"],
-        recommendation="INT8 MatMul: at most 2.4x",
+        recommendation="Compute-bound: 87 % of the time. Next: INT8 MatMul: at most 2.4x",
         ceiling=2.4,
+        steps=[
+            NextStep("int8", "INT8 MatMul: at most 2.4x", 2.4),
+            NextStep("path", "encode is 20 % of a request: at most 1.2x", 1.2),
+        ],
     )
 
 
@@ -278,6 +288,7 @@ def kept() -> Optimization:
         chosen=CHOSEN,
         before=served(0.41, 98.0, 620),
         after=served(0.0118, 304.0, 212),
+        is_proven=True,
         held_out=judgement(part="held out"),
         phases=phases(),
         outcome="kept",
@@ -286,6 +297,7 @@ def kept() -> Optimization:
         work="models/.optimize/reviews/0123456789abcdef",
         price_per_hour=PRICE,
         profile=profile(),
+        profiled=FUSED.key,
         elapsed_s=412.0,
         num_measured=31,
         num_remembered=4,
@@ -297,7 +309,7 @@ def missed() -> Optimization:
     found.outcome = "missed"
     found.after = served(0.0268, 151.0, 212)
     found.phases[-1] = Phase("as served: batching → instances", 0.0268, 151.0, 0.910, 0.74, True)
-    found.binding = "compute: 71 % of p99"
+    found.binding = "compute (71 % of a request's 11.2 ms)"
     return found
 
 
@@ -326,6 +338,24 @@ def refused() -> Optimization:
     found.tries = found.tries[:9]
     found.chosen, found.after, found.held_out, found.version = None, None, None, ""
     found.phases = found.phases[:1]
+    return found
+
+
+def disturbed() -> Optimization:
+    """The measurements contradict each other, so there is no verdict."""
+    found = missed()
+    found.outcome = "disturbed"
+    found.disturbances = ["load average 3.9 on 2 cores", "other processes used 45 % of the CPU"]
+    found.unchecked = ["output 'embedding' is not compared: --outputs names 'logits' only"]
+    return found
+
+
+def out_of_time() -> Optimization:
+    """What was quantised was refused, and the time was up before the rest was tried."""
+    found = refused()
+    found.skipped.append(Skip("fp8", "out of time before it was tried", cut_by="time"))
+    found.notes = ["the time budget ended before every step was tried"]
+    found.is_proven = False
     return found
 
 
@@ -463,6 +493,7 @@ def text() -> Optimization:
             Phase(str(DTYPE), 2.1, 2.6, 0.0014, None, True),
             Phase(str(PACE), 1.8, 3.0, 0.0014, None, True),
         ],
+        is_proven=True,
         outcome="kept",
         version="1",
         out="models",
@@ -475,6 +506,8 @@ MAKERS = {
     "kept": kept,
     "missed": missed,
     "refused": refused,
+    "disturbed": disturbed,
+    "out-of-time": out_of_time,
     "already-met": already_met,
     "without-data": without_data,
     "interrupted": interrupted,

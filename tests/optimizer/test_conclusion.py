@@ -1,5 +1,7 @@
 """What becomes of a search: the choice stands by its proof, or another is proven."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from made_optimizations import machine
 from served_builds import a_config
 
 from penstock.benchmark.stats import Interval
+from penstock.errors import BackendFailed
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude
@@ -55,7 +58,7 @@ def finalist(name: str, goodput: float) -> Finalist:
 class MadeLab:
     """Proofs turn out as they are told to."""
 
-    def __init__(self, proofs: dict[str, float]) -> None:
+    def __init__(self, proofs: dict[str, float | None], original: float = 0.1) -> None:
         self.plan = Plan("m.onnx", "m", "out", slo=parse(SLO))
         self.machine = machine()
         self.subject = SimpleNamespace(text="", digest="")
@@ -70,12 +73,16 @@ class MadeLab:
         self.journal = SimpleNamespace(path=Path("work/journal.jsonl"))
         self.original = Build(Candidate(), Path("m"), a_config())
         self.proofs = proofs
+        self.of_original = original
         self.proven: list[str] = []
 
     def prove(self, builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
         name = builds[-1].candidate.steps[-1].pass_name if builds[-1].candidate.steps else ""
         self.proven.append(name)
-        return [served(0.1), served(self.proofs[name])]
+        goodput = self.proofs[name]
+        if goodput is None:
+            raise BackendFailed("the server did not start")
+        return [served(self.of_original), served(goodput)][-len(builds) :]
 
     def judge(self, build: Build, part: str, alpha: float) -> Judgement:
         name = build.candidate.steps[-1].pass_name if build.candidate.steps else ""
@@ -89,13 +96,33 @@ class MadeLab:
         return {}
 
 
-def concluded(lab: MadeLab, *finalists: Finalist) -> Optimization:
+class MadeSearch:
+    def __init__(self, lab: MadeLab, findings: Findings, left_s: Sequence[float]) -> None:
+        self.findings = findings
+        self._lab = lab
+        self._left_s = left_s
+
+    def prove(self) -> None:
+        pass
+
+    @property
+    def left_s(self) -> float:
+        """After as many proofs as there were."""
+        return self._left_s[min(len(self._lab.proven), len(self._left_s) - 1)]
+
+
+def concluded(
+    lab: MadeLab, *finalists: Finalist, left_s: Sequence[float] = (math.inf,)
+) -> Optimization:
+    """`left_s` after each number of proofs; the last one stays."""
     original = finalist("", 0.1)
     findings = Findings(finalists=[*finalists, original], contenders=[original.contender])
     findings.original = original.served
-    findings.tries = [Try(Candidate(), "baseline", "kept", "")]
-    findings.tries += [Try(one.build.candidate, "compile", "kept", "") for one in finalists]
-    search = SimpleNamespace(findings=findings, prove=lambda: None, left_s=None)
+    findings.tries = [Try(Candidate(), "baseline", "kept", "", served=original.served)]
+    findings.tries += [
+        Try(each.build.candidate, "batching", "equal", "", served=each.served) for each in finalists
+    ]
+    search = MadeSearch(lab, findings, left_s)
     return conclude(lab, search, "command", "today")  # type: ignore[arg-type]
 
 
@@ -139,6 +166,48 @@ def test_those_that_did_no_better_are_not_proven() -> None:
     assert (lab.proven, chosen(found)) == (["first"], "first")
 
 
+# Goodput in a proof; None: it fails. And the seconds that are left after none and after one.
+PROOFS = (None, 0.3, 0.7, 1.0)
+LEFT = ((math.inf, math.inf), (math.inf, 1.0), (1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "original", "left_s"),
+    list(itertools.product(PROOFS, PROOFS, (0.1, 1.0), LEFT)),
+)
+def test_notes_say_what_the_proofs_did(
+    first: float | None, second: float | None, original: float, left_s: Sequence[float]
+) -> None:
+    lab = MadeLab({"first": first, "second": second}, original)
+    found = concluded(lab, finalist("first", 0.99), finalist("second", 0.97), left_s=left_s)
+    notes = "; ".join(found.notes)
+    ran = [name for name in lab.proven if lab.proofs[name] is not None]
+    name = chosen(found)
+    assert found.is_proven is bool(name in ran or (not name and ran))
+    assert ("no time was left" in notes) is (left_s[0] == 1.0)
+    if "no time was left" in notes:
+        assert not lab.proven and not found.is_proven
+    assert "measured in turns" not in notes or found.is_proven
+    assert ("proven once more with second" in notes) is ("second" in ran)
+    assert ("second was ahead in the search, but has no proof" in notes) is (
+        "first" in ran and first != 1.0 and "second" not in ran
+    )
+    if found.is_proven:
+        assert found.after == served(lab.proofs[name] if name else original)  # type: ignore[arg-type]
+    for each in found.tries:
+        assert (each.outcome == "kept") is (each.candidate in (found.chosen, Candidate()))
+
+
+def test_each_that_was_served_is_compared_with_the_chosen_one() -> None:
+    lab = MadeLab({"first": 1.0})
+    others = finalist("second", 0.92), finalist("third", 0.87)
+    found = concluded(lab, finalist("first", 1.0), *others)
+    assert [(each.outcome, each.reason) for each in found.tries[2:]] == [
+        ("slower", "92 % in time, the chosen one 100 %"),
+        ("slower", "87 % in time, the chosen one 100 %"),
+    ]
+
+
 def test_a_step_that_claims_to_be_lossless_is_held_to_the_held_out_part_too() -> None:
     """Its score fell from 0.8 to 0.1, as a manifest said of a version that was kept."""
     lab = MadeLab({"first": 1.0, "second": 1.0, "": 0.1})
@@ -167,7 +236,7 @@ def test_what_the_held_out_part_refused_is_no_longer_told_as_kept() -> None:
     found = concluded(lab, finalist("first", 1.0), finalist("second", 1.0))
     told = {each.candidate.key: each for each in found.tries}
     first = told[Candidate((Step("first"),)).key]
-    assert (first.outcome, first.reason) == ("rejected", "on held-out examples: lost too much")
+    assert (first.outcome, first.reason) == ("rejected", "held-out examples: lost too much")
 
 
 # A proof that contradicts itself.

@@ -102,13 +102,25 @@ def test_order_of_many_is_whole() -> None:
 
 def test_what_binds() -> None:
     found = served(0.03, phases={"queue": 0.002, "compute": 0.015, "network and codec": 0.001})
-    text = goals.binding(found, slo.parse("p99 < 20ms at 200/s"))
-    assert text == "compute: 83% of a request's 18ms"
+    text = goals.binding(found, slo.parse("p99 < 20ms at 200/s"), can_add_instances=True)
+    assert text == "compute (83 % of a request's 18.0 ms)"
 
 
-def test_a_queue_that_binds_says_what_would_help() -> None:
+@pytest.mark.parametrize(
+    ("can_add_instances", "advice"),
+    [(True, "more instances or a faster machine"), (False, "a faster machine")],
+)
+def test_a_queue_that_binds_says_what_would_help(can_add_instances: bool, advice: str) -> None:
     found = served(0.03, phases={"queue": 0.02, "compute": 0.005})
-    assert "more instances" in goals.binding(found, slo.parse("p99 < 20ms at 200/s"))
+    wish = slo.parse("p99 < 20ms at 200/s")
+    text = goals.binding(found, wish, can_add_instances=can_add_instances)
+    assert text == f"queue (80 % of a request's 25.0 ms); {advice} would shorten the queue"
+
+
+def test_two_are_compared_beyond_chance() -> None:
+    better, worse = served(0.010), served(0.015)
+    assert (goals.compare(better, worse), goals.compare(worse, better)) == (1, -1)
+    assert goals.compare(better, served(0.0101)) == 0 == goals.compare(better, better)
 
 
 def test_goodput_at_the_slos_load_decides_before_highest_rates() -> None:

@@ -477,8 +477,8 @@ def test_out_of_time_the_best_so_far_is_measured() -> None:
     search = run()
     assert search.findings.is_out_of_time
     assert "lossy" not in [last(each.candidate) for each in search.findings.tries]
-    assert "the time was up before it was its turn" in [
-        skip.reason for skip in search.findings.skipped if skip.pass_name == "lossy"
+    assert [skip.cut_by for skip in search.findings.skipped if skip.pass_name == "lossy"] == [
+        "time"
     ]
     assert len(search.findings.finalists) > 1
 
@@ -671,12 +671,43 @@ def test_on_a_gpu_a_short_budget_has_no_room_for_a_profile(
     assert ("profile" in lab.asked) == is_profiled
 
 
-def test_each_pass_that_brought_something_is_a_step_of_the_way() -> None:
-    rows = {"original": 20.0, "one": 15.0, "none": 15.0, "two": 10.0}
-    passes = [MadePass(each, "compile") for each in ("one", "none", "two")]
-    search = searched(rows, *passes)[1]()
-    ways = [str(contender.candidate) for _, contender in search.findings.by_stage]
-    assert list(dict.fromkeys(ways)) == ["original", "one", "one → two"]
+def test_those_that_are_measured_together_share_the_time() -> None:
+    lab, run = searched({"original": 20.0, "solid": 4.1, "hollow": 4.0}, *PAIR)
+    serve = lab.serve
+    calls: list[int] = []
+
+    def timed(builds: Sequence[Build]) -> list[Served]:
+        calls.append(len(builds))
+        lab.clock.now += 12.0
+        return serve(builds)
+
+    lab.serve = timed  # type: ignore[method-assign]
+    search = run()
+    served = [each for each in search.findings.tries if each.served is not None]
+    assert len(served) == 3
+    assert sum(each.seconds for each in served) == pytest.approx(12.0 * len(calls))
+    assert all(each.seconds > 0 for each in served)
+
+
+def test_one_that_cannot_be_served_took_its_time_too() -> None:
+    lab, run = searched({"original": 20.0, "solid": 4.1}, PAIR[0])
+    lab.unservable = {"solid"}
+    serve = lab.serve
+
+    def timed(builds: Sequence[Build]) -> list[Served]:
+        lab.clock.now += 5.0
+        return serve(builds)
+
+    lab.serve = timed  # type: ignore[method-assign]
+    failed = [each for each in run().findings.tries if each.outcome == "failed"]
+    assert failed and all(each.seconds == 5.0 for each in failed)
+
+
+def test_it_is_known_what_was_profiled() -> None:
+    lab, run = searched({"original": 20.0, "faster": 10.0, "lossy": 9.0}, FASTER, LOSSY)
+    lab.profile = lambda build: "a profile"  # type: ignore[method-assign, assignment, return-value]
+    findings = run().findings
+    assert findings.profiled == Candidate((Step("faster"),)).key
 
 
 def test_on_a_cpu_the_best_stands_for_its_backend() -> None:

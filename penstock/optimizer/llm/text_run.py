@@ -21,7 +21,7 @@ import msgspec
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm.settings import DTYPES, settings_of
 from penstock.llm.text_model import read_text
-from penstock.optimizer import disturbance, evidence, folders, goals
+from penstock.optimizer import disturbance, evidence, folders, goals, outcomes, phases
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Build, Candidate, Stage
 from penstock.optimizer.journal import TIMINGS, Journal
@@ -37,7 +37,7 @@ from penstock.optimizer.machine import Machine
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.report.first_line import headline
-from penstock.optimizer.results import Optimization, Phase, Served
+from penstock.optimizer.results import Optimization, Served
 from penstock.optimizer.run import OPENING, ORIGINAL, WORK, Watch, note_resumed, sweep
 from penstock.optimizer.served import repriced
 from penstock.optimizer.this_machine import machine_speed_s, read_machine
@@ -133,8 +133,8 @@ def _placed(subject: TextSubject, folder: Path) -> TextSubject:
 class Choice:
     finalist: Finalist
     held_out: Judgement | None
-    # What the held-out prompts did not allow.
-    refused: list[Judgement]
+    # What the held-out prompts did not allow, by key.
+    refused: dict[str, Judgement]
 
 
 @dataclass(slots=True)
@@ -153,16 +153,18 @@ class Run:
         findings = search.findings
         choice = choose(lab, findings)
         made = self._begun(lab, findings, created)
-        made.notes += [f"on held-out prompts: {each.text}" for each in choice.refused]
+        made.notes += outcomes.mark_refused(made.tries, choice.refused, datatype_of)
         self._prove(lab, findings, choice, made)
         if _original_does(choice, made):
-            made.notes.append("measured in turns, the original does as well as what was chosen")
+            how = "measured in turns, " if made.is_proven else ""
+            chosen = choice.finalist.candidate
+            made.notes.append(f"{how}the original does as well as {chosen}, and is simpler")
             choice = Choice(findings.kept[0], None, choice.refused)
             made.after = made.before
         made.chosen, made.held_out = choice.finalist.candidate, choice.held_out
-        made.outcome = outcome_of(findings, choice, made)
-        self._check(lab, made)
-        made.phases = phases_of(findings, choice, made)
+        self._note_disturbances(lab, made)
+        made.outcome = outcomes.outcome_of(made, is_interrupted=findings.is_interrupted)
+        made.phases = phases.waterfall(made)
         made.elapsed_s = self.elapsed_s
         note_resumed(made, lab.journal)
         made.headline = headline(made)
@@ -225,12 +227,6 @@ class Run:
         )
 
     def _begun(self, lab: TextLab, findings: Findings, created: str) -> Optimization:
-        notes = []
-        if findings.is_interrupted:
-            notes.append("interrupted: the best of what had been tried is kept")
-        if findings.is_out_of_time:
-            text = "the time was up before everything had been tried; the best so far is kept"
-            notes.append(text)
         return Optimization(
             name=self.plan.name,
             source=self.plan.model,
@@ -244,23 +240,24 @@ class Run:
             command=self.command,
             out=self.plan.out,
             price_per_hour=self.plan.price_per_hour,
-            notes=notes,
+            notes=outcomes.cut_notes(
+                is_interrupted=findings.is_interrupted, is_out_of_time=findings.is_out_of_time
+            ),
             tries=findings.tries,
             skipped=findings.skipped,
             work=str(lab.journal.path.parent),
             form="text",
         )
 
-    def _check(self, lab: TextLab, made: Optimization) -> None:
-        """No verdict where the proof contradicts itself or the machine was disturbed."""
-        if made.before is None or made.after is None or made.outcome == "interrupted":
+    def _note_disturbances(self, lab: TextLab, made: Optimization) -> None:
+        """Where the proof contradicts itself or the machine was disturbed, there is no verdict."""
+        if made.before is None or made.after is None or not made.is_proven:
             return
         slo = self.plan.slo
         rate = None if slo is None or slo.rate is None else slo.rate.per_s
-        chosen = disturbance.BuildHistory("chosen", made.after)
-        doubts = disturbance.doubts(chosen, disturbance.BuildHistory("original", made.before), rate)
+        original = disturbance.BuildHistory("original", made.before)
+        doubts = disturbance.doubts(disturbance.BuildHistory("chosen", made.after), original, rate)
         if doubts:
-            made.outcome = "disturbed"
             made.disturbances = [*doubts, *disturbance.disturbances([made.before, made.after])]
             lab.journal.forget(TIMINGS)
 
@@ -272,19 +269,19 @@ class Run:
         if findings.is_interrupted:
             return
         if left_s is not None and left_s < MIN_PROOF_S:
-            made.notes.append("no time was left to measure original and choice in turns")
+            made.notes.append(outcomes.NO_PROOF)
             return
         pair = [original, chosen] if chosen.candidate.steps else [original]
         starts = [each.rate or None for each in pair]
         try:
             found = lab.prove([each.candidate for each in pair], starts, self.left_s)
         except PenstockError as error:
-            made.notes.append(f"the last measurement failed: {error}")
+            made.notes.append(f"the proof of {chosen.candidate} failed: {error}")
             return
         if any(each.max_rate is None for each in found):
-            made.notes.append("the highest rates are those of the search, not measured in turns")
+            made.notes.append("the highest rates are those of the search, not of the proof")
         whole = [_with_rate(*each, self.plan) for each in zip(found, pair, strict=True)]
-        made.before, made.after = whole[0], whole[-1]
+        made.before, made.after, made.is_proven = whole[0], whole[-1], True
 
 
 def _with_rate(proven: Served, finalist: Finalist, plan: Plan) -> Served:
@@ -296,21 +293,24 @@ def _with_rate(proven: Served, finalist: Finalist, plan: Plan) -> Served:
     return repriced(proven, plan)
 
 
+def datatype_of(candidate: Candidate) -> Candidate:
+    """Without the steps that change no answers: a datatype comes first."""
+    return Candidate(candidate.steps[:1])
+
+
 def choose(lab: TextLab, findings: Findings) -> Choice:
     """The best that the held-out prompts allow; what loses nothing needs no leave."""
-    refused: list[Judgement] = []
-    keys: set[str] = set()
+    refused: dict[str, Judgement] = {}
     for finalist in reversed(findings.kept):
         if not finalist.is_lossy:
             return Choice(finalist, None, refused)
-        lossy = Candidate(finalist.candidate.steps[:1])
-        if lossy.key in keys:
+        lossy = datatype_of(finalist.candidate)
+        if lossy.key in refused:
             continue
         judged = lab.judge(lossy, HELD_OUT, spent_alpha(len(refused)))
         if judged.is_passed:
             return Choice(finalist, judged, refused)
-        keys.add(lossy.key)
-        refused.append(judged)
+        refused[lossy.key] = judged
     raise AssertionError("the original loses nothing")
 
 
@@ -319,43 +319,3 @@ def _original_does(choice: Choice, made: Optimization) -> bool:
     if made.before is None or made.after is None or not choice.finalist.candidate.steps:
         return False
     return goals.order([made.before, made.after], [0, 1])[0] == 0
-
-
-def outcome_of(findings: Findings, choice: Choice, made: Optimization) -> str:
-    if made.after is not None and made.after.is_met:
-        return "kept"
-    if findings.is_interrupted:
-        return "interrupted"
-    judged = [each.accuracy for each in findings.tries if each.accuracy is not None]
-    is_refused = any(not each.is_passed for each in judged) or bool(choice.refused)
-    return "refused" if is_refused and not choice.finalist.is_lossy else "missed"
-
-
-def phases_of(findings: Findings, choice: Choice, made: Optimization) -> list[Phase]:
-    """What each step that was kept added; the first and the last as they were proven."""
-    judged = {each.candidate.key: each.accuracy for each in findings.tries if each.accuracy}
-    score = next((each.original for each in judged.values()), None)
-    found: list[Phase] = []
-    for finalist in findings.kept:
-        candidate = finalist.candidate
-        own = judged.get(candidate.key)
-        score = own.candidate if own is not None else score
-        label = str(candidate.steps[-1]) if candidate.steps else "original"
-        served = finalist.served
-        found.append(_phase(label, served, finalist.rate, score, made))
-        if finalist is choice.finalist:
-            break
-    ends = (made.before, made.after)
-    for place, proven in zip((0, -1), ends, strict=True):
-        if proven is not None and proven.max_rate is not None and found:
-            phase = found[place]
-            found[place] = _phase(phase.label, proven, proven.max_rate.value, phase.accuracy, made)
-    return found
-
-
-def _phase(
-    label: str, served: Served, rate: float, score: float | None, made: Optimization
-) -> Phase:
-    price = made.price_per_hour
-    cost = None if price is None or not rate > 0 else goals.cost_per_million(rate, price)
-    return Phase(label, served.p99.value, rate, score, cost, True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from penstock.benchmark.report import units
 from penstock.errors import PenstockError
@@ -92,6 +92,7 @@ class TextSearch:
                 any(map(self._climb, ways))
         except KeyboardInterrupt:
             self.findings.is_interrupted = True
+        self._note_left(dtypes)
 
     @property
     def is_over(self) -> bool:
@@ -130,6 +131,21 @@ class TextSearch:
             if self.is_over:
                 return
             self._try(offer.stage, Candidate((offer.step,)))
+
+    def _note_left(self, dtypes: Sequence[Offer]) -> None:
+        """Datatypes that there was no time for, or that an interruption came before."""
+        if not (self.findings.is_interrupted or self.findings.is_out_of_time):
+            return
+        cut_by: Literal["time", "interrupt"] = (
+            "interrupt" if self.findings.is_interrupted else "time"
+        )
+        reason = {"time": "out of time", "interrupt": "interrupted"}[cut_by]
+        tried = [each.candidate for each in self.findings.tries]
+        self.findings.skipped += [
+            Skip(DTYPE, f"{reason} before it was tried", offer.step, cut_by)
+            for offer in dtypes
+            if Candidate((offer.step,)) not in tried
+        ]
 
     def _climb(self, ladder: Sequence[Offer]) -> bool:
         """As long as it pays; whether it did at all."""

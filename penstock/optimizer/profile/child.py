@@ -83,6 +83,10 @@ def profiled(job: Job) -> Profile:
     if job.trace_path:
         spans = () if timed.gpu is None else timed.gpu.timeline
         trace.write(Path(job.trace_path), config.name, timed.events, buckets, spans)
+    # Padding makes the request's run a longer one, and functions are tried with one row.
+    computed = {each.name: each.seconds for each in buckets}
+    is_same = config.padding is None and not served.is_processed
+    again_s = computed[roofline.COMPUTE] if is_same else None
     measured = Measured(
         operators=roofline.judged(timed.operators, peaks),
         peaks=peaks,
@@ -92,11 +96,10 @@ def profiled(job: Job) -> Profile:
         max_batch_size=config.max_batch_size,
         single_thread_s=alone_s,
         gpu=timed.gpu,
+        datatypes=roofline.buildable(config),
+        queue_delay_s=_queue_delay_s(served),
+        disturbance=roofline.disturbance(alone, again_s),
     )
-    # Padding makes the request's run a longer one, and functions are tried with one row.
-    computed = {each.name: each.seconds for each in buckets}
-    is_same = config.padding is None and not served.is_processed
-    again_s = computed[roofline.COMPUTE] if is_same else None
     steps = roofline.next_steps(measured)
     return Profile(
         model=config.name,
@@ -109,15 +112,16 @@ def profiled(job: Job) -> Profile:
         peaks=peaks,
         buckets=list(buckets),
         bound=roofline.bound_of(measured),
-        findings=[*roofline.noise(alone, again_s), *roofline.findings(measured), *timed.notes],
+        findings=[*roofline.findings(measured), *timed.notes],
         recommendation=roofline.verdict(measured, steps),
         ceiling=steps[0].ceiling if steps else 1.0,
         versions=system.environment("").versions,
         steps=steps,
-        headroom=roofline.headroom(measured),
+        headroom=None if measured.disturbance else roofline.headroom(measured),
         single_thread_s=alone_s,
-        limit_share=roofline.limit_share(measured),
+        limit_share=None if measured.disturbance else roofline.limit_share(measured),
         gpu=timed.gpu,
+        disturbance=measured.disturbance,
     )
 
 
@@ -144,6 +148,13 @@ def sent_of(config: ModelConfig, job: Job) -> Sequence[Packed]:
     return [
         packed(from_array(each.name, each.datatype, unpacked(each)[:1])) for each in job.tensors
     ]
+
+
+def _queue_delay_s(config: ModelConfig) -> float:
+    """How long the batcher may hold a request back. In slo mode it goes by the SLO instead."""
+    batching = config.batching
+    is_used = batching.is_dynamic and batching.slo_latency_s is None
+    return batching.max_queue_delay_s if is_used else 0.0
 
 
 def threads_of(config: ModelConfig, built: Mapping[str, str]) -> int:

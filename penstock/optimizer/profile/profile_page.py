@@ -50,9 +50,7 @@ def _cards(profile: Profile) -> list[Card]:
     cards = [
         Card("one batch", units.duration(profile.total_s), profile.batch),
         Card("bound by", profile.bound),
-        Card("left at the peaks", f"{profile.headroom:.2g}x", "same operators and datatypes"),
-        *_limit_cards(profile),
-        Card("next step", f"{profile.ceiling:.2g}x", "at most"),
+        *_ceiling_cards(profile),
     ]
     if profile.single_thread_s:
         gained = profile.single_thread_s / profile.total_s
@@ -61,10 +59,18 @@ def _cards(profile: Profile) -> list[Card]:
     return cards
 
 
-def _limit_cards(profile: Profile) -> list[Card]:
-    if profile.limit_share is None:
-        return []
-    return [Card("of its limit", f"{profile.limit_share:.0%}", "the whole model, at the peaks")]
+def _ceiling_cards(profile: Profile) -> list[Card]:
+    """How much faster it could be; nothing where the runs were disturbed."""
+    cards = []
+    if profile.headroom is not None:
+        headroom = f"{profile.headroom:.2g}x"
+        cards.append(Card("at the peaks", headroom, "as fast, same operators and datatypes"))
+    if profile.limit_share is not None:
+        limit = f"{profile.limit_share:.0%}"
+        cards.append(Card("of its limit", limit, "the model's FLOP and bytes at the peaks"))
+    if profile.steps:
+        cards.append(Card("next step", f"{profile.ceiling:.2g}x", "at most"))
+    return cards
 
 
 def _rows(profile: Profile) -> list[list[Cell]]:

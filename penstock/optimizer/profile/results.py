@@ -127,7 +127,8 @@ class Profile(msgspec.Struct):
     # All that could be done, the one recommended first.
     steps: list[NextStep] = []
     # How many times as fast the operators would be if all ran at the peaks of their datatypes.
-    headroom: float = 1.0
+    # None: the runs were disturbed.
+    headroom: float | None = None
     # Of one run with a single thread; None: it is that, or nobody knows.
     single_thread_s: float | None = None
     # Where the inputs came from.
@@ -136,4 +137,6 @@ class Profile(msgspec.Struct):
     limit_share: float | None = None
     # None on CPUs.
     gpu: GpuTime | None = None
+    # Why the times cannot be trusted: no step is recommended then. Empty: they can.
+    disturbance: str = ""
     format: int = 1

@@ -16,6 +16,7 @@ from typing import get_args
 import msgspec
 
 from penstock.benchmark.report import units
+from penstock.config import CPU, PACK, ModelConfig
 from penstock.optimizer.profile.results import Bound, Bucket, GpuTime, NextStep, Operator, Peaks
 from penstock.optimizer.profile.times import OperatorTime
 from penstock.optimizer.profile.work import BITS, FUSIBLE, LOOKUPS, MULTIPLIERS, work_of
@@ -28,8 +29,10 @@ NUM_LAUNCHES = 8
 MIN_CEILING = 1.05
 # Runs of which the slowest takes so many times as long as the fastest were disturbed.
 NOISY = 1.5
-# Buckets of the way of a request that the model itself fills.
+# The part of a request's time that the model itself takes.
 COMPUTE = "compute"
+# Smaller parts of a request's time around the model are not worth a step.
+MIN_PART = 0.1
 BLOCK = re.compile(
     r"^(.*?(?:layers?|blocks?|stages?|encoder|features|h)[._/]+\d+)\b", re.IGNORECASE
 )
@@ -49,6 +52,12 @@ NAMES = {
     "fp8": "FP8",
     "int8": "INT8",
 }
+# Datatypes that `penstock optimize` can build: on CPUs, of PyTorch modules on GPUs, and there of
+# packed encoders only. There is no INT8 for GPUs.
+ON_CPUS = ("bf16", "int8")
+ON_GPUS = ("tf32", "fp16", "bf16")
+OF_PACKED = "fp8"
+MEASURE_AGAIN = "Measure again on a quiet machine before you act on this profile"
 # Less of a GPU's time without a kernel, or with copies that nothing hides, is not worth a word.
 MIN_IDLE = 0.1
 WORDS = {
@@ -56,7 +65,7 @@ WORDS = {
     "memory": "memory-bound",
     "launch": "launch-bound",
     "overhead": "overhead-bound",
-    "unknown": "not known what binds it",
+    "unknown": "bottleneck unknown",
 }
 
 
@@ -76,6 +85,12 @@ class Measured:
     single_thread_s: float | None = None
     # None on CPUs.
     gpu: GpuTime | None = None
+    # Datatypes that Penstock can build this model in.
+    datatypes: Sequence[str] = ON_CPUS
+    # How long the batcher may hold a request back.
+    queue_delay_s: float = 0.0
+    # Why the times cannot be trusted; empty: they can. Nothing is promised from such times.
+    disturbance: str = ""
 
     @property
     def launch_gap_s(self) -> float:
@@ -231,8 +246,25 @@ def _speed_up(measured: Measured, saved_s: float) -> float:
     return whole / max(whole - saved_s, 1e-12) if whole > 0 else 1.0
 
 
+def buildable(config: ModelConfig) -> tuple[str, ...]:
+    """The datatypes that `penstock optimize` can build this model in."""
+    if config.device == CPU:
+        return tuple(each for each in ON_CPUS if each != "int8" or _is_onnx_made(config))
+    if config.backend != "pytorch" or config.artifact.endswith(".pt2"):
+        return ()
+    return (*ON_GPUS, OF_PACKED) if PACK in config.options else ON_GPUS
+
+
+def _is_onnx_made(config: ModelConfig) -> bool:
+    """INT8 is made of ONNX files, and of what can be exported to one."""
+    return not config.artifact.endswith(".xml")
+
+
 def next_steps(measured: Measured) -> list[NextStep]:
-    """What could be done, the highest ceiling first; of equal ones the cheaper."""
+    """Steps worth trying, the highest ceiling first, of equal ones the cheaper. None where the runs
+    were disturbed."""
+    if measured.disturbance:
+        return []
     ways: list[Callable[[Measured], NextStep | None]] = [
         _fusion,
         _better_kernels,
@@ -252,7 +284,7 @@ def _fusion(measured: Measured) -> NextStep | None:
     """Operators that pass over memory and compute little vanish into their neighbours."""
     small = [each for each in measured.operators if each.type in FUSIBLE and each.seconds > 0]
     saved_s = sum(each.seconds for each in small)
-    text = f"fuse {_top_types(small)} into their neighbours ({_percent(saved_s, measured)})"
+    text = f"fuse {_top_types(small)} into adjacent operators ({_percent(saved_s, measured)})"
     return _step("fusion", text, measured, saved_s)
 
 
@@ -260,14 +292,14 @@ def _better_kernels(measured: Measured) -> NextStep | None:
     poor = [each for each in measured.operators if each.bound == "overhead"]
     saved_s = sum(each.seconds - (each.needed_s or 0.0) for each in poor)
     part = _percent(saved_s, measured)
-    text = f"another compiler for {_top_types(poor)} ({part} is neither work nor memory)"
+    text = f"another runtime or compiler for {_top_types(poor)} ({part} is overhead)"
     return _step("compile", text, measured, saved_s)
 
 
 def _narrower(measured: Measured, datatype: str) -> NextStep | None:
     """Products in a narrower datatype: by its peak where they compute, by its bytes where they
     wait for memory. How far they are from the peak stays as it is."""
-    if datatype not in measured.peaks.flops:
+    if datatype not in measured.peaks.flops or datatype not in measured.datatypes:
         return None
     weights = sum(each.weight_bytes for each in measured.operators)
     fits = weights <= measured.peaks.cache_bytes
@@ -288,7 +320,7 @@ def _narrower(measured: Measured, datatype: str) -> NextStep | None:
 def _graphs(measured: Measured) -> NextStep | None:
     saved_s = measured.launch_gap_s
     part = _percent(saved_s, measured)
-    text = f"CUDA graphs, or fewer kernels: the GPU waits for launches ({part})"
+    text = f"CUDA graphs, or fewer kernels: the GPU waits for kernel launches ({part})"
     return _step("cuda-graphs", text, measured, saved_s)
 
 
@@ -298,7 +330,7 @@ def _hidden_copies(measured: Measured) -> NextStep | None:
     if gpu is None or gpu.num_slots > 1:
         return None
     saved_s = min(gpu.copies_s, gpu.busy_s)
-    text = f"2 instances on the GPU: copies behind kernels ({_percent(saved_s, measured)})"
+    text = f"2 instances on the GPU, to overlap copies with kernels ({_percent(saved_s, measured)})"
     return _step("instances", text, measured, saved_s, is_latency=False)
 
 
@@ -314,7 +346,7 @@ def _batching(measured: Measured) -> NextStep | None:
         elif each.bound == "memory" and each.num_bytes:
             fixed_s += each.seconds * each.weight_bytes / each.num_bytes
     saved_s = fixed_s * (1 - measured.num_rows / largest)
-    text = f"batches of {largest} rows: {_percent(fixed_s, measured)} is paid once a batch"
+    text = f"batches of {largest} rows: {_percent(fixed_s, measured)} is paid once per batch"
     return _step("batching", text, measured, saved_s, is_latency=False)
 
 
@@ -331,22 +363,32 @@ def _instances(measured: Measured) -> NextStep | None:
 
 
 def _path(measured: Measured) -> NextStep | None:
+    """The largest part of a request's time around the model that something can be done about, and
+    what is left of the request without it."""
     whole = sum(each.seconds for each in measured.buckets)
-    others = [each for each in measured.buckets if each.name != COMPUTE]
-    around_s = sum(each.seconds for each in others)
-    if not others or around_s < 0.25 * whole:
-        return None
-    largest = max(others, key=lambda each: each.seconds)
-    ceiling = whole / max(whole - around_s, 1e-12)
-    advice = {
-        "queue": "more instances, smaller batches or a shorter queue delay",
-        "decode": "binary tensors, gRPC or shared memory",
-        "encode": "fewer or smaller outputs, binary tensors",
-        "preprocess": "preprocessing in batches, or in instances of its own",
-        "postprocess": "whole arrays in numpy instead of loops, or less of it in the server",
-    }.get(largest.name, "larger batches, so that the way is paid less often")
-    text = f"{largest.name} is {units.share(largest.seconds, whole)} of a request: {advice}"
-    return NextStep("path", f"{text}: at most {ceiling:.2g}x", ceiling)
+    around = sorted(measured.buckets, key=lambda each: -each.seconds)
+    for each in around:
+        advice = _advice(each.name, measured)
+        if advice and each.seconds >= MIN_PART * whole > 0:
+            ceiling = whole / max(whole - each.seconds, 1e-12)
+            text = f"{each.name} is {units.share(each.seconds, whole)} of a request: {advice}"
+            return NextStep("path", f"{text}: at most {ceiling:.2g}x", ceiling)
+    return None
+
+
+def _advice(part: str, measured: Measured) -> str:
+    """What shortens a part of a request's time; empty: nothing that Penstock can do today. The
+    request has binary tensors already, and no other request is there to wait for."""
+    if part == "queue" and measured.queue_delay_s > 0:
+        delay = units.duration(measured.queue_delay_s)
+        return f"lower max_queue_delay_microseconds (now {delay})"
+    if part in ("preprocess", "postprocess"):
+        return f"vectorise the {part} function (numpy on whole arrays), or do less in it"
+    if part == "encode":
+        return "request only the outputs that you need"
+    if part in ("decode", "copy in", "copy out") and measured.max_batch_size > measured.num_rows:
+        return "send more rows per request"
+    return ""
 
 
 def _step(
@@ -364,36 +406,36 @@ def _step(
 
 def findings(measured: Measured) -> list[str]:
     """What a reader must know, the most important first."""
-    lines = [_bound_line(measured), *_type_lines(measured)]
-    if measured.operators:
+    lines = [measured.disturbance, _bound_line(measured), *_type_lines(measured)]
+    if measured.operators and not measured.disturbance:
         lines += [_limit_line(measured), _headroom_line(measured)]
     lines += _gpu_lines(measured)
     whole = sum(each.seconds for each in measured.buckets)
     queue_s = sum(each.seconds for each in measured.buckets if each.name == "queue")
     if whole and queue_s > 0.1 * whole:
         lines.append(
-            f"{units.share(queue_s, whole)} of a single request's time is waiting in the queue,"
-            " although nobody else is there: the batcher holds it back"
+            f"a request waits in the queue for {units.share(queue_s, whole)} of its time although"
+            " no other request is there: the batcher holds it back"
         )
     around_s = sum(each.seconds for each in measured.buckets if each.name != COMPUTE)
     if whole and around_s > 0.1 * whole:
-        lines.append(f"{units.share(around_s, whole)} of a request is spent around the model")
+        lines.append(
+            f"{units.share(around_s, whole)} of a request's time is spent around the model"
+        )
     return [line for line in lines if line]
 
 
-def noise(runs_s: Sequence[float], again_s: float | None = None) -> list[str]:
-    """A warning where the same run took very different times: what follows is as loose. `again_s`
-    is a median taken later."""
+def disturbance(runs_s: Sequence[float], again_s: float | None = None) -> str:
+    """A warning where the same run took very different times; empty: it did not. `again_s` is a
+    median taken later."""
     ordered = sorted(runs_s)
     low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
     if again_s:
         low, high = min(low, again_s), max(high, again_s)
     if high <= NOISY * low:
-        return []
-    return [
-        f"the same run took from {units.duration(low)} to {units.duration(high)}: something else"
-        " used this machine, so measure again when it is quiet before you believe this"
-    ]
+        return ""
+    spread = f"the same run took from {units.duration(low)} to {units.duration(high)}"
+    return f"{spread}: other processes used this machine"
 
 
 def _bound_line(measured: Measured) -> str:
@@ -423,7 +465,7 @@ def _limit_line(measured: Measured) -> str:
     share = limit_share(measured)
     if share is None:
         return ""
-    return f"the whole model runs at {share:.0%} of its limit: what its work takes at the peaks"
+    return f"the model runs at {share:.0%} of its limit (its FLOP and bytes at the device's peaks)"
 
 
 def _gpu_lines(measured: Measured) -> list[str]:
@@ -451,23 +493,25 @@ def _headroom_line(measured: Measured) -> str:
     room = headroom(measured)
     known_s = sum(each.seconds for each in measured.operators if each.needed_s is not None)
     if known_s < 0.5 * measured.listed_s:
-        return "shapes of most operators are not known, and so neither is what the peaks allow"
+        return "the shapes of most operators are unknown, so there is no estimate at the peaks"
     if room < MIN_CEILING:
-        return "the operators run at the peaks of this device: only fewer or narrower ones help"
-    return f"at most {room:.2g}x left in the same operators and datatypes, at this device's peaks"
+        return "the operators run at this device's peaks: only fewer or narrower ones help"
+    return f"at this device's peaks the same operators and datatypes would be {room:.2g}x as fast"
 
 
 def verdict(measured: Measured, steps: Sequence[NextStep]) -> str:
     """The first line."""
+    if measured.disturbance:
+        return f"Disturbed: {measured.disturbance}. {MEASURE_AGAIN}"
     if not measured.operators:
-        start = f"{units.duration(measured.total_s)} a batch; its operators cannot be seen"
+        start = f"{units.duration(measured.total_s)} per batch; its operators cannot be seen"
     else:
         bound = bound_of(measured)
         seconds = shares(measured).get(bound, 0.0)
         start = f"{WORDS[bound].capitalize()}: {_percent(seconds, measured)}"
         start += _most_of(measured, bound)
     if not steps:
-        return f"{start}. Nothing promises more than {MIN_CEILING:g}x"
+        return f"{start}. No step promises more than {MIN_CEILING:g}x"
     return f"{start}. Next: {steps[0].text}"
 
 

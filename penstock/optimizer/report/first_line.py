@@ -1,4 +1,8 @@
-"""The first line of every report of an optimisation, and the exit code that says the same. Pure."""
+"""The first line of every report of an optimisation, and the exit code that says the same. Pure.
+
+Every claim is made from an outcome: of the run, of its candidates (`Try`), of what was left out
+(`Skip`), and of whether the proof ran.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,16 @@ import math
 from collections.abc import Sequence
 
 from penstock.benchmark.report import units
+from penstock.optimizer import outcomes
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.report import wording
 from penstock.optimizer.results import Optimization, Served, Try, Verdict
 
 EXIT_CODES = {"kept": 0, "missed": 2, "refused": 3, "disturbed": 4, "interrupted": 130}
+
+# Steps that are named one by one.
+MAX_UNTRIED = 4
+NOT_PROVEN = "not proven: not measured in turns with the original"
 
 
 def exit_code(optimization: Optimization) -> int:
@@ -33,52 +42,86 @@ def headline(optimization: Optimization) -> str:
 def _kept(optimization: Optimization) -> tuple[str, list[str]]:
     after = _last(optimization)
     kept = "" if after is None else _terms(after, "kept")
-    if is_original(optimization):
-        word = "SLO kept by the original" if optimization.slo else "No SLO was given"
-        return word, [kept, "nothing had to be changed"]
     word = "SLO kept" if optimization.slo else "No SLO was given"
-    return word, [kept, *_gains(optimization)]
+    if is_original(optimization):
+        word += " by the original" if optimization.slo else ""
+        return word, [kept, "no change needed", *_untried(optimization)]
+    return word, [kept, *_gains(optimization), *_untried(optimization)]
 
 
 def _missed(optimization: Optimization) -> tuple[str, list[str]]:
     after = _last(optimization)
+    details = [*_gains(optimization), _rejected(optimization), *_untried(optimization)]
     if after is None:
-        return "SLO missed", ["nothing could be served", *_gains(optimization)]
+        return "SLO missed", ["nothing could be served", *details]
     by = [wording.excess(each) for each in _of(after.verdicts, "missed")]
     known = [each for each in by if each is not None]
     head = f"SLO missed by {units.share(max(known), 1.0)}" if known else "SLO missed"
     terms = _terms(after, "missed") or _terms(after, "not measured")
-    binding = optimization.binding and f"what binds is {optimization.binding}"
-    return head, [terms, binding, *_gains(optimization)]
+    bottleneck = optimization.binding and f"bottleneck: {optimization.binding}"
+    return head, [terms, bottleneck, *details]
 
 
 def _refused(optimization: Optimization) -> tuple[str, list[str]]:
-    decisive = decisive_refusal(optimization)
-    budget = optimization.accuracy_budget
-    reason = f"nothing keeps {budget or 'the accuracy budget'} for sure"
-    if decisive is None:
-        return "Refused by the accuracy gate", [reason]
-    return "Refused by the accuracy gate", [
-        reason,
-        decisive.text or wording.accuracy(decisive, budget),
-    ]
+    """Every candidate that was judged failed; the nearest one is named."""
+    refused = [each for each in optimization.tries if each.refusal is not None]
+    judged = "the one candidate" if len(refused) == 1 else f"all {len(refused)} candidates"
+    budget = optimization.accuracy_budget or "the accuracy budget"
+    details = [f"{judged} that it judged failed {budget}"] if refused else []
+    nearest = decisive_refusal(optimization)
+    if nearest is not None:
+        said = nearest.text or wording.accuracy(nearest, optimization.accuracy_budget)
+        details.append(said if len(refused) == 1 else f"nearest: {said}")
+    return "Refused by the accuracy gate", [*details, *_untried(optimization)]
 
 
 def _disturbed(optimization: Optimization) -> tuple[str, list[str]]:
-    return "No verdict: the measurements were disturbed", optimization.disturbances
+    reasons = optimization.disturbances or ["the measurements contradict each other"]
+    details = [*reasons]
+    if optimization.chosen is not None:
+        details.append(f"best candidate, not proven: {optimization.chosen}")
+        if optimization.after is not None:
+            details.append(_measured(optimization.after))
+    return "No verdict", [*details, *_untried(optimization)]
 
 
 def _interrupted(optimization: Optimization) -> tuple[str, list[str]]:
     head = f"Interrupted after {wording.span(optimization.elapsed_s)}"
+    untried = _untried(optimization)
     if optimization.chosen is None:
-        return head, ["nothing was found by then"]
-    best = f"the best by then is {optimization.chosen}"
+        return head, ["nothing was found", *untried]
+    best = f"best so far: {optimization.chosen}"
     if optimization.after is not None:
-        return head, [best, _terms(optimization.after, "kept"), *_gains(optimization)]
+        measured = _measured(optimization.after)
+        return head, [best, measured, *_gains(optimization), *untried]
     found = chosen_try(optimization)
     rate = None if found is None else found.predicted_rate
-    predicted = "" if rate is None else f"predicted to reach {units.number(rate)}/s, not yet served"
-    return head, [best, predicted]
+    predicted = "" if rate is None else f"predicted {units.number(rate)}/s, not served"
+    return head, [best, predicted, *untried]
+
+
+def _rejected(optimization: Optimization) -> str:
+    """Passes of which the accuracy gate let nothing pass."""
+    judged = [each for each in optimization.tries if each.accuracy is not None or each.held_out]
+    passed = {_pass_name(each) for each in judged if each.refusal is None}
+    names = dict.fromkeys(_pass_name(each) for each in judged if each.refusal is not None)
+    left = [name for name in names if name not in passed]
+    return f"rejected by the accuracy gate: {', '.join(left)}" if left else ""
+
+
+def _pass_name(attempt: Try) -> str:
+    return attempt.candidate.steps[-1].pass_name if attempt.candidate.steps else "original"
+
+
+def _untried(optimization: Optimization) -> list[str]:
+    found = []
+    for cut_by, word in (("time", "out of time"), ("interrupt", "interrupted")):
+        names = outcomes.untried(optimization, cut_by)
+        if names:
+            more = len(names) - MAX_UNTRIED
+            shown = names[:MAX_UNTRIED] + ([f"{more} more"] if more > 0 else [])
+            found.append(f"not tried ({word}): {', '.join(shown)}")
+    return found
 
 
 def is_original(optimization: Optimization) -> bool:
@@ -86,15 +129,11 @@ def is_original(optimization: Optimization) -> bool:
     return optimization.chosen is not None and not optimization.chosen.steps
 
 
-def try_of(tries: Sequence[Try], key: str) -> Try | None:
-    return next((each for each in tries if each.candidate.key == key), None)
-
-
 def chosen_try(optimization: Optimization) -> Try | None:
     """Of the chosen, or of that which it is but for its last steps, such as how it is served."""
     candidate = optimization.chosen
     while candidate is not None:
-        found = try_of(optimization.tries, candidate.key)
+        found = outcomes.try_of(optimization.tries, candidate.key)
         if found is not None:
             return found
         candidate = candidate.parent if candidate.steps else None
@@ -102,13 +141,8 @@ def chosen_try(optimization: Optimization) -> Try | None:
 
 
 def decisive_refusal(optimization: Optimization) -> Judgement | None:
-    """What the gate said of the candidate that came closest, best one that more examples would
-    help. What is chosen was never refused, whatever its bound on the held-out part."""
-    refused = [
-        each.accuracy
-        for each in optimization.tries
-        if each.accuracy is not None and not each.accuracy.is_passed
-    ]
+    """The refusal that came nearest to passing, best one that more examples would lift."""
+    refused = [each.refusal for each in optimization.tries if each.refusal is not None]
     return min(refused, key=_distance, default=None)
 
 
@@ -132,9 +166,16 @@ def _terms(served: Served, outcome: str) -> str:
     return f"{', '.join(terms)} at {served.load}" if terms else ""
 
 
+def _measured(served: Served) -> str:
+    """All terms of the SLO that were measured."""
+    return "; ".join(filter(None, (_terms(served, "kept"), _terms(served, "missed"))))
+
+
 def _gains(optimization: Optimization) -> list[str]:
     """Against the original: speed, and accuracy."""
     found = [_speed(optimization)]
+    if optimization.after is not None and not optimization.is_proven:
+        found.append("" if is_original(optimization) else NOT_PROVEN)
     judged = optimization.held_out
     # A choice that only rounds otherwise does not have to pass; with few examples the bound of
     # anything is beyond the limit, and would read like a refusal.
@@ -152,5 +193,5 @@ def _speed(optimization: Optimization) -> str:
         if ratio is not None:
             return f"{wording.times(ratio)} the original's highest rate"
         if before.max_rate.value == 0 and after.max_rate.value > 0:
-            return f"up to {units.number(after.max_rate.value)}/s, the original at no rate"
+            return f"up to {units.number(after.max_rate.value)}/s, the original keeps it at no rate"
     return ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.benchmark.report import units
 from penstock.benchmark.report.page import Card, Cell, Line, rendered
+from penstock.optimizer import outcomes
 from penstock.optimizer.profile import profile_plots
 from penstock.optimizer.report import (
     before_after,
@@ -44,7 +45,8 @@ DEFINITIONS = {
     "Accuracy": "Original and candidate on the same examples. The loss is at most the bound, 19"
     " times of 20; a bound beyond the limit is refused, also when the loss itself is not. The"
     " held-out part is looked at once, for what was chosen.",
-    "Equal": "Faster or slower by less than the noise: the simpler one is taken.",
+    "Equal, slower": "Compared with the chosen candidate's served figures: no difference beyond the"
+    " noise, or behind. Of equal candidates the simplest is chosen.",
     "Cost": "Of a million answers at the highest rate, in the unit of the price given.",
 }
 
@@ -80,17 +82,20 @@ def page(optimization: Optimization) -> str:
         "headline": headline,
         "style": _style(optimization),
         "about": about(optimization),
+        "unchecked": optimization.unchecked,
         "notes": _notes(optimization),
         "cards": list(_cards(optimization)),
         "table_title": "Before and after" if has_after else "The original",
         "head": ["", "original", *(["chosen", "change"] if has_after else [])],
         "rows": [_cells(row, has_after) for row in before_after.rows(optimization)],
         "chosen": optimization.chosen,
-        "has_predictions": any(not phase.is_measured for phase in optimization.phases),
+        "has_predictions": any(not phase.is_rate_measured for phase in optimization.phases),
         "stages": tried.by_stage(optimization),
         "skipped": [(each, str(each.step or each.pass_name)) for each in optimization.skipped],
         "fallback": _fallback(optimization),
         "profile": profile,
+        "profiled": _profiled(optimization),
+        "next_step": wording.next_step(optimization),
         "steps_of": reproduce.steps_code,
         "files_of": lambda candidate: reproduce.files(optimization, candidate),
         "build_code": reproduce.build_code(optimization, optimization.chosen)
@@ -123,6 +128,12 @@ def about(optimization: Optimization) -> dict[str, str]:
         "run": _run_text(optimization),
     }
     return {name: text for name, text in known.items() if text}
+
+
+def _profiled(optimization: Optimization) -> str:
+    """The candidate that the profile is of; empty where nobody knows."""
+    found = outcomes.try_of(optimization.tries, optimization.profiled)
+    return "" if found is None else str(found.candidate)
 
 
 def _run_text(optimization: Optimization) -> str:

@@ -14,10 +14,11 @@ from html import escape
 from penstock import slo as promises
 from penstock.benchmark.report import plots, units
 from penstock.benchmark.report.plots import Figure
+from penstock.optimizer import outcomes
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.report import wording
 from penstock.optimizer.report.before_after import has_after
-from penstock.optimizer.report.first_line import chosen_try, try_of
+from penstock.optimizer.report.first_line import chosen_try
 from penstock.optimizer.results import Curve, Optimization, Phase, Served, Try
 from penstock.slo import Latency, Slo
 
@@ -78,10 +79,16 @@ class _Quantity:
     value: Callable[[Phase], float]
     text: Callable[[float], str]
     is_lower_better: bool
+    # Whether a phase has it from a served run.
+    is_measured: Callable[[Phase], bool] = lambda phase: phase.is_rate_measured
 
 
 LATENCY = _Quantity(
-    "p99, ms", lambda phase: phase.p99_s * 1e3, lambda ms: units.duration(ms / 1e3), True
+    "p99, ms",
+    lambda phase: phase.p99_s * 1e3,
+    lambda ms: units.duration(ms / 1e3),
+    True,
+    lambda phase: phase.is_measured,
 )
 RATE = _Quantity("requests per second", lambda phase: phase.max_rate, wording.rate, False)
 COST = _Quantity(
@@ -153,10 +160,10 @@ def _waterfall(
         "y": [min(bar.high, top * 1.12) - min(bar.low, top * 1.12) for bar in bars],
         "marker": {
             "color": [bar.colour for bar in bars],
-            "pattern": _hatching(phases),
+            "pattern": _hatching(list(map(quantity.is_measured, phases))),
         },
         "customdata": [
-            f"{escape(phase.label)}: {text}{'' if phase.is_measured else ' (predicted)'}"
+            f"{escape(phase.label)}: {text}{'' if quantity.is_measured(phase) else ' (predicted)'}"
             for phase, text in zip(phases, map(quantity.text, values), strict=True)
         ],
         "hovertemplate": "%{customdata}<extra></extra>",
@@ -178,12 +185,12 @@ def _names(phases: Sequence[Phase]) -> list[str]:
 
 def _broken(label: str) -> str:
     """Long labels in two lines: they stand side by side below the bars."""
-    plain = escape(label)
-    return plain if len(label) <= MAX_LABEL else plain.replace("-", "-<br>", 1)
+    plain = escape(label).replace(" → ", " →<br>")
+    return plain if len(label) <= MAX_LABEL or "<br>" in plain else plain.replace("-", "-<br>", 1)
 
 
-def _hatching(phases: Sequence[Phase]) -> Figure:
-    shapes = ["" if phase.is_measured else "/" for phase in phases]
+def _hatching(are_measured: Sequence[bool]) -> Figure:
+    shapes = ["" if is_measured else "/" for is_measured in are_measured]
     return {"shape": shapes, "fillmode": "replace", "solidity": 0.35, "size": 7}
 
 
@@ -323,7 +330,7 @@ def points_of(optimization: Optimization, metric: str) -> list[Point]:
 def _loss_of(optimization: Optimization, candidate: Candidate) -> float:
     """What the last step that changed answers was found to lose; those after it lose no more."""
     while candidate.steps:
-        found = try_of(optimization.tries, candidate.key)
+        found = outcomes.try_of(optimization.tries, candidate.key)
         judged = None if found is None else found.accuracy
         if judged is not None and wording.is_known(judged.loss):
             return judged.loss

@@ -1,4 +1,5 @@
-"""An optimisation in a terminal: the verdict first, then before and after, the steps, what lost."""
+"""An optimisation in a terminal: the verdict, what the accuracy gate did not check, before and
+after, the waterfall, and the candidates that lost."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from penstock.benchmark.report import units
 from penstock.benchmark.report.table import figure_table
 from penstock.optimizer.report import before_after, first_line, tried, wording
 from penstock.optimizer.report.tried import Told
-from penstock.optimizer.results import Optimization
+from penstock.optimizer.results import Optimization, Phase
 
 HEADLINE_STYLES = {
     "kept": "bold green",
@@ -31,6 +32,7 @@ def shown(optimization: Optimization) -> Group:
     headline = optimization.headline or first_line.headline(optimization)
     style = HEADLINE_STYLES[optimization.outcome] if optimization.slo else "bold"
     parts: list[RenderableType] = [Text(headline, style=style)]
+    parts += [Text.assemble(("not checked: ", "yellow"), each) for each in optimization.unchecked]
     parts += [Text.assemble(("warning: ", "yellow"), note) for note in optimization.notes]
     for part in (_compared(optimization), _steps(optimization), _tried(optimization)):
         if part is not None:
@@ -54,7 +56,7 @@ def _compared(optimization: Optimization) -> Table | None:
 
 
 def _steps(optimization: Optimization) -> Table | None:
-    """By step; what was predicted is marked."""
+    """The waterfall as a table; predicted figures are marked."""
     phases = optimization.phases
     if len(phases) < 2:
         return None
@@ -62,14 +64,12 @@ def _steps(optimization: Optimization) -> Table | None:
     columns = ["highest rate", "p99", metric or "accuracy", "per million"]
     table = figure_table("step", *columns)
     for phase in phases:
-        about = "" if phase.is_measured else "≈ "
+        about = "" if phase.is_rate_measured else "≈ "
         accuracy, cost = phase.accuracy, phase.cost_per_million
         table.add_row(
             Text(wording.short_label(phase.label)),
-            *(
-                each if each == units.UNKNOWN else about + each
-                for each in (wording.rate(phase.max_rate), units.duration(phase.p99_s))
-            ),
+            units.UNKNOWN if math.isnan(phase.max_rate) else about + wording.rate(phase.max_rate),
+            _p99(phase),
             units.UNKNOWN if accuracy is None else wording.score(metric, accuracy),
             f"{about}{units.number(cost)}"
             if cost is not None and cost < math.inf
@@ -78,8 +78,13 @@ def _steps(optimization: Optimization) -> Table | None:
     return table
 
 
+def _p99(phase: Phase) -> str:
+    text = units.duration(phase.p99_s)
+    return text if phase.is_measured or text == units.UNKNOWN else f"≈ {text}"
+
+
 def _tried(optimization: Optimization) -> Table | None:
-    """What lost, and why; what was kept stands above."""
+    """The candidates that lost, and why."""
     lost = [
         (stage, told)
         for stage, group in tried.by_stage(optimization)
@@ -89,7 +94,7 @@ def _tried(optimization: Optimization) -> Table | None:
     if not lost:
         return None
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("stage", "what lost", "outcome", "why"):
+    for name in ("stage", "not chosen", "outcome", "why"):
         table.add_column(Text(name), overflow="fold")
     for stage, cells in _with_stage_once(lost):
         table.add_row(stage, *cells)
@@ -109,8 +114,8 @@ def _ends(optimization: Optimization) -> Iterator[Text]:
     layers = [layer.name for each in optimization.tries for layer in each.fallback]
     if layers:
         yield Text.assemble(("kept in float  ", "dim"), ", ".join(dict.fromkeys(layers)))
-    if optimization.profile is not None:
-        yield Text.assemble(("next           ", "dim"), optimization.profile.recommendation)
+    if recommended := wording.next_step(optimization):
+        yield Text.assemble(("next           ", "dim"), recommended)
     if optimization.skipped:
         names = dict.fromkeys(str(each.step or each.pass_name) for each in optimization.skipped)
         yield Text.assemble(("not tried      ", "dim"), ", ".join(names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from penstock import slo as promises
 from penstock.benchmark import verdicts
@@ -12,13 +13,26 @@ from penstock.benchmark.report import units
 from penstock.benchmark.report.headline import term_text
 from penstock.benchmark.stats import Interval
 from penstock.optimizer.accuracy import Judgement
-from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.candidates import Candidate, Step
+from penstock.optimizer.phases import ARROW, AS_SERVED
+from penstock.optimizer.profile.results import NextStep
 from penstock.optimizer.results import Optimization, Verdict
 
 # A number that is no loss but the lack of a bound.
 ANY_LOSS = 1e100
 # Scores that are a share of the examples, and read as percent.
 SHARES = re.compile(r"top\d+|agreement|accuracy")
+# By the name of a profile's step: the passes that are one way to take it.
+WAYS = {
+    "fusion": ("transformer-fusion", "conv-fusion", "openvino", "torch-compile"),
+    "compile": ("onnx-export", "openvino", "torch-compile"),
+    "cuda-graphs": ("cuda-graphs", "conv-fusion", "torch-compile"),
+    "fp8": ("fp8",),
+    "int8": ("int8-dynamic", "int8-static"),
+    "batching": ("batching",),
+    "instances": ("instances",),
+}
+HALVES = ("tf32", "bf16", "fp16")
 
 
 def is_share(metric: str) -> bool:
@@ -83,8 +97,10 @@ def rate(per_s: float) -> str:
 
 
 def short_label(label: str) -> str:
-    """Of a phase: without settings, which are told elsewhere."""
-    return label.partition("(")[0].partition(":")[0].strip() or label
+    """The label of a phase without settings, which are shown elsewhere."""
+    if label.startswith(AS_SERVED):
+        return AS_SERVED.rstrip(": ")
+    return ARROW.join(part.partition("(")[0].strip() for part in label.split(ARROW)) or label
 
 
 def place(optimization: Optimization) -> str:
@@ -93,6 +109,26 @@ def place(optimization: Optimization) -> str:
         return ""
     parts = (optimization.out.rstrip("/"), optimization.name, optimization.version)
     return "/".join(filter(None, parts))
+
+
+def next_step(optimization: Optimization) -> str:
+    """The step that the profile recommends: only of the chosen candidate's model, and none that was
+    applied or tried already. Empty where there is none."""
+    profile, chosen = optimization.profile, optimization.chosen
+    if profile is None or chosen is None or optimization.profiled != chosen.model.key:
+        return ""
+    done = [step for each in optimization.tries for step in each.candidate.steps]
+    left = (each for each in profile.steps if not _is_done(each, [*done, *chosen.steps]))
+    return next((each.text for each in left), "")
+
+
+def _is_done(step: NextStep, done: Sequence[Step]) -> bool:
+    if step.name in HALVES:
+        return any(
+            each.pass_name == "half" and each.settings.get("datatype", "").lower() == step.name
+            for each in done
+        )
+    return any(each.pass_name in WAYS.get(step.name, ()) for each in done)
 
 
 def times(ratio: float) -> str:
@@ -134,6 +170,8 @@ def span(seconds: float) -> str:
         return units.UNKNOWN
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if 0 < seconds < 0.5:
+        return "< 1 s"
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -13,7 +13,7 @@ from optimizer import made_optimizations as made
 from penstock import repository
 from penstock.errors import ConfigError
 from penstock.llm.settings import settings_of
-from penstock.optimizer import budget
+from penstock.optimizer import budget, outcomes
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.llm import text_run, text_served
@@ -25,6 +25,7 @@ from penstock.optimizer.report.optimization_files import (
     read_optimization,
     write_optimization,
 )
+from penstock.optimizer.results import Try
 from penstock.slo import parse
 
 # Servers start and stop often; on a machine with others that takes its time.
@@ -198,7 +199,7 @@ class TestChoice:
         # A datatype is asked about once, however it is served, and each costs some of the risk.
         assert [each[:2] for each in lab.asked] == [("int8", "held out"), ("bfloat16", "held out")]
         assert lab.asked[0][2] > lab.asked[1][2]
-        assert [each.text for each in choice.refused] == ["int8"]
+        assert [each.text for each in choice.refused.values()] == ["int8"]
 
     def test_what_loses_nothing_is_not_asked_about(self):
         lab = HeldOut()
@@ -211,29 +212,9 @@ class TestChoice:
         assert choice.finalist.candidate.steps == () and len(choice.refused) == 1
 
 
-class TestOutcome:
-    def outcome(self, findings, choice, tpot_s):
-        found = made.text()
-        found.after = made.served_text(2.0, tpot_s)
-        return text_run.outcome_of(findings, choice, found)
-
-    def test_says_why_the_slo_is_not_kept(self):
-        findings = findings_of((HALF,))
-        kept, original = findings.kept[1], findings.kept[0]
-        refused = HeldOut().judge(Candidate((EIGHT,)), "choice", 0.05)
-        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.05) == "kept"
-        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.2) == "missed"
-        assert self.outcome(findings, text_run.Choice(original, None, [refused]), 0.2) == "refused"
-        findings.is_interrupted = True
-        assert self.outcome(findings, text_run.Choice(kept, None, []), 0.2) == "interrupted"
-
-
-def test_each_step_that_was_kept_has_its_place_up_to_the_choice():
-    findings = findings_of((HALF,), (HALF, MORE), (EIGHT,))
-    choice = text_run.Choice(findings.kept[2], None, [])
-    found = made.text()
-    found.before, found.after = made.served_text(1.1, 0.1), made.served_text(3.3, 0.05)
-    phases = text_run.phases_of(findings, choice, found)
-    assert [phase.label for phase in phases] == ["original", str(HALF), str(MORE)]
-    # The first and the last as they were proven.
-    assert [phase.max_rate for phase in phases] == [1.1, 2.0, 3.3]
+def test_a_datatype_that_was_refused_is_so_however_it_is_served():
+    findings = findings_of((HALF,), (EIGHT,), (EIGHT, MORE))
+    tries = [Try(each.candidate, "quantise", "kept", "") for each in findings.kept]
+    choice = text_run.choose(HeldOut("bfloat16"), findings)
+    outcomes.mark_refused(tries, choice.refused, text_run.datatype_of)
+    assert [each.outcome for each in tries] == ["kept", "kept", "rejected", "rejected"]

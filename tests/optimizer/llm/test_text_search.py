@@ -162,6 +162,7 @@ class TestEnd:
         lab = FakeLab({"original": 1.0, B: 2.0})
         found = searched(lab, [BF16, INT8], has_time=lambda: len(lab.asked) < 2)
         assert list(outcomes(found)) == ["original", B] and found.is_out_of_time
+        assert [(str(each.step), each.cut_by) for each in found.skipped] == [(I8, "time")]
 
     def test_an_interrupt_keeps_what_was_found(self):
         lab = FakeLab({"original": 1.0, B: 2.0})
@@ -175,6 +176,8 @@ class TestEnd:
         lab.rated = interrupted
         found = searched(lab, [BF16, INT8, INT4])
         assert found.is_interrupted and str(found.best.candidate) == B
+        left = [(str(each.step), each.cut_by) for each in found.skipped]
+        assert left == [(I8, "interrupt"), (I4, "interrupt")]
 
 
 def test_a_step_takes_the_place_of_another_of_its_kind():

@@ -30,3 +30,13 @@ def test_nothing_is_loaded_from_elsewhere(profile) -> None:
     assert not re.search(r"(src|href)=", text)
     assert "default-src 'none'" in html
     assert "Plotly" in html
+
+
+def test_a_disturbed_profile_promises_nothing(profile) -> None:
+    profile.disturbance = "the same run took from 10.0 ms to 30.0 ms"
+    assert "next step" in text_of(profile_page.page_of(profile))
+    profile.steps, profile.headroom, profile.limit_share = [], None, None
+    text = text_of(profile_page.page_of(profile))
+    assert (
+        "next step" not in text and "at the peaks" not in text and "What could be done" not in text
+    )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizer.profile.made_operators import product, sum_of_two
+from served_builds import a_config
 
 from penstock.optimizer.profile import roofline
 from penstock.optimizer.profile.results import Bucket, Peaks
@@ -178,11 +179,144 @@ def test_threads_that_scale_stay_together(peaks) -> None:
 
 def test_a_long_queue_is_told_before_the_model(peaks) -> None:
     buckets = [Bucket("queue", 60e-3), Bucket("compute", 11e-3)]
-    found = measured(peaks, [product("p", 11e-3)], buckets=buckets)
+    found = measured(peaks, [product("p", 11e-3)], buckets=buckets, queue_delay_s=60e-3)
     steps = roofline.next_steps(found)
     assert steps[0].name == "path"
     assert "queue is 85 %" in roofline.verdict(found, steps)
+    assert "lower max_queue_delay_microseconds (now 60.0 ms)" in steps[0].text
     assert any("batcher holds it back" in line for line in roofline.findings(found))
+
+
+# Milliseconds of a request by part, the part that is named, and what is left without it.
+PATHS = [
+    ({"queue": 25, "decode": 20, "compute": 30, "encode": 25}, "queue", 100 / 75),
+    ({"queue": 10, "decode": 50, "compute": 40}, "decode", 2.0),
+    ({"copy in": 30, "compute": 60, "copy out": 10}, "copy in", 100 / 70),
+    ({"copy in": 10, "compute": 60, "copy out": 30}, "copy out", 100 / 70),
+    ({"preprocess": 80, "compute": 20}, "preprocess", 5.0),
+    ({"compute": 60, "postprocess": 40}, "postprocess", 100 / 60),
+    ({"decode": 5, "compute": 75, "encode": 20}, "encode", 1.25),
+]
+
+
+@pytest.mark.parametrize(("parts", "named", "ceiling"), PATHS)
+def test_a_part_around_the_model_promises_what_is_left_without_it(
+    peaks, parts, named, ceiling
+) -> None:
+    """1 / (1 - p) of exactly the part that is named, not of all parts around the model."""
+    buckets = [Bucket(name, each * 1e-3) for name, each in parts.items()]
+    path = step(
+        measured(peaks, [], 1.0, buckets, max_batch_size=8, queue_delay_s=0.1),
+        "path",
+    )
+    assert path.text.startswith(f"{named} is {parts[named]} % of a request: ")
+    assert path.ceiling == pytest.approx(ceiling)
+    assert path.text.endswith(f": at most {ceiling:.2g}x")
+
+
+@given(st.dictionaries(st.sampled_from(["queue", "decode", "compute", "encode"]), st.floats(0, 1)))
+def test_no_part_promises_more_than_its_share(parts) -> None:
+    device = Peaks("a test", 2, {"fp32": 1e9}, 1e9, 1e-6)
+    buckets = [Bucket(name, seconds) for name, seconds in parts.items()]
+    found = measured(device, [], 1.0, buckets, max_batch_size=8, queue_delay_s=0.1)
+    path = step(found, "path")
+    if path is not None:
+        name = path.text.partition(" is ")[0]
+        left_s = sum(parts.values()) - parts[name]
+        assert name != "compute"
+        assert path.ceiling == pytest.approx(sum(parts.values()) / max(left_s, 1e-12))
+
+
+@pytest.mark.parametrize(
+    ("part", "more"),
+    [
+        # No delay is configured: what is left is the hand-over to the worker.
+        ("queue", {"max_batch_size": 8}),
+        # Rows cannot share a request, or all of them do.
+        ("decode", {"max_batch_size": 0}),
+        ("copy in", {"num_rows": 8, "max_batch_size": 8}),
+    ],
+)
+def test_nothing_is_advised_that_cannot_be_done(peaks, part, more) -> None:
+    buckets = [Bucket(part, 60e-3), Bucket("compute", 40e-3)]
+    assert step(measured(peaks, [], 40e-3, buckets, **more), "path") is None
+
+
+def test_no_advice_names_what_penstock_does_not_have(peaks) -> None:
+    for parts, _, _ in PATHS:
+        buckets = [Bucket(name, each * 1e-3) for name, each in parts.items()]
+        more = {"max_batch_size": 8, "queue_delay_s": 0.1}
+        path = step(measured(peaks, [], 1.0, buckets, **more), "path")
+        for word in ("shared memory", "instances of its own", "binary"):
+            assert word not in path.text
+
+
+class TestCeilings:
+    """1 / ((1 - p) + p / s) for the named share p of 20 ms that becomes s times as fast."""
+
+    def text(self, found: Measured, name: str) -> str:
+        return step(found, name).text
+
+    def test_of_fusion(self, peaks) -> None:
+        found = measured(peaks, [product("p", 15e-3), sum_of_two("s", 5e-3)])
+        assert step(found, "fusion").ceiling == pytest.approx(1 / (1 - 0.25))
+        expected = "fuse Add into adjacent operators (25 % of the time): at most 1.3x"
+        assert self.text(found, "fusion") == expected
+
+    def test_of_another_compiler(self, peaks) -> None:
+        """10 ms for 1.2 ms of memory."""
+        found = measured(peaks, [product("p", 10e-3), sum_of_two("s", 10e-3)])
+        assert step(found, "compile").ceiling == pytest.approx(20 / (20 - 8.8))
+        assert "for Add (44 % of the time is overhead)" in self.text(found, "compile")
+
+    def test_of_batches(self, peaks) -> None:
+        """Half of the time is between operators, and paid once for four times the rows."""
+        found = measured(peaks, [product("p", 10e-3)], total_s=20e-3, num_rows=2, max_batch_size=8)
+        assert step(found, "batching").ceiling == pytest.approx(1 / (0.5 + 0.5 / 4))
+        assert "batches of 8 rows: 50 % of the time" in self.text(found, "batching")
+
+    def test_of_instances(self, peaks) -> None:
+        """Two threads are 1.25x as fast as one: two instances answer 2 / 1.25 as many."""
+        found = measured(peaks, [product("p", 20e-3)], single_thread_s=25e-3)
+        assert step(found, "instances").ceiling == pytest.approx(2 / 1.25)
+
+    @pytest.mark.parametrize(("datatype", "faster"), [("bf16", 2), ("int8", 4)])
+    def test_of_narrower_products(self, peaks, datatype, faster) -> None:
+        flops = {"fp32": 100e9, "bf16": 200e9, "int8": 400e9}
+        wide = msgspec.structs.replace(peaks, flops=flops, bytes_per_s=1e12)
+        found = measured(wide, [product("p", 16e-3)], total_s=20e-3)
+        assert step(found, datatype).ceiling == pytest.approx(1 / (0.2 + 0.8 / faster), rel=1e-3)
+        assert "for MatMul (80 % of the time)" in self.text(found, datatype)
+
+    def test_of_what_a_gpu_waits_for(self, peaks, gpu) -> None:
+        """2 ms without a kernel, 1.5 ms of copies."""
+        found = measured(peaks, [product("p", 16e-3)], total_s=20e-3, gpu=gpu)
+        assert step(found, "cuda-graphs").ceiling == pytest.approx(1 / 0.9)
+        assert step(found, "instances").ceiling == pytest.approx(1 / (1 - 0.075))
+
+
+class TestDisturbed:
+    def found(self, peaks) -> Measured:
+        told = roofline.disturbance([10e-3, 11e-3, 30e-3])
+        buckets = [Bucket("queue", 60e-3), Bucket("compute", 1e-3)]
+        times = [product("p", 11e-3), sum_of_two("s", 100e-3)]
+        return measured(peaks, times, None, buckets, disturbance=told, queue_delay_s=0.1)
+
+    def test_nothing_is_promised(self, peaks) -> None:
+        found = self.found(peaks)
+        assert roofline.next_steps(found) == []
+        assert roofline.next_steps(replace(found, disturbance=""))
+        lines = roofline.findings(found)
+        assert not any("as fast" in line or "limit" in line for line in lines)
+
+    def test_the_verdict_says_to_measure_again(self, peaks) -> None:
+        found = self.found(peaks)
+        text = roofline.verdict(found, roofline.next_steps(found))
+        assert text == (
+            "Disturbed: the same run took from 10.0 ms to 30.0 ms: other processes used this"
+            " machine. Measure again on a quiet machine before you act on this profile"
+        )
+        assert roofline.findings(found)[0] == found.disturbance
 
 
 def test_the_verdict_says_what_binds_and_what_is_next(peaks) -> None:
@@ -201,8 +335,8 @@ def test_at_the_roof_nothing_is_recommended(peaks) -> None:
     narrow = replace(product("p", 2.7e-3), datatype="int8")
     found = measured(peaks, [narrow])
     assert roofline.next_steps(found) == []
-    assert "Nothing promises more than 1.05x" in roofline.verdict(found, [])
-    assert any("run at the peaks" in line for line in roofline.findings(found))
+    assert "No step promises more than 1.05x" in roofline.verdict(found, [])
+    assert any("run at this device's peaks" in line for line in roofline.findings(found))
 
 
 def test_without_operators_there_is_still_a_verdict(peaks) -> None:
@@ -212,18 +346,18 @@ def test_without_operators_there_is_still_a_verdict(peaks) -> None:
 
 
 def test_runs_that_differ_much_are_warned_of() -> None:
-    assert roofline.noise([1.0, 1.1, 1.2, 1.05]) == []
-    (warning,) = roofline.noise([10e-3, 11e-3, 30e-3])
+    assert roofline.disturbance([1.0, 1.1, 1.2, 1.05]) == ""
+    warning = roofline.disturbance([10e-3, 11e-3, 30e-3])
     assert warning.startswith("the same run took from 10.0 ms to 30.0 ms")
 
 
 def test_the_same_run_later_must_take_as_long() -> None:
-    assert roofline.noise([1.0] * 5, 1.2) == []
-    assert roofline.noise([1.0] * 5, 2.0)
+    assert roofline.disturbance([1.0] * 5, 1.2) == ""
+    assert roofline.disturbance([1.0] * 5, 2.0)
 
 
 def test_one_slow_run_of_twenty_is_no_noise() -> None:
-    assert roofline.noise([1.0] * 19 + [9.0]) == []
+    assert roofline.disturbance([1.0] * 19 + [9.0]) == ""
 
 
 times = st.builds(
@@ -283,15 +417,39 @@ class TestGpu:
         (copies,) = [line for line in lines if line.startswith("copies take")]
         assert "with 1 instance on the GPU 0% of that is hidden" in copies
 
-    def test_narrower_types_of_gpus_are_offered(self, peaks) -> None:
-        flops = {"fp32": 50e9, "tf32": 400e9, "fp16": 800e9, "fp8": 1600e9}
+    def names(self, peaks, time, datatypes) -> set[str]:
+        flops = {"fp32": 50e9, "tf32": 400e9, "fp16": 800e9, "fp8": 1600e9, "int8": 1600e9}
         fast = msgspec.structs.replace(peaks, flops=flops, bytes_per_s=1e12)
-        steps = {each.name: each for each in roofline.next_steps(measured(fast, [product("p", 1)]))}
-        assert {"tf32", "fp16", "fp8"} <= set(steps)
-        assert "TF32 for MatMul" in steps["tf32"].text
+        return {
+            each.name for each in roofline.next_steps(measured(fast, [time], datatypes=datatypes))
+        }
+
+    def test_narrower_types_are_offered_that_can_be_built(self, peaks) -> None:
+        """INT8 is built for CPUs only, FP8 for packed encoders only."""
+        packed = (*roofline.ON_GPUS, "fp8")
         half = replace(product("p", 1), datatype="fp16")
-        names = [step.name for step in roofline.next_steps(measured(fast, [half]))]
-        assert "fp8" in names and "tf32" not in names
+        assert self.names(peaks, product("p", 1), roofline.ON_GPUS) >= {"tf32", "fp16"}
+        assert not self.names(peaks, product("p", 1), roofline.ON_GPUS) & {"fp8", "int8"}
+        assert "fp8" in self.names(peaks, product("p", 1), packed)
+        assert self.names(peaks, half, packed) & {"tf32", "fp8", "int8"} == {"fp8"}
+        assert not self.names(peaks, product("p", 1), ()) & set(roofline.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("more", "datatypes"),
+    [
+        ({"backend": "onnxruntime", "artifact": "m/model.onnx"}, {"bf16", "int8"}),
+        ({"backend": "openvino", "artifact": "m/model.xml"}, {"bf16"}),
+        ({"backend": "pytorch", "device": "cuda:0"}, {"tf32", "fp16", "bf16"}),
+        (
+            {"backend": "pytorch", "device": "cuda:0", "options": {"penstock.pack": "1"}},
+            {"tf32", "fp16", "bf16", "fp8"},
+        ),
+        ({"backend": "pytorch", "device": "cuda:0", "artifact": "m/model.pt2"}, set()),
+    ],
+)
+def test_datatypes_that_can_be_built_of_a_model(more, datatypes) -> None:
+    assert set(roofline.buildable(replace(a_config(), **more))) == datatypes
 
 
 class TestLimitShare:

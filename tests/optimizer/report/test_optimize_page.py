@@ -101,10 +101,25 @@ def test_what_was_tried_is_told_by_stage_with_its_gates_and_steps() -> None:
         "Step('int8-dynamic', {'per_channel': 'yes'}),",
         "half(datatype=FP16) no fast FP16 instructions",
         "/classifier/Gemm Gemm 21 % 4.00 us",
-        "INT8 MatMul: at most 2.4x",
+        "87 % of the time is MatMul, compute-bound",
         f"penstock serve models/.optimize/reviews/0123456789abcdef/builds/{made.CHOSEN.key}",
     ):
         assert part in words
+
+
+def test_a_step_is_recommended_only_where_the_profile_is_of_the_chosen_model() -> None:
+    found = made.kept()
+    assert "at most 2.4x" not in own_part(found) and "at most 1.2x" not in own_part(found)
+    found.profiled = made.QUANTISED.key
+    # INT8 is what it has.
+    assert "Next: encode is 20 % of a request: at most 1.2x" in own_part(found)
+    assert "at most 2.4x" not in own_part(found)
+
+
+def test_what_the_gate_did_not_check_follows_the_verdict() -> None:
+    text = own_part(made.disturbed())
+    assert text.index("</h1>") < text.index("output &#39;embedding&#39;") < text.index("SLO <b>")
+    assert "not checked" not in own_part(made.kept())
 
 
 def test_layers_of_the_chosen_are_named_or_else_all() -> None:
@@ -147,7 +162,7 @@ def test_what_is_not_there_has_no_heading() -> None:
         "Before and after",
         "Step by step",
         "Speed and accuracy",
-        "Profile",
+        "Profile of onnx-export → transformer-fusion(heads=12)",
         "What was tried",
         "Layers kept in float",
         "Not tried",

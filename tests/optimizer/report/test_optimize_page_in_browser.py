@@ -22,7 +22,8 @@ REST = {"pareto", "curves", "phases", "roofline"}
     [
         ("kept", "SLO kept: p99 11.8 ms", STEPS | REST),
         ("unknown-figures", "SLO missed by 34 %: p99 26.8 ms", STEPS | REST),
-        ("refused", "Refused by the accuracy gate: nothing keeps", REST),
+        ("refused", "Refused by the accuracy gate: all 2 candidates", REST),
+        ("disturbed", "No verdict: load average 3.9 on 2 cores", STEPS | REST),
         ("text", "SLO kept: p99 ttft 180 ms", TEXT),
         ("already-met", "SLO kept by the original: p99 14.2 ms", {"curves", "phases"}),
     ],

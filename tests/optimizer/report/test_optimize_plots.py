@@ -43,9 +43,9 @@ def test_nothing_is_drawn_of_nothing() -> None:
 
 def test_a_waterfall_goes_from_each_value_to_the_next() -> None:
     (trace,) = figure("rate_steps", made.kept())["data"]
-    assert trace["base"] == [0.0, 98.0, 137.0, 168.0, 255.0, 0.0]
-    assert trace["y"] == [98.0, 39.0, 31.0, 87.0, 25.0, 304.0]
-    assert trace["marker"]["pattern"]["shape"] == ["", "/", "/", "/", "/", ""]
+    assert trace["base"] == [0.0, 98.0, 137.0, 168.0, 0.0]
+    assert trace["y"] == [98.0, 39.0, 31.0, 87.0, 304.0]
+    assert trace["marker"]["pattern"]["shape"] == ["", "/", "/", "/", ""]
     assert trace["customdata"][1] == "onnx-export: 137/s (predicted)"
 
 
@@ -73,17 +73,34 @@ def test_an_overloaded_original_does_not_make_the_others_too_small_to_see() -> N
 
 def test_steps_of_one_name_are_two_bars() -> None:
     found = made.kept()
-    found.phases[4].label = "int8-static(calibrator=entropy)"
+    found.phases[2].label = "int8-static(calibrator=entropy)"
     (trace,) = figure("rate_steps", found)["data"]
-    assert trace["x"][3:] == ["int8-<br>static", "int8-<br>static 2", "as served"]
+    assert trace["x"][2:] == ["int8-<br>static", "int8-<br>static 2", "as served"]
 
 
 def test_a_step_of_which_nothing_is_known_has_no_bar() -> None:
     found = made.kept()
     (trace,) = figure("latency_steps", found)["data"]
-    assert len(found.phases) == 6 and "int8-<br>static" not in trace["x"]
-    assert len(trace["x"]) == len(trace["y"]) == len(trace["marker"]["pattern"]["shape"]) == 5
-    assert trace["y"][3] == pytest.approx(34.0 - 13.1)
+    assert len(found.phases) == 5 and "int8-<br>static" not in trace["x"]
+    assert len(trace["x"]) == len(trace["y"]) == len(trace["marker"]["pattern"]["shape"]) == 4
+    assert trace["y"][2] == pytest.approx(61.0 - 34.0)
+
+
+def test_a_measured_p99_with_a_predicted_rate_is_hatched_where_it_is_predicted() -> None:
+    found = made.kept()
+    found.phases[0].is_rate_predicted = True
+    shapes = {
+        name: figure(name, found)["data"][0]["marker"]["pattern"]["shape"][0]
+        for name in ("rate_steps", "cost_steps", "latency_steps")
+    }
+    assert shapes == {"rate_steps": "/", "cost_steps": "/", "latency_steps": ""}
+
+
+def test_merged_steps_are_named_with_each_other() -> None:
+    found = made.kept()
+    found.phases[2].label = "onnx-graph(level=all) → transformer-fusion(heads=12)"
+    (trace,) = figure("rate_steps", found)["data"]
+    assert trace["x"][2] == "onnx-graph →<br>transformer-fusion"
 
 
 def test_accuracy_is_shown_with_its_budget_and_room_around() -> None:

@@ -57,11 +57,22 @@ def test_what_lost_and_why() -> None:
 
 
 def test_the_end_names_layers_version_and_the_next_step() -> None:
-    text = text_of(made.kept())
+    found = made.kept()
+    found.profiled = made.QUANTISED.key
+    text = text_of(found)
     assert "kept in float  /encoder/layer.0/attention/query/MatMul, /classifier/Gemm" in text
-    assert "next           INT8 MatMul: at most 2.4x" in text
+    assert "next           encode is 20 % of a request: at most 1.2x" in text
+    assert "next  " not in text_of(made.kept())
     assert "not tried      torch-compile, half(datatype=FP16)" in text
     assert "version        models/reviews/1" in text
+
+
+def test_what_the_gate_did_not_check_follows_the_verdict() -> None:
+    lines = text_of(made.disturbed()).splitlines()
+    (place,) = [number for number, line in enumerate(lines) if line.startswith("not checked: ")]
+    assert lines[0].startswith("No verdict: load average 3.9 on 2 cores; other processes used 45 %")
+    assert lines[place].startswith("not checked: output 'embedding' is not compared")
+    assert "" not in lines[:place]
 
 
 def test_what_is_not_known_is_a_dash() -> None:

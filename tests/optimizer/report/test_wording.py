@@ -8,8 +8,10 @@ from optimizer import made_optimizations as made
 
 from penstock.benchmark.stats import Interval
 from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.profile.results import NextStep
 from penstock.optimizer.report import wording
-from penstock.optimizer.results import Verdict
+from penstock.optimizer.results import Optimization, Try, Verdict
 
 
 def test_shares_of_examples_are_percent_and_other_scores_are_numbers() -> None:
@@ -78,10 +80,46 @@ def test_terms_of_every_kind() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (42.3, "42 s"), (412.0, "6 min 52 s"), (3780.0, "1 h 3 min"), (math.nan, "-")],
+    [
+        (0.0, "0 s"),
+        (0.4, "< 1 s"),
+        (42.3, "42 s"),
+        (412.0, "6 min 52 s"),
+        (3780.0, "1 h 3 min"),
+        (math.nan, "-"),
+    ],
 )
 def test_spans_of_a_run(seconds: float, text: str) -> None:
     assert wording.span(seconds) == text
+
+
+class TestNextStep:
+    """The profile is of a candidate before anything was quantised."""
+
+    def found(self, chosen: Candidate, *tries: Candidate) -> Optimization:
+        listed = [Try(each, "quantise", "rejected", "") for each in tries]
+        return msgspec.structs.replace(made.kept(), chosen=chosen, tries=listed)
+
+    def test_is_shown_where_the_profile_is_of_the_chosen_model(self) -> None:
+        served = made.FUSED.then(made.BATCHING, made.INSTANCES)
+        assert wording.next_step(self.found(made.FUSED)) == "INT8 MatMul: at most 2.4x"
+        assert wording.next_step(self.found(served)) == "INT8 MatMul: at most 2.4x"
+        assert wording.next_step(self.found(made.EXPORTED)) == ""
+        assert wording.next_step(self.found(made.CHOSEN)) == ""
+
+    def test_is_none_that_was_tried(self) -> None:
+        found = self.found(made.FUSED, made.QUANTISED)
+        assert wording.next_step(found) == "encode is 20 % of a request: at most 1.2x"
+        assert found.profile is not None
+        found.profile.steps.pop()
+        assert wording.next_step(found) == ""
+
+    @pytest.mark.parametrize(("name", "is_left"), [("bf16", False), ("fp16", True)])
+    def test_of_sixteen_bits_is_the_one_that_was_not_tried(self, name: str, is_left: bool) -> None:
+        found = self.found(made.FUSED, made.FUSED.then(made.HALF))
+        assert found.profile is not None
+        found.profile.steps = [NextStep(name, "half as wide", 2.0)]
+        assert wording.next_step(found) == ("half as wide" if is_left else "")
 
 
 def test_the_metric_is_known_from_the_budget_before_anything_was_judged() -> None:

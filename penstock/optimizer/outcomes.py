@@ -1,0 +1,160 @@
+"""What became of each candidate and of the run, once the choice is made. Pure.
+
+The words of the report are made from these outcomes: a candidate's in `Try`, the run's in
+`Optimization.outcome`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock.optimizer import goals
+from penstock.optimizer.accuracy import Judgement
+from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.results import Optimization, Served, Try
+from penstock.optimizer.shapes import alone_s
+
+REFUSED_MODEL = "its model was refused on the held-out examples"
+BUDGET_ENDED = "the time budget ended before every step was tried; raise --budget to try the rest"
+NO_PROOF = (
+    "no time was left to measure original and choice in turns: figures are those of the search"
+)
+INTERRUPTED = "interrupted before every step was tried; run the same command again to resume"
+
+
+# Candidates.
+
+
+def try_of(tries: Sequence[Try], key: str) -> Try | None:
+    return next((each for each in tries if each.candidate.key == key), None)
+
+
+def mark_refused(
+    tries: Sequence[Try],
+    refused: Mapping[str, Judgement],
+    model_of: Callable[[Candidate], Candidate],
+) -> list[str]:
+    """Reject the models that the held-out examples refused, by key, however they are served.
+    `model_of` leaves out steps that change no answers. Returns a note for each model."""
+    notes = []
+    for each in tries:
+        model = model_of(each.candidate)
+        if model.key not in refused:
+            continue
+        each.outcome, each.reason = "rejected", REFUSED_MODEL
+        if each.candidate == model:
+            each.held_out = refused[model.key]
+            each.reason = f"held-out examples: {each.held_out.text}"
+            notes.append(f"{model} was refused on the held-out examples: {each.held_out.text}")
+    return notes
+
+
+def settle_served(tries: Sequence[Try], chosen: Candidate, proofs: Mapping[str, Served]) -> None:
+    """Say of every served candidate how it compares with the chosen one. `proofs` by key."""
+    own = try_of(tries, chosen.key)
+    for each in tries:
+        if each.served is None or not each.candidate.steps or each.outcome == "rejected":
+            continue
+        if each.candidate == chosen:
+            each.outcome = "kept"
+        elif own is not None and own.served is not None:
+            _settle(each, own.served, proofs.get(chosen.key), proofs.get(each.candidate.key))
+
+
+def _settle(each: Try, chosen: Served, chosen_proof: Served | None, proof: Served | None) -> None:
+    """Like with like: what was proven by its proof, all else as measured in the search. Where the
+    search had it ahead of the chosen one, the proof of that counts."""
+    assert each.served is not None
+    one, other = each.served, chosen
+    if proof is not None and chosen_proof is not None:
+        one, other = proof, chosen_proof
+    sign = goals.compare(one, other)
+    if sign > 0 and chosen_proof is not None:
+        other = chosen_proof
+        sign = goals.compare(one, other)
+    each.outcome = "slower" if sign < 0 else "equal"
+    end = ("", ": no difference beyond the noise", ": ahead when it was tried, not proven")
+    each.reason = against(one, other) + end[(sign >= 0) + (sign > 0)]
+
+
+def against(one: Served, chosen: Served) -> str:
+    """The figures that tell them apart: `92 % in time, the chosen one 100 %`."""
+    shares = [f"{100 * each.goodput:.0f} %" for each in (one, chosen)]
+    if shares[0] != shares[1]:
+        return f"{shares[0]} in time, the chosen one {shares[1]}"
+    if one.is_met != chosen.is_met:
+        return f"{'keeps' if one.is_met else 'misses'} the SLO, unlike the chosen one"
+    if one.max_rate is not None and chosen.max_rate is not None:
+        rates = [f"{each.value:,.4g}/s" for each in (one.max_rate, chosen.max_rate)]
+        return f"up to {rates[0]}, the chosen one {rates[1]}"
+    times = [f"{each.p99.value * 1e3:.3g} ms" for each in (one, chosen)]
+    return f"p99 {times[0]}, the chosen one {times[1]}"
+
+
+# The run.
+
+
+def outcome_of(found: Optimization, *, is_interrupted: bool) -> str:
+    is_met = found.after is not None and found.after.is_met
+    if is_interrupted and not is_met:
+        return "interrupted"
+    if found.disturbances:
+        return "disturbed"
+    if is_met:
+        return "kept"
+    return "refused" if is_refused(found) else "missed"
+
+
+def is_refused(found: Optimization) -> bool:
+    """Whether the accuracy gate stands in the way: it refused every candidate that it judged, and
+    one of them would be faster than the chosen one."""
+    judged = [each for each in found.tries if each.accuracy is not None or each.held_out]
+    refused = [each for each in judged if each.refusal is not None]
+    if not refused or len(refused) < len(judged):
+        return False
+    return any(_is_faster(each, found) for each in refused)
+
+
+def _is_faster(attempt: Try, found: Optimization) -> bool:
+    """By prediction, else as measured; False where nobody knows."""
+    candidate = found.chosen or Candidate()
+    model, own = (try_of(found.tries, key) for key in (candidate.model.key, candidate.key))
+    if model is not None and model.predicted_rate is not None:
+        if attempt.predicted_rate is None:
+            return False
+        if attempt.predicted_rate or model.predicted_rate:
+            return goals.is_better(attempt.predicted_rate, model.predicted_rate)
+        return bool(attempt.times and model.times) and goals.is_better(
+            _alone_s(model), _alone_s(attempt)
+        )
+    rates = [_measured_rate(each) for each in (attempt, own)]
+    return rates[0] is not None and goals.is_better(rates[0], rates[1] or 0.0)
+
+
+def _alone_s(attempt: Try) -> float:
+    return min(map(alone_s, attempt.times))
+
+
+def _measured_rate(attempt: Try | None) -> float | None:
+    if attempt is None or attempt.served is None or attempt.served.max_rate is None:
+        return None
+    return attempt.served.max_rate.value
+
+
+def untried(found: Optimization, cut_by: str) -> list[str]:
+    """Names of the steps that the end of the time, or an interruption, left no chance."""
+    tried = {step.pass_name for each in found.tries for step in each.candidate.steps[-1:]}
+    names = [
+        str(each.step)
+        if each.step is not None
+        else f"other settings of {each.pass_name}"
+        if each.pass_name in tried
+        else each.pass_name
+        for each in found.skipped
+        if each.cut_by == cut_by
+    ]
+    return list(dict.fromkeys(names))
+
+
+def cut_notes(*, is_interrupted: bool, is_out_of_time: bool) -> list[str]:
+    return [INTERRUPTED] * is_interrupted + [BUDGET_ENDED] * is_out_of_time

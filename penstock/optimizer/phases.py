@@ -1,0 +1,129 @@
+"""The waterfall of a report: from the original to the chosen candidate, one bar per step. Pure.
+
+A step that makes another model is a bar of its own; the steps about serving are the last bar
+together. Each bar has measured figures if that much of the chosen candidate was served, else its
+predicted rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.optimizer import goals
+from penstock.optimizer.candidates import Candidate
+from penstock.optimizer.results import Optimization, Phase, Served, Try
+
+ARROW = " → "
+AS_SERVED = "as served: "
+
+
+def waterfall(found: Optimization) -> list[Phase]:
+    """The original first, the chosen candidate last. A step with unknown figures is merged into
+    the next bar; empty where nothing is known of the original."""
+    known = _Known(found)
+    phases = []
+    merged: list[str] = []
+    chain = list(_chain(found.chosen))
+    for place, (label, candidate) in enumerate(chain):
+        phase = known.phase(ARROW.join([*merged, label]), candidate)
+        is_unknown = math.isnan(phase.p99_s) and math.isnan(phase.max_rate)
+        if is_unknown and not candidate.steps:
+            return []
+        if is_unknown and place < len(chain) - 1:
+            merged.append(label)
+            continue
+        phases.append(phase)
+        merged.clear()
+    return phases
+
+
+def _chain(chosen: Candidate | None) -> Iterator[tuple[str, Candidate]]:
+    """What each bar is called, and the candidate that it shows."""
+    yield "original", Candidate()
+    if chosen is None:
+        return
+    model = chosen.model.steps
+    for place, step in enumerate(model, start=1):
+        yield str(step), Candidate(model[:place])
+    if len(model) < len(chosen.steps):
+        yield AS_SERVED + ARROW.join(map(str, chosen.steps[len(model) :])), chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a run knows of the candidates of a chain."""
+
+    found: Optimization
+
+    def phase(self, label: str, candidate: Candidate) -> Phase:
+        served = self._served(candidate)
+        rate, is_predicted = self._rate(candidate, served)
+        return Phase(
+            label=label,
+            p99_s=math.nan if served is None else served.p99.value,
+            max_rate=rate,
+            accuracy=self._score(candidate),
+            cost_per_million=self._cost(served, rate, is_predicted=is_predicted),
+            is_measured=served is not None,
+            is_rate_predicted=served is not None and is_predicted,
+        )
+
+    def _served(self, candidate: Candidate) -> Served | None:
+        """As it was proven, else as it was served in the search. A model on the way counts as
+        served in the best way that was measured; the chosen one has a bar for that."""
+        chosen = self.found.chosen
+        proven = self.found.after if candidate == chosen else None
+        if not candidate.steps:
+            proven = proven or self.found.before
+        own = self._try(candidate)
+        if proven is not None or own is not None and own.served is not None:
+            return proven or (None if own is None else own.served)
+        if chosen is None or candidate == chosen.model:
+            return None
+        ways = [
+            each.served
+            for each in self.found.tries
+            if each.served is not None and each.candidate.model == candidate
+        ]
+        return ways[goals.order(ways, [0] * len(ways))[0]] if ways else None
+
+    def _rate(self, candidate: Candidate, served: Served | None) -> tuple[float, bool]:
+        """The highest rate, and whether it is predicted. A search of a language model that found
+        none says so by leaving it out."""
+        if served is not None and served.max_rate is not None:
+            return served.max_rate.value, False
+        if self.found.form == "text":
+            return math.nan if served is None else 0.0, False
+        own = self._try(candidate.model)
+        if own is None or own.predicted_rate is None:
+            return math.nan, False
+        return own.predicted_rate, True
+
+    def _cost(self, served: Served | None, rate: float, *, is_predicted: bool) -> float | None:
+        if served is not None and served.cost_per_million is not None and not is_predicted:
+            return served.cost_per_million
+        price = self.found.price_per_hour
+        return None if price is None or not rate > 0 else goals.cost_per_million(rate, price)
+
+    def _score(self, candidate: Candidate) -> float | None:
+        """By the examples that candidates are chosen by: of the last step that was judged, since
+        others lose nothing. Where none was, by the held-out examples."""
+        judged = [each.accuracy for each in self.found.tries if each.accuracy is not None]
+        held_out = self.found.held_out
+        if not judged:
+            is_last = candidate == self.found.chosen
+            if held_out is None:
+                return None
+            return held_out.candidate if is_last else held_out.original
+        while candidate.steps:
+            own = self._try(candidate)
+            if own is not None and own.accuracy is not None:
+                return own.accuracy.candidate
+            candidate = candidate.parent
+        return judged[0].original
+
+    def _try(self, candidate: Candidate) -> Try | None:
+        tries = self.found.tries
+        return next((each for each in tries if each.candidate == candidate), None)

@@ -1,0 +1,157 @@
+"""What became of candidates and of the run: served ones beside the chosen one, refused ones."""
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from optimizer import made_optimizations as made
+
+from penstock.optimizer import outcomes
+from penstock.optimizer.candidates import Candidate, Skip, Step
+from penstock.optimizer.results import Optimization, Served, Try
+
+CHOSEN = made.QUANTISED.then(made.BATCHING)
+OTHER = made.FUSED.then(made.BATCHING)
+
+
+def served(goodput: float = 1.0, p99_s: float = 0.0118, rate: float | None = None) -> Served:
+    found = made.served(p99_s, 300.0 if rate is None else rate, 212)
+    found.max_rate = None if rate is None else found.max_rate
+    return msgspec.structs.replace(found, goodput=goodput)
+
+
+def served_try(candidate: Candidate, figures: Served) -> Try:
+    return Try(candidate, "batching", "equal", "served", served=figures)
+
+
+def settled(
+    one: Served, chosen: Served, proofs: Mapping[str, Served] | None = None
+) -> tuple[str, str]:
+    """Outcome and reason of another candidate."""
+    tries = [served_try(OTHER, one), served_try(CHOSEN, chosen)]
+    outcomes.settle_served(tries, CHOSEN, proofs or {})
+    assert tries[1].outcome == "kept"
+    return tries[0].outcome, tries[0].reason
+
+
+class TestServed:
+    @pytest.mark.parametrize(("goodput", "text"), [(0.92, "92 %"), (0.87, "87 %")])
+    def test_fewer_in_time_is_no_equal(self, goodput: float, text: str) -> None:
+        found = settled(served(goodput, 0.03), served(1.0))
+        assert found == ("slower", f"{text} in time, the chosen one 100 %")
+
+    def test_less_than_the_noise_is_equal(self) -> None:
+        outcome, reason = settled(served(p99_s=0.0119), served())
+        assert outcome == "equal"
+        assert reason == "p99 11.9 ms, the chosen one 11.8 ms: no difference beyond the noise"
+
+    def test_a_higher_p99_or_a_lower_rate_is_slower(self) -> None:
+        found = settled(served(p99_s=0.0180), served())
+        assert found == ("slower", "p99 18 ms, the chosen one 11.8 ms")
+        found = settled(served(rate=200.0), served(rate=300.0))
+        assert found == ("slower", "up to 200/s, the chosen one 300/s")
+
+    def test_missing_the_slo_is_said(self) -> None:
+        outcome, reason = settled(served(1.0, 0.03), served())
+        assert (outcome, reason) == ("slower", "misses the SLO, unlike the chosen one")
+
+    def test_proofs_are_compared_with_proofs(self) -> None:
+        """In the search it was ahead; both were proven."""
+        better, worse = served(1.0), served(0.7, 0.03)
+        assert settled(better, worse)[0] == "equal"
+        assert settled(better, worse)[1].endswith("ahead when it was tried, not proven")
+        found = settled(better, worse, {OTHER.key: worse, CHOSEN.key: better})
+        assert found == ("slower", "70 % in time, the chosen one 100 %")
+        # Only the chosen one was proven, and did better then.
+        assert settled(served(0.9, 0.03), worse, {CHOSEN.key: better})[0] == "slower"
+
+    def test_originals_and_rejected_ones_stay_as_they_are(self) -> None:
+        tries = [served_try(made.ORIGINAL, served(0.1)), served_try(OTHER, served(0.1))]
+        tries[0].outcome, tries[1].outcome = "kept", "rejected"
+        outcomes.settle_served([*tries, served_try(CHOSEN, served())], CHOSEN, {})
+        assert [each.outcome for each in tries] == ["kept", "rejected"]
+
+
+class TestRefused:
+    def test_a_model_is_rejected_with_all_ways_to_serve_it(self) -> None:
+        tries = made.tries()
+        refused = made.judgement(0.03, 0.04, part="held out")
+        keys = {made.QUANTISED.key: refused}
+        (note,) = outcomes.mark_refused(tries, keys, lambda each: each.model)
+        assert note == f"{made.QUANTISED} was refused on the held-out examples: {refused.text}"
+        rejected = [each for each in tries[8:] if each.outcome == "rejected"]
+        assert [each.candidate.model for each in rejected] == [made.QUANTISED] * 4
+        assert rejected[0].refusal is refused and rejected[0].accuracy is not None
+        assert rejected[1].reason == "its model was refused on the held-out examples"
+        # Others are not.
+        assert tries[3].outcome == "kept"
+
+    def test_the_gate_stands_in_the_way_only_of_what_is_faster(self) -> None:
+        found = made.refused()
+        assert outcomes.is_refused(found)
+        found.chosen = made.FUSED
+        assert outcomes.is_refused(found)
+        for each in found.tries[7:9]:
+            each.predicted_rate = 160.0
+        assert not outcomes.is_refused(found)
+
+    def test_one_that_passed_is_enough(self) -> None:
+        found = made.refused()
+        found.tries[7].accuracy = made.judgement()
+        assert not outcomes.is_refused(found)
+        found.tries[7].held_out = made.judgement(0.03, 0.04)
+        assert outcomes.is_refused(found)
+
+    def test_where_no_rate_keeps_the_slo_one_row_alone_decides(self) -> None:
+        found = made.refused()
+        for each in found.tries:
+            each.predicted_rate = 0.0
+        assert not outcomes.is_refused(found)
+        found.tries[8].times = [made.times(0.001)]
+        assert outcomes.is_refused(found)
+
+    def test_a_language_model_is_compared_as_measured(self) -> None:
+        """Refused before it was served, nobody knows how fast it is."""
+        found = made.text()
+        found.chosen = made.ORIGINAL
+        found.tries[1].accuracy = made.judgement(0.03, 0.04)
+        assert outcomes.is_refused(found)
+        found.tries[1].served = None
+        assert not outcomes.is_refused(found)
+
+
+class TestRun:
+    @pytest.mark.parametrize(
+        ("make", "is_interrupted", "outcome"),
+        [
+            (made.kept, False, "kept"),
+            (made.kept, True, "kept"),
+            (made.missed, False, "missed"),
+            (made.missed, True, "interrupted"),
+            (made.refused, False, "refused"),
+            (made.disturbed, False, "disturbed"),
+            (made.disturbed, True, "interrupted"),
+        ],
+    )
+    def test_ends_as(self, make, is_interrupted: bool, outcome: str) -> None:  # type: ignore[no-untyped-def]
+        assert outcomes.outcome_of(make(), is_interrupted=is_interrupted) == outcome
+
+    def test_what_was_cut_is_named_once(self) -> None:
+        found: Optimization = made.kept()
+        found.skipped = [
+            Skip("fp8", "out of time", cut_by="time"),
+            Skip("int8-static", "out of time", cut_by="time"),
+            Skip("dtype", "out of time", Step("dtype", {"dtype": "int8"}), "time"),
+            Skip("half", "interrupted", cut_by="interrupt"),
+            Skip("openvino", "not installed"),
+        ]
+        cut = ["fp8", "other settings of int8-static", "dtype(dtype=int8)"]
+        assert outcomes.untried(found, "time") == cut
+        assert outcomes.untried(found, "interrupt") == ["other settings of half"]
+
+    def test_notes_say_what_ended_the_search(self) -> None:
+        assert outcomes.cut_notes(is_interrupted=False, is_out_of_time=False) == []
+        (note,) = outcomes.cut_notes(is_interrupted=False, is_out_of_time=True)
+        assert "--budget" in note
+        (note,) = outcomes.cut_notes(is_interrupted=True, is_out_of_time=False)
+        assert "resume" in note
