@@ -18,6 +18,7 @@ NEAR = 0.01
 # Share of what arrives that has to be answered in the time measured.
 KEPT_UP = 0.95
 OVERLOADED = "overloaded"
+DISTURBED = "disturbed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,18 @@ class Row:
 def rows(optimization: Optimization) -> list[Row]:
     """What is known of one of them at least."""
     before, after = optimization.before, optimization.after
-    found = [*_measured_rows(before, after), *_accuracy_rows(optimization)]
+    measured = list(_measured_rows(before, after))
+    if is_disturbed(optimization):
+        measured = [replace(row, change=DISTURBED, is_better=None) for row in measured]
+    found = [*measured, *_accuracy_rows(optimization)]
     return [row for row in found if {row.before.text, row.after.text} != {units.UNKNOWN}]
+
+
+def is_disturbed(optimization: Optimization) -> bool:
+    """Whether figures contradict each other, so that no gain can be claimed from them."""
+    both = optimization.before, optimization.after
+    has_doubts = any(each is not None and each.disturbances for each in both)
+    return optimization.outcome == "disturbed" or has_doubts
 
 
 def has_after(optimization: Optimization) -> bool:

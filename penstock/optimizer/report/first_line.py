@@ -186,7 +186,7 @@ def _gains(optimization: Optimization) -> list[str]:
 
 def _speed(optimization: Optimization) -> str:
     before, after = optimization.before, optimization.after
-    if before is None or after is None or is_original(optimization):
+    if before is None or after is None or is_original(optimization) or before.disturbances:
         return ""
     if before.max_rate is not None and after.max_rate is not None:
         ratio = wording.ratio(before.max_rate, after.max_rate)

@@ -134,8 +134,8 @@ def numerics_text(found: Numerics) -> str:
         return "; ".join(found.problems)
     parts = [
         f"{units.count(found.num_examples, 'example')}",
-        f"largest difference {found.max_absolute:.2g} ({found.max_relative:.2g} of the largest"
-        " value)",
+        f"largest difference {found.max_absolute:.2g} ({found.max_relative:.2g} of a column's"
+        " range)",
         f"least cosine {found.min_cosine:.6f}",
     ]
     if found.agreement is not None:

@@ -6,6 +6,7 @@ from optimizer import made_optimizations as made
 
 from penstock.benchmark.stats import Interval
 from penstock.optimizer.report.before_after import Row, has_after, keeps_up, rows
+from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization
 
 
@@ -101,3 +102,14 @@ def test_few_long_answers_are_no_overload() -> None:
     assert keeps_up(served)
     served.throughput = Interval(1.2, 0.9, 1.5)
     assert not keeps_up(served)
+
+
+def test_disturbed_figures_claim_no_gain() -> None:
+    found = made.kept()
+    assert any(row.is_better for row in rows(found))
+    assert found.before is not None
+    found.before.disturbances = ["original: SLO missed at 200/s, but kept at 900/s"]
+    measured = [row for row in rows(found) if "held out" not in row.name]
+    assert {row.change for row in measured} == {"disturbed"}
+    assert not any(row.is_better for row in measured)
+    assert "the original's highest rate" not in headline(found)

@@ -72,7 +72,7 @@ def test_read_back_says_what_was_really_built() -> None:
 def test_numerics_say_the_problem_or_the_distance() -> None:
     found = made.numerics(0.021)
     assert numerics_text(found) == (
-        "64 examples, largest difference 0.084 (0.021 of the largest value),"
+        "64 examples, largest difference 0.084 (0.021 of a column's range),"
         " least cosine 0.979000, same first choice in 99.2 %"
     )
     found.problems = ["output 'logits' is NaN in 3 examples"]
