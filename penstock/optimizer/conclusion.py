@@ -15,9 +15,6 @@ from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.search import Finalist, Findings, Search
 
-# Servers have to start, and each is measured twice.
-MIN_LEFT_S = 20.0
-
 
 @dataclass(slots=True)
 class Choice:
@@ -89,7 +86,9 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
     choice = choose(lab, findings)
     found.notes += [f"on held-out examples: {each.text}" for each in choice.refused.values()]
     _prove(lab, search, choice, found)
-    other = _better_proven(lab, findings, choice, found)
+    other = None
+    if search.has_time_to_prove(2):
+        other = _better_proven(lab, findings, choice, found)
     if other is not None:
         choice = _proven_again(lab, search, choice, other, found)
     if _original_does(choice, found):
@@ -146,7 +145,7 @@ def _notes(lab: Lab, findings: Findings) -> list[str]:
         notes.append("interrupted: the best of what had been tried is kept")
     if findings.is_out_of_time:
         notes.append("the time was up before everything had been tried; the best so far is kept")
-    return notes
+    return notes + findings.notes
 
 
 def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> None:
@@ -156,10 +155,12 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> Non
     found.before, found.after = findings.original, choice.finalist.served
     if findings.is_interrupted:
         return
-    if search.left_s is not None and search.left_s < MIN_LEFT_S:
-        found.notes.append("no time was left to measure original and choice in turns")
-        return
     builds = [original, chosen] if chosen.candidate.steps else [original]
+    if not search.has_time_to_prove(len(builds)):
+        found.notes.append(
+            "no time was left for the proof in turns: the figures are those of the search"
+        )
+        return
     try:
         measured = lab.prove(builds, search.left_s)
     except PenstockError as error:

@@ -20,7 +20,7 @@ import psutil
 
 from penstock import repository
 from penstock.errors import ConfigError, PenstockError
-from penstock.optimizer import evidence, folders, passes, shapes
+from penstock.optimizer import evidence, folders, passes, shapes, time_plan
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
@@ -67,7 +67,13 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
 def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     search = Search(lab, watch, passes.sequence(), began=began)
+    planned = time_plan.describe(lab.time, lab.plan, is_on_gpu=lab.original.config.uses_gpu)
+    if planned:
+        lab.notes.append(planned)
+        search.announce(planned)
+    began_check = time.monotonic()
     lab.check_data()
+    search.learn_judging(time.monotonic() - began_check)
     findings = search.run()
     if not findings.finalists:
         # Interrupted before the original had been measured: there is nothing to keep.
@@ -76,7 +82,7 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
     assert found.chosen is not None
     build = _as_committed(lab, found.chosen)
     try:
-        lab.keep_chosen(build)
+        lab.keep_chosen(build, search.left_s)
     except PenstockError as error:
         found.notes.append(f"every start of the version times its products again: {error}")
     found.elapsed_s = time.monotonic() - began

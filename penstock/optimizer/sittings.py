@@ -9,6 +9,7 @@ The lab asks; one sitting at a time.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -83,6 +84,8 @@ class Sitting:
         self._config = with_instances(build.config, *most)
         self._spare = spare
         self._child: Child | None = None
+        # When questions must have been answered, by the monotonic clock.
+        self.ends_at = math.inf
 
     def inspect(self) -> Facts:
         facts = self._asked(lambda child: trials.inspected(child, self.build))
@@ -134,5 +137,7 @@ class Sitting:
     def _loaded(self) -> Child:
         if self._child is None:
             child = self._child = self._spare.take(self._config)
+            child.ends_at = self.ends_at
             child.load()
+        self._child.ends_at = self.ends_at
         return self._child

@@ -71,7 +71,9 @@ def concluded(lab: MadeLab, *finalists: Finalist) -> Optimization:
     findings = Findings(finalists=[*finalists, original], contenders=[original.contender])
     findings.original = original.served
     findings.tries = [Try(Candidate(), "baseline", "kept", "")]
-    search = SimpleNamespace(findings=findings, prove=lambda: None, left_s=None)
+    search = SimpleNamespace(
+        findings=findings, prove=lambda: None, left_s=None, has_time_to_prove=lambda num: True
+    )
     return conclude(lab, search, "command", "today")  # type: ignore[arg-type]
 
 
