@@ -13,13 +13,16 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.benchmark.report import units
 from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.optimizer import disk
 from penstock.staging import sync_folder
 
 FILE = "journal.jsonl"
@@ -35,7 +38,8 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
-        self._file = open(self.path, "a+b")  # noqa: SIM115
+        # Unbuffered: what could not be written must not be written later.
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -132,10 +136,22 @@ class Journal:
         return record
 
     def _append(self, record: dict[str, Any]) -> None:
+        """WriteFailed where the line cannot be written; the lines before it stay."""
         # NaN and infinity as Python writes them: a measurement may be neither known nor finite.
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = json.dumps(record).encode() + b"\n"
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(size)
+            free = units.size(disk.free_bytes(self.path))
+            raise disk.WriteFailed(
+                f"{self.path}: cannot be written: {error.strerror or error} ({free} free); free "
+                "some space and run the same command again: it resumes from this journal"
+            ) from error
 
     def _read(self) -> dict[tuple[str, str], dict[str, Any]]:
         self._file.seek(0)

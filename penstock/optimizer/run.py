@@ -20,7 +20,7 @@ import psutil
 
 from penstock import repository
 from penstock.errors import ConfigError, PenstockError
-from penstock.optimizer import evidence, folders, passes, shapes, time_plan
+from penstock.optimizer import disk, evidence, folders, passes, shapes, time_plan
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
@@ -58,6 +58,8 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
     with _opened(plan, work) as subject:
         examples = _examples(plan, subject)
         run = run_key(plan, machine, subject, examples)
+        is_resumed = (work / run / ORIGINAL).is_dir()
+        disk.check_room(Path(plan.out), subject.build.folder, is_resumed=is_resumed)
         with Journal(work / run) as journal:
             subject = _placed(subject, work / run / ORIGINAL / plan.name)
             with closing(Lab(plan, machine, subject, examples, journal)) as lab:
@@ -87,7 +89,8 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
         found.notes.append(f"every start of the version times its products again: {error}")
     found.elapsed_s = time.monotonic() - began
     found.headline = headline(found)
-    found.version = evidence.commit(build, found, run)
+    found.build_folder = str(build.folder)
+    evidence.try_commit(build, found, run)
     found.num_measured = lab.journal.num_measured
     found.num_remembered = lab.journal.num_remembered
     return found

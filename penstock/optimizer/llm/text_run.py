@@ -21,7 +21,7 @@ import msgspec
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm.settings import DTYPES, settings_of
 from penstock.llm.text_model import read_text
-from penstock.optimizer import evidence, folders, goals
+from penstock.optimizer import disk, evidence, folders, goals
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Build, Candidate, Stage
 from penstock.optimizer.journal import Journal
@@ -64,6 +64,8 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
         text = read_text(settings.path, is_made_up=False)
         prompts = read_prompts(plan.data, text, subject.max_length)
         key = run_key(plan, run.machine, subject, prompts)
+        is_resumed = (work_of(plan) / key / ORIGINAL).is_dir()
+        disk.check_room(Path(plan.out), subject.build.folder, is_resumed=is_resumed)
         with Journal(work_of(plan) / key) as journal:
             placed = _placed(subject, work_of(plan) / key / ORIGINAL / plan.name)
             budget = plan.accuracy or likelihoods.DEFAULT
@@ -164,7 +166,8 @@ class Run:
         made.elapsed_s = self.elapsed_s
         made.headline = headline(made)
         build = lab.build(choice.finalist.candidate)
-        made.version = evidence.commit(build, made, key)
+        made.build_folder = str(build.folder)
+        evidence.try_commit(build, made, key)
         made.num_measured = lab.journal.num_measured
         made.num_remembered = lab.journal.num_remembered
         return made
