@@ -66,13 +66,13 @@ class MadeLab:
         return {}
 
 
-def concluded(lab: MadeLab, *finalists: Finalist) -> Optimization:
+def concluded(lab: MadeLab, *finalists: Finalist, has_time: bool = True) -> Optimization:
     original = finalist("", 0.1)
     findings = Findings(finalists=[*finalists, original], contenders=[original.contender])
     findings.original = original.served
     findings.tries = [Try(Candidate(), "baseline", "kept", "")]
     search = SimpleNamespace(
-        findings=findings, prove=lambda: None, left_s=None, has_time_to_prove=lambda num: True
+        findings=findings, prove=lambda: None, left_s=None, has_time_to_prove=lambda num: has_time
     )
     return conclude(lab, search, "command", "today")  # type: ignore[arg-type]
 
@@ -115,3 +115,10 @@ def test_those_that_did_no_better_are_not_proven() -> None:
     lab = MadeLab({"first": 0.7})
     found = concluded(lab, finalist("first", 0.99), finalist("second", 0.6))
     assert (lab.proven, chosen(found)) == (["first"], "first")
+
+
+def test_a_proof_that_has_no_time_is_not_begun_and_that_is_told() -> None:
+    lab = MadeLab({"first": 1.0})
+    found = concluded(lab, finalist("first", 1.0), has_time=False)
+    assert (chosen(found), lab.proven, found.outcome) == ("first", [], "kept")
+    assert any("no time was left for the proof" in note for note in found.notes)

@@ -312,6 +312,18 @@ def test_ten_minutes_are_used_for_steps_and_rates() -> None:
     assert not any("no step" in each for each in found.notes)
 
 
+def test_a_proof_is_begun_only_where_one_round_fits() -> None:
+    plan = Plan("m", "m", "out", slo=WISH, budget_s=60.0)
+    lab = SlowLab(plan, Profile(random.Random(0), is_small=True), {"original": 20.0})
+    run = Search(lab, lambda progress: None, [], lab.clock)  # type: ignore[arg-type]
+    needed_s = planned(60.0).prove_s(2, 1)
+    lab.clock.now = 60.0 - needed_s
+    assert run.has_time_to_prove(2)
+    lab.clock.now += 0.1
+    assert not run.has_time_to_prove(2)
+    assert run.has_time_to_prove(1)
+
+
 def test_a_step_that_was_cut_short_is_told_as_skipped() -> None:
     plan = Plan("m", "m", "out", slo=WISH, budget_s=60.0)
     passes = [MadePass("pieces", "compile"), MadePass("batching", "batching")]
