@@ -241,7 +241,7 @@ class Search:
         """Say so where not even one step had time, and how much would be enough."""
         if len(self.findings.tries) > 1 or self._plan.budget_s is None:
             return
-        needed_s = self._baseline_s + self._step_s + self._time.kept_s()
+        needed_s = self._baseline_s + self._step_s + self._time.shortest_kept_s
         # No less than what was too little.
         suggested_s = smallest_budget_s(max(needed_s, self._plan.budget_s + 1))
         self.findings.notes.append(
@@ -438,7 +438,7 @@ class Search:
         except OutOfTime:
             # What has passed by then is worth its timing, if there is time for that.
             is_worth = any(record.outcome != "rejected" for record in judged)
-            needed_s = self._step_s + self._time.finalists_s + self._time.shortest_proof_s
+            needed_s = self._step_s + self._time.shortest_kept_s
             if is_worth and self.left_s is not None and self.left_s >= needed_s:
                 self._is_finishing = True
                 self._compare_variants(each, parent, judged)
@@ -844,6 +844,9 @@ class Search:
         """Without what is kept for the end."""
         if self.left_s is None or self._plan.budget_s is None:
             return None
+        if len(self.findings.tries) <= 1:
+            # A proof of one round, with a step that it is about, is worth more than a long one.
+            return self.left_s - self._time.shortest_kept_s
         # On GPUs the first steps are far from what the last ones reach, and servers stay up.
         is_far = not self._is_on_gpu and self.findings.contenders and not self._is_in_reach()
         return self.left_s - self._time.kept_s(is_far=bool(is_far))

@@ -126,6 +126,11 @@ class TimePlan:
         rates_s = 2 * (MIN_SEARCH_S + PROBE_COST_S) if self.has_rates else 0.0
         return self.prove_s(2, self.num_rounds) + rates_s + self.close_s
 
+    @property
+    def shortest_kept_s(self) -> float:
+        """The least that finalists and proof take."""
+        return self.finalists_s + self.shortest_proof_s
+
     def kept_s(self, *, is_far: bool = False) -> float:
         """Kept for finalists and proof while steps are tried. `is_far`: the SLO is out of reach."""
         needed_s = self.finalists_s + self.proof_s

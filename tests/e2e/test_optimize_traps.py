@@ -637,7 +637,7 @@ def small_budget(draw: np.random.Generator, folder: Path, budget: str) -> Ran:
     ran = optimized(folder, *flags, "--budget", budget)
     assert ran.code in (2, 3, 4), ran.text
     assert num_versions(folder / "models", "m") == 1
-    assert f"budget {budget}" in ran.err or "budget 1 min" in ran.err
+    assert ran.err.startswith("budget "), ran.err
     return ran
 
 
@@ -706,14 +706,18 @@ def test_a_full_disk_at_the_commit_keeps_the_verdict(draw, tmp_path):
 def test_a_disk_that_is_full_in_mid_run_is_told(draw, tmp_path):
     write_stack(tmp_path / "m.onnx", draw)
     with small_disk(tmp_path / "disk", "8m") as disk:
-        flags = ["m.onnx", "--slo", EASY, "--out", str(disk / "models"), "--name", "m"]
+        flags = ["m.onnx", "--slo", OUT_OF_REACH, "--out", str(disk / "models"), "--name", "m"]
         command = Command(tmp_path, *flags, *SHORT)
         command.wait_for("start servers")
         with contextlib.suppress(OSError), (disk / "other").open("wb") as file:
             while True:
                 file.write(bytes(4096))
         ran = command.end()
-        assert_clear(ran, "No space left on device", "run the same command again")
+        # By the journal, or by the commit where the journal's last block had room for its lines.
+        assert ran.code == 1, ran.text
+        assert "Traceback" not in ran.text
+        assert "run the same command again" in ran.err
+        assert not num_versions(disk / "models", "m")
 
 
 def test_a_disk_without_room_for_the_model_is_refused_at_once(draw, tmp_path):
