@@ -69,9 +69,10 @@ from rich.table import Table
 
 from penstock import repository
 from penstock.errors import PenstockError
-from penstock.optimizer import journal, served
+from penstock.optimizer import journal
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.results import Served
+from penstock.optimizer.time_plan import SEARCH_S
 
 MODELS = ("sentiment_onnx", "mobilenet_v2", "mnist_8")
 # What makes another model's file; the other stages only change how it is served.
@@ -286,7 +287,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--duration", default="6s")
     parser.add_argument("--budget", default="", help="of the optimiser, such as 6m")
-    parser.add_argument("--search-seconds", type=float, default=served.SEARCH_S)
+    parser.add_argument("--search-seconds", type=float, default=SEARCH_S)
     parser.add_argument("--final-seconds", type=float, default=2.0, help="at one rate")
     parser.add_argument("--cores", nargs="+", type=cores_of, default=[])
     parser.add_argument("--result", default="optimize_brute_force")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,6 +197,7 @@ def optimize(
     kept, 2 it is not and the best is saved, 3 the accuracy gate allows nothing that would help.
     """
     from penstock.benchmark.report import run_files
+    from penstock.optimizer import disk
     from penstock.optimizer.report.first_line import exit_code
 
     try:
@@ -208,10 +211,20 @@ def optimize(
     except PenstockError as error:
         click.echo(f"penstock optimize: {error}", err=True)
         sys.exit(FAILED)
+    except disk.WriteFailed as error:
+        click.echo(f"penstock optimize: {error}", err=True)
+        sys.exit(FAILED)
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        hint = "free some space and run the same command again: it resumes"
+        click.echo(f"penstock optimize: {place}{error.strerror}; {hint}", err=True)
+        sys.exit(FAILED)
     except KeyboardInterrupt:
         click.echo("penstock optimize: interrupted; the same command goes on", err=True)
         sys.exit(INTERRUPTED)
-    sys.exit(exit_code(found))
+    sys.exit(FAILED if found.uncommitted else exit_code(found))
 
 
 def make_plan(model: str | None, plan_path: str | None, flags: dict[str, Any]) -> Plan:
@@ -245,10 +258,44 @@ def _show(found: Optimization, plan: Plan, html_path: str | None, json_path: str
     from penstock.optimizer.report import optimization_files, optimize_page, optimize_table
     from penstock.optimizer.run import report_path
 
-    html = Path(html_path) if html_path else report_path(plan)
-    write_text(optimize_page.page(found), html)
-    if json_path:
-        optimization_files.write_optimization(found, Path(json_path))
     console = terminal.console()
     console.print(optimize_table.shown(found))
+    page = optimize_page.page(found)
+    html = Path(html_path) if html_path else report_path(plan)
+    html = _write(html, found.name, lambda path: write_text(page, path))
+    if not json_path and found.uncommitted:
+        # Nothing else keeps the verdict.
+        json_path = str(html.with_suffix(".json"))
+    json = None
+    if json_path:
+        json = _write(
+            Path(json_path),
+            found.name,
+            lambda path: optimization_files.write_optimization(found, path),
+        )
+    if found.uncommitted:
+        _explain(found, html, json)
+        return
     console.print(f"version {found.version} of {found.name} in {plan.out}; report: {html}")
+
+
+def _write(path: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """Write a file; into the folder for temporary files where its own place does not take it.
+    Return where it is."""
+    try:
+        write(path)
+    except ConfigError as error:
+        other = Path(tempfile.mkdtemp(prefix=f"penstock-{name}-")) / path.name
+        write(other)
+        click.echo(f"penstock optimize: {error}; written to {other} instead", err=True)
+        return other
+    return path
+
+
+def _explain(found: Optimization, html: Path, json: Path | None) -> None:
+    lines = [
+        f"no version was committed: {found.uncommitted}",
+        f"the verdict is kept: report {html}, JSON {json}; the build is in {found.build_folder}",
+        "free some space and run the same command again: it resumes from the journal and commits",
+    ]
+    click.echo("\n".join(f"penstock optimize: {each}" for each in lines), err=True)

@@ -86,6 +86,7 @@ PURE = [
     "optimizer/fallback.py",
     "optimizer/shapes.py",
     "optimizer/simulate.py",
+    "optimizer/time_plan.py",
     "optimizer/profile/gpu_timeline.py",
     "optimizer/profile/profile_plots.py",
     "optimizer/profile/roofline.py",

@@ -1,16 +1,22 @@
 """Flags and a plan file become one plan; what is wrong is told in lines, without a traceback."""
 
+import errno
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
+from optimizer import made_optimizations
 
 from penstock import optimize_cli
 from penstock.errors import ConfigError
+from penstock.optimizer.disk import WriteFailed
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.report.optimization_files import read_optimization
 
 
 def plan(*arguments: str) -> Plan:
@@ -93,6 +99,72 @@ def test_wrong_flags_do_not_look_like_an_slo_that_is_missed(arguments: tuple[str
     code, text = run(*arguments)
     assert code == 1
     assert "Error: " in text
+
+
+class TestAFullDisk:
+    """The command ends with a line, and what was found is not lost."""
+
+    def ask(self, tmp_path, monkeypatch, outcome, *flags):
+        (tmp_path / "m.onnx").write_bytes(b"")
+
+        def run(plan):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(optimize_cli, "_optimize", run)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+        (tmp_path / "temporary").mkdir()
+        asked = [str(tmp_path / "m.onnx"), "--slo", "p99 < 1 s", "--out", str(tmp_path / "out")]
+        return CliRunner().invoke(optimize_cli.optimize, [*asked, *flags])
+
+    def found(self):
+        reason = "out: not enough disk space for the version: needs 9 MiB, 1 MiB free"
+        return msgspec.structs.replace(
+            made_optimizations.kept(), version="", uncommitted=reason, build_folder="work/build"
+        )
+
+    def test_without_a_version_the_verdict_is_kept(self, tmp_path, monkeypatch):
+        flags = ("--html", str(tmp_path / "page.html"))
+        ended = self.ask(tmp_path, monkeypatch, self.found(), *flags)
+        assert ended.exit_code == 1
+        assert "SLO kept" in ended.stdout
+        for wanted in (
+            "needs 9 MiB, 1 MiB free",
+            "page.html",
+            "work/build",
+            "run the same command",
+        ):
+            assert wanted in ended.stderr
+        assert (tmp_path / "page.html").is_file()
+        kept = read_optimization(tmp_path / "page.json")
+        assert kept.outcome == "kept" and kept.uncommitted
+
+    def test_a_page_that_cannot_be_written_is_among_temporary_files(self, tmp_path, monkeypatch):
+        # Its folder is not there: nothing could be written to the repository.
+        ended = self.ask(tmp_path, monkeypatch, self.found())
+        assert ended.exit_code == 1
+        (page,) = (tmp_path / "temporary").glob("*/report.html")
+        assert f"written to {page} instead" in ended.stderr
+        assert page.with_suffix(".json").is_file()
+        assert "Traceback" not in ended.output
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            WriteFailed("journal.jsonl: cannot be written: No space left on device"),
+            OSError(errno.ENOSPC, "No space left on device", "a file"),
+        ],
+    )
+    def test_in_the_middle_of_a_run(self, error, tmp_path, monkeypatch):
+        ended = self.ask(tmp_path, monkeypatch, error)
+        assert ended.exit_code == 1
+        assert ended.stderr.startswith("penstock optimize: ")
+        assert "No space left on device" in ended.stderr
+
+    def test_other_errors_of_files_are_not_hidden(self, tmp_path, monkeypatch):
+        ended = self.ask(tmp_path, monkeypatch, PermissionError(errno.EACCES, "Permission denied"))
+        assert isinstance(ended.exception, PermissionError)
 
 
 class TestLanguageModels:

@@ -34,6 +34,7 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Curve
 from penstock.optimizer.subject import open_subject
 from penstock.optimizer.this_machine import read_machine
+from penstock.optimizer.time_plan import SEARCH_S
 from penstock.slo import parse
 
 MET, MISSED, REFUSED = 0, 2, 3
@@ -92,7 +93,7 @@ def max_rates(
     contenders: Sequence[Contender],
     case: Case,
     duration: str,
-    search_s: float = served.SEARCH_S,
+    search_s: float = SEARCH_S,
 ) -> list[Rate]:
     """The highest Poisson rate of each at which the case's latency terms hold, served and searched
     in turns, about `search_s` each."""
@@ -102,7 +103,7 @@ def max_rates(
 def most(contender: Contender, case: Case, duration: str) -> Rate:
     """What it answers a second when it never has to wait for requests, however late: no rate that
     keeps a latency is higher."""
-    [rate] = _max_rates([contender], case, ANY_LATENCY, duration, served.SEARCH_S)
+    [rate] = _max_rates([contender], case, ANY_LATENCY, duration, SEARCH_S)
     return rate
 
 
@@ -158,7 +159,7 @@ def interleaved(
     case: Case,
     rounds: int,
     duration: str,
-    search_s: float = served.SEARCH_S,
+    search_s: float = SEARCH_S,
 ) -> dict[str, list[float]]:
     """Highest rates by name, every round each contender once."""
     rates: dict[str, list[float]] = {each.name: [] for each in contenders}

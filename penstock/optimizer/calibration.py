@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -171,9 +171,15 @@ def model_rows(config: ModelConfig, examples: Examples, indices: Sequence[int]) 
 
 
 def calibrate(
-    model: Any, names: Sequence[str], config: ModelConfig, rows: Sequence[Row], cache: Path
+    model: Any,
+    names: Sequence[str],
+    config: ModelConfig,
+    rows: Sequence[Row],
+    cache: Path,
+    check_time: Callable[[], None] = lambda: None,
 ) -> Calibration:
     """Histograms of these tensors of a graph over the rows; from the cache where they are known.
+    `check_time` is called before each batch, and may raise.
     ConfigError, when there are no rows or a tensor is not finite on them."""
     if not rows:
         raise ConfigError(["calibration: there are no examples for it"])
@@ -181,7 +187,7 @@ def calibrate(
     path = cache / f"calibration-{digest[:32]}.npz"
     tensors = _read(path)
     if tensors is None:
-        tensors = _observe(model, names, config, rows)
+        tensors = _observe(model, names, config, rows, check_time)
         _write(path, tensors)
     return Calibration(tensors, _input_ranges(rows), len(rows), digest)
 
@@ -205,13 +211,18 @@ def batches(config: ModelConfig, rows: Sequence[Row]) -> Iterator[dict[str, Arra
 
 
 def _observe(
-    model: Any, names: Sequence[str], config: ModelConfig, rows: Sequence[Row]
+    model: Any,
+    names: Sequence[str],
+    config: ModelConfig,
+    rows: Sequence[Row],
+    check_time: Callable[[], None],
 ) -> dict[str, Histogram]:
     loaded = onnx_model.session(onnx_model.with_outputs(model, names))
     taken = {value.name for value in onnx_model.true_inputs(model.graph)}
     tensors = {name: Histogram() for name in names}
     inside = [name for name in names if name not in taken]
     for batch in batches(config, rows):
+        check_time()
         feeds = {name: array for name, array in batch.items() if name in taken}
         seen = {**onnx_model.run(loaded, feeds), **feeds}
         for name in (*inside, *(name for name in names if name in taken)):

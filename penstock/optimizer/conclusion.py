@@ -3,6 +3,7 @@ turns with the original; the verdict."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,10 +17,9 @@ from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Finalist, Findings, Search
 
-# Servers have to start, and each is measured twice.
-MIN_LEFT_S = 20.0
 # A proof that contradicts itself or what was measured before is measured again, once.
 MAX_PROOFS = 2
+UNPROVEN = "was ahead in the search, but has no proof"
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
     search.prove()
     choice = choose(lab, findings)
     _prove(lab, search, choice, found)
-    other = _better_proven(lab, findings, choice, found)
+    other = _better_proven(lab, search, choice, found)
     if other is not None:
         choice = _proven_again(lab, search, choice, other, found)
     if _original_does(choice, found):
@@ -156,9 +156,10 @@ def _examples_wanted(lab: Lab, findings: Findings) -> list[str]:
 
 
 def _notes(lab: Lab, findings: Findings) -> list[str]:
-    return lab.notes + outcomes.cut_notes(
+    cut = outcomes.cut_notes(
         is_interrupted=findings.is_interrupted, is_out_of_time=findings.is_out_of_time
     )
+    return lab.notes + cut + findings.notes
 
 
 def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> bool:
@@ -169,11 +170,11 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> boo
     found.before, found.after = findings.original, choice.finalist.served
     if findings.is_interrupted:
         return False
-    if search.left_s is not None and search.left_s < MIN_LEFT_S:
+    builds = [original, chosen] if chosen.candidate.steps else [original]
+    if not search.has_time_to_prove(len(builds)):
         if not found.is_proven:
             found.notes.append(outcomes.NO_PROOF)
         return False
-    builds = [original, chosen] if chosen.candidate.steps else [original]
     is_proven = False
     for attempt in range(MAX_PROOFS):
         try:
@@ -188,7 +189,7 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> boo
         doubts = [*choice.doubts, *found.before.disturbances]
         if disturbance.is_close(found.after):
             doubts.append("close to the limit")
-        has_time = search.left_s is None or search.left_s >= MIN_LEFT_S
+        has_time = search.has_time_to_prove(len(builds))
         if not doubts or not has_time or attempt + 1 == MAX_PROOFS:
             break
         found.notes.append(f"measured again: {doubts[0]}")
@@ -227,22 +228,29 @@ def _note_disturbances(lab: Lab, choice: Choice, found: Optimization) -> None:
     lab.journal.forget(TIMINGS)
 
 
-def _better_proven(
-    lab: Lab, findings: Findings, choice: Choice, found: Optimization
-) -> Choice | None:
+def _better_proven(lab: Lab, search: Search, choice: Choice, found: Optimization) -> Choice | None:
     """The next finalist that did better than the first does in its proof, when that misses the
-    SLO."""
-    if found.after is None or found.after.is_met or findings.is_interrupted:
-        return None
-    for finalist in findings.finalists:
-        if finalist.build is choice.finalist.build:
-            continue
-        pair = [choice.finalist.simplicity, finalist.simplicity]
-        if goals.order([found.after, finalist.served], pair)[0] == 1:
-            other = _admitted(lab, finalist, choice.refused)
-            if other is not None:
-                return other
+    SLO and there is time to prove another."""
+    for finalist in _ahead(search.findings, choice, found):
+        if not search.has_time_to_prove(2):
+            if found.is_proven:
+                found.notes.append(f"{finalist.build.candidate} {UNPROVEN}")
+            return None
+        other = _admitted(lab, finalist, choice.refused)
+        if other is not None:
+            return other
     return None
+
+
+def _ahead(findings: Findings, choice: Choice, found: Optimization) -> Iterator[Finalist]:
+    """Finalists that did better in the search than the choice in its proof, which misses."""
+    if found.after is None or found.after.is_met or findings.is_interrupted:
+        return
+    for finalist in findings.finalists:
+        pair = [choice.finalist.simplicity, finalist.simplicity]
+        is_other = finalist.build is not choice.finalist.build
+        if is_other and goals.order([found.after, finalist.served], pair)[0] == 1:
+            yield finalist
 
 
 def _proven_again(
@@ -252,7 +260,7 @@ def _proven_again(
     before, after, is_proven = found.before, found.after, found.is_proven
     candidate = other.finalist.build.candidate
     if not _prove(lab, search, other, found) and is_proven:
-        found.notes.append(f"{candidate} was ahead in the search, but has no proof")
+        found.notes.append(f"{candidate} {UNPROVEN}")
         found.before, found.after = before, after
         return first
     if found.is_proven:

@@ -13,6 +13,8 @@ import msgspec
 from penstock import manifest as manifests
 from penstock import repository, versions
 from penstock.backends import GPU_MEMORY
+from penstock.benchmark.report import units
+from penstock.optimizer import disk
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.results import Optimization, Served
 
@@ -30,6 +32,23 @@ def commit(build: Build, found: Optimization, run: str) -> str:
     if there:
         return there
     return versions.commit(out, found.name, build.version_folder, build.config, made)
+
+
+def try_commit(build: Build, found: Optimization, run: str) -> None:
+    """Commit, and note the version; where it cannot be written, note why: what was found is worth
+    keeping without it."""
+    out = Path(found.out)
+    size = disk.size_of(build.version_folder)
+    try:
+        missing = disk.missing_room(out, size)
+        if missing and not _committed(out / found.name, evidence(build, found, run)):
+            found.uncommitted = f"{out}: not enough disk space for the version: {missing}"
+            return
+        found.version = commit(build, found, run)
+    except OSError as error:
+        needed, free = units.size(size), units.size(disk.free_bytes(out))
+        text = f"{error.filename or out}: {error.strerror or error}"
+        found.uncommitted = f"{text}; the version needs {needed}, {free} free"
 
 
 def evidence(build: Build, found: Optimization, run: str) -> dict[str, Any]:

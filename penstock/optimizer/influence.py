@@ -8,6 +8,7 @@ asked a second time, what it was the first time. Runs in a trial's child; the la
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,10 +24,10 @@ from penstock.optimizer.extremes import choose_rows
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.simulate import fitted
 from penstock.optimizer.trials import (
-    BatchRules,
     Child,
     Row,
     ServedRows,
+    TrialLimits,
     as_served,
     compute,
     shape_groups,
@@ -79,10 +80,12 @@ class Moved(msgspec.Struct, frozen=True):
 Answer = Mapping[str, Array]
 
 
-def inspect(build: Build, rows: Sequence[Row], *, is_lossy: bool) -> Facts:
+def inspect(
+    build: Build, rows: Sequence[Row], *, is_lossy: bool, ends_at: float = math.inf
+) -> Facts:
     """`trials.inspect`, with what real rows show added; in one process where the rows' answers are
     those of the model itself."""
-    with Child(build.config) as child:
+    with Child(build.config, ends_at=ends_at) as child:
         child.load()
         facts = trials.inspected(child, build)
         is_rounded = is_lossy or bool(facts.quantised)
@@ -90,7 +93,7 @@ def inspect(build: Build, rows: Sequence[Row], *, is_lossy: bool) -> Facts:
             add_check(facts, check_rows(child, build, rows, is_rounded=is_rounded))
             return facts
     model = replace(build, config=build.config.without_postprocess)
-    with Child(model.config) as child:
+    with Child(model.config, ends_at=ends_at) as child:
         child.load()
         add_check(facts, check_rows(child, model, rows, is_rounded=is_rounded))
     return facts
@@ -143,7 +146,7 @@ class _Check:
             # Its configuration pads, and so would a server: it must not batch at all.
             return RowCheck(padding_problem, padding_problem)
         if padding_problem:
-            self._child.rules = BatchRules(self._child.rules.max_rows, may_pad=False)
+            self._child.rules = TrialLimits(self._child.rules.max_rows, may_pad=False)
         served = as_served(self._child, config, self._rows)
         return RowCheck(self._batching_problem(served), padding_problem)
 

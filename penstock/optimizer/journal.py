@@ -13,13 +13,16 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.benchmark.report import units
 from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.optimizer import disk
 from penstock.staging import sync_folder
 
 FILE = "journal.jsonl"
@@ -44,7 +47,8 @@ class Journal:
         self._speed_s = speed_s
         self.num_discarded = 0
         self.path = folder / FILE
-        self._file = open(self.path, "a+b")  # noqa: SIM115
+        # Unbuffered: what could not be written must not be written later.
+        self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -111,7 +115,7 @@ class Journal:
 
     def forget(self, kinds: Collection[str]) -> None:
         """Nothing of these kinds is taken from the journal again, by this process or another."""
-        for kind, key in [known for known in self._known if known[0] in kinds]:
+        for kind, key in [known for known in self._known if _plain(known[0]) in kinds]:
             del self._known[kind, key]
             self._append({"kind": kind, "key": key, "forgotten": True})
 
@@ -163,7 +167,7 @@ class Journal:
             record["value"] = value
         record["seconds"] = round(time.monotonic() - began, 3)
         record["at"] = round(time.time(), 3)
-        if kind in TIMINGS and self._speed_s:
+        if _plain(kind) in TIMINGS and self._speed_s:
             record["speed_s"] = self._speed_s
         self._append(record)
         self._computed.add((kind, key))
@@ -172,10 +176,22 @@ class Journal:
         return record
 
     def _append(self, record: dict[str, Any]) -> None:
+        """WriteFailed where the line cannot be written; the lines before it stay."""
         # NaN and infinity as Python writes them: a measurement may be neither known nor finite.
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = json.dumps(record).encode() + b"\n"
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(size)
+            free = units.size(disk.free_bytes(self.path))
+            raise disk.WriteFailed(
+                f"{self.path}: cannot be written: {error.strerror or error} ({free} free); free "
+                "some space and run the same command again: it resumes from this journal"
+            ) from error
 
     def _read(self) -> dict[tuple[str, str], dict[str, Any]]:
         self._file.seek(0)
@@ -201,3 +217,8 @@ class Journal:
         elif known.get(("journal", "format"), {}).get("value") != FORMAT:
             raise ConfigError([f"{self.path}: written by another Penstock; move the file away"])
         return known
+
+
+def _plain(kind: str) -> str:
+    """Without what it was measured with: `served` of `served, levels of 2 s`."""
+    return kind.partition(",")[0]

@@ -7,8 +7,10 @@ trials, the gate, the profiler and the server; decides nothing.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -53,7 +55,8 @@ from penstock.optimizer.shapes import arrangements, with_batching, with_instance
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
-from penstock.optimizer.trials import BatchRules
+from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, Limits, OutOfTime, plan_time
+from penstock.optimizer.trials import TrialLimits
 from penstock.types import Array
 
 # Rows on which every candidate's answers are compared with the original's, number by number.
@@ -70,6 +73,8 @@ COMPILE_SHARE = 0.5
 # batches, and nothing else comes near what it gives.
 TUNING_SHARE = 0.8
 MIN_COMPILE_S = 20.0
+# A child process of a step has at least this long, however little time is left.
+MIN_CHILD_S = 5.0
 # A build that was begun so often and never ended takes the run down with it.
 MAX_BEGUN = 3
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
@@ -128,6 +133,11 @@ class Lab:
         self.watch: Callable[[str], None] = lambda doing: None
         # Until the search must end; None: as long as it takes.
         self.left_s: Callable[[], float | None] = lambda: None
+        # Called between the pieces of long work; raises OutOfTime where that must end.
+        self.check_time: Callable[[], None] = lambda: None
+        self.time = plan_time(plan, is_on_gpu=subject.build.config.uses_gpu)
+        # A small budget has room for short levels only.
+        self._served_plan = replace(plan, duration_s=self.time.level_s)
         self._examples = examples
         self._folder = journal.path.parent
         self._builds: dict[str, Build] = {}
@@ -166,7 +176,14 @@ class Lab:
     def workshop(self) -> Workshop:
         cache = self._folder / "cache"
         cache.mkdir(exist_ok=True)
-        return Workshop(self.plan, self.machine, self.examples, cache, self._compile_timeout_s)
+        return Workshop(
+            self.plan,
+            self.machine,
+            self.examples,
+            cache,
+            self._compile_timeout_s,
+            check_time=lambda: self.check_time(),
+        )
 
     def _compile_timeout_s(self, share: float = COMPILE_SHARE) -> float | None:
         left_s = self.left_s()
@@ -182,10 +199,12 @@ class Lab:
             return known
         parent = self.build(candidate.parent)
         home = self._folder / "builds" / candidate.key
-        # With more time the same build may come to its end.
-        passing = () if self.plan.budget_s is None else (trials.TookTooLong,)
         self.journal.remember(
-            "build", candidate.key, bool, lambda: self._make(candidate, parent), passing=passing
+            "build",
+            candidate.key,
+            bool,
+            lambda: self._make(candidate, parent),
+            passing=self._passing,
         )
         if not home.is_dir():
             # The journal outlived the files.
@@ -193,6 +212,16 @@ class Lab:
         build = _opened(candidate, home / self.plan.name)
         self._builds[candidate.key] = build
         return build
+
+    @property
+    def _passing(self) -> tuple[type[PenstockError], ...]:
+        """With more time the same may come to its end."""
+        return () if self.plan.budget_s is None else (trials.TookTooLong,)
+
+    def _ends_at(self, build: Build) -> float:
+        """When a child process that is asked now must have answered."""
+        left_s = self.left_s() if build.candidate.steps else None
+        return math.inf if left_s is None else time.monotonic() + max(MIN_CHILD_S, left_s)
 
     def _make(self, candidate: Candidate, parent: Build) -> bool:
         """Into a folder that nobody looks at, then renamed: half a build is none."""
@@ -225,6 +254,9 @@ class Lab:
             # It did come to an end, and the run with more time is not to count this one.
             self.journal.discount("build begun", candidate.key)
             raise trials.TookTooLong(f"compiling it takes too long: {error}") from error
+        except OutOfTime:
+            self.journal.discount("build begun", candidate.key)
+            raise
         except PenstockError as error:
             raise BackendFailed(str(error)) from error
         except (OSError, MemoryError) as error:
@@ -236,7 +268,7 @@ class Lab:
             shutil.rmtree(draft, ignore_errors=True)
         return True
 
-    def keep_chosen(self, build: Build) -> None:
+    def keep_chosen(self, build: Build, left_s: float | None = None) -> None:
         """Products of packed models are timed at load; what was found the fastest goes with the
         version, so that no start of it does that again. Only of the one that is kept: each load
         with all its token counts takes as long as a measurement."""
@@ -245,7 +277,8 @@ class Lab:
             return
         self.watch("keep which products are the fastest")
         self._rise()
-        trials.keep_compiled(build)
+        left_s = None if left_s is None else max(MIN_COMPILE_S, left_s)
+        trials.keep_compiled(build, left_s or trials.LOAD_TIMEOUT_S)
 
     def facts(self, build: Build) -> Facts:
         """What the build is. What its parents' rows do to each other holds for it too, whatever
@@ -254,7 +287,11 @@ class Lab:
         key = build.candidate.key
         build = self._read_as(build)
         found = self.journal.remember(
-            "facts", build.candidate.key, Facts, self._needed(build, lambda: self._inspect(build))
+            "facts",
+            build.candidate.key,
+            Facts,
+            self._needed(build, lambda: self._inspect(build)),
+            passing=self._passing,
         )
         self._facts[key] = self._facts[build.candidate.key] = found
         found.batching_problem = self._batching_problem(build.candidate)
@@ -275,13 +312,14 @@ class Lab:
     def _padding_problem(self, candidate: Candidate) -> str:
         return next((each.padding_problem for each in self._lineage(candidate)[1:]), "")
 
-    def _rules(self, build: Build) -> BatchRules:
+    def _rules(self, build: Build) -> TrialLimits:
         """How its rows may share batches, as far as that is known: so it is served, and so it is
         judged."""
         known = self._lineage(build.candidate)
         is_alone = any(each.batching_problem for each in known)
         may_pad = not (known and known[0].padding_problem)
-        return BatchRules(1 if is_alone else self.subject.max_rows, may_pad)
+        max_rows = 1 if is_alone else self.subject.max_rows
+        return TrialLimits(max_rows, may_pad, self._ends_at(build))
 
     def check_rows(self) -> None:
         """Serve the original without batching, or without padding, from the start if real rows say
@@ -321,13 +359,17 @@ class Lab:
     def _inspect(self, build: Build) -> Facts:
         sitting = self._sat(build)
         if not self._has_own_rows(build):
-            return trials.inspect(build) if sitting is None else sitting.inspect()
+            if sitting is None:
+                return trials.inspect(build, self._ends_at(build))
+            return sitting.inspect()
         self.watch("rows alone and in batches")
         is_lossy = any(
             passes.find(each.pass_name).changes_answers for each in build.candidate.steps
         )
         if sitting is None:
-            facts = influence.inspect(build, self.rows, is_lossy=is_lossy)
+            facts = influence.inspect(
+                build, self.rows, is_lossy=is_lossy, ends_at=self._ends_at(build)
+            )
         else:
             facts = sitting.inspect()
             model = self._sat(_of_the_model(build))
@@ -358,6 +400,7 @@ class Lab:
             alone = [pair for pair in pairs if _num_workers(config, pair) == 1]
             most = max(alone, default=pairs[0])
             self._sitting = Sitting(build, most, self._spare)
+        self._sitting.ends_at = self._ends_at(build)
         return self._sitting
 
     def _make_room(self, config: ModelConfig) -> None:
@@ -413,7 +456,9 @@ class Lab:
             return numerics.compare(original, found, tolerance=tolerance, names=names)
 
         self.watch("numerics")
-        return self.journal.remember("numerics", build.candidate.key, Numerics, compare)
+        return self.journal.remember(
+            "numerics", build.candidate.key, Numerics, compare, passing=self._passing
+        )
 
     @property
     def _tolerance(self) -> float:
@@ -460,7 +505,12 @@ class Lab:
         if len(indices) <= NUM_COMPARED:
             return None
         total = f"{len(indices):,}"
-        return lambda num_done: self.watch(f"answers, {num_done:,} of {total}")
+
+        def tell(num_done: int) -> None:
+            self.check_time()
+            self.watch(f"answers, {num_done:,} of {total}")
+
+        return tell
 
     # Accuracy.
 
@@ -482,7 +532,9 @@ class Lab:
             return numerics.compare(original, found, tolerance=self._tolerance, names=names)
 
         key = f"{build.candidate.key} {part}"
-        equality = self.journal.remember("numerics of part", key, Numerics, compare)
+        equality = self.journal.remember(
+            "numerics of part", key, Numerics, compare, passing=self._passing
+        )
         return accuracy.with_equality(self.judge(build, part, alpha), equality)
 
     @cached_property
@@ -504,7 +556,7 @@ class Lab:
             return Evaluation([float(each) for each in scored], checks, sorted(self.scorer.reads))
 
         key = f"{build.candidate.key} {part} {self.budget.metric}"
-        return self.journal.remember("evaluation", key, Evaluation, evaluate)
+        return self.journal.remember("evaluation", key, Evaluation, evaluate, passing=self._passing)
 
     @property
     def _checked_outputs(self) -> Sequence[str]:
@@ -636,7 +688,8 @@ class Lab:
 
         self.watch(f"batch times, {num_instances} x {num_threads} threads")
         key = f"{build.candidate.key} {num_instances}x{num_threads}"
-        return self.journal.remember("times", key, TimeTable, self._needed(build, measure))
+        asked = self._needed(build, measure)
+        return self.journal.remember("times", key, TimeTable, asked, passing=self._passing)
 
     @property
     def _longest_s(self) -> float:
@@ -657,10 +710,10 @@ class Lab:
         """At the load of the SLO; several in turns."""
 
         def measure() -> list[Served]:
-            kept = self._kept(builds)
+            kept, plan, limits = self._kept(builds), self._served_plan, self._limits()
             if len(builds) == 1:
-                return [served.measure(builds[0], self.plan, self.rows, self.watch, kept)]
-            return served.measure_alternately(builds, self.plan, self.rows, self.watch, kept)
+                return [served.measure(builds[0], plan, self.rows, self.watch, kept, limits)]
+            return served.measure_alternately(builds, plan, self.rows, self.watch, kept, limits)
 
         self.watch("start servers")
         asked = self._needed(builds[0], measure) if len(builds) == 1 else measure
@@ -670,8 +723,9 @@ class Lab:
         """At the load of the SLO, and up to the highest rate of each; in turns."""
 
         def measure() -> list[Served]:
-            kept = self._kept(builds)
-            return served.with_rates(builds, self.plan, self.rows, self.watch, search_s, kept)
+            kept, limits = self._kept(builds), replace(self._limits(), search_s=search_s)
+            plan = self._served_plan
+            return served.with_rates(builds, plan, self.rows, self.watch, limits, kept)
 
         self.watch("start servers")
         return self._served("served with rates", builds, measure)
@@ -681,16 +735,31 @@ class Lab:
     ) -> list[Served]:
         """At the load of the SLO and, as far as the time reaches, up to the highest rate of each,
         in turns. Each attempt is a measurement of its own."""
-        has_time = left_s is None or left_s > served.MIN_PROOF_S * len(builds)
+        time_plan = self.time
+        needed_s = time_plan.prove_s(len(builds), time_plan.num_rounds)
+        needed_s += len(builds) * MIN_SEARCH_S
+        has_time = left_s is None or (time_plan.has_rates and left_s > needed_s)
+        ends_at = math.inf if left_s is None else time.monotonic() + left_s
 
         def measure() -> list[Served]:
-            rows, limit_s = self.rows, left_s if has_time else 0.0
+            limits = Limits(
+                time_plan.num_rounds,
+                SEARCH_S if has_time else 0.0,
+                lambda: ends_at - time.monotonic(),
+            )
             kept = self._kept(builds)
-            return served.prove(builds, self.plan, rows, self.watch, limit_s, kept)
+            return served.prove(builds, self._served_plan, self.rows, self.watch, limits, kept)
 
         self.watch("start servers for the proof")
         kind = "proof with rates" if has_time else "proof"
         return self._served(kind, builds, measure, f" attempt {attempt}" if attempt else "")
+
+    def _limits(self) -> Limits:
+        """Of a served measurement that begins now."""
+        left_s = self.left_s()
+        ends_at = math.inf if left_s is None else time.monotonic() + left_s
+        search_s = self.time.cost_search_s
+        return Limits(self.time.num_rounds, search_s, lambda: ends_at - time.monotonic())
 
     def _served(
         self,
@@ -701,6 +770,9 @@ class Lab:
     ) -> list[Served]:
         """With the machine for itself; as it was told before, at the price of today."""
         self._settle()
+        if self.time.level_s < self.plan.duration_s:
+            # A larger budget measures for longer, and again.
+            kind = f"{kind}, levels of {self.time.level_s:.3g} s"
         found = self.journal.remember(
             kind,
             _keys(builds) + suffix,

@@ -21,3 +21,5 @@ class Progress:
     left_s: float | None
     # In the order in which they are gone through.
     stages: tuple[Stage, ...] = STAGES
+    # To be read once, and to stay; empty: nothing.
+    note: str = ""

@@ -232,6 +232,10 @@ class Optimization(msgspec.Struct):
     # What stands in the way when the SLO is missed: "compute: 71 % of p99".
     binding: str = ""
     version: str = ""  # in the repository
+    # Why no version was committed; empty: it was.
+    uncommitted: str = ""
+    # Folder of the chosen build, while the run's folder is there.
+    build_folder: str = ""
     out: str = ""  # the repository
     source_digest: str = ""
     price_per_hour: float | None = None

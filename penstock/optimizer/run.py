@@ -20,7 +20,7 @@ import psutil
 
 from penstock import repository
 from penstock.errors import ConfigError, PenstockError
-from penstock.optimizer import evidence, folders, passes, shapes
+from penstock.optimizer import disk, evidence, folders, passes, shapes, time_plan
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
@@ -63,6 +63,8 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
     with _opened(plan, work) as subject:
         examples = _examples(plan, subject)
         run = run_key(plan, machine, subject, examples)
+        is_resumed = (work / run / ORIGINAL).is_dir()
+        disk.check_room(Path(plan.out), subject.build.folder, is_resumed=is_resumed)
         with Journal(work / run, is_fresh=plan.is_fresh, speed_s=machine_speed_s()) as journal:
             subject = _placed(subject, work / run / ORIGINAL / plan.name)
             with closing(Lab(plan, machine, subject, examples, journal)) as lab:
@@ -72,8 +74,14 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
 def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Optimization:
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     search = Search(lab, watch, passes.sequence(), began=began)
+    planned = time_plan.describe(lab.time, lab.plan, is_on_gpu=lab.original.config.uses_gpu)
+    if planned:
+        lab.notes.append(planned)
+        search.announce(planned)
+    began_check = time.monotonic()
     lab.check_rows()
     lab.check_data()
+    search.learn_judging(time.monotonic() - began_check)
     findings = search.run()
     if not findings.finalists:
         # Interrupted before the original had been measured: there is nothing to keep.
@@ -82,13 +90,14 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
     assert found.chosen is not None
     build = without_promise(_as_committed(lab, found.chosen), found)
     try:
-        lab.keep_chosen(build)
+        lab.keep_chosen(build, search.left_s)
     except PenstockError as error:
         found.notes.append(f"every start of the version times its products again: {error}")
     found.elapsed_s = time.monotonic() - began
     note_resumed(found, lab.journal)
     found.headline = headline(found)
-    found.version = evidence.commit(build, found, run)
+    found.build_folder = str(build.folder)
+    evidence.try_commit(build, found, run)
     return found
 
 

@@ -25,9 +25,16 @@ from penstock.optimizer.lab import CHOICE, Lab
 from penstock.optimizer.passes import Pass, Situation
 from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.progress import Progress
+from penstock.optimizer.report import wording
 from penstock.optimizer.results import Served, Try
 from penstock.optimizer.shapes import alone_s, arrangements, shapes, with_instances
 from penstock.optimizer.simulate import TimeTable
+from penstock.optimizer.time_plan import (
+    PROFILE_S,
+    OutOfTime,
+    plan_time,
+    smallest_budget_s,
+)
 from penstock.slo import Memory
 
 MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
@@ -38,22 +45,13 @@ ON_GPU: tuple[Stage, ...] = ("precision", "compile", "quantise")
 MAX_FINALISTS = 3
 # The same after a stage that may be the last.
 NUM_SEMIFINALISTS = 2
-# About what it takes to serve and measure one of them; on a GPU it takes as long again to start.
-SERVED_S = 20.0
-SERVED_ON_GPU_S = 40.0
 # What is to be enough is predicted to answer so many times the rate that is asked for: fully loaded
 # servers keep an SLO on one day and not on the next.
 ROOM = 1.3
-# Of the search for the highest rate of one finalist; about what it takes with its server's start.
+# Search for the highest rate of one finalist.
 RATE_S = 30.0
-RATED_S = 45.0
 # Predicted to be within so much of the best: worth a real measurement.
 NEAR = 0.85
-# Kept of the time budget for measuring and proving what was found; where the SLO is out of reach,
-# for the highest rates of what was found.
-RESERVE, RESERVE_FOR_RATES = 0.3, 0.5
-# About what the proof takes of it, with rates.
-PROOF_S = 80.0
 # Predicted with one instance on a GPU to be below this share of the best.
 HOPELESS = 0.6
 # A parent below this share of the best is none for the stage: BF16 may double its rate, INT8 more.
@@ -69,10 +67,8 @@ FAR_BEHIND = "what it could start from is far behind the best"
 # Of the machine's, that instances of one candidate may take while they are timed.
 MAX_MEMORY = 0.25
 NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
-
-
-class OutOfTime(Exception):
-    """The budget of time is spent, but for what is kept for the proof."""
+CUT_SHORT = "cut short: its time was up"
+NO_TIME = "the time was up before it was its turn"
 
 
 @dataclass(slots=True)
@@ -144,6 +140,8 @@ class Findings:
     proofs: dict[str, Served] = field(default_factory=dict)
     is_interrupted: bool = False
     is_out_of_time: bool = False
+    # What the time budget did not allow, one sentence each.
+    notes: list[str] = field(default_factory=list)
 
     @property
     def best(self) -> Contender:
@@ -186,9 +184,18 @@ class Search:
         self._stage: str = "baseline"
         self._model_stage: Stage = "baseline"
         self._trying = ""
+        # What is expected to take how long; see `_start`.
+        self._time = plan_time(lab.plan, is_on_gpu=False)
+        # Facts and batch times of the original: a step takes at least as long.
+        self._step_s = 0.0
+        # From the start to the end of the baseline.
+        self._baseline_s = 0.0
+        # Something that was begun in time is brought to its end.
+        self._is_finishing = False
         self.findings = Findings()
         lab.watch = self._tell
         lab.left_s = self._left_to_build_s
+        lab.check_time = self._check_piece
 
     def run(self) -> Findings:
         """An interruption or the end of the time ends the search, not what was found; a second
@@ -202,6 +209,7 @@ class Search:
         except OutOfTime:
             self.findings.is_out_of_time = True
             self._note_left("out of time before it was tried", "time")
+            self._note_no_step()
         is_cut = self.findings.is_interrupted or self.findings.is_out_of_time
         if is_cut and len(self.findings.contenders) > 1:
             self._finish_early()
@@ -216,7 +224,7 @@ class Search:
                 self._profile()
             self._run_stage(stage)
             if self._may_be_enough():
-                self._measure_finalists(NUM_SEMIFINALISTS)
+                self._measure_finalists(NUM_SEMIFINALISTS, is_final=False)
                 if self._is_enough():
                     return
         self._measure_finalists(MAX_FINALISTS)
@@ -231,6 +239,18 @@ class Search:
             for each in self._passes
             if each.stage in MODEL_STAGES and each.name not in self._asked
         ]
+
+    def _note_no_step(self) -> None:
+        """Say so where not even one step had time, and how much would be enough."""
+        if len(self.findings.tries) > 1 or self._plan.budget_s is None:
+            return
+        needed_s = self._baseline_s + self._step_s + self._time.shortest_kept_s
+        # No less than what was too little.
+        suggested_s = smallest_budget_s(max(needed_s, self._plan.budget_s + 1))
+        self.findings.notes.append(
+            f"no step was completed: {wording.span(self._plan.budget_s)} are enough for the "
+            f"baseline and the proof of the original only; use --budget {suggested_s:.0f}s or more"
+        )
 
     def _finish_early(self) -> None:
         """What was found before the time was up, or somebody interrupted, is served and measured
@@ -250,8 +270,9 @@ class Search:
 
     def _may_be_enough(self) -> bool:
         """Whether a served run may show that the search can end. On a GPU, where servers take long
-        to start, it has to be predicted that it does."""
-        if self._is_on_gpu and not self._plan.is_exhaustive:
+        to start, and with a small budget, it has to be predicted that it does."""
+        is_short = self._is_on_gpu or not self._time.has_rates
+        if is_short and not self._plan.is_exhaustive:
             return self._has_room(self.findings.best)
         return self._is_in_reach()
 
@@ -269,11 +290,17 @@ class Search:
         """The original is served as it is, in the configuration it came with."""
         original = self._lab.original
         self._is_on_gpu = original.config.uses_gpu
+        judge_s = self._time.judge_s
+        self._time = replace(plan_time(self._plan, is_on_gpu=self._is_on_gpu), judge_s=judge_s)
         self._trying = str(original.candidate)
         began = self._clock()
         facts = self._lab.facts(original)
         contender = self._timed(original, facts, is_lossy=False)
+        self._step_s = self._clock() - began
+        began = self._clock()
         served = self._lab.serve([original])[0]
+        self._time = self._time.with_start(self._clock() - began)
+        self._baseline_s = self._clock() - self._began
         self.findings.contenders.append(contender)
         self.findings.original = served
         self._add_served(contender, original, served)
@@ -293,8 +320,10 @@ class Search:
 
     def _profile(self) -> None:
         """What binds now. A profiler that fails costs the report a picture, and nothing else."""
-        budget_s = self._plan.budget_s
+        budget_s, left_s = self._plan.budget_s, self._search_left_s()
         if self._is_on_gpu and budget_s is not None and budget_s < PROFILE_BUDGET_S:
+            return
+        if left_s is not None and left_s < PROFILE_S:
             return
         best = self.findings.best
         self._trying = str(best.candidate)
@@ -411,8 +440,11 @@ class Search:
                         self._is_accurate(build, record)
                         judged.append(record)
         except OutOfTime:
-            # What has passed by then is worth its timing.
-            if any(record.outcome != "rejected" for record in judged):
+            # What has passed by then is worth its timing, if there is time for that.
+            is_worth = any(record.outcome != "rejected" for record in judged)
+            needed_s = self._step_s + self._time.shortest_kept_s
+            if is_worth and self.left_s is not None and self.left_s >= needed_s:
+                self._is_finishing = True
                 self._compare_variants(each, parent, judged)
             raise
         self._compare_variants(each, parent, judged)
@@ -445,7 +477,7 @@ class Search:
     @contextlib.contextmanager
     def _record(self, parent: Contender, step: Step) -> Iterator[Try]:
         """A candidate that fails is a result like others."""
-        self._check_time()
+        self._check_time(self._step_s)
         began = self._clock()
         candidate = parent.candidate.then(step)
         self._seen.add(candidate.key)
@@ -453,6 +485,9 @@ class Search:
         record = Try(candidate, self._model_stage, "failed", "")
         try:
             yield record
+        except OutOfTime:
+            self.findings.skipped.append(Skip(step.pass_name, CUT_SHORT, step))
+            raise
         except PenstockError as error:
             record.outcome, record.reason = "failed", str(error)
         record.seconds = self._clock() - began
@@ -482,7 +517,9 @@ class Search:
         return build
 
     def _is_accurate(self, build: Build, record: Try) -> bool:
+        began = self._clock()
         record.accuracy = self._lab.judge(build, CHOICE)
+        self.learn_judging(self._clock() - began)
         if not record.accuracy.is_passed:
             _reject(record, record.accuracy.text)
         else:
@@ -491,11 +528,14 @@ class Search:
 
     def _timed(self, build: Build, facts: Facts, *, is_lossy: bool) -> Contender:
         lab = self._lab
+        began = self._clock()
         times: dict[tuple[int, int], TimeTable] = {}
         is_on_gpu = build.config.uses_gpu
         for pair in arrangements(build.config, lab.machine.num_cores):
             memory_bytes = pair[0] * max((t.memory_bytes for t in times.values()), default=0)
             if memory_bytes > MAX_MEMORY * lab.machine.memory_bytes and not is_on_gpu:
+                break
+            if times and not self._has_search_time((self._clock() - began) / len(times)):
                 break
             times[pair] = lab.times(build, *pair)
             if is_on_gpu and self._is_hopeless(Contender(build, facts, times, [], is_lossy)):
@@ -568,18 +608,20 @@ class Search:
 
     # What is served.
 
-    def _measure_finalists(self, limit: int, *, is_fresh: bool = False) -> None:
+    def _measure_finalists(
+        self, limit: int, *, is_fresh: bool = False, is_final: bool = True
+    ) -> None:
         """Where the SLO is out of reach, the best is what keeps its latency at the highest rate:
         servers that are overrun all look the same. Predictions are off by more than builds differ,
         so that the best of different builds are asked. Where no rate is predicted to keep it, none
         is looked for: who answers soonest is the best."""
         has_rates = self._slo.latency_s is not None and self.findings.best.rate > 0
-        if self._is_in_reach() or not has_rates:
-            self._measure(self._nearest(limit, is_fresh=is_fresh))
+        if self._is_in_reach() or not (has_rates and self._time.has_rates):
+            self._measure(self._nearest(limit, is_fresh=is_fresh), is_final=is_final)
             return
         ranked = sorted(self.findings.contenders, key=lambda one: -one.rate)
         leading = [(one, one.shapes[0][0]) for one in ranked[:MAX_FINALISTS] if one.shapes]
-        self._measure(leading, is_rated=True)
+        self._measure(leading, is_rated=True, is_final=is_final)
 
     def _measure_overlooked(self) -> None:
         """What was predicted to be far ahead, and was not when it was served, must not hide what
@@ -599,22 +641,33 @@ class Search:
         self._measure([(each, each.shapes[0][0]) for each in left[:NUM_SEMIFINALISTS]])
 
     def _measure(
-        self, chosen: Sequence[tuple[Contender, tuple[Step, ...]]], *, is_rated: bool = False
+        self,
+        chosen: Sequence[tuple[Contender, tuple[Step, ...]]],
+        *,
+        is_rated: bool = False,
+        is_final: bool = True,
     ) -> None:
         """Contenders in serving configurations, in turns. What keeps the SLO already runs along
-        with them. `is_rated` looks for the highest rate of each, too."""
-        stage, self._stage = self._stage, "batching"
-        fresh: list[tuple[Contender, Build]] = []
-        for contender, build in self._shaped(chosen):
-            # As many as there is time for, and one in any case; others are not even built.
-            fresh.append((contender, build))
-            if len(fresh) >= self._num_measurable(is_rated=is_rated):
-                break
-        if not fresh:
-            self._stage = stage
-            return
+        with them, if there is time. `is_rated` looks for the highest rate of each, too;
+        `is_final`: no step is tried any more."""
         kept = [one for one in self.findings.finalists[:1] if one.served.is_met]
         known = [(one.contender, one.build) for one in kept]
+        search_s = RATE_S if is_rated else 0.0
+        stage, self._stage = self._stage, "batching"
+        fresh: list[tuple[Contender, Build]] = []
+        # As many as there is time for; others are not even built.
+        shaped = self._shaped(chosen)
+        while len(fresh) < self._num_measurable(len(known), search_s, is_final=is_final):
+            one = next(shaped, None)
+            if one is None:
+                break
+            fresh.append(one)
+        # A build may have taken the time that it was to be measured in.
+        if not fresh or not self._num_measurable(0, search_s, is_final=is_final):
+            self._stage = stage
+            return
+        if not self._num_measurable(len(known), search_s, is_final=is_final):
+            known = []
         runners = known + fresh
         self._trying = ", ".join(str(build.candidate) for _, build in fresh)
         serve = self._serve_rated if is_rated else self._lab.serve
@@ -623,15 +676,24 @@ class Search:
             self._note_served(build, served, seconds)
         self._stage = stage
 
-    def _num_measurable(self, *, is_rated: bool) -> float:
-        if self.left_s is None:
+    def _num_measurable(self, num_known: int, search_s: float, *, is_final: bool) -> float:
+        """How many new builds there is time to serve, beside so many that are known. At the end
+        one of them is worth more than a long proof, and than the comparison with the known."""
+        time, left_s = self._time, self.left_s
+        if left_s is None:
             return math.inf
-        if is_rated:
-            return (self.left_s - PROOF_S) // RATED_S
-        return self.left_s // (2 * (SERVED_ON_GPU_S if self._is_on_gpu else SERVED_S))
+        if not is_final:
+            return time.num_in_turns(left_s - time.kept_s(), num_known, search_s)
+        num = time.num_in_turns(left_s - time.proof_s, num_known, search_s)
+        is_worth = left_s - time.shortest_proof_s >= time.in_turns_s(1, search_s)
+        return max(num, 1 if is_worth and not num_known else 0)
 
     def _serve_rated(self, builds: Sequence[Build]) -> list[Served]:
         return self._lab.with_rates(builds, RATE_S)
+
+    def _has_time(self, needed_s: float) -> bool:
+        """Whether this fits before the shortest proof."""
+        return self.left_s is None or self.left_s - self._time.shortest_proof_s >= needed_s
 
     def _note_served(self, build: Build, served: Served, seconds: float) -> None:
         """A way to serve is a try like others; measured again, the last figures count, and the time
@@ -658,13 +720,17 @@ class Search:
         try:
             servings = serve([build for _, build in runners])
         except PenstockError as error:
-            if len(runners) > 1:
+            if len(runners) > 1 and self._has_time(self._time.serve_s()):
                 for runner in runners:
                     yield from self._serve([runner], serve)
                 return
-            candidate, seconds = runners[0][1].candidate, self._clock() - began
-            record = Try(candidate, "batching", "failed", f"not served: {error}", seconds=seconds)
-            self.findings.tries.append(record)
+            seconds = (self._clock() - began) / len(runners)
+            reason = f"not served: {error}"
+            self.findings.tries += [
+                Try(build.candidate, "batching", "failed", reason, seconds=seconds)
+                for _, build in runners
+                if build.candidate.key not in self._served
+            ]
             return
         seconds = (self._clock() - began) / len(runners)
         for (contender, build), served in zip(runners, servings, strict=True):
@@ -695,6 +761,9 @@ class Search:
         for step in each.propose(situation):
             if isinstance(step, Skip):
                 self.findings.skipped.append(step)
+                continue
+            if not self._has_time(self._time.in_turns_s(2)):
+                self.findings.skipped.append(Skip(each.name, NO_TIME, step))
                 continue
             candidate = best.build.candidate.then(step)
             self._trying = str(candidate)
@@ -776,6 +845,14 @@ class Search:
             return None
         return self._plan.budget_s - (self._clock() - self._began)
 
+    def learn_judging(self, took_s: float) -> None:
+        """Answers were judged in this time: the final check is expected to take as long."""
+        self._time = self._time.with_judging(took_s)
+
+    def has_time_to_prove(self, num_builds: int) -> bool:
+        """Whether each can be served and measured once before the budget ends."""
+        return self.left_s is None or self.left_s >= self._time.prove_s(num_builds, 1)
+
     def prove(self) -> None:
         """What is done after the search is told as such."""
         self._stage, self._trying = "proof", str(self.findings.finalists[0].build.candidate)
@@ -784,24 +861,43 @@ class Search:
         """Without what is kept for the end."""
         if self.left_s is None or self._plan.budget_s is None:
             return None
+        if len(self.findings.tries) <= 1:
+            # A proof of one round, with a step that it is about, is worth more than a long one.
+            return self.left_s - self._time.shortest_kept_s
         # On GPUs the first steps are far from what the last ones reach, and servers stay up.
         is_far = not self._is_on_gpu and self.findings.contenders and not self._is_in_reach()
-        return self.left_s - (RESERVE_FOR_RATES if is_far else RESERVE) * self._plan.budget_s
+        return self.left_s - self._time.kept_s(is_far=bool(is_far))
 
     def _left_to_build_s(self) -> float | None:
-        """What is served may have to be compiled for its batches first: that is what time was kept
-        for, but for the proof."""
+        """How long a process of the present part may run. Without the baseline and the final check
+        there is no result: they have as long as they take. What is served may have to be compiled
+        for its batches first: time was kept for that, but for the proof."""
+        if self._stage in ("baseline", "proof"):
+            return None
         left_s = self._search_left_s()
-        if left_s is None or self.left_s is None or self._stage != "batching":
+        if left_s is None or self.left_s is None or self._stage in MODEL_STAGES:
             return left_s
-        return max(left_s, self.left_s - PROOF_S)
+        return max(left_s, self.left_s - self._time.shortest_proof_s)
 
-    def _check_time(self) -> None:
+    def _has_search_time(self, needed_s: float) -> bool:
         left_s = self._search_left_s()
-        if left_s is not None and left_s < 0:
+        return left_s is None or left_s >= needed_s
+
+    def _check_time(self, needed_s: float = 0.0) -> None:
+        """OutOfTime where this would take time that is kept for finalists and proof."""
+        if not self._has_search_time(needed_s):
             raise OutOfTime
 
-    def _tell(self, doing: str) -> None:
+    def _check_piece(self) -> None:
+        """Between the pieces of long work; only steps can be cut short."""
+        if self._stage in MODEL_STAGES and not self._is_finishing:
+            self._check_time()
+
+    def announce(self, note: str) -> None:
+        """A line that stays to be read."""
+        self._tell("start", note)
+
+    def _tell(self, doing: str, note: str = "") -> None:
         best = self.findings.best if self.findings.contenders else None
         self._watch(
             Progress(
@@ -814,6 +910,7 @@ class Search:
                 elapsed_s=self._clock() - self._began,
                 left_s=self.left_s,
                 stages=self._all_stages,
+                note=note,
             )
         )
 

@@ -46,6 +46,16 @@ from penstock.optimizer.disturbance import MIN_CALM, calm_windows, is_void
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Conditions, Curve, Served, Streams, Turn, Verdict
 from penstock.optimizer.simulate import fitted
+from penstock.optimizer.time_plan import (
+    MIN_COST_SEARCH_S,
+    MIN_SEARCH_S,
+    PROBE_COST_S,
+    SEARCH_S,
+    WARM_UP_S,
+    Limits,
+    level_cost_s,
+    warm_up_s,
+)
 from penstock.serving.explain import Explanation
 from penstock.serving.worker import PR_SET_PDEATHSIG
 from penstock.slo import Cost, Goodput, Latency, Memory, Slo, Term, Throughput
@@ -56,6 +66,8 @@ Watch = Callable[[str], None]
 Row = Mapping[str, Array]
 
 START_TIMEOUT_S = 900.0
+# A server that is started has at least this long, however little of the budget is left.
+MIN_START_S = 10.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.05
 ASK_TIMEOUT_S = 10.0
@@ -63,15 +75,8 @@ ADDRESS = re.compile(r"(http://[^\s\"/]+/v2)\b")
 # Rows that are sent in turn; more would only be written and read.
 MAX_ROWS = 4096
 MAX_BYTES = 256 << 20
-WARM_UP_S = 3.0
-NUM_ROUNDS = 2
 # A throughput is promised to those who ask for a little more than it.
 ABOVE = 1.05
-# Of the search for the highest rate, of one build.
-SEARCH_S = 60.0
-MIN_SEARCH_S = 20.0
-# Of one build: less does not reach to its highest rate.
-MIN_PROOF_S = 40.0
 SEARCH_LEVEL_S = 4.0
 # A level is longer where fewer would come in that time: so few say nothing of a tail.
 SEARCH_REQUESTS = 400
@@ -86,14 +91,20 @@ LONG_PATIENCE_S = 60.0
 PATIENCE = 3.0
 libc = ctypes.CDLL(None)
 NO_RATE = Interval(math.nan, math.nan, math.nan)
+UNLIMITED = Limits()
 
 
 def measure(
-    build: Build, plan: Plan, rows: Sequence[Row], watch: Watch, servers: Servers | None = None
+    build: Build,
+    plan: Plan,
+    rows: Sequence[Row],
+    watch: Watch,
+    servers: Servers | None = None,
+    limits: Limits = UNLIMITED,
 ) -> Served:
     """At the load of the SLO. With a price and a term on cost, the highest rate is looked for."""
-    with _stage([build], rows, servers) as endpoints:
-        (served,) = _measured(endpoints, plan, watch, num_rounds=1)
+    with _stage([build], rows, servers, limits) as endpoints:
+        (served,) = _measured(endpoints, plan, watch, replace(limits, num_rounds=1))
         return served
 
 
@@ -103,10 +114,11 @@ def measure_alternately(
     rows: Sequence[Row],
     watch: Watch,
     servers: Servers | None = None,
+    limits: Limits = UNLIMITED,
 ) -> list[Served]:
     """The same for several, in turns (A B A B), so that a machine that changes changes for all."""
-    with _stage(builds, rows, servers) as endpoints:
-        return _measured(endpoints, plan, watch, num_rounds=NUM_ROUNDS)
+    with _stage(builds, rows, servers, limits) as endpoints:
+        return _measured(endpoints, plan, watch, limits)
 
 
 def max_rates(
@@ -117,7 +129,7 @@ def max_rates(
     search_s: float = SEARCH_S,
 ) -> list[tuple[Interval, Curve | None]]:
     """The highest rate of each, in turns, and nothing else; the benchmarks ask for that."""
-    with _stage(builds, rows, None) as endpoints:
+    with _stage(builds, rows, None, UNLIMITED) as endpoints:
         return _max_rates(endpoints, plan, watch, search_s)
 
 
@@ -126,14 +138,14 @@ def with_rates(
     plan: Plan,
     rows: Sequence[Row],
     watch: Watch,
-    search_s: float,
+    limits: Limits = UNLIMITED,
     servers: Servers | None = None,
 ) -> list[Served]:
     """Once at the load of the SLO, then up to the highest rate of each, in turns. A search that
-    ends after `search_s`, with the level that it is at, has found what it has found by then."""
-    with _stage(builds, rows, servers) as endpoints:
-        found = _in_turns(endpoints, plan, watch, 1)
-        return _rated(endpoints, found, plan, watch, search_s)
+    has no time for another level has found what it has found by then."""
+    with _stage(builds, rows, servers, limits) as endpoints:
+        found = _in_turns(endpoints, plan, watch, replace(limits, num_rounds=1))
+        return _rated(endpoints, found, plan, watch, _search_s(len(builds), limits))
 
 
 def prove(
@@ -141,18 +153,21 @@ def prove(
     plan: Plan,
     rows: Sequence[Row],
     watch: Watch,
-    left_s: float | None = None,
+    limits: Limits = UNLIMITED,
     servers: Servers | None = None,
 ) -> list[Served]:
     """At the load of the SLO, and up to the highest rate of each: with rates, costs and curves.
-    Rates are left out when there is no time to look for them."""
-    began = time.monotonic()
-    with _stage(builds, rows, servers) as endpoints:
-        found = _in_turns(endpoints, plan, watch, NUM_ROUNDS)
-        search_s = SEARCH_S
-        if left_s is not None:
-            search_s = min(SEARCH_S, (left_s - (time.monotonic() - began)) / len(builds))
-        return found if search_s < MIN_SEARCH_S else _rated(endpoints, found, plan, watch, search_s)
+    Rates are left out when there is no time to look for them, unless the SLO is about costs."""
+    shortest_s = MIN_COST_SEARCH_S if _has_cost(plan) else MIN_SEARCH_S
+    with _stage(builds, rows, servers, limits) as endpoints:
+        found = _in_turns(endpoints, plan, watch, limits)
+        search_s = _search_s(len(builds), limits)
+        return found if search_s < shortest_s else _rated(endpoints, found, plan, watch, search_s)
+
+
+def _search_s(num_builds: int, limits: Limits) -> float:
+    """How long the search for the highest rate of each may take; searches take turns."""
+    return min(limits.search_s, limits.left_s() / num_builds - PROBE_COST_S)
 
 
 def _rated(
@@ -238,6 +253,7 @@ class Endpoint:
         self.address = ""
         # The machine during the last measurement.
         self.conditions = Conditions()
+        self.start_timeout_s = START_TIMEOUT_S
 
     def __enter__(self) -> Self:
         self._output = Output()
@@ -329,7 +345,7 @@ class Endpoint:
         return run
 
     def _wait_until_ready(self) -> str:
-        last = time.monotonic() + START_TIMEOUT_S
+        last = time.monotonic() + self.start_timeout_s
         while time.monotonic() < last:
             # Asked first: what an ended process wrote is then all there.
             has_ended = self._process.poll() is not None
@@ -340,7 +356,7 @@ class Endpoint:
                 raise BackendFailed(f"the server did not start{self._output.tail('the server')}")
             time.sleep(POLL_S)
         raise BackendFailed(
-            f"not ready after {START_TIMEOUT_S:g} s{self._output.tail('the server')}"
+            f"not ready after {self.start_timeout_s:.3g} s{self._output.tail('the server')}"
         )
 
     def _stop(self) -> None:
@@ -373,6 +389,8 @@ class Servers:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
+        # How long the next server has to start.
+        self.start_timeout_s: Callable[[], float] = lambda: START_TIMEOUT_S
         self._endpoints: dict[Path, Endpoint] = {}
         # What rows have to look like is the same for nearly all.
         self._files: dict[object, str] = {}
@@ -400,7 +418,9 @@ class Servers:
         known = self._endpoints.get(build.folder)
         if known is not None and known.is_running:
             return known
-        endpoint = self._stack.enter_context(Endpoint(build, self._written(build.config, rows)))
+        endpoint = Endpoint(build, self._written(build.config, rows))
+        endpoint.start_timeout_s = self.start_timeout_s()
+        self._stack.enter_context(endpoint)
         self._endpoints[build.folder] = endpoint
         return endpoint
 
@@ -418,10 +438,11 @@ class Servers:
 
 @contextlib.contextmanager
 def _stage(
-    builds: Sequence[Build], rows: Sequence[Row], servers: Servers | None
+    builds: Sequence[Build], rows: Sequence[Row], servers: Servers | None, limits: Limits
 ) -> Iterator[list[Endpoint]]:
     """Those that are kept stay, unless the measurement fails: who knows in what state they are."""
     own = Servers() if servers is None else servers
+    own.start_timeout_s = lambda: min(START_TIMEOUT_S, max(MIN_START_S, limits.left_s()))
     try:
         yield own.opened(builds, rows)
     except BaseException:
@@ -503,7 +524,7 @@ def bench_plan(endpoint: Endpoint, plan: Plan, loads: Sequence[Load]) -> bench.P
         slo=plan.slo,
         decides=bench.decides_for(plan.slo),
         duration_s=max(endpoint.level_s(plan, load) for load in loads),
-        max_warm_up_s=WARM_UP_S,
+        max_warm_up_s=min(WARM_UP_S, warm_up_s(plan.duration_s)),
         seed=plan.seed,
         price_per_hour=plan.price_per_hour,
     )
@@ -567,22 +588,30 @@ class Account:
 
 
 def _measured(
-    endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, *, num_rounds: int
+    endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, limits: Limits
 ) -> list[Served]:
-    found = _in_turns(endpoints, plan, watch, num_rounds)
-    is_priced = plan.price_per_hour is not None
-    if is_priced and any(isinstance(term, Cost) for term in _terms(plan)):
-        rates = [rate for rate, _ in _max_rates(endpoints, plan, watch)]
+    found = _in_turns(endpoints, plan, watch, limits)
+    if _has_cost(plan):
+        search_s = max(MIN_COST_SEARCH_S, _search_s(len(endpoints), limits))
+        rates = [rate for rate, _ in _max_rates(endpoints, plan, watch, search_s)]
         found = [priced(each, rate, plan) for each, rate in zip(found, rates, strict=True)]
     return found
 
 
+def _has_cost(plan: Plan) -> bool:
+    """Whether the SLO cannot be judged without highest rates."""
+    return plan.price_per_hour is not None and any(isinstance(each, Cost) for each in _terms(plan))
+
+
 def _in_turns(
-    endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, num_rounds: int
+    endpoints: Sequence[Endpoint], plan: Plan, watch: Watch, limits: Limits
 ) -> list[Served]:
+    """Rounds after the first are left out where there is no time for all builds."""
     load = load_of(plan.slo)
     accounts = [Account(each.build.config) for each in endpoints]
-    for _ in range(num_rounds):
+    for number in range(limits.num_rounds):
+        if number and limits.left_s() < len(endpoints) * level_cost_s(plan.duration_s):
+            break
         for endpoint, account in zip(endpoints, accounts, strict=True):
             run = endpoint.measured(bench_plan(endpoint, plan, [load]), watch)
             account.add(run.levels[0], endpoint.memory_bytes, endpoint.conditions)
@@ -844,6 +873,8 @@ class RateSearch:
     def is_open(self) -> bool:
         if self._next is None or self._left_s <= 0:
             return False
+        if self.levels and self._left_s < self._level_s:
+            return False
         return pacer.mean_rate(self._next) >= self._floor
 
     @property
@@ -851,13 +882,18 @@ class RateSearch:
         found = self._search.max_rate
         return NO_RATE if found is None else found.rate
 
+    @property
+    def _level_s(self) -> float:
+        """Longest measurement of the next rate."""
+        assert self._next is not None
+        enough_s = max(SEARCH_LEVEL_S, SEARCH_REQUESTS / pacer.mean_rate(self._next))
+        return min(self._endpoint.level_s(self._plan, self._next), enough_s)
+
     def step(self, watch: Watch) -> None:
         assert self._next is not None
         began = time.monotonic()
         wanted = bench_plan(self._endpoint, self._plan, [self._next])
-        enough_s = max(SEARCH_LEVEL_S, SEARCH_REQUESTS / pacer.mean_rate(self._next))
-        duration_s = min(self._endpoint.level_s(self._plan, self._next), enough_s)
-        short = replace(wanted, duration_s=duration_s, max_warm_up_s=SEARCH_WARM_UP_S)
+        short = replace(wanted, duration_s=self._level_s, max_warm_up_s=SEARCH_WARM_UP_S)
         level = self._endpoint.measured(short, watch).levels[0]
         self.levels.append(level)
         self._search.add(self._next, level.windows)

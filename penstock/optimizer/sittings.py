@@ -9,6 +9,7 @@ The lab asks; one sitting at a time.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.influence import RowCheck
 from penstock.optimizer.shapes import with_instances
 from penstock.optimizer.simulate import TimeTable
-from penstock.optimizer.trials import BatchRules, Child, Crew, Row
+from penstock.optimizer.trials import Child, Crew, Row, TrialLimits
 from penstock.types import Array
 
 T = TypeVar("T")
@@ -84,6 +85,8 @@ class Sitting:
         self._config = with_instances(build.config, *most)
         self._spare = spare
         self._child: Child | None = None
+        # When questions must have been answered, by the monotonic clock.
+        self.ends_at = math.inf
 
     def inspect(self) -> Facts:
         facts = self._asked(lambda child: trials.inspected(child, self.build))
@@ -94,7 +97,7 @@ class Sitting:
         """Whether these rows influence each other."""
 
         def check(child: Child) -> RowCheck:
-            child.rules = trials.NO_RULES
+            child.rules = trials.NO_LIMITS
             return influence.check_rows(child, self.build, rows, is_rounded=is_rounded)
 
         return self._asked(check)
@@ -103,7 +106,7 @@ class Sitting:
         self,
         rows: Sequence[Row],
         told: Callable[[int], None] | None = None,
-        rules: BatchRules = trials.NO_RULES,
+        rules: TrialLimits = trials.NO_LIMITS,
     ) -> list[dict[str, Array]]:
         def answer(child: Child) -> list[dict[str, Array]]:
             child.rules = rules
@@ -116,7 +119,7 @@ class Sitting:
         rows: Sequence[Row],
         pair: tuple[int, int],
         longest_s: float = trials.MAX_BATCH_S,
-        rules: BatchRules = trials.NO_RULES,
+        rules: TrialLimits = trials.NO_LIMITS,
     ) -> TimeTable:
         """T(b) with so many instances; its memory is that of all that this process has done."""
 
@@ -156,5 +159,7 @@ class Sitting:
     def _loaded(self) -> Child:
         if self._child is None:
             child = self._child = self._spare.take(self._config)
+            child.ends_at = self.ends_at
             child.load()
+        self._child.ends_at = self.ends_at
         return self._child

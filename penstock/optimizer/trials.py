@@ -4,12 +4,14 @@ end of the run. Loads the same Runner that the server would."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +63,8 @@ Row = Mapping[str, Array]
 # Compilers take minutes; a model that says nothing for so long never will.
 LOAD_TIMEOUT_S = 900.0
 RUN_TIMEOUT_S = 300.0
+# What has been answered already is read, however late it is.
+MIN_TIMEOUT_S = 0.1
 # Rows that are asked for in one batch.
 MAX_ROWS = 32
 # Of one point of T(b).
@@ -78,27 +82,30 @@ A = TypeVar("A", bound=Answer)
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRules:
-    """What is known about batches of a build beyond its configuration and the check at load."""
+class TrialLimits:
+    """What limits a trial beyond the build's configuration and the check at load."""
 
     # No batch has more rows: the limit of the model's author, or 1 where real rows influence each
     # other. None: larger batches than configured may be tried.
     max_rows: int | None = None
     # False: padding changes the answers to real rows.
     may_pad: bool = True
+    # When the last answer must be there, by the monotonic clock.
+    ends_at: float = math.inf
 
 
-NO_RULES = BatchRules()
+NO_LIMITS = TrialLimits()
 
 
 class TookTooLong(BackendFailed):
     """It might have come to an end."""
 
 
-def inspect(build: Build) -> Facts:
+def inspect(build: Build, ends_at: float = math.inf) -> Facts:
     """Load it, and read back what was built; `file_facts` and what only the loaded form knows.
-    BackendFailed says why it cannot be loaded."""
-    with Child(build.config) as child:
+    BackendFailed says why it cannot be loaded. TookTooLong after `ends_at`, by the monotonic
+    clock; the same holds for `answers` and `times`."""
+    with Child(build.config, ends_at=ends_at) as child:
         child.load()
         return inspected(child, build)
 
@@ -136,13 +143,13 @@ def answers(
     build: Build,
     rows: Sequence[Row],
     told: Callable[[int], None] | None = None,
-    rules: BatchRules = NO_RULES,
+    rules: TrialLimits = NO_LIMITS,
 ) -> list[dict[str, Array]]:
     """One per row, computed as they would be served: in batches where the model may be batched,
     filled up to buckets and cut back where it is padded. What a row's neighbours do to it (ranges
     by batch, padding) is in the answers. Rows that have a 1 for their batch have it in their
     answers too. `told` hears how many are done."""
-    with Child(build.config) as child:
+    with Child(build.config, ends_at=rules.ends_at) as child:
         child.rules = rules
         child.load()
         return answered(child, build, rows, told)
@@ -208,7 +215,7 @@ def times(
     num_instances: int,
     num_threads: int,
     longest_s: float = MAX_BATCH_S,
-    rules: BatchRules = NO_RULES,
+    rules: TrialLimits = NO_LIMITS,
 ) -> TimeTable:
     """T(b) on the rungs 1, 8 and the largest (by length, where that varies), with so many instances
     computing at once, each with so many threads. Batches that would take longer than `longest_s`
@@ -217,7 +224,7 @@ def times(
     with contextlib.ExitStack() as stack:
         # Each on its own device.
         seen = [config.of_worker(*worker) for worker in config.workers]
-        children = [stack.enter_context(Child(each)) for each in seen]
+        children = [stack.enter_context(Child(each, ends_at=rules.ends_at)) for each in seen]
         for child in children:
             child.rules = rules
         _load_all(children)
@@ -227,15 +234,19 @@ def times(
 class Child:
     """A process that tries out one model; killed when the block ends, however it ends."""
 
-    def __init__(self, config: ModelConfig, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+    def __init__(
+        self, config: ModelConfig, timeout_s: float = LOAD_TIMEOUT_S, ends_at: float = math.inf
+    ) -> None:
         # What is loaded, or will be.
         self.config = config
         self._sock: socket.socket | None = None
         self._decoder = msgspec.msgpack.Decoder(Answer)
         # For the next answer.
         self.timeout_s = timeout_s
+        # For all of them, by the monotonic clock.
+        self.ends_at = ends_at
         self.proof = Proof()
-        self.rules = NO_RULES
+        self.rules = NO_LIMITS
         self.load_s = 0.0
         # Somebody did not wait for its answer: it would be taken for the next one's.
         self._is_late = False
@@ -322,13 +333,14 @@ class Child:
     def expect(self, kind: type[A]) -> A:
         """BackendFailed or ConfigError with what the model said, or how it ended."""
         assert self._sock is not None
-        self._sock.settimeout(self.timeout_s)
+        timeout_s = min(self.timeout_s, max(MIN_TIMEOUT_S, self.ends_at - time.monotonic()))
+        self._sock.settimeout(timeout_s)
         try:
             data = receive(self._sock)
         except TimeoutError:
             self._is_late = True
             raise TookTooLong(
-                f"no answer within {self.timeout_s:.3g} s{self._output.tail('it')}"
+                f"no answer within {timeout_s:.3g} s{self._output.tail('it')}"
             ) from None
         except OSError:
             data = None

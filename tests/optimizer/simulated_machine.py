@@ -240,7 +240,7 @@ class SimulatedLab:
     def prove(self, builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
         self.num_proofs += 1
         servers: Any = self.servers
-        return served.prove(builds, self.plan, [], lambda doing: None, None, servers)
+        return served.prove(builds, self.plan, [], lambda doing: None, servers=servers)
 
     def clipped(self, build: Build) -> dict[str, float]:
         return {}
@@ -298,10 +298,10 @@ def run(situation: Situation, disturbance: Disturbance, seed: int) -> Ended:
         pass
 
     random = np.random.default_rng(seed + 1)
-    baseline = served.measure(lab.original, plan, [], watch, servers)
+    baseline = served.measure(lab.original, plan, [], watch, servers=servers)
     # Builds, trials.
     machine.now += float(random.uniform(10, 120))
-    finalist = served.measure(chosen, plan, [], watch, servers)
+    finalist = served.measure(chosen, plan, [], watch, servers=servers)
     findings = Findings(original=baseline)
     for build, measured in ((chosen, finalist), (lab.original, baseline)):
         service_s = services[str(build.candidate)]
@@ -312,7 +312,9 @@ def run(situation: Situation, disturbance: Disturbance, seed: int) -> Ended:
         findings.tries.append(Try(build.candidate, "compile", "kept", "", served=measured))
     order = served.goals.order([one.served for one in findings.finalists], [1, 0])
     findings.finalists = [findings.finalists[index] for index in order]
-    search: Any = SimpleNamespace(findings=findings, prove=lambda: None, left_s=None)
+    search: Any = SimpleNamespace(
+        findings=findings, prove=lambda: None, left_s=None, has_time_to_prove=lambda num: True
+    )
     found = conclude(lab, search, "command", "today")
     assert found.chosen is not None
     return Ended(found, situation.is_kept(found.chosen), lab.num_proofs)

@@ -105,6 +105,9 @@ class MadeSearch:
     def prove(self) -> None:
         pass
 
+    def has_time_to_prove(self, num_builds: int) -> bool:
+        return self.left_s > 20
+
     @property
     def left_s(self) -> float:
         """After as many proofs as there were."""

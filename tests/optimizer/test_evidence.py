@@ -1,14 +1,17 @@
 """What goes into the repository with a version."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from optimizer import made_optimizations
 from suites import onnx_models
 
-from penstock import manifest, repository
+from penstock import manifest, repository, staging
 from penstock.optimizer import evidence
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.results import Optimization
@@ -77,3 +80,43 @@ def test_the_same_run_does_not_commit_twice(build: Build, found: Optimization) -
     other = Build(Candidate(), build.folder, build.config)
     assert evidence.commit(other, found, "run") == "3"
     assert repository.version_folders(Path(found.out) / "small") == ["1", "2", "3"]
+
+
+def test_no_version_is_begun_without_space_for_it(
+    build: Build, found: Optimization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=1 << 40, used=0, free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    found.version = ""
+    evidence.try_commit(build, found, "run")
+    assert found.version == ""
+    assert "needs 4.0" in found.uncommitted and "1.00 MiB free" in found.uncommitted
+    assert not Path(found.out).exists()
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_no_half_version(
+    build: Build, found: Optimization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(staging, "write", full)
+    evidence.try_commit(build, found, "run")
+    assert "No space left on device" in found.uncommitted
+    assert "free" in found.uncommitted
+    assert not list(Path(found.out).iterdir())
+    monkeypatch.undo()
+    found.uncommitted = ""
+    evidence.try_commit(build, found, "run")
+    assert (found.version, found.uncommitted) == ("1", "")
+
+
+def test_what_is_committed_already_needs_no_space(
+    build: Build, found: Optimization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evidence.try_commit(build, found, "run")
+    usage = SimpleNamespace(total=1 << 40, used=0, free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    found.version = ""
+    evidence.try_commit(build, found, "run")
+    assert (found.version, found.uncommitted) == ("1", "")

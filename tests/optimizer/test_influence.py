@@ -303,4 +303,4 @@ def test_the_childs_rules_are_as_before(tmp_path: Path, write_onnx):
     with Child(build.config) as child:
         child.load()
         influence.check_rows(child, build, TestPadding().rows(), is_rounded=False)
-        assert child.rules == trials.NO_RULES
+        assert child.rules == trials.NO_LIMITS

@@ -1,5 +1,6 @@
 """Nothing that was found out is found out again, whenever the run was killed."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.optimizer.disk import WriteFailed
 from penstock.optimizer.journal import FILE, Journal
 
 
@@ -218,3 +220,24 @@ def test_when_the_oldest_reused_finding_was_made(
         assert journal.oldest_at == 200.0
         journal.remember("facts", "a", Finding, never)
         assert journal.oldest_at == 100.0
+
+
+def test_a_line_that_cannot_be_written_is_told_and_leaves_the_others_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Journal(tmp_path) as journal:
+        journal.remember("times", "a", Finding, lambda: Finding(1))
+        before = (tmp_path / FILE).read_bytes()
+
+        def full(fd: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(WriteFailed, match="No space left on device") as caught:
+                journal.remember("times", "b", Finding, lambda: Finding(2))
+    assert "run the same command again" in str(caught.value)
+    assert (tmp_path / FILE).read_bytes() == before
+    with Journal(tmp_path) as journal:
+        assert journal.remember("times", "a", Finding, never).value == 1
+        assert journal.remember("times", "b", Finding, lambda: Finding(3)).value == 3

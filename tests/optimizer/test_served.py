@@ -19,6 +19,7 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import served
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served, Verdict
+from penstock.optimizer.time_plan import Limits
 from penstock.slo import parse
 from penstock.types import TensorSpec
 
@@ -324,7 +325,7 @@ def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypat
 def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
     plan = a_plan("throughput >= 5/s", duration_s=0.5)
-    (found,) = served.with_rates([build], plan, numbers(5), silent, search_s=10.0)
+    (found,) = served.with_rates([build], plan, numbers(5), silent, Limits(search_s=10.0))
     # One after the other, 10 ms each.
     assert found.max_rate is not None
     assert 1 < found.max_rate.value <= 101

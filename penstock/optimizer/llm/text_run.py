@@ -21,7 +21,7 @@ import msgspec
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm.settings import DTYPES, settings_of
 from penstock.llm.text_model import read_text
-from penstock.optimizer import disturbance, evidence, folders, goals, outcomes, phases
+from penstock.optimizer import disk, disturbance, evidence, folders, goals, outcomes, phases
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Build, Candidate, Stage
 from penstock.optimizer.journal import TIMINGS, Journal
@@ -64,6 +64,8 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
         text = read_text(settings.path, is_made_up=False)
         prompts = read_prompts(plan.data, text, subject.max_length)
         key = run_key(plan, run.machine, subject, prompts)
+        is_resumed = (work_of(plan) / key / ORIGINAL).is_dir()
+        disk.check_room(Path(plan.out), subject.build.folder, is_resumed=is_resumed)
         speed_s = machine_speed_s()
         with Journal(work_of(plan) / key, is_fresh=plan.is_fresh, speed_s=speed_s) as journal:
             placed = _placed(subject, work_of(plan) / key / ORIGINAL / plan.name)
@@ -169,7 +171,8 @@ class Run:
         note_resumed(made, lab.journal)
         made.headline = headline(made)
         build = lab.build(choice.finalist.candidate)
-        made.version = evidence.commit(build, made, key)
+        made.build_folder = str(build.folder)
+        evidence.try_commit(build, made, key)
         return made
 
     @property

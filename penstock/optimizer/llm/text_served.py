@@ -28,7 +28,6 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served
 from penstock.optimizer.served import (
     LONG_PATIENCE_S,
-    MIN_SEARCH_S,
     PATIENCE,
     PATIENCE_S,
     Account,
@@ -41,6 +40,7 @@ from penstock.optimizer.served import (
     saturated,
     served_of,
 )
+from penstock.optimizer.time_plan import MIN_SEARCH_S
 from penstock.slo import Goodput, Latency, Slo
 
 # Answers take seconds, so few come in a level: rates are not known any better than this.

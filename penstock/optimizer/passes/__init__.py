@@ -70,6 +70,8 @@ class Workshop:
     cache: Path
     # How long a compiler may take that is asked now; None: as long as it takes.
     compile_timeout_s: Callable[[], float | None] = lambda: None
+    # Called between the pieces of long work; raises where the time for it is up.
+    check_time: Callable[[], None] = lambda: None
 
 
 class Pass(Protocol):

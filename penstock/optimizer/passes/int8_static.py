@@ -187,7 +187,9 @@ def calibrate(ready: Any, scheme: Scheme, parent: Build, workshop: Workshop) -> 
     names = onnx_model.float_tensors(ready.graph, scheme.operators)
     indices = workshop.examples.split.calibration
     rows = calibration.model_rows(parent.config, workshop.examples, indices)
-    return calibration.calibrate(ready, names, parent.config.model, rows, workshop.cache)
+    return calibration.calibrate(
+        ready, names, parent.config.model, rows, workshop.cache, workshop.check_time
+    )
 
 
 def layers(ready: Any) -> list[Any]:
@@ -309,7 +311,12 @@ def fall_back(
         for batch in calibration.batches(parent.config.model, rows)
     ]
     trial = LayerTrial(ready, ranges, scheme, batches).on_most_different()
-    ranked = fallback.sensitivity(trial.layers(seconds), trial.answers, trial.original())
+
+    def answers(keep: tuple[str, ...]) -> Answers:
+        workshop.check_time()
+        return trial.answers(keep)
+
+    ranked = fallback.sensitivity(trial.layers(seconds), answers, trial.original())
     kept = fallback.find_fallback(ranked, lambda keep: passes(with_kept(step, keep)))
     if kept is None:
         return None

@@ -42,6 +42,8 @@ class Live:
 
     def update(self, progress: Progress) -> None:
         last, self._last = self._last, progress
+        if progress.note:
+            self._console.print(Text(progress.note), soft_wrap=True)
         if progress.best and (last is None or _best(last) != _best(progress)):
             self._console.print(best_line(progress), soft_wrap=True)
         if self._screen is not None:

@@ -1,0 +1,240 @@
+"""How a time budget is spent: planned once at the start, then held against the clock.
+
+Owns the arithmetic: how long one load is measured, how many rounds the proof has, whether highest
+rates are searched, how much time is kept for finalists and proof. Knows no process and no clock;
+the search, the lab and the served measurements ask it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from penstock.optimizer.plan import Plan
+from penstock.optimizer.report import wording
+from penstock.slo import Cost
+
+# One level takes at most this share of the budget: 2 s of 60 s.
+LEVEL_SHARE = 1 / 30
+MIN_LEVEL_S = 1.0
+# Longest warm-up before a level, and its longest share of the level.
+WARM_UP_S = 3.0
+WARM_UP_SHARE = 0.5
+# Per level besides warm-up and measurement: the generator starts, the last answers arrive. 0.5 s
+# with a small ONNX model (2 cores, 2026-11).
+LEVEL_OVERHEAD_S = 1.0
+# Start of one server until it is measured: 1.5 s with a small ONNX model (2 cores, 2026-11). On a
+# GPU the import of torch and the device context take most of it.
+START_S, START_ON_GPU_S = 3.0, 25.0
+# Before the original is served: open the model, audit the data, batch times. 5 s for a small ONNX
+# model.
+OPEN_S, OPEN_ON_GPU_S = 8.0, 40.0
+# Commit and report.
+CLOSE_S = 2.0
+NUM_ROUNDS = 2
+# Search for the highest rate of one build: the longest, the shortest that is worth it, and what
+# the probe before it takes.
+SEARCH_S, MIN_SEARCH_S, PROBE_COST_S = 60.0, 20.0, 4.0
+# The same where the SLO has a cost term, so that every served measurement needs one.
+COST_SHARE, MIN_COST_SEARCH_S = 1 / 12, 5.0
+# Proofs with two rounds and with highest rates may take at most these shares of the budget.
+ROUNDS_SHARE, RATES_SHARE = 0.45, 0.55
+# Shares of a budget with highest rates that are kept for finalists and proof; the second where the
+# SLO is out of reach, so that finalists are compared by their highest rates.
+RESERVE, RESERVE_FOR_RATES = 0.3, 0.5
+# A profile takes 7 s on a CPU; it must not take the time of steps.
+PROFILE_S = 30.0
+# Granularity of the budgets that messages suggest.
+SUGGESTED_S = 30.0
+
+
+class OutOfTime(Exception):
+    """The time for the present part of the run is spent."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePlan:
+    """Parts of one run. Durations of measurements are expectations: they begin as assumptions, and
+    `with_start` and `with_judging` replace these by what was measured."""
+
+    # None: no limit.
+    budget_s: float | None
+    # Longest measurement of one load.
+    level_s: float
+    # Rounds of measurements in turns.
+    num_rounds: int
+    # Whether the highest rate of original and choice is searched.
+    has_rates: bool
+    # Search for the highest rate in every served measurement; 0: none.
+    cost_search_s: float
+    open_s: float
+    start_s: float
+    # Whether servers stay up between measurements, so that the proof starts none.
+    keeps_servers: bool
+    # The final check on held-out examples.
+    judge_s: float = 0.0
+
+    @property
+    def level_cost_s(self) -> float:
+        return level_cost_s(self.level_s)
+
+    def serve_s(self, num_builds: int = 1, num_rounds: int = 1) -> float:
+        """Expected duration of a served measurement, with the servers' starts."""
+        rate_s = self.cost_search_s + PROBE_COST_S if self.cost_search_s else 0.0
+        return num_builds * (self.start_s + num_rounds * self.level_cost_s + rate_s)
+
+    def in_turns_s(self, num_builds: int, search_s: float = 0.0) -> float:
+        """The same of several builds in turns, or of one alone; `search_s` is the search for the
+        highest rate of each, after one round."""
+        if search_s:
+            return self.serve_s(num_builds) + num_builds * (search_s + PROBE_COST_S)
+        return self.serve_s(num_builds, 1 if num_builds == 1 else self.num_rounds)
+
+    def num_in_turns(self, left_s: float, num_known: int, search_s: float = 0.0) -> int:
+        """How many builds fit into this time, in turns with so many others."""
+        num = 0
+        while self.in_turns_s(num_known + num + 1, search_s) <= left_s:
+            num += 1
+        return num
+
+    @property
+    def baseline_s(self) -> float:
+        return self.open_s + self.serve_s()
+
+    @property
+    def finalists_s(self) -> float:
+        return self.serve_s()
+
+    @property
+    def close_s(self) -> float:
+        """Kept for what always comes last."""
+        return self.judge_s + CLOSE_S
+
+    def prove_s(self, num_builds: int, num_rounds: int) -> float:
+        """Expected duration of a proof at the SLO's load."""
+        started_s = num_builds * self.start_s if self.keeps_servers else 0.0
+        return self.serve_s(num_builds, num_rounds) - started_s
+
+    @property
+    def shortest_proof_s(self) -> float:
+        """Original and choice once each."""
+        return self.prove_s(2, 1) + self.close_s
+
+    @property
+    def proof_s(self) -> float:
+        rates_s = 2 * (MIN_SEARCH_S + PROBE_COST_S) if self.has_rates else 0.0
+        return self.prove_s(2, self.num_rounds) + rates_s + self.close_s
+
+    @property
+    def shortest_kept_s(self) -> float:
+        """The least that finalists and proof take."""
+        return self.finalists_s + self.shortest_proof_s
+
+    def kept_s(self, *, is_far: bool = False) -> float:
+        """Kept for finalists and proof while steps are tried. `is_far`: the SLO is out of reach."""
+        needed_s = self.finalists_s + self.proof_s
+        if self.budget_s is None or not self.has_rates:
+            return needed_s
+        return max(needed_s, (RESERVE_FOR_RATES if is_far else RESERVE) * self.budget_s)
+
+    @property
+    def steps_s(self) -> float:
+        """Left for steps; infinite without a budget."""
+        if self.budget_s is None:
+            return math.inf
+        return max(0.0, self.budget_s - self.baseline_s - self.kept_s())
+
+    def with_start(self, took_s: float) -> TimePlan:
+        """After one server was started and measured once. What came from a journal takes no time,
+        and tells nothing."""
+        start_s = took_s - (self.serve_s() - self.start_s)
+        return replace(self, start_s=start_s) if start_s > 0 else self
+
+    def with_judging(self, took_s: float) -> TimePlan:
+        """After answers were judged: the final check asks both the original and the choice."""
+        return replace(self, judge_s=max(self.judge_s, 2 * took_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one served measurement."""
+
+    num_rounds: int = NUM_ROUNDS
+    # Longest search for the highest rate of one build; 0: none.
+    search_s: float = SEARCH_S
+    # Seconds in which measurements may still begin.
+    left_s: Callable[[], float] = lambda: math.inf
+
+
+def plan_time(plan: Plan, *, is_on_gpu: bool) -> TimePlan:
+    """Depends on nothing but its arguments: the same command resumes with the same plan."""
+    budget_s = plan.budget_s
+    needs_rates = plan.price_per_hour is not None and any(
+        isinstance(term, Cost) for term in (plan.slo.terms if plan.slo else ())
+    )
+    whole = TimePlan(
+        budget_s=budget_s,
+        level_s=plan.duration_s,
+        num_rounds=NUM_ROUNDS,
+        has_rates=True,
+        cost_search_s=SEARCH_S if needs_rates else 0.0,
+        open_s=OPEN_ON_GPU_S if is_on_gpu else OPEN_S,
+        start_s=START_ON_GPU_S if is_on_gpu else START_S,
+        keeps_servers=is_on_gpu,
+    )
+    if budget_s is None:
+        return whole
+    fitted = replace(whole, level_s=min(plan.duration_s, max(MIN_LEVEL_S, LEVEL_SHARE * budget_s)))
+    if needs_rates:
+        search_s = min(SEARCH_S, max(MIN_COST_SEARCH_S, COST_SHARE * budget_s))
+        fitted = replace(fitted, cost_search_s=search_s)
+    if fitted.proof_s > RATES_SHARE * budget_s:
+        fitted = replace(fitted, has_rates=False)
+    if not fitted.has_rates and fitted.proof_s > ROUNDS_SHARE * budget_s:
+        fitted = replace(fitted, num_rounds=1)
+    return fitted
+
+
+def warm_up_s(level_s: float) -> float:
+    return min(WARM_UP_S, WARM_UP_SHARE * level_s)
+
+
+def level_cost_s(level_s: float) -> float:
+    """Expected duration of one level with its warm-up."""
+    return level_s + warm_up_s(level_s) + LEVEL_OVERHEAD_S
+
+
+def smallest_budget_s(needed_s: float) -> float:
+    """A budget to suggest."""
+    return SUGGESTED_S * math.ceil(needed_s / SUGGESTED_S)
+
+
+def describe(time: TimePlan, plan: Plan, *, is_on_gpu: bool) -> str:
+    """What fits into the budget, in one line; empty without one."""
+    if time.budget_s is None:
+        return ""
+    steps = f"about {_span(time.steps_s)} for steps"
+    parts = [steps if time.steps_s >= 1 else "no time is planned for steps"]
+    if time.level_s < plan.duration_s:
+        parts.append(f"levels of {time.level_s:.2g} s instead of {plan.duration_s:g} s")
+    if time.num_rounds < NUM_ROUNDS:
+        parts.append("one round in the proof")
+    if not time.has_rates:
+        needed_s = _budget_for(plan, is_on_gpu, lambda other: other.has_rates)
+        need = f"needs about {_span(needed_s)}"
+        parts.append(f"no search for the highest rate ({need})")
+    return f"budget {_span(time.budget_s)}: {', '.join(parts)}"
+
+
+def _span(seconds: float) -> str:
+    """`40 s`, `2 min`, `2 min 30 s`."""
+    return wording.span(seconds).removesuffix(" 0 s")
+
+
+def _budget_for(plan: Plan, is_on_gpu: bool, fits: Callable[[TimePlan], bool]) -> float:
+    """The smallest budget, in steps of half a minute, whose plan is good enough."""
+    budget_s = SUGGESTED_S
+    while not fits(plan_time(replace(plan, budget_s=budget_s), is_on_gpu=is_on_gpu)):
+        budget_s += SUGGESTED_S
+    return budget_s
