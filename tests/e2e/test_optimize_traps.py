@@ -84,7 +84,7 @@ def assert_clear(ran: Ran, *wanted: str) -> None:
     assert ran.code == 1, ran.text
     assert "Traceback" not in ran.text
     assert ran.found is None
-    lines = [line for line in ran.err.splitlines() if line.startswith("penstock optimize: ")]
+    lines = [line for line in ran.err.splitlines() if line.startswith("error: ")]
     assert lines, ran.text
     for text in wanted:
         assert text in ran.err, ran.err

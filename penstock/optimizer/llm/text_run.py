@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import CommandLineError, ConfigError, PenstockError
 from penstock.llm.settings import DTYPES, settings_of
 from penstock.llm.text_model import read_text
 from penstock.optimizer import evidence, folders, goals
@@ -48,8 +48,8 @@ PROOF_SHARE, MIN_TRY_S = 0.4, 20.0
 SEARCH_SHARE = 0.4
 MIN_PROOF_S = 20.0
 WITHOUT_DATA = (
-    "data: is missing; a language model is optimised by the prompts that it gets: a .jsonl file of "
-    '{"prompt": …} or {"messages": […]}, or a .txt file with one a line'
+    "--data is required for language models: typical prompts, in a .jsonl file of "
+    '{"prompt": …} or {"messages": […]}, or a .txt file with one per line'
 )
 NOT_FOR_TEXT = ("data_name", "labels", "evaluator", "calibration", "preprocess", "postprocess")
 FLAGS = {"evaluator": "eval"}
@@ -72,15 +72,15 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
 
 
 def check(plan: Plan) -> None:
-    """What a language model has nothing to do with, and what it needs."""
+    """Raise CommandLineError for options that do not apply, and for missing prompts."""
     problems = [
-        f"{FLAGS.get(each, each).replace('_', '-')}: is not for language models"
+        f"--{FLAGS.get(each, each).replace('_', '-')} does not apply to language models"
         for each in NOT_FOR_TEXT
         if getattr(plan, each)
     ]
     problems += [] if plan.data else [WITHOUT_DATA]
     if problems:
-        raise ConfigError(problems)
+        raise CommandLineError(problems)
     if plan.accuracy is not None:
         likelihoods.check_budget(plan.accuracy)
 

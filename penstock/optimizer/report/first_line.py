@@ -6,14 +6,21 @@ import math
 from collections.abc import Sequence
 
 from penstock.benchmark.report import units
+from penstock.exit_codes import ExitCode
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.report import wording
 from penstock.optimizer.results import Optimization, Served, Try, Verdict
 
-EXIT_CODES = {"kept": 0, "missed": 2, "refused": 3, "disturbed": 4, "interrupted": 130}
+EXIT_CODES = {
+    "kept": ExitCode.OK,
+    "missed": ExitCode.MISSED,
+    "refused": ExitCode.REFUSED,
+    "disturbed": ExitCode.DISTURBED,
+    "interrupted": ExitCode.INTERRUPTED,
+}
 
 
-def exit_code(optimization: Optimization) -> int:
+def exit_code(optimization: Optimization) -> ExitCode:
     return EXIT_CODES[optimization.outcome]
 
 
