@@ -192,14 +192,15 @@ def optimize(
     try:
         plan = make_plan(model, plan_path, flags)
         run_files.check_outputs([html_path, json_path])
-        found = _optimize(plan)
+        found, is_interrupted = _optimize(plan)
         _show(found, plan, html_path, json_path)
     except PenstockError as error:
         fail(error)
     except KeyboardInterrupt:
-        click.echo("penstock optimize: interrupted; the same command goes on", err=True)
+        click.echo("interrupted; run the same command again to resume", err=True)
         sys.exit(ExitCode.INTERRUPTED)
-    sys.exit(exit_code(found))
+    # A script that is interrupted must not go on because the SLO happens to be kept.
+    sys.exit(ExitCode.INTERRUPTED if is_interrupted else exit_code(found))
 
 
 def make_plan(model: str | None, plan_path: str | None, flags: dict[str, Any]) -> Plan:
@@ -213,7 +214,9 @@ def make_plan(model: str | None, plan_path: str | None, flags: dict[str, Any]) -
     )
 
 
-def _optimize(plan: Plan) -> Optimization:
+def _optimize(plan: Plan) -> tuple[Optimization, bool]:
+    """The results, and whether Ctrl-C cut the run short."""
+    from penstock.optimizer.interruption import Interruption
     from penstock.optimizer.llm.recognise import is_language_model
     from penstock.optimizer.report.optimize_live import Live
 
@@ -223,8 +226,9 @@ def _optimize(plan: Plan) -> Optimization:
         from penstock.optimizer.run import optimize as run
 
     command = shlex.join(["penstock", *sys.argv[1:]])
-    with Live() as live:
-        return run(plan, live.update, command)
+    with Live() as live, Interruption(live.acknowledge) as interruption:
+        found = run(plan, live.update, command)
+    return found, interruption.count > 0
 
 
 def _show(found: Optimization, plan: Plan, html_path: str | None, json_path: str | None) -> None:

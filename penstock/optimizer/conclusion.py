@@ -11,12 +11,14 @@ from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.examples import num_to_bring
+from penstock.optimizer.interruption import finish
 from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.search import Finalist, Findings, Search
 
 # Servers have to start, and each is measured twice.
 MIN_LEFT_S = 20.0
+INTERRUPTED_PROOF = "interrupted during the proof: the figures are those of the search"
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
         work=str(lab.journal.path.parent),
     )
     search.prove()
-    choice = choose(lab, findings)
+    choice = finish(findings, lambda: choose(lab, findings))
     found.notes += [f"on held-out examples: {each.text}" for each in choice.refused.values()]
     _prove(lab, search, choice, found)
     other = _better_proven(lab, findings, choice, found)
@@ -164,6 +166,10 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> Non
         measured = lab.prove(builds, search.left_s)
     except PenstockError as error:
         found.notes.append(f"the last measurement failed: {error}")
+        return
+    except KeyboardInterrupt:
+        findings.is_interrupted = True
+        found.notes.append(INTERRUPTED_PROOF)
         return
     found.before, found.after = measured[0], measured[-1]
 

@@ -21,3 +21,5 @@ class Progress:
     left_s: float | None
     # In the order in which they are gone through.
     stages: tuple[Stage, ...] = STAGES
+    # About how long it takes to measure and save the best so far; None: not known.
+    finish_s: float | None = None

@@ -24,6 +24,7 @@ from penstock.optimizer import evidence, folders, passes, shapes
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
+from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
@@ -79,9 +80,14 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
         lab.keep_chosen(build)
     except PenstockError as error:
         found.notes.append(f"every start of the version times its products again: {error}")
+    except KeyboardInterrupt:
+        if findings.is_interrupted:
+            raise
+        findings.is_interrupted = True
+        found.notes.append("every start of the version times its products again: interrupted")
     found.elapsed_s = time.monotonic() - began
     found.headline = headline(found)
-    found.version = evidence.commit(build, found, run)
+    found.version = finish(findings, lambda: evidence.commit(build, found, run))
     found.num_measured = lab.journal.num_measured
     found.num_remembered = lab.journal.num_remembered
     return found

@@ -40,6 +40,8 @@ NUM_SEMIFINALISTS = 2
 # About what it takes to serve and measure one of them; on a GPU it takes as long again to start.
 SERVED_S = 20.0
 SERVED_ON_GPU_S = 40.0
+# About what it takes to judge and save the choice.
+SAVED_S = 5.0
 # What is to be enough is predicted to answer so many times the rate that is asked for: fully loaded
 # servers keep an SLO on one day and not on the next.
 ROOM = 1.3
@@ -195,7 +197,7 @@ class Search:
         except KeyboardInterrupt:
             self.findings.is_interrupted = True
             self._note_left("interrupted before it was its turn")
-            self._tell("finishing with the best so far; interrupt again to end at once")
+            self._tell("finishing with the best so far")
         except OutOfTime:
             self.findings.is_out_of_time = True
             self._note_left("the time was up before it was its turn")
@@ -797,8 +799,15 @@ class Search:
                 elapsed_s=self._clock() - self._began,
                 left_s=self.left_s,
                 stages=self._all_stages,
+                finish_s=None if best is None else self._finish_s(best),
             )
         )
+
+    def _finish_s(self, best: Contender) -> float:
+        """About how long it takes to measure and save the best after an interruption."""
+        if self._stage == "proof" or any(one.contender is best for one in self._served.values()):
+            return SAVED_S
+        return SAVED_S + (SERVED_ON_GPU_S if self._is_on_gpu else SERVED_S)
 
     @property
     def _model_stages(self) -> tuple[Stage, ...]:

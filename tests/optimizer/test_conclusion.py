@@ -113,3 +113,17 @@ def test_those_that_did_no_better_are_not_proven() -> None:
     lab = MadeLab({"first": 0.7})
     found = concluded(lab, finalist("first", 0.99), finalist("second", 0.6))
     assert (lab.proven, chosen(found)) == (["first"], "first")
+
+
+class TestInterrupted:
+    def test_during_the_proof_the_choice_is_kept_with_the_figures_of_the_search(self) -> None:
+        lab = MadeLab({})
+
+        def interrupt(builds: Sequence[Build], left_s: float | None) -> list[Served]:
+            raise KeyboardInterrupt
+
+        lab.prove = interrupt  # type: ignore[method-assign]
+        found = concluded(lab, finalist("first", 0.9), finalist("second", 0.8))
+        assert (chosen(found), found.outcome) == ("first", "interrupted")
+        assert found.after is not None and found.after.goodput == 0.9
+        assert any("interrupted during the proof" in note for note in found.notes)

@@ -231,6 +231,23 @@ class TestEndpoint:
             served.measure(null_build(tmp_path), a_plan("p99 < 1s"), numbers(3), interrupt)
         assert set(psutil.Process().children(recursive=True)) == before
 
+    def test_interrupted_while_it_stops_it_is_killed_and_the_interruption_goes_on(
+        self, tmp_path: Path, monkeypatch
+    ):
+        before = set(psutil.Process().children(recursive=True))
+        endpoint = served.Endpoint(null_build(tmp_path), "").__enter__()
+        wait = endpoint._process.wait
+
+        def interrupted(timeout: float | None = None) -> int:
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return wait()
+
+        monkeypatch.setattr(endpoint._process, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            endpoint.__exit__(None, None, None)
+        assert set(psutil.Process().children(recursive=True)) == before
+
 
 class TestServers:
     PLAN = a_plan("p99 < 1s", duration_s=0.3)

@@ -24,6 +24,8 @@ from penstock.llm.text_model import read_text
 from penstock.optimizer import evidence, folders, goals
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Build, Candidate, Stage
+from penstock.optimizer.conclusion import INTERRUPTED_PROOF
+from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.llm import likelihoods
 from penstock.optimizer.llm.text_lab import HELD_OUT, TextLab
@@ -150,7 +152,7 @@ class Run:
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         search = self._searched(lab)
         findings = search.findings
-        choice = choose(lab, findings)
+        choice = finish(findings, lambda: choose(lab, findings))
         made = self._begun(lab, findings, created)
         made.notes += [f"on held-out prompts: {each.text}" for each in choice.refused]
         self._prove(lab, findings, choice, made)
@@ -164,7 +166,7 @@ class Run:
         made.elapsed_s = self.elapsed_s
         made.headline = headline(made)
         build = lab.build(choice.finalist.candidate)
-        made.version = evidence.commit(build, made, key)
+        made.version = finish(findings, lambda: evidence.commit(build, made, key))
         made.num_measured = lab.journal.num_measured
         made.num_remembered = lab.journal.num_remembered
         return made
@@ -266,6 +268,10 @@ class Run:
             found = lab.prove([each.candidate for each in pair], starts, self.left_s)
         except PenstockError as error:
             made.notes.append(f"the last measurement failed: {error}")
+            return
+        except KeyboardInterrupt:
+            findings.is_interrupted = True
+            made.notes.append(INTERRUPTED_PROOF)
             return
         if any(each.max_rate is None for each in found):
             made.notes.append("the highest rates are those of the search, not measured in turns")
