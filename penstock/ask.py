@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from penstock.errors import ConfigError
+from penstock.errors import CommandLineError, ConfigError
 from penstock.serving.explain import Explanation
 
 TIMEOUT_S = 10.0
@@ -19,7 +19,7 @@ WRONG_PORT = "is this a Penstock server's HTTP port?"
 def explanation(url: str, model: str, version: str = "", api_key: str = "") -> Explanation:
     """What the server says about a model; ConfigError if it says nothing of use."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ConfigError([f"--url {url}: expected http://host:port"])
+        raise CommandLineError([f"--url {url}: expected http://host:port"])
     path = f"/v2/models/{quote(model, safe='')}"
     if version:
         path += f"/versions/{quote(version, safe='')}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import secrets
 import shlex
@@ -13,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.errors import ConfigError
+from penstock.commands import coloured, fail
+from penstock.errors import CommandLineError, ConfigError
+from penstock.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from penstock.benchmark.inputs import InputSpec
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from penstock.benchmark.targets import TargetSpec
     from penstock.slo import Slo
 
-INTERRUPTED = 130
 SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
 
 # What both commands write.
@@ -334,9 +334,7 @@ def bench(target: str, **flags: Any) -> None:
         run = asyncio.run(_measure(plan, outputs))
         outputs.show(run)
     except ConfigError as error:
-        _fail(error)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        fail(error)
     sys.exit(_conclude(run, baseline, plan, flags["gate"], flags["tolerance"] / 100))
 
 
@@ -359,7 +357,7 @@ def report(runs: tuple[str, ...], html_path: str, csv_path: str) -> None:
         else:
             show.show(paths, *outputs)
     except ConfigError as error:
-        _fail(error)
+        fail(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,27 +426,28 @@ def _interruptible(conductor: Conductor) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        sys.exit(INTERRUPTED)
+        raise KeyboardInterrupt from None
     finally:
         for each in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(each)
 
 
 def _conclude(run: Run, baseline: Run | None, plan: Plan, is_gate: bool, tolerance: float) -> int:
-    """Exit status: 0 as asked, 1 the gate is shut or the server was lost, 130 interrupted."""
+    """Print the checks of the gate and return the exit code."""
     from penstock.benchmark import ci_gate
-    from penstock.benchmark.run import INTERRUPTED as WAS_INTERRUPTED
+    from penstock.benchmark.run import INTERRUPTED
 
-    if run.problem == WAS_INTERRUPTED:
-        return INTERRUPTED
+    if run.problem == INTERRUPTED:
+        return ExitCode.INTERRUPTED
     checks = ci_gate.checks(run, plan.slo, baseline, tolerance)
     if is_gate or baseline is not None:
         for check in checks:
-            mark = _coloured("pass", "green") if check.is_passed else _coloured("FAIL", "red")
+            mark = coloured("pass", "green") if check.is_passed else coloured("FAIL", "red")
             click.echo(f"{mark}  {check.text}")
-    if is_gate and not all(check.is_passed for check in checks):
-        return 1
-    return 1 if run.is_partial else 0
+    if run.is_partial:
+        return ExitCode.FAILED
+    is_shut = is_gate and not all(check.is_passed for check in checks)
+    return ExitCode.MISSED if is_shut else ExitCode.OK
 
 
 # Flags to a plan.
@@ -473,8 +472,7 @@ def make_plan(target: str, flags: dict[str, Any]) -> Plan:
     )
     _check_gate(reading, slo)
     _check_unused(reading, spec)
-    if reading.problems:
-        raise ConfigError(reading.problems)
+    reading.check()
     is_endless = flags["trace"] is None and flags["steps"] is None
     rate = None if slo is None else slo.rate
     return Plan(
@@ -513,7 +511,28 @@ class Reading:
 
     def __init__(self, flags: dict[str, Any]) -> None:
         self.flags = flags
+        # Flags that are malformed or contradict each other.
         self.problems: list[str] = []
+        # Files that flags name and that cannot be used.
+        self.file_problems: list[str] = []
+
+    def check(self) -> None:
+        """Raise CommandLineError, or ConfigError if only files are wrong, with all problems."""
+        if self.problems:
+            raise CommandLineError([*self.problems, *self.file_problems])
+        if self.file_problems:
+            raise ConfigError(self.file_problems)
+
+    def file(self, name: str, read: Callable[[str], Any]) -> Any:
+        """None for a flag that was not given, or whose file cannot be used."""
+        text = self.flags[name]
+        try:
+            return read(text) if text else None
+        except ConfigError as error:
+            is_usage = isinstance(error, CommandLineError)
+            problems = self.problems if is_usage else self.file_problems
+            problems += [f"--{name.replace('_', '-')}: {each}" for each in error.problems]
+        return None
 
     def maybe(self, name: str, parse: Callable[[str], Any]) -> Any:
         """None for a flag that was not given, or is wrong."""
@@ -574,7 +593,7 @@ def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple
     steps = reading.maybe("steps", pacer.parse_steps)
     profiles += [each for each in (ramp, steps) if each is not None]
     loads += [pacer.Open(profile, arrivals, cv) for profile in profiles]
-    if trace := reading.maybe("trace", lambda text: traces.read_trace(Path(text))):
+    if trace := reading.file("trace", lambda text: traces.read_trace(Path(text))):
         loads.append(pacer.Replay(trace.times_s, flags["rate_scale"] or 1.0, trace.name))
     if not given and rate is not None:
         loads = [pacer.Open(pacer.Flat(rate.per_s), arrivals, cv)]
@@ -606,8 +625,11 @@ def _check_unused(reading: Reading, spec: TargetSpec) -> None:
         kind = kind_of(spec)
         if kind == "in process" and is_text(spec):
             kind = "text in process"
-    except ConfigError as error:
+    except CommandLineError as error:
         reading.problems += error.problems
+        return
+    except ConfigError as error:
+        reading.file_problems += error.problems
         return
     given = {
         "--tensors json": (flags["tensors"] == "json", ["v2 HTTP"]),
@@ -629,8 +651,8 @@ def _inputs(reading: Reading) -> InputSpec:
     return InputSpec(
         path=flags["data"],
         name=flags["data_name"],
-        lengths=reading.maybe("lengths", lengths.parse),
-        output_lengths=reading.maybe("output_lengths", lengths.parse),
+        lengths=reading.file("lengths", lengths.parse),
+        output_lengths=reading.file("output_lengths", lengths.parse),
         batch_size=flags["batch_size"],
         seed=flags["seed"],
         trace_path=flags["trace"] or "",
@@ -658,7 +680,7 @@ def _target(address: str, reading: Reading, loads: tuple[Load, ...]) -> TargetSp
         api=flags["api"],
         method=flags["method"] or ("POST" if flags["body"] else "GET"),
         headers=headers,
-        body=reading.maybe("body", _read_body) or "",
+        body=reading.file("body", _read_body) or "",
         api_key=flags["api_key"],
         timeout_s=reading.maybe("timeout", slos.parse_duration) or 0.0,
         max_connections=flags["max_connections"] or max([MAX_CONNECTIONS, *counts]),
@@ -672,15 +694,4 @@ def _read_body(text: str) -> str:
     try:
         return Path(text[1:]).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{text[1:]} cannot be read: {error}") from None
-
-
-def _coloured(text: str, colour: str) -> str:
-    """click takes colours away where there is no terminal, but does not know NO_COLOR."""
-    return text if os.environ.get("NO_COLOR") else click.style(text, fg=colour)
-
-
-def _fail(error: ConfigError) -> NoReturn:
-    for problem in error.problems:
-        click.echo(_coloured(f"error: {problem}", "red"), err=True)
-    sys.exit(2)
+        raise ConfigError([f"{text[1:]} cannot be read: {error}"]) from None

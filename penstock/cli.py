@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 
 import penstock
 from penstock import bench_cli, logs, optimize_cli, profile_cli
-from penstock.errors import ConfigError
+from penstock.commands import Commands, fail
+from penstock.errors import CommandLineError, ConfigError
+from penstock.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
     from penstock.repository import Found
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(penstock.__version__, prog_name="penstock")
 def main() -> None:
     """Model, data and SLO in; a served endpoint that keeps the SLO out."""
@@ -249,7 +255,7 @@ def serve(
     try:
         _run(path, config, insecure, exit_on_error)
     except ConfigError as error:
-        _fail(error)
+        fail(error)
 
 
 def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -> None:
@@ -276,9 +282,11 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
         _check_gpus(found, config, exit_on_error)
-        uvloop.run(server.serve(path, found, config, started, loading))
+        received = uvloop.run(server.serve(path, found, config, started, loading))
     finally:
         loading.end()
+    if received == signal.SIGINT:
+        sys.exit(ExitCode.INTERRUPTED)
 
 
 def _check_gpus(found: Found, config: ServerConfig, exit_on_error: bool) -> None:
@@ -309,7 +317,7 @@ def _found(path: str, config: ServerConfig) -> Found:
         return repository.read_made_up(path)
     if not config.is_explicit:
         if config.load:
-            raise ConfigError(["--load-model needs --model-control-mode explicit"])
+            raise CommandLineError(["--load-model needs --model-control-mode explicit"])
         return repository.read(path)
     if "*" in config.load:
         return repository.read(path)
@@ -336,7 +344,7 @@ def inspect(path: str) -> None:
     try:
         found = repository.read(path)
     except ConfigError as error:
-        _fail(error)
+        fail(error)
     for config in found.configs:
         click.echo(f"# {config.name}, version {config.version}: {os.path.relpath(config.artifact)}")
         for line in repository.about(found.folders[config.name], config):
@@ -345,7 +353,7 @@ def inspect(path: str) -> None:
             click.echo(f"#   instances: {placement.told(config, devices.read_gpus())}")
         click.echo(pbtxt.describe(config))
     if found.problems:
-        _fail(ConfigError(_flat(found.problems)))
+        fail(ConfigError(_flat(found.problems)))
 
 
 @main.command()
@@ -399,7 +407,7 @@ def explain(model: str, url: str, version: str, api_key: str, watch: bool, as_js
         else:
             terminal.console().print(terminal.explained(answer))
     except ConfigError as error:
-        _fail(error)
+        fail(error)
 
 
 main.add_command(bench_cli.bench)
@@ -410,13 +418,3 @@ main.add_command(profile_cli.profile)
 
 def _flat(problems: dict[str, list[str]]) -> list[str]:
     return [f"{model}: {problem}" for model, items in problems.items() for problem in items]
-
-
-def _print_problems(problems: list[str]) -> None:
-    for problem in problems:
-        click.secho(f"error: {problem}", fg="red", err=True)
-
-
-def _fail(error: ConfigError) -> NoReturn:
-    _print_problems(list(error.problems))
-    sys.exit(1)

@@ -12,6 +12,7 @@
     ├── Unsupported        a known feature that this server does not have
     ├── BackendFailed      the model itself failed
     └── ConfigError        the operator's files are wrong (all problems at once)
+        └── CommandLineError   the flags are wrong
 
 No protocol word appears here: each protocol has one table from these classes to its statuses.
 """
@@ -83,3 +84,7 @@ class ConfigError(PenstockError):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("; ".join(problems))
         self.problems = tuple(problems)
+
+
+class CommandLineError(ConfigError):
+    """The command line itself is wrong: a malformed value, a missing flag, a contradiction."""

@@ -1,4 +1,4 @@
-"""The `optimize` command: flags and a plan file to a Plan, what was found to files and terminal."""
+"""The `optimize` command: flags and a plan file to a Plan, the results to files and terminal."""
 
 from __future__ import annotations
 
@@ -11,169 +11,157 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.commands import fail
 from penstock.errors import ConfigError, PenstockError
+from penstock.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from penstock.optimizer.plan import Plan
     from penstock.optimizer.results import Optimization
 
-FAILED = 1
-INTERRUPTED = 130
 
-
-class _WrongFlag(click.UsageError):
-    exit_code = FAILED
-
-
-class _Command(click.Command):
-    """A flag that is not known must not look like an SLO that is missed: both would be exit 2."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            raise _WrongFlag(error.format_message(), error.ctx) from None
-
-
-@click.command(cls=_Command)
+@click.command()
 @click.argument("model", required=False)
 @click.option(
     "--data",
     metavar="PATH",
-    help="Representative inputs, as for bench: .npz, .npy, .jsonl, .json, .parquet, .txt (prompts) "
-    "or a folder of images. Give it whenever you can: without it nothing is quantised, and no "
-    "language model is optimised.",
+    help="Representative inputs. Default: random inputs, without steps that may change answers. "
+    "Files as for bench: .npz, .npy, .jsonl, .json, .parquet, .txt (prompts) or a folder of "
+    "images. Give it whenever you can; language models need it.",
 )
 @click.option(
     "--data-name",
     metavar="INPUT",
-    help="Which input .npy files and images are for. Needed when the model has several.",
+    help="Input that .npy files and images are for. Default: the only input. Needed when the "
+    "model has several.",
 )
 @click.option(
     "--labels",
     metavar="NAME",
-    help="The array or field of --data with the right answers. Needed when it is not called label, "
-    "labels or y.",
+    help="Array or field of --data with the labels. Default: label, labels or y. Needed when it "
+    "has another name.",
 )
 @click.option(
     "--eval",
     "eval",
     metavar="PACKAGE.MODULE:FUNCTION",
-    help="Called with outputs and labels, gives one score per example. Give it when right answers "
-    "are not class numbers.",
+    help="Evaluator: takes outputs and labels, returns scores. One score per example; default: "
+    "top1 for class labels. Give it when labels are not class numbers.",
 )
 @click.option(
     "--calibration",
     metavar="PATH",
-    help="Inputs for calibration alone. Give it when --data is not what INT8 ranges should be "
-    "taken from; else a part of --data is used.",
+    help="Inputs for calibration only. Default: a part of --data. Give it when INT8 ranges should "
+    "come from other data.",
 )
 @click.option(
     "--slo",
     metavar="SLO",
-    help="What must hold when served, as in 'p99 < 20 ms at 200/s' or, of language models, "
-    "'ttft p99 < 500 ms, tpot p99 < 100 ms at 2/s'. Needed, here or in --plan.",
+    help="Latency target, e.g. 'p99 < 20 ms at 200/s'. Language models: 'ttft p99 < 500 ms, tpot "
+    "p99 < 100 ms at 2/s'. Needed here or in --plan.",
 )
 @click.option(
     "--accuracy",
     metavar="BUDGET",
-    help="How much may be lost, as in 'top1 drop <= 0.5 %', 'score rise <= 2 % relative' or, of "
-    "language models, 'kl rise <= 0.02' or 'agreement drop <= 3 %'; 1 %, or that kl, unless given. "
-    "Lower it where mistakes are dear, and bring more examples.",
+    help="Accuracy budget, e.g. 'top1 drop <= 0.5 %'. Default: 1 %, for language models 'kl rise "
+    "<= 0.02'. Also 'score rise <= 2 % relative' and 'agreement drop <= 3 %'. Lower it when errors "
+    "are expensive; a tighter budget needs more examples.",
 )
 @click.option(
     "--preprocess",
     metavar="PACKAGE.MODULE:FUNCTION",
-    help="From what users send to what the model takes: tokenise, decode, resize. Give it to have "
-    "it served, and covered by the SLO. Needs --data.",
+    help="Function from requests to model inputs: tokenise, resize. Default: none. Give it to "
+    "serve it with the model, covered by the SLO. Needs --data.",
 )
 @click.option(
     "--postprocess",
     metavar="PACKAGE.MODULE:FUNCTION",
-    help="From what the model gives to what users get: softmax, names of classes, boxes that are "
-    "left. Give it to have it served, covered by the SLO and judged by labels or --eval. Needs "
-    "--data.",
+    help="Function from model outputs to responses: softmax, NMS. Default: none. Give it to serve "
+    "it with the model, covered by the SLO and judged by labels or --eval. Needs --data.",
 )
 @click.option(
     "--out",
     metavar="REPOSITORY",
-    help="Where the version goes; made if it is not there. Needed, here or in --plan.",
+    help="Model repository for the new version, created if missing. Needed here or in --plan.",
 )
 @click.option(
     "--name",
     metavar="NAME",
-    help="The model's name in the repository. Give it when the file's name will not do.",
+    help="Name of the model in the repository. Default: the file's or folder's name. Give it when "
+    "that name is taken or unclear.",
 )
 @click.option(
     "--price",
     type=click.FloatRange(0, min_open=True),
-    help="Price of the machine per hour, in any currency. Give it to get the cost of a million "
-    "inferences, or to have a limit on it.",
+    help="Price of the machine per hour, in any currency. Default: none. Give it to see the cost "
+    "of a million inferences, or when the SLO limits it.",
 )
 @click.option(
     "--budget",
     metavar="TIME",
-    help="Longest time for everything, as in 10m; then the best so far is kept. Give it when you "
-    "cannot wait for the end of the sequence.",
+    help="Time limit for the whole run, e.g. 10m. Default: none. Give it when you cannot wait for "
+    "all steps; the best version found in time is saved.",
 )
 @click.option(
     "--duration",
     metavar="TIME",
-    help="Longest time to measure one load of one candidate; 10s unless given. Raise it when the "
-    "report calls differences equal that you care about.",
+    help="Time limit per measurement of one candidate. Default: 10s. Raise it when the report "
+    "calls candidates equal and the difference matters to you.",
 )
 @click.option(
     "--device",
     metavar="DEVICE",
-    help="Where the original and all candidates run: auto (PyTorch on the GPUs if there are any, "
-    "all else on the CPU), cpu, cuda (on each GPU) or cuda:N. Choose cpu to optimise for servers "
-    "without a GPU, cuda:N to keep off the other GPUs.",
+    help="Device: auto, cpu, cuda (each GPU) or cuda:N. Default: auto, which runs PyTorch models "
+    "on the GPUs if there are any and all others on the CPU. Choose cpu to optimise for servers "
+    "without a GPU, cuda:N to keep the other GPUs free.",
 )
 @click.option(
     "--exhaustive",
     is_flag=True,
     default=None,
-    help="Go on after the SLO is kept, and try what the hardware should not profit from. Choose it "
-    "to see how far a model can go.",
+    help="Try every step, even after the SLO is met. Default: stop at the first stage that is "
+    "enough, and skip steps that this hardware should not profit from. Choose it to see the "
+    "fastest this model can be.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**31 - 1),
-    help="Of the split of the examples and of arrivals. Change it to see whether a choice was "
-    "luck.",
+    help="Random seed for the data split and the arrival times. Default: 0. Change it to check "
+    "that the choice does not depend on it.",
 )
 @click.option(
     "--outputs",
     metavar="NAME,NAME",
-    help="Outputs whose answers matter; default: all. Name them when others may change, such as "
+    help="Outputs whose answers matter. Default: all. Name them when others may change, such as "
     "intermediate tensors that no client reads.",
 )
 @click.option(
     "--fresh",
     is_flag=True,
     default=None,
-    help="Measure everything again instead of resuming an earlier run of the same command. Use it "
-    "after the machine or its load has changed.",
+    help="Measure everything again. Default: resume an earlier run of the same command. Use it "
+    "when the machine or its load has changed.",
 )
 @click.option(
     "--plan",
     "plan_path",
     metavar="FILE",
-    help="All of this as TOML, keys as the flags; flags go before it. Use it to keep wishes with "
-    "the model.",
+    help="TOML file with these options, keys named as the flags. Flags override the file. Use it "
+    "to keep the options in version control.",
 )
 @click.option(
     "--html",
     "html_path",
     metavar="FILE",
-    help="Where the report goes; beside the version's journal unless given. Give it to find it "
-    "sooner.",
+    help="File for the HTML report. Default: report.html beside the journal in --out. Give it to "
+    "choose another place.",
 )
 @click.option(
     "--json",
     "json_path",
     metavar="FILE",
-    help="Write what was found as JSON. Give it for scripts.",
+    help="File for the results as JSON. Default: none. Give it for scripts, or to show the report "
+    "again with penstock report.",
 )
 def optimize(
     model: str | None,
@@ -182,19 +170,23 @@ def optimize(
     json_path: str | None,
     **flags: Any,
 ) -> None:
-    """Make MODEL keep an SLO without losing accuracy, prove it, and add it to a repository.
+    """Find the cheapest configuration of MODEL that meets an SLO.
+
+    The version found is measured through a real server, checked for accuracy, and added to a
+    repository with the evidence.
 
     \b
     MODEL is one of
-      model.onnx                 with its external data beside it
+      model.onnx                 weights in other files must be beside it
       package.module:factory     a function that returns an nn.Module
-      model.pt2                  what torch.export.save writes
+      model.pt2                  written by torch.export.save
       folder/                    Hugging Face: config.json and model.safetensors
-      model.gguf                 a language model, as are folders of such
-      models/NAME[/VERSION]      a version of a repository, to be optimised again
+      model.gguf                 a language model; so are Hugging Face folders of one
+      models/NAME[/VERSION]      a version in a repository, to optimise it again
 
-    Killed at any moment it goes on where it was when it is run again. Exit codes: 0 the SLO is
-    kept, 2 it is not and the best is saved, 3 the accuracy gate allows nothing that would help.
+    Interrupted runs resume: run the same command again. Exit codes: 0 SLO kept, 1 failed, 2 SLO
+    missed (the best version is saved), 3 refused by the accuracy gate, 4 disturbed measurements,
+    64 wrong usage, 130 interrupted.
     """
     from penstock.benchmark.report import run_files
     from penstock.optimizer import disk
@@ -203,42 +195,43 @@ def optimize(
     try:
         plan = make_plan(model, plan_path, flags)
         run_files.check_outputs([html_path, json_path])
-        found = _optimize(plan)
+        found, is_interrupted = _optimize(plan)
         _show(found, plan, html_path, json_path)
-    except ConfigError as error:
-        click.echo("\n".join(f"penstock optimize: {each}" for each in error.problems), err=True)
-        sys.exit(FAILED)
     except PenstockError as error:
-        click.echo(f"penstock optimize: {error}", err=True)
-        sys.exit(FAILED)
+        fail(error)
     except disk.WriteFailed as error:
         click.echo(f"penstock optimize: {error}", err=True)
-        sys.exit(FAILED)
+        sys.exit(ExitCode.FAILED)
     except OSError as error:
         if not disk.is_full(error):
             raise
         place = f"{error.filename}: " if error.filename else ""
         hint = "free some space and run the same command again: it resumes"
         click.echo(f"penstock optimize: {place}{error.strerror}; {hint}", err=True)
-        sys.exit(FAILED)
+        sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:
-        click.echo("penstock optimize: interrupted; the same command goes on", err=True)
-        sys.exit(INTERRUPTED)
-    sys.exit(FAILED if found.uncommitted else exit_code(found))
+        click.echo("interrupted; run the same command again to resume", err=True)
+        sys.exit(ExitCode.INTERRUPTED)
+    if found.uncommitted:
+        sys.exit(ExitCode.FAILED)
+    # A script that is interrupted must not go on because the SLO happens to be kept.
+    sys.exit(ExitCode.INTERRUPTED if is_interrupted else exit_code(found))
 
 
 def make_plan(model: str | None, plan_path: str | None, flags: dict[str, Any]) -> Plan:
-    """Of flags and file; what is wrong with either is told together."""
+    """Combine flags and plan file; the problems of both are reported together."""
     from penstock.optimizer import plan_file
 
-    wishes = plan_file.read(Path(plan_path)) if plan_path else {}
+    file = plan_file.read(Path(plan_path)) if plan_path else None
     given = {"model": model, **flags}
     return plan_file.make_plan(
-        {**wishes, **{key: value for key, value in given.items() if value is not None}}
+        {key: value for key, value in given.items() if value is not None}, file
     )
 
 
-def _optimize(plan: Plan) -> Optimization:
+def _optimize(plan: Plan) -> tuple[Optimization, bool]:
+    """The results, and whether Ctrl-C cut the run short."""
+    from penstock.optimizer.interruption import Interruption
     from penstock.optimizer.llm.recognise import is_language_model
     from penstock.optimizer.report.optimize_live import Live
 
@@ -248,8 +241,9 @@ def _optimize(plan: Plan) -> Optimization:
         from penstock.optimizer.run import optimize as run
 
     command = shlex.join(["penstock", *sys.argv[1:]])
-    with Live() as live:
-        return run(plan, live.update, command)
+    with Live() as live, Interruption(live.acknowledge) as interruption:
+        found = run(plan, live.update, command)
+    return found, interruption.count > 0
 
 
 def _show(found: Optimization, plan: Plan, html_path: str | None, json_path: str | None) -> None:

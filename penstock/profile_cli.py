@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.commands import fail
+from penstock.errors import CommandLineError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.benchmark.inputs import Source
@@ -115,10 +114,8 @@ def profile(model: str, **flags: Any) -> None:
         _check_outputs(flags)
         found = _profiled(model, flags)
         _show(found, model, flags)
-    except ConfigError as error:
-        _fail(error.problems)
     except PenstockError as error:
-        _fail([str(error)])
+        fail(error)
 
 
 def _check_outputs(flags: dict[str, Any]) -> None:
@@ -159,7 +156,9 @@ def _source(config: ModelConfig, flags: dict[str, Any]) -> Source:
     has_batch = config.max_batch_size > 0
     if flags["batch_size"] > max(1, config.max_batch_size):
         limit = config.max_batch_size or "one row, without a batch dimension"
-        raise ConfigError([f"--batch-size {flags['batch_size']}: the model takes at most {limit}"])
+        raise CommandLineError(
+            [f"--batch-size {flags['batch_size']}: the model takes at most {limit}"]
+        )
     spec = InputSpec(
         path=flags["data"],
         name=flags["data_name"],
@@ -189,11 +188,3 @@ def _show(found: Profile, model: str, flags: dict[str, Any]) -> None:
     if flags["json_path"]:
         text = msgspec.json.format(msgspec.json.encode(found)).decode()
         run_files.write_text(text, Path(flags["json_path"]))
-
-
-def _fail(problems: Sequence[str]) -> NoReturn:
-    for problem in problems:
-        text = f"error: {problem}"
-        # click takes colours away where there is no terminal, but does not know NO_COLOR.
-        click.echo(text if os.environ.get("NO_COLOR") else click.style(text, fg="red"), err=True)
-    sys.exit(2)

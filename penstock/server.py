@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from penstock.config import LLM, ModelConfig, ServerConfig
-from penstock.errors import ConfigError, NotFound
+from penstock.errors import CommandLineError, ConfigError, NotFound
+from penstock.exit_codes import ExitCode
 from penstock.protocols import access_log
 from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.fronts import Desk, Front, grpc_trade, http_opening, http_trade
@@ -254,10 +255,12 @@ def cannot_listen(host: str, port: int, what: str, reason: str) -> str:
 
 
 def check(config: ServerConfig, is_insecure: bool) -> None:
-    """Whether this can be served as asked for, as far as is known before anything starts."""
+    """Check flags and ports before anything starts: CommandLineError for flags that contradict each
+    other, ConfigError for ports that are taken."""
     problems = [*_host_problems(config, is_insecure), *_port_problems(config)]
-    if not problems:
-        problems += _front_problems(config)
+    if problems:
+        raise CommandLineError(problems)
+    problems = _front_problems(config)
     if problems:
         raise ConfigError(problems)
 
@@ -323,20 +326,24 @@ async def serve(
     config: ServerConfig,
     on_start: Callable[[Server], None],
     on_progress: Callable[[Progress], None],
-) -> None:
-    """Run until SIGTERM or SIGINT; a second signal ends it at once."""
+) -> signal.Signals:
+    """Run until SIGTERM or SIGINT and return which it was; a second signal ends it at once."""
     # Threads that read repositories or inflate bodies give way to the event loop this soon.
     sys.setswitchinterval(SWITCH_S)
     server = Server(config, path)
     loop = asyncio.get_running_loop()
 
-    def asked_to_stop() -> None:
+    received: list[signal.Signals] = []
+
+    def asked_to_stop(number: signal.Signals) -> None:
         if server.routes.is_draining:
-            os._exit(1)
+            is_interrupt = number == signal.SIGINT
+            os._exit(ExitCode.INTERRUPTED if is_interrupt else ExitCode.FAILED)
+        received.append(number)
         server.stop()
 
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, asked_to_stop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked_to_stop, number)
     try:
         await server.start(found, on_progress)
         if not server.routes.is_draining:
@@ -344,3 +351,4 @@ async def serve(
         await server.run_until_stopped()
     finally:
         await server.close()
+    return received[0]

@@ -6,8 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -226,19 +225,19 @@ def explained(answer: Explanation) -> Group:
     return Group(*parts)
 
 
-def watch(ask: Callable[[], Explanation]) -> None:
-    """Show the answer anew every second until Ctrl-C: in place of the last one in a terminal, which
-    shows as much as it has lines for; else one after the other."""
+def watch(ask: Callable[[], Explanation]) -> NoReturn:
+    """Show a new answer every second until Ctrl-C, which raises KeyboardInterrupt. A terminal shows
+    the answer in place of the last one, cut to its height; other outputs get one after the other.
+    """
     out = console()
-    with suppress(KeyboardInterrupt):
-        if not out.is_terminal:
-            while True:
-                out.print(explained(ask()), "")
-                time.sleep(WATCH_S)
-        with Live(console=out, auto_refresh=False) as live:
-            while True:
-                live.update(explained(ask()), refresh=True)
-                time.sleep(WATCH_S)
+    if not out.is_terminal:
+        while True:
+            out.print(explained(ask()), "")
+            time.sleep(WATCH_S)
+    with Live(console=out, auto_refresh=False) as live:
+        while True:
+            live.update(explained(ask()), refresh=True)
+            time.sleep(WATCH_S)
 
 
 def _title(answer: Explanation) -> Group:

@@ -17,7 +17,7 @@ TEST_SOURCES = sorted(TESTS.rglob("*.py"))
 
 # A module imports only from its own line and the lines before it.
 ORDER = [
-    {"errors", "types", "slo", "config", "columns", "logs", "devices"},
+    {"errors", "exit_codes", "types", "slo", "config", "columns", "logs", "devices"},
     {"wire", "kernels"},
     {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
     | {"pt2_file", "metrics", "usage", "kernels", "backends"},
@@ -29,7 +29,7 @@ ORDER = [
     {"protocols"},
     {"dashboard", "deploy"},
     {"server", "testing"},
-    {"ask", "terminal"},
+    {"ask", "terminal", "commands"},
     {"cli", "bench_cli", "optimize_cli", "profile_cli"},
     {"__main__"},
 ]
@@ -140,6 +140,7 @@ WITHOUT_OWN_TEST = {
     "benchmark/report/__init__.py": "empty",
     "config.py": "values only; tests/test_repository.py resolves them",
     "errors.py": "names only",
+    "exit_codes.py": "names only; tests/test_commands.py meets each of them",
     "kernels/__init__.py": "empty",
     "kernels/paged.py": "values only; tests/kernels/test_paged_attention.py makes them",
     "llm/__init__.py": "empty",

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from penstock import bench_cli
 from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, Replay, Step, Steps
 from penstock.benchmark.plan import Decides, Plan
-from penstock.errors import ConfigError
+from penstock.errors import CommandLineError, ConfigError
+from penstock.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -141,6 +142,23 @@ def test_what_is_wrong_is_named(arguments: list[str], text: str) -> None:
     assert text in problems(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_usage"),
+    [
+        (["--slo", "soon"], True),
+        (["--lengths", "uniform:9"], True),
+        (["--lengths", "no/such.txt"], False),
+        (["--trace", "no/such.csv"], False),
+        (["--body", "@no/such/file"], False),
+        (["--trace", "no/such.csv", "--duration", "soon"], True),
+    ],
+)
+def test_wrong_flags_are_told_from_wrong_files(arguments: list[str], is_usage: bool) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(*arguments)
+    assert isinstance(caught.value, CommandLineError) is is_usage
+
+
 def test_all_problems_come_at_once() -> None:
     text = problems("--duration", "x", "--rate", "y", "--slo", "z")
     assert "--duration" in text and "--rate" in text and "--slo" in text
@@ -174,7 +192,7 @@ def test_a_run_and_its_report(tmp_path: Path) -> None:
 
 def test_the_gate_is_shut_by_a_missed_slo() -> None:
     done = run_bench(IN_PROCESS, *SHORT, "--slo", "p99 < 1us", "--gate")
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.MISSED
     assert done.stdout.startswith("SLO missed")
     assert "FAIL" in done.stdout
 
@@ -193,7 +211,7 @@ def test_a_baseline_with_another_load_shuts_the_gate(tmp_path: Path) -> None:
     run_bench(IN_PROCESS, *SHORT, "--json", str(saved))
     flags = ["--gate", "--baseline", str(saved), "--concurrency", "3"]
     done = run_bench(IN_PROCESS, "--duration", "300ms", "--warm-up", "0s", *flags)
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.MISSED
     assert "the baseline holds concurrency 2" in done.stdout
 
 
@@ -211,7 +229,8 @@ def test_a_baseline_with_another_load_shuts_the_gate(tmp_path: Path) -> None:
 )
 def test_bad_input_ends_with_an_error_in_words(arguments: list[str], text: str) -> None:
     done = run_bench(*arguments)
-    assert done.returncode == 2
+    is_usage = "two outputs" in text
+    assert done.returncode == (ExitCode.USAGE if is_usage else ExitCode.FAILED)
     assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
@@ -248,5 +267,5 @@ def test_colours_can_be_switched_off(
 def test_a_report_of_something_else_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     done = CliRunner().invoke(bench_cli.report, [str(tmp_path / "x.json")])
-    assert done.exit_code == 2
+    assert done.exit_code == ExitCode.FAILED
     assert "x.json" in done.output

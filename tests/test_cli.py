@@ -25,6 +25,7 @@ from tritonclient.grpc import model_config_pb2
 import penstock
 from penstock import repository, versions
 from penstock.cli import main
+from penstock.exit_codes import ExitCode
 
 pytestmark = pytest.mark.timeout(30)
 WriteOnnx = Callable[..., Path]
@@ -205,13 +206,13 @@ def test_help_of_serve_shows_every_flag_with_its_default() -> None:
 @pytest.mark.parametrize(
     "arguments", [["serve"], ["inspect"], ["launch"], ["serve", ".", "--http-port", "99999"]]
 )
-def test_wrong_usage_ends_with_code_2_and_no_traceback(arguments: list[str]) -> None:
-    assert run_penstock(*arguments).code == 2
+def test_wrong_usage_ends_with_its_own_code_and_no_traceback(arguments: list[str]) -> None:
+    assert run_penstock(*arguments).code == ExitCode.USAGE
 
 
 def test_unknown_log_level_is_an_error_in_words(examples: Path) -> None:
     ended = run_penstock("inspect", examples, PENSTOCK_LOG="chatty")
-    assert ended.code != 0
+    assert ended.code == ExitCode.USAGE
     assert "PENSTOCK_LOG" in ended.stderr
 
 
@@ -337,7 +338,7 @@ def test_address_that_others_can_reach_is_refused_without_insecure(
     examples: Path, host: str
 ) -> None:
     ended = run_penstock("serve", examples, "--host", host, *FREE_PORT)
-    assert (ended.code, ended.stdout) == (1, "")
+    assert (ended.code, ended.stdout) == (ExitCode.USAGE, "")
     [problem] = ended.errors
     assert host in problem and "--insecure" in problem
 
@@ -419,7 +420,7 @@ def test_port_in_use_is_one_line_and_code_1(examples: Path, flags: list[str]) ->
 def test_ports_that_are_the_same_are_refused(tmp_path: Path, flags: list[str], expected: str):
     add_model(tmp_path, "model")
     ended = run_penstock("serve", tmp_path, *flags)
-    assert (ended.code, ended.stdout) == (1, "")
+    assert (ended.code, ended.stdout) == (ExitCode.USAGE, "")
     [problem] = ended.errors
     assert problem.startswith(expected)
 
@@ -492,12 +493,15 @@ def test_bodies_may_be_as_large_as_the_flags_say_and_the_refusal_names_them(tmp_
         assert server.post("/v2/models/model/infer", b" " * 2048)[0] == 400
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_server_and_workers(examples: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, ExitCode.OK), (signal.SIGINT, ExitCode.INTERRUPTED)],
+)
+def test_signal_ends_server_and_workers(examples: Path, number: int, code: ExitCode) -> None:
     with serving(examples) as server:
         workers = workers_of(server.process.pid)
         assert len(workers) == 4
-        assert server.stop(number) == 0
+        assert server.stop(number) == code
         assert psutil.wait_procs(workers, timeout=5)[1] == []
 
 
@@ -630,7 +634,7 @@ def test_wrong_values_of_flags_are_usage_errors(
     examples: Path, flags: list[str], words: str
 ) -> None:
     ended = run_penstock("serve", examples, *flags)
-    assert ended.code == 2
+    assert ended.code == ExitCode.USAGE
     assert words in ended.stderr
 
 
@@ -642,4 +646,4 @@ def test_explain_without_a_server_is_one_line_and_code_1() -> None:
 
 
 def test_explain_cannot_both_watch_and_print_json() -> None:
-    assert run_penstock("explain", "digits", "--watch", "--json").code == 2
+    assert run_penstock("explain", "digits", "--watch", "--json").code == ExitCode.USAGE

@@ -13,7 +13,9 @@ from click.testing import CliRunner
 from optimizer import made_optimizations
 
 from penstock import optimize_cli
+from penstock.cli import main
 from penstock.errors import ConfigError
+from penstock.exit_codes import ExitCode
 from penstock.optimizer.disk import WriteFailed
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.report.optimization_files import read_optimization
@@ -51,7 +53,7 @@ def test_functions_around_the_model(model: str, tmp_path: Path) -> None:
     assert plan("--plan", str(file), "--postprocess", "code:other").postprocess == "code:other"
 
 
-def test_flags_go_before_the_plan_file(model: str, tmp_path: Path) -> None:
+def test_flags_override_the_plan_file(model: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text(
         f'model = "{model}"\nslo = "p99 < 1s"\nout = "there"\nexhaustive = true\nseed = 7\n'
@@ -67,37 +69,50 @@ def test_everything_that_is_missing_is_told() -> None:
     with pytest.raises(ConfigError) as caught:
         plan()
     assert list(caught.value.problems) == [
-        "model: is missing",
-        "slo: is missing",
-        "out: is missing",
+        "MODEL is required, e.g. penstock optimize model.onnx",
+        "--slo is required, e.g. --slo 'p99 < 20 ms at 200/s'",
+        "--out is required, e.g. --out models",
     ]
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(optimize_cli.optimize, list(arguments))
+    result = CliRunner().invoke(main, ["optimize", *arguments])
     return result.exit_code, result.stderr
 
 
 def test_a_model_that_is_none(model: str, tmp_path: Path) -> None:
     code, text = run(model, "--slo", "p99 < 20ms", "--out", str(tmp_path / "models"))
-    assert code == 1
-    assert text.startswith("penstock optimize: ")
+    assert code == ExitCode.FAILED
+    assert text.startswith("error: ")
     assert "cannot be read as ONNX" in text
     assert "Traceback" not in text
 
 
 def test_every_problem_has_a_line(tmp_path: Path) -> None:
     code, text = run("away.onnx", "--slo", "p98 < 20ms", "--budget", "soon", "--out", str(tmp_path))
-    assert code == 1
+    assert code == ExitCode.USAGE
     assert len(text.splitlines()) == 3
-    assert "slo: 'p98 < 20ms'" in text
-    assert "budget: 'soon' is not a time" in text
+    assert "error: --slo: 'p98 < 20ms'" in text
+    assert "error: --budget: 'soon' is not a time" in text
+    assert "error: MODEL: away.onnx: no such file" in text
+
+
+def test_a_wrong_plan_file_is_a_bad_file(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text('model = "m.onnx"\nslo = "p98 < 20ms"\nout = "models"\n')
+    (tmp_path / "m.onnx").write_bytes(b"")
+    code, text = run("--plan", str(file))
+    assert code == ExitCode.FAILED
+    assert text.startswith("error: plan.toml: slo: 'p98 < 20ms'")
+    code, text = run("--plan", str(file), "--slo", "p98 < 20ms")
+    assert code == ExitCode.USAGE
+    assert text.startswith("error: --slo: 'p98 < 20ms'")
 
 
 @pytest.mark.parametrize("arguments", [("--dat", "x.npz"), ("--seed", "many"), ("a", "b")])
 def test_wrong_flags_do_not_look_like_an_slo_that_is_missed(arguments: tuple[str, ...]) -> None:
     code, text = run(*arguments)
-    assert code == 1
+    assert code == ExitCode.USAGE
     assert "Error: " in text
 
 
@@ -110,7 +125,7 @@ class TestAFullDisk:
         def run(plan):
             if isinstance(outcome, BaseException):
                 raise outcome
-            return outcome
+            return outcome, False
 
         monkeypatch.setattr(optimize_cli, "_optimize", run)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -173,12 +188,12 @@ class TestLanguageModels:
         (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         (folder / "model.safetensors").write_bytes(b"")
         asked = [str(folder), "--slo", "p99 < 1 s", "--out", str(folder.parent / "out")]
-        return CliRunner().invoke(optimize_cli.optimize, [*asked, *flags])
+        return CliRunner().invoke(main, ["optimize", *asked, *flags])
 
     def test_need_prompts(self, tmp_path):
         found = self.ask(tmp_path / "m", "LlamaForCausalLM")
-        assert found.exit_code == 1
-        assert "data: is missing; a language model is optimised by the prompts" in found.output
+        assert found.exit_code == ExitCode.USAGE
+        assert "--data is required for language models" in found.output
 
     def test_of_families_that_are_not_served_are_told_those_that_are(self, tmp_path):
         (tmp_path / "p.txt").write_text("why\n")

@@ -8,6 +8,7 @@ from click.testing import CliRunner, Result
 from onnx import helper, numpy_helper
 
 from penstock.cli import main
+from penstock.exit_codes import ExitCode
 
 
 @pytest.fixture(scope="module")
@@ -64,22 +65,24 @@ def test_data_is_what_runs(profile, model, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
+    ("flags", "problem", "code"),
     [
-        (["--lengths", "many"], "expected a length"),
-        (["--data", "nowhere.npz"], "nowhere.npz: there is no such file"),
-        (["-b", "100000"], "--batch-size 100000: the model takes at most"),
-        (["--html", "a.html", "--json", "a.html"], "two outputs cannot share a file"),
-        (["--html", "no/such/folder/a.html"], "no/such/folder"),
+        (["--lengths", "many"], "expected a length", ExitCode.USAGE),
+        (["--data", "nowhere.npz"], "nowhere.npz: there is no such file", ExitCode.FAILED),
+        (["-b", "100000"], "--batch-size 100000: the model takes at most", ExitCode.USAGE),
+        (["--html", "a.html", "--json", "a.html"], "cannot share a file", ExitCode.USAGE),
+        (["--html", "no/such/folder/a.html"], "no/such/folder", ExitCode.FAILED),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_is_measured(profile, model, flags, problem) -> None:
+def test_what_is_wrong_is_told_before_anything_is_measured(
+    profile, model, flags, problem, code
+) -> None:
     ended = profile(model, *flags)
-    assert ended.exit_code == 2
+    assert ended.exit_code == code
     assert problem in ended.output
 
 
 def test_what_is_no_model_is_an_error(profile, tmp_path) -> None:
     ended = profile(tmp_path / "nowhere")
-    assert ended.exit_code == 2
+    assert ended.exit_code == ExitCode.FAILED
     assert "error:" in ended.output

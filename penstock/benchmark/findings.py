@@ -93,6 +93,8 @@ def _of_run(run: Run) -> Iterator[Finding]:
         yield Finding("error", f"This run is partial: {reason}.")
     elif run.problem:
         yield Finding("warning", run.problem)
+    for text in run.origin.warnings:
+        yield Finding("warning", text)
     if run.origin.is_random:
         text = "Inputs are random: what depends on real data (branches, caches, lengths) is not"
         yield Finding("note", f"{text} seen.")

@@ -90,7 +90,9 @@ def audit_calibration(
             f"of what is normal, and INT8 clips it; {BRING}"
         )
         return audit
-    _check_finite(calibration, audit)
+    calibration = _finite(calibration, audit)
+    if len(calibration) < MIN_ROWS:
+        return audit
     _check_copies(calibration, audit)
     _check_constant(calibration, audit)
     _check_overlap(calibration, evaluation, is_separate, audit)
@@ -102,8 +104,9 @@ def audit_calibration(
             f"{FEW_ROWS} to 300 are better"
         )
     _check_halves(calibration, audit)
-    if is_separate and len(evaluation) >= MIN_ROWS:
-        _check_kinship(calibration, evaluation, audit)
+    judged = _finite_rows(evaluation)
+    if is_separate and len(judged) >= MIN_ROWS:
+        _check_kinship(calibration, judged, audit)
     return audit
 
 
@@ -181,14 +184,24 @@ def kolmogorov_smirnov(one: Array, other: Array) -> tuple[float, float]:
     return distance, min(max(math.fsum(terms), 0.0), 1.0)
 
 
-def _check_finite(rows: Sequence[Row], audit: Audit) -> None:
-    for name in _names(rows, "f"):
-        num_bad = sum(not np.isfinite(row[name]).all() for row in rows if name in row)
-        if num_bad:
-            audit.problems.append(
-                f"input '{name}': {num_bad:,} of {len(rows):,} calibration rows have values that "
-                "are not finite, which make every range infinite or none; leave those rows out"
-            )
+def _finite(rows: Sequence[Row], audit: Audit) -> Sequence[Row]:
+    """Rows without NaN and infinity. The others are no error: tree models take NaN for a missing
+    value. But no range holds them."""
+    finite = _finite_rows(rows)
+    if len(finite) < len(rows):
+        audit.warnings.append(
+            f"{len(rows) - len(finite):,} of {len(rows):,} calibration rows have values that are "
+            "not finite: static INT8 cannot be calibrated with them"
+        )
+    return finite
+
+
+def _finite_rows(rows: Sequence[Row]) -> list[Row]:
+    return [
+        row
+        for row in rows
+        if all(np.isfinite(each).all() for each in row.values() if each.dtype.kind == "f")
+    ]
 
 
 def _check_copies(rows: Sequence[Row], audit: Audit) -> None:

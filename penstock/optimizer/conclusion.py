@@ -12,6 +12,7 @@ from penstock.errors import PenstockError
 from penstock.optimizer import disturbance, goals, outcomes, phases, shapes
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.examples import num_to_bring
+from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import TIMINGS
 from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.results import Optimization
@@ -20,6 +21,7 @@ from penstock.optimizer.search import Finalist, Findings, Search
 # A proof that contradicts itself or what was measured before is measured again, once.
 MAX_PROOFS = 2
 UNPROVEN = "was ahead in the search, but has no proof"
+INTERRUPTED_PROOF = "interrupted during the proof: the figures are those of the search"
 
 
 @dataclass(slots=True)
@@ -88,7 +90,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
         work=str(lab.journal.path.parent),
     )
     search.prove()
-    choice = choose(lab, findings)
+    choice = finish(findings, lambda: choose(lab, findings))
     _prove(lab, search, choice, found)
     other = _better_proven(lab, search, choice, found)
     if other is not None:
@@ -181,6 +183,11 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> boo
             measured = lab.prove(builds, search.left_s, attempt)
         except PenstockError as error:
             found.notes.append(f"the proof of {chosen.candidate} failed: {error}")
+            return is_proven
+        except KeyboardInterrupt:
+            findings.is_interrupted = True
+            if not is_proven:
+                found.notes.append(INTERRUPTED_PROOF)
             return is_proven
         found.before, found.after = measured[0], measured[-1]
         found.is_proven = is_proven = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from penstock.benchmark.inputs.example_sets import Columns, from_arrays, from_li
 from penstock.benchmark.inputs.files import ROW_SUFFIXES, Rows, digest, read_arrays, read_rows
 from penstock.benchmark.inputs.images import Images, read_images
 from penstock.benchmark.inputs.lengths import Lengths, Sizes, drawn
+from penstock.benchmark.inputs.non_finite import NonFinite, is_finite
 from penstock.benchmark.inputs.random_tensors import RandomTensors
 from penstock.benchmark.inputs.samples import InputSpec, RequestForm
 from penstock.errors import ConfigError
@@ -59,6 +60,8 @@ class Examples:
     digest: str
     # As the report shows it: "3,000 examples of reviews.npz, labelled".
     text: str
+    # Rows with NaN or infinity; `index` is that of `rows`.
+    non_finite: tuple[NonFinite, ...] = ()
 
 
 def open_examples(plan: Plan, inputs: Sequence[TensorSpec], has_batch: bool) -> Examples:
@@ -67,14 +70,18 @@ def open_examples(plan: Plan, inputs: Sequence[TensorSpec], has_batch: bool) -> 
     form = RequestForm("tensors", tuple(inputs), has_batch)
     main = _opened(plan, plan.data, form)
     _check_labels(main, plan)
+    bad = main.non_finite
     if not plan.calibration:
-        split = split_examples(len(main.rows), plan.seed)
-        return Examples(main.rows, main.labels, split, main.digest, _text(main, split))
+        split = _without_non_finite(split_examples(len(main.rows), plan.seed), bad)
+        return Examples(main.rows, main.labels, split, main.digest, _text(main, split), tuple(bad))
     extra = _opened(plan, plan.calibration, form)
-    split = _with_separate(len(main.rows), len(extra.rows), plan.seed)
+    num = len(main.rows)
+    bad = [*bad, *(replace(each, index=num + each.index) for each in extra.non_finite)]
+    split = _without_non_finite(_with_separate(num, len(extra.rows), plan.seed), bad)
     both = hashlib.sha256(f"{main.digest} {extra.digest}".encode()).hexdigest()
     text = f"{_text(main, split)}; calibrated with {len(split.calibration):,} of {extra.name}"
-    return Examples([*main.rows, *extra.rows], _joined(main, extra), split, both, text)
+    rows = [*main.rows, *extra.rows]
+    return Examples(rows, _joined(main, extra), split, both, text, tuple(bad))
 
 
 def signature_examples(
@@ -106,6 +113,13 @@ def split_examples(num_examples: int, seed: int) -> Split:
     return Split(tuple(calibration), tuple(rest[:half]), tuple(rest[half:]))
 
 
+def _without_non_finite(split: Split, bad: Sequence[NonFinite]) -> Split:
+    """Calibrate with finite rows, if enough are left: no range holds NaN."""
+    indices = {each.index for each in bad}
+    finite = tuple(index for index in split.calibration if index not in indices)
+    return replace(split, calibration=finite) if len(finite) >= MIN_EXAMPLES else split
+
+
 def num_to_bring(num_needed: int, has_own_calibration: bool) -> int:
     """How many examples there must be altogether for so many in the choice and held-out parts."""
     judged = 2 * num_needed
@@ -123,6 +137,7 @@ class _Opened:
     labels: Array | None
     digest: str
     notes: list[str] = field(default_factory=list)
+    non_finite: list[NonFinite] = field(default_factory=list)
 
 
 def _opened(plan: Plan, path: str, form: RequestForm) -> _Opened:
@@ -145,6 +160,7 @@ def _images(spec: InputSpec, form: RequestForm, folder: Path) -> _Opened:
     # Digests of files do not cover the names of their folders.
     named = digest(images.paths) + ("" if labels is None else labels.tobytes().hex())
     opened = _Opened(folder.name, _split_rows(columns), labels, _sha(named), list(columns.notes))
+    opened.non_finite = list(columns.non_finite)
     if images.treatment:
         opened.notes.append(images.treatment)
     if labels is not None:
@@ -169,9 +185,14 @@ def _table(plan: Plan, form: RequestForm, path: Path) -> _Opened:
         labels = _label_column(path, name, table)
         rest = [{key: row[key] for key in row if key != name} for row in table.rows]
         table = Rows(rest, table.numbers, table.word)
-    columns = from_rows(form, table, path.name)
+    columns = from_rows(form, table, path.name, [name] if name else [])
     return _Opened(
-        path.name, _split_rows(columns), labels, digest([path]), notes=list(columns.notes)
+        path.name,
+        _split_rows(columns),
+        labels,
+        digest([path]),
+        notes=list(columns.notes),
+        non_finite=list(columns.non_finite),
     )
 
 
@@ -199,11 +220,21 @@ def _arrays(plan: Plan, spec: InputSpec, form: RequestForm, path: Path) -> _Open
     labels = arrays.pop(label_name) if label_name else None
     is_input = any(tensor.name == LENGTHS_NAME for tensor in form.inputs)
     lengths = None if is_input else arrays.pop(LENGTHS_NAME, None)
-    columns = from_arrays(form, _with_ones(form, arrays), path.name)
+    others = [] if lengths is None else [LENGTHS_NAME]
+    others += [label_name] if label_name else []
+    columns = from_arrays(form, _with_ones(form, arrays), path.name, others)
     rows = _split_rows(columns)
+    non_finite = list(columns.non_finite)
     if lengths is not None:
         rows = _cut(rows, lengths, form, path)
-    return _Opened(path.name, rows, labels, digest([path]), notes=list(columns.notes))
+        datatypes = {tensor.name: tensor.datatype for tensor in form.inputs}
+        # Padding may hold anything.
+        non_finite = [
+            each
+            for each in non_finite
+            if not is_finite(datatypes[each.input], rows[each.index][each.input]).all()
+        ]
+    return _Opened(path.name, rows, labels, digest([path]), list(columns.notes), non_finite)
 
 
 def _with_ones(form: RequestForm, arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from penstock import devices, repository
 from penstock.backends import CHOICES
+from penstock.benchmark.inputs.non_finite import NonFinite, describe
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import (
@@ -78,6 +79,8 @@ MIN_CHILD_S = 5.0
 # A build that was begun so often and never ended takes the run down with it.
 MAX_BEGUN = 3
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
+# Rows with NaN or infinity that the original is asked about.
+MAX_NON_FINITE = 64
 # Of each GPU's memory, that must be free for what is tried while servers are kept.
 MIN_FREE = 0.75
 # Passes after which the model is the same, and only served in another way.
@@ -582,6 +585,7 @@ class Lab:
             self.unchecked.append(NO_DATA)
             self._ask_ahead()
             return
+        self._check_finite(self._examples.non_finite)
         self.watch("audit of the data")
         if self.scorer.is_agreement:
             self.unchecked.append(ONLY_AGREEMENT)
@@ -608,6 +612,32 @@ class Lab:
                 f"parts of {listed} that {self.plan.evaluator} does not use were not checked "
                 "beyond their scale"
             )
+
+    def _check_finite(self, found: Sequence[NonFinite]) -> None:
+        """Rows with NaN or infinity are an error where the original's answers are not finite
+        either: nothing can be compared with those. Else they are missing values."""
+        if not found:
+            return
+        self.watch("rows that are not finite")
+        indices = tuple(dict.fromkeys(each.index for each in found))[:MAX_NON_FINITE]
+        try:
+            answers = self.answers(self.original, indices)
+        except ConfigError as error:
+            raise ConfigError([*describe(found), *error.problems]) from None
+        unusable = {
+            index
+            for index, answer in zip(indices, answers, strict=True)
+            if not all(
+                np.isfinite(each).all() for each in answer.values() if each.dtype.kind == "f"
+            )
+        }
+        if unusable:
+            texts = describe([each for each in found if each.index in unusable])
+            advice = "leave such rows out, or fill in the missing values"
+            raise ConfigError(
+                [f"{text}, and the model's answer is not finite either; {advice}" for text in texts]
+            )
+        self.notes += [f"{text}; the model answers with finite values" for text in describe(found)]
 
     def _ask_ahead(self) -> None:
         """On a GPU, all that will be wanted of the original, as long as it is loaded."""

@@ -1,5 +1,5 @@
-"""Wishes as text to a Plan: flags of the command line and plan files (TOML) alike, checked
-together, with every problem at once.
+"""Options of `penstock optimize` to a Plan: flags and plan files (TOML) are checked together, and
+every problem is reported at once under the name that the user wrote.
 
     model = "model.onnx"
     slo = "p99 < 20 ms at 200/s"
@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from penstock import slo, versions
-from penstock.errors import ConfigError
+from penstock.errors import CommandLineError, ConfigError
 from penstock.optimizer import budget
 from penstock.optimizer.llm.recognise import is_language_model
 from penstock.optimizer.plan import Plan
 
-# Wishes that name files; those of a plan file are looked for beside it.
+# Options that name files; in a plan file they are relative to it.
 PATHS = ("model", "data", "calibration", "out")
-REQUIRED = ("model", "slo", "out")
+# What to write for an option that is missing.
+REQUIRED = {"model": "model.onnx", "slo": "p99 < 20 ms at 200/s", "out": "models"}
 TEXTS = ("model", "name", "out", "data", "data_name", "labels", "calibration")
 FUNCTIONS = {"eval": "evaluator", "preprocess": "preprocess", "postprocess": "postprocess"}
 DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
@@ -35,50 +37,107 @@ LONG_DURATIONS = {"m": 60.0, "min": 60.0, "h": 3600.0}
 MAX_SEED = 2**31 - 1
 
 
-def read(path: Path) -> dict[str, object]:
-    """The wishes of a plan file by name; paths are made absolute."""
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """The options of a plan file by name; paths are absolute."""
+
+    name: str
+    options: Mapping[str, object]
+
+
+def read(path: Path) -> PlanFile:
     try:
         with open(path, "rb") as file:
-            wishes = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
+            options = {key.replace("-", "_"): value for key, value in tomllib.load(file).items()}
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: not TOML: {error}"]) from None
     for key in PATHS:
-        value = wishes.get(key)
+        value = options.get(key)
         if isinstance(value, str) and value and not _is_reference(value):
-            wishes[key] = os.path.join(path.parent, value)
-    return wishes
+            options[key] = os.path.join(path.parent, value)
+    return PlanFile(path.name, options)
 
 
-def make_plan(wishes: Mapping[str, object]) -> Plan:
-    """Raises ConfigError with every problem, each starting with the name of the wish."""
-    problems: list[str] = []
-    unknown = sorted(set(wishes) - set(READERS))
-    problems += [f"{key}: not known; expected one of {', '.join(READERS)}" for key in unknown]
-    found: dict[str, Any] = {}
-    for key, (field, reader) in READERS.items():
-        value = wishes.get(key)
-        if value is None or (value == "" and key in REQUIRED):
-            continue
-        try:
-            found[field] = reader(value)
-        except ValueError as error:
-            problems.append(f"{key}: {error}")
-        except ConfigError as error:
-            problems += [f"{key}: {problem}" for problem in error.problems]
-    problems += [f"{key}: is missing" for key in REQUIRED if not wishes.get(key)]
-    if problems:
-        paths = {key: found.get(key, "") for key in PATHS}
-        raise ConfigError([*problems, *_path_problems(Plan(name="", **paths))])
-    plan = Plan(**{"name": "", **found})
+@dataclass(slots=True)
+class Problems:
+    """Problems by who is to change what: the command line, or a file."""
+
+    flags: Mapping[str, object]
+    file: PlanFile | None
+    of_command_line: list[str] = field(default_factory=list)
+    of_files: list[str] = field(default_factory=list)
+
+    def is_in_file(self, key: str) -> bool:
+        return self.file is not None and key in self.file.options and key not in self.flags
+
+    def label(self, key: str) -> str:
+        """The option as the user wrote it: a flag, or a key of the plan file."""
+        if self.file is not None and self.is_in_file(key):
+            return f"{self.file.name}: {key}"
+        return "MODEL" if key == "model" else f"--{key.replace('_', '-')}"
+
+    def add(self, key: str, text: str) -> None:
+        """A wrong value of an option."""
+        listed = self.of_files if self.is_in_file(key) else self.of_command_line
+        listed.append(f"{self.label(key)}: {text}")
+
+    def add_missing(self, key: str) -> None:
+        label, example = self.label(key), REQUIRED[key]
+        if self.file is not None:
+            text = f'{self.file.name} has no {key}; add {key} = "{example}", or give {label}'
+        elif key == "model":
+            text = f"MODEL is required, e.g. penstock optimize {example}"
+        else:
+            text = f"{label} is required, e.g. {label} {shlex.quote(example)}"
+        self.of_command_line.append(text)
+
+    def check(self) -> None:
+        """Raise CommandLineError, or ConfigError if only files are wrong, with all problems."""
+        if self.of_command_line:
+            raise CommandLineError([*self.of_command_line, *self.of_files])
+        if self.of_files:
+            raise ConfigError(self.of_files)
+
+
+def make_plan(flags: Mapping[str, object], file: PlanFile | None = None) -> Plan:
+    """Flags override the file. Raise CommandLineError or ConfigError with every problem."""
+    options = {**(file.options if file is not None else {}), **flags}
+    problems = Problems(flags, file)
+    for key in sorted(set(options) - set(READERS)):
+        problems.add(key, f"unknown option; expected one of {', '.join(READERS)}")
+    values = _read_values(options, problems)
+    for key in REQUIRED:
+        if not options.get(key):
+            problems.add_missing(key)
+    _check_paths(Plan(name="", **{key: values.get(key, "") for key in PATHS}), problems)
+    problems.check()
+    plan = Plan(**{"name": "", **values})
     named = plan if plan.name else replace(plan, name=default_name(plan.model))
-    _check(named)
+    _check(named, problems)
     return named
 
 
+def _read_values(options: Mapping[str, object], problems: Problems) -> dict[str, Any]:
+    """Values by field of a Plan, without those that are missing or wrong."""
+    values: dict[str, Any] = {}
+    for key, (name, reader) in READERS.items():
+        value = options.get(key)
+        if value is None or (value == "" and key in REQUIRED):
+            continue
+        try:
+            values[name] = reader(value)
+        except ValueError as error:
+            problems.add(key, str(error))
+        except ConfigError as error:
+            for problem in error.problems:
+                problems.add(key, problem)
+    return values
+
+
 def default_name(model: str) -> str:
-    """What a model is called when nobody says: as its file, folder or function."""
+    """The default name: that of the model's file, folder or function."""
     if _is_reference(model):
         return model.rpartition(".")[2].partition(":")[0]
     path = Path(os.path.abspath(model))
@@ -87,23 +146,22 @@ def default_name(model: str) -> str:
     return re.sub(r"[^\w.-]", "-", path.stem if path.is_file() else path.name)
 
 
-def _check(plan: Plan) -> None:
-    """What contradicts itself, or is not there."""
-    problems = [versions.problem_of_name(plan.name)] if versions.problem_of_name(plan.name) else []
-    problems += _path_problems(plan)
+def _check(plan: Plan, problems: Problems) -> None:
+    """Raise for options that contradict each other."""
+    if problem := versions.problem_of_name(plan.name):
+        problems.add("name", problem.removeprefix("name: "))
     if not plan.data:
-        for key in ("labels", "evaluator", "calibration", "accuracy"):
-            if getattr(plan, key):
-                shown = "eval" if key == "evaluator" else key
-                problems.append(f"{shown}: needs data, and none is given")
+        for key in ("labels", "eval", "calibration", "accuracy"):
+            if getattr(plan, READERS[key][0]):
+                problems.add(key, f"needs {problems.label('data')}, which is not given")
     wants_cost = plan.slo and any(isinstance(term, slo.Cost) for term in plan.slo.terms)
     if wants_cost and plan.price_per_hour is None:
-        problems.append("slo: a term on cost needs the price of the machine per hour (price)")
-    is_text = not problems and is_language_model(plan.model)
-    if not is_text and _names_streams(plan.slo):
-        problems.append("slo: ttft, tpot and itl are of streams; expected terms on latency")
-    if problems:
-        raise ConfigError(problems)
+        price = problems.label("price")
+        problems.add("slo", f"a limit on cost needs {price}, the machine's price per hour")
+    if _names_streams(plan.slo) and not is_language_model(plan.model):
+        streams = "ttft, tpot and itl apply to language models only"
+        problems.add("slo", f"'{plan.slo}': {streams}; expected terms on latency, e.g. p99 < 20 ms")
+    problems.check()
 
 
 def _names_streams(promised: slo.Slo | None) -> bool:
@@ -111,18 +169,20 @@ def _names_streams(promised: slo.Slo | None) -> bool:
     return any(isinstance(term, slo.Latency) and term.metric != "latency" for term in terms)
 
 
-def _path_problems(plan: Plan) -> list[str]:
-    problems = []
+def _check_paths(plan: Plan, problems: Problems) -> None:
+    """Files that are not there are problems of files, whoever names them."""
+    missing = "no such file or folder"
     if plan.model and not _is_reference(plan.model) and not os.path.exists(plan.model):
         expected = "an .onnx, .pt2 or .gguf file, a model's folder or package.module:factory"
-        problems.append(f"model: {plan.model}: no such file or folder; expected {expected}")
+        label = problems.label("model")
+        problems.of_files.append(f"{label}: {plan.model}: {missing}; expected {expected}")
     if os.path.exists(plan.out) and not os.path.isdir(plan.out):
-        problems.append(f"out: {plan.out}: is a file; expected a repository's folder")
+        label = problems.label("out")
+        problems.of_files.append(f"{label}: {plan.out}: is a file; expected a repository's folder")
     for key in ("data", "calibration"):
         path = getattr(plan, key)
         if path and not os.path.exists(path):
-            problems.append(f"{key}: {path}: no such file or folder")
-    return problems
+            problems.of_files.append(f"{problems.label(key)}: {path}: {missing}")
 
 
 def parse_time(text: str) -> float:
@@ -202,7 +262,7 @@ def _seed(value: object) -> int:
     return value
 
 
-# By the name of the wish: the field of a Plan and how it is read.
+# By the name of the option: the field of a Plan and how it is read.
 READERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
     **{key: (key, _text) for key in TEXTS},
     **{key: (field, _reference) for key, field in FUNCTIONS.items()},

@@ -23,3 +23,5 @@ class Progress:
     stages: tuple[Stage, ...] = STAGES
     # To be read once, and to stay; empty: nothing.
     note: str = ""
+    # About how long it takes to measure and save the best so far; None: not known.
+    finish_s: float | None = None

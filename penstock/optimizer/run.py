@@ -24,6 +24,7 @@ from penstock.optimizer import disk, evidence, folders, passes, shapes, time_pla
 from penstock.optimizer.candidates import Build, Candidate
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.examples import Examples, open_examples, signature_examples
+from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import Journal
 from penstock.optimizer.lab import Lab
 from penstock.optimizer.machine import Machine
@@ -93,11 +94,16 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
         lab.keep_chosen(build, search.left_s)
     except PenstockError as error:
         found.notes.append(f"every start of the version times its products again: {error}")
+    except KeyboardInterrupt:
+        if findings.is_interrupted:
+            raise
+        findings.is_interrupted = True
+        found.notes.append("every start of the version times its products again: interrupted")
     found.elapsed_s = time.monotonic() - began
     note_resumed(found, lab.journal)
     found.headline = headline(found)
     found.build_folder = str(build.folder)
-    evidence.try_commit(build, found, run)
+    finish(findings, lambda: evidence.try_commit(build, found, run))
     return found
 
 

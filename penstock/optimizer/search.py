@@ -45,6 +45,8 @@ ON_GPU: tuple[Stage, ...] = ("precision", "compile", "quantise")
 MAX_FINALISTS = 3
 # The same after a stage that may be the last.
 NUM_SEMIFINALISTS = 2
+# About what it takes to judge and save the choice.
+SAVED_S = 5.0
 # What is to be enough is predicted to answer so many times the rate that is asked for: fully loaded
 # servers keep an SLO on one day and not on the next.
 ROOM = 1.3
@@ -205,7 +207,7 @@ class Search:
         except KeyboardInterrupt:
             self.findings.is_interrupted = True
             self._note_left("interrupted before it was tried", "interrupt")
-            self._tell("finishing with the best so far; interrupt again to end at once")
+            self._tell("finishing with the best so far")
         except OutOfTime:
             self.findings.is_out_of_time = True
             self._note_left("out of time before it was tried", "time")
@@ -911,8 +913,15 @@ class Search:
                 left_s=self.left_s,
                 stages=self._all_stages,
                 note=note,
+                finish_s=None if best is None else self._finish_s(best),
             )
         )
+
+    def _finish_s(self, best: Contender) -> float:
+        """About how long it takes to measure and save the best after an interruption."""
+        if self._stage == "proof" or any(one.contender is best for one in self._served.values()):
+            return SAVED_S
+        return SAVED_S + self._time.serve_s()
 
     @property
     def _model_stages(self) -> tuple[Stage, ...]:

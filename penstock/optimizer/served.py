@@ -360,17 +360,17 @@ class Endpoint:
         )
 
     def _stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(STOP_TIMEOUT_S)
-            except (subprocess.TimeoutExpired, KeyboardInterrupt):
-                self._process.kill()
-        # Workers are in the same session and go with the core; what is left is not.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._output.close()
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_TIMEOUT_S)
+        finally:
+            # Workers are in the same session and go with the core; what is left is not.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._output.close()
 
 
 def _die_with_parent() -> None:

@@ -289,6 +289,12 @@ def test_random_inputs_partial_runs_and_closed_loops_are_said_once() -> None:
     assert sum(each.text.startswith("Closed loop") for each in found) == 1
 
 
+def test_doubts_about_the_data_are_warnings() -> None:
+    run = healthy()
+    run.origin = msgspec.structs.replace(run.origin, warnings=("d.npz: input 'x' row 7 has NaN.",))
+    assert texts(run, "warning") == ["d.npz: input 'x' row 7 has NaN."]
+
+
 def test_a_level_in_which_nothing_was_due() -> None:
     run = healthy()
     run.levels[0].windows = []

@@ -90,7 +90,7 @@ def assert_clear(ran: Ran, *wanted: str) -> None:
     assert ran.code == 1, ran.text
     assert "Traceback" not in ran.text
     assert ran.found is None
-    lines = [line for line in ran.err.splitlines() if line.startswith("penstock optimize: ")]
+    lines = [line for line in ran.err.splitlines() if line.startswith("error: ")]
     assert lines, ran.text
     for text in wanted:
         assert text in ran.err, ran.err
@@ -605,14 +605,44 @@ def test_ctrl_c_commits_the_best_so_far(draw, tmp_path):
     command.wait_for("sluggish")
     time.sleep(float(draw.uniform(0.0, 2.0)))
     processes = command.children()
-    command.process.send_signal(signal.SIGINT)
+    command.press_ctrl_c()
+    command.wait_for("stopping: ", timeout_s=1.0)
+    assert "press Ctrl-C again to stop now without saving" in command.said()
     ran = command.end(60.0)
     assert ran.code == 130, ran.text
     assert "Traceback" not in ran.text
     assert ran.optimization.outcome == "interrupted"
     assert num_versions(tmp_path / "models", "best") == 1
+    assert not [line for line in journal_lines(tmp_path) if "failed" in line]
     _, left = psutil.wait_procs(processes, MAX_LEFT_S)
     assert not left
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(300)
+def test_a_second_ctrl_c_stops_at_once_and_the_same_command_resumes(draw, tmp_path):
+    sleeper_entry(tmp_path / "served", SLOW_MS)
+    flags = ["served/sleeper", "--slo", IMPOSSIBLE, "--out", "models", "--name", "best"]
+    flags += SHORT[:2]
+    order = ("solid", "sluggish", *SERVING)
+    command = Command(tmp_path, *flags, with_passes=order)
+    command.wait_for("sluggish")
+    processes = command.children()
+    command.press_ctrl_c()
+    command.wait_for("stopping: ", timeout_s=1.0)
+    time.sleep(float(draw.uniform(0.0, 2.0)))
+    command.press_ctrl_c()
+    command.wait_for("stopping now without saving", timeout_s=1.0)
+    ran = command.end(30.0)
+    assert ran.code == 130, ran.text
+    assert "Traceback" not in ran.text
+    assert "run the same command again to resume" in ran.err.splitlines()[-1]
+    assert num_versions(tmp_path / "models", "best") == 0
+    _, left = psutil.wait_procs(processes, MAX_LEFT_S)
+    assert not left
+    again = optimized(tmp_path, *flags, with_passes=order)
+    assert again.code == 2, again.text
+    assert again.optimization.num_remembered > 0
 
 
 @pytest.mark.verify

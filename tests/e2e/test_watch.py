@@ -394,7 +394,7 @@ def test_explain_watches_until_it_is_interrupted(served):
         for _ in range(2):
             assert any("busy/1 READY" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=30) == 130
     finally:
         process.kill()
         process.wait()

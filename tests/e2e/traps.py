@@ -6,6 +6,7 @@ Run as a program it is the command with passes of its own choice:
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -204,6 +205,10 @@ class Command:
             stdin=subprocess.DEVNULL,
             stdout=self._files[0],
             stderr=self._files[1],
+            # As a job of a shell: Ctrl-C goes to all of its process group, and to nobody else.
+            process_group=0,
+            # A shell that runs tests in the background ignores SIGINT for all of them.
+            preexec_fn=_heed_interrupts,
             env={**os.environ, "COLUMNS": "200", "PYTHONPATH": _path()},
         )
 
@@ -216,6 +221,9 @@ class Command:
         while text not in self.said():
             assert time.monotonic() < last and self.process.poll() is None, self.said()
             time.sleep(0.05)
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -239,6 +247,10 @@ class Command:
         """Of one that was killed; what it said is not read."""
         for file in self._files:
             file.close()
+
+
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _path() -> str:

@@ -301,3 +301,17 @@ def test_a_prediction_far_off_is_commented() -> None:
     lab = DoubtfulLab([(ORIGINAL, with_rate(served(1.0), 900.0))])
     found = concluded(lab, finalist("first", 1.0))
     assert any("batch times predict 100/s" in note for note in found.notes)
+
+
+class TestInterrupted:
+    def test_during_the_proof_the_choice_is_kept_with_the_figures_of_the_search(self) -> None:
+        lab = MadeLab({})
+
+        def interrupt(builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+            raise KeyboardInterrupt
+
+        lab.prove = interrupt  # type: ignore[method-assign]
+        found = concluded(lab, finalist("first", 0.9), finalist("second", 0.8))
+        assert (chosen(found), found.outcome) == ("first", "interrupted")
+        assert found.after is not None and found.after.goodput == 0.9
+        assert any("interrupted during the proof" in note for note in found.notes)

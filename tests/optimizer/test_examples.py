@@ -70,9 +70,51 @@ def test_labels_by_their_usual_names_or_by_the_one_that_is_said(tmp_path: Path) 
         assert opened(save(tmp_path, ".npz", label)).labels is not None
     path = save(tmp_path, ".npz", "sentiment")
     assert opened(path, labels="sentiment").labels is not None
-    assert "unknown input 'sentiment'" in problem(path)
+    unlabelled = opened(path)
+    assert unlabelled.labels is None
+    assert "without labels; ignored: 'sentiment'" in unlabelled.text
     assert "there are no labels 'class'; it has 'sentiment', 'x'" in problem(path, labels="class")
     assert "labels 'x': is an input of the model" in problem(path, labels="x")
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".jsonl", ".parquet"])
+def test_names_that_match_no_input_are_listed_beside_the_inputs(
+    tmp_path: Path, suffix: str
+) -> None:
+    inputs = [TensorSpec("X", "FP32", (4,))]
+    text = problem(save(tmp_path, suffix, "y"), inputs)
+    assert text.startswith(f"data{suffix} has 'x' and 'y'; the model's input is 'X' (FP32 [-1, 4])")
+
+
+def test_rows_that_are_not_finite_are_known_and_not_calibrated_with(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    values = VALUES.copy()
+    values[[3, 7], 1] = np.nan
+    np.savez(path, x=values)
+    bad = opened(path).non_finite
+    assert [(each.input, each.index, each.place) for each in bad] == [
+        ("x", 3, "row 3"),
+        ("x", 7, "row 7"),
+    ]
+    many = tmp_path / "many.npz"
+    values = np.tile(VALUES, (20, 1))
+    values[::2, 0] = np.inf
+    np.savez(many, x=values)
+    examples = opened(many)
+    assert 10 <= len(examples.split.calibration) < 200
+    assert all(np.isfinite(examples.rows[i]["x"]).all() for i in examples.split.calibration)
+    both = opened(path, calibration=str(many))
+    assert [each.file for each in both.non_finite[:3]] == ["data.npz", "data.npz", "many.npz"]
+    assert np.isinf(both.rows[both.non_finite[2].index]["x"]).any()
+
+
+def test_padding_may_hold_anything(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    values = np.zeros((20, 6), np.float32)
+    values[:, 4:] = np.nan
+    np.savez(path, s=values, lengths=np.array([4] * 19 + [5]))
+    bad = opened(path, [TensorSpec("s", "FP32", (-1,))]).non_finite
+    assert [each.index for each in bad] == [19]
 
 
 def test_an_input_may_be_called_like_labels(tmp_path: Path) -> None:

@@ -156,6 +156,45 @@ def test_labels_that_the_original_knows_nothing_of_are_refused(plan: Plan) -> No
     assert not (Path(plan.out) / "small").exists()
 
 
+def with_nan(plan: Plan, row: int) -> None:
+    with np.load(plan.data) as loaded:
+        arrays = dict(loaded)
+    arrays["x"][row, 5] = np.nan
+    np.savez(plan.data, **arrays)
+
+
+def test_a_row_that_makes_the_answer_nan_is_refused_with_its_index(plan: Plan) -> None:
+    with_nan(plan, 117)
+    with pytest.raises(ConfigError) as caught:
+        run.optimize(plan, lambda progress: None, "")
+    [problem] = caught.value.problems
+    assert problem.startswith(
+        "data.npz: input 'x' row 117 has NaN, and the model's answer is not finite either; leave"
+    )
+
+
+def test_a_model_that_takes_nan_for_a_missing_value_gets_it(plan: Plan) -> None:
+    """As trees do: here it is replaced before anything is computed."""
+    model = onnx.load(plan.model)
+    for node in model.graph.node:
+        node.input[:] = ["filled" if name == "x" else name for name in node.input]
+    zero = onnx.numpy_helper.from_array(np.float32(0), "nothing")
+    model.graph.initializer.append(zero)
+    fill = [
+        onnx.helper.make_node("IsNaN", ["x"], ["missing"]),
+        onnx.helper.make_node("Where", ["missing", "nothing", "x"], ["filled"]),
+    ]
+    nodes = [*fill, *model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, plan.model)
+    with_nan(plan, 117)
+    found = run.optimize(plan, lambda progress: None, "")
+    assert found.outcome == "kept"
+    note = "data.npz: input 'x' row 117 has NaN; the model answers with finite values"
+    assert note in found.notes
+
+
 def test_what_users_get_is_judged_and_the_model_before_it_compared(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Builds measured through a real server: what is sent, what is judged, and that nothing is left."""
 
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,6 +231,23 @@ class TestEndpoint:
         before = set(psutil.Process().children(recursive=True))
         with pytest.raises(KeyboardInterrupt):
             served.measure(null_build(tmp_path), a_plan("p99 < 1s"), numbers(3), interrupt)
+        assert set(psutil.Process().children(recursive=True)) == before
+
+    def test_interrupted_while_it_stops_it_is_killed_and_the_interruption_goes_on(
+        self, tmp_path: Path, monkeypatch
+    ):
+        before = set(psutil.Process().children(recursive=True))
+        endpoint = served.Endpoint(null_build(tmp_path), "").__enter__()
+        wait = subprocess.Popen.wait
+
+        def interrupted(process: subprocess.Popen, timeout: float | None = None) -> int:
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return wait(process)
+
+        monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            endpoint.__exit__(None, None, None)
         assert set(psutil.Process().children(recursive=True)) == before
 
 

@@ -27,6 +27,7 @@ from penstock.benchmark.inputs.files import (
 )
 from penstock.benchmark.inputs.images import Images, read_images
 from penstock.benchmark.inputs.lengths import Sizes
+from penstock.benchmark.inputs.non_finite import describe
 from penstock.benchmark.inputs.prompts import samples_from_rows
 from penstock.benchmark.inputs.samples import InputSpec, Origin, RequestForm, Source
 from penstock.errors import ConfigError
@@ -43,6 +44,7 @@ class Account:
 
     files: Sequence[Path]
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int, int]) -> Source:
@@ -54,6 +56,10 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
         check_batches(columns, spec.batch_size, path.name)
         order = shares(columns.num_examples, spec.seed, *place, spec.batch_size)
         account.notes += columns.notes
+        account.warnings += [
+            f"{text}; the model may answer such rows with NaN."
+            for text in describe(columns.non_finite)
+        ]
         origin = _origin(spec, columns.num_examples, account)
         return TensorExamples(columns, form.has_batch, order, origin)
     rows = _rows(spec, form, path, account)
@@ -89,13 +95,15 @@ def _columns(spec: InputSpec, form: RequestForm, path: Path, account: Account) -
         images = _images(path, tensor, spec.seed, account)
         return from_list(form, name, images.examples, path.name)
     if path.suffix in ROW_SUFFIXES:
-        return from_rows(form, _without_labels(form, read_rows(path, as_arrays=True)), path.name)
+        rows, label = _without_labels(form, read_rows(path, as_arrays=True))
+        return from_rows(form, rows, path.name, [label] if label else [])
     arrays = read_arrays(path)
     if "" in arrays:
         name = one_name(spec, required, [tensor.name for tensor in form.inputs])
         arrays = {name: arrays[""]}
     label = label_name(form, arrays.keys())
-    return from_arrays(form, {n: a for n, a in arrays.items() if n != label}, path.name)
+    rest = {name: array for name, array in arrays.items() if name != label}
+    return from_arrays(form, rest, path.name, [label] if label else [])
 
 
 def label_name(form: RequestForm, names: Set[str]) -> str:
@@ -104,10 +112,11 @@ def label_name(form: RequestForm, names: Set[str]) -> str:
     return next((name for name in LABEL_NAMES if name in names and name not in inputs), "")
 
 
-def _without_labels(form: RequestForm, table: Rows) -> Rows:
+def _without_labels(form: RequestForm, table: Rows) -> tuple[Rows, str]:
+    """The rows without their labels, and the name of those; empty if there are none."""
     label = label_name(form, {key for row in table.rows for key in row})
     rows = [{key: value for key, value in row.items() if key != label} for row in table.rows]
-    return Rows(rows, table.numbers, table.word)
+    return Rows(rows, table.numbers, table.word), label
 
 
 def _rows(spec: InputSpec, form: RequestForm, path: Path, account: Account) -> Rows:
@@ -169,4 +178,5 @@ def _origin(spec: InputSpec, num_examples: int, account: Account) -> Origin:
         is_random=False,
         num_examples=num_examples,
         digest=digest(account.files),
+        warnings=tuple(account.warnings),
     )

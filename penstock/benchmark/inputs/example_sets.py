@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.benchmark.inputs.files import Rows
-from penstock.benchmark.inputs.fitting import Misfit, example, examples, is_finite
+from penstock.benchmark.inputs.fitting import Misfit, example, examples
+from penstock.benchmark.inputs.non_finite import NonFinite, find_non_finite
 from penstock.benchmark.inputs.samples import Origin, RequestForm, Sample
+from penstock.benchmark.report.units import listed
 from penstock.errors import ConfigError
 from penstock.types import Array, TensorSpec
 
 # Of one input; the rest is counted.
 MAX_SHOWN = 3
+# The name that numpy.savez gives to an array without one.
+UNNAMED = "arr_0"
 
 # All examples of an input: one array where they have one shape, else one by one (None: this example
 # leaves an optional input out).
@@ -28,33 +32,48 @@ class Columns:
     by_name: Mapping[str, Column]
     num_examples: int
     notes: tuple[str, ...] = ()
+    non_finite: tuple[NonFinite, ...] = ()
 
 
-def from_arrays(form: RequestForm, arrays: Mapping[str, Array], label: str) -> Columns:
-    """ConfigError with everything that does not fit."""
-    required = [spec.name for spec in form.inputs if not spec.is_optional]
-    if len(arrays) == 1 and len(required) == 1 and not arrays.keys() & set(_names(form)):
-        arrays = {required[0]: next(iter(arrays.values()))}
-    problems = _unknown(form, arrays.keys(), label)
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """How messages name a file and a place in it."""
+
+    file: str
+    place: Callable[[int], str]
+
+
+def from_arrays(
+    form: RequestForm, arrays: Mapping[str, Array], label: str, others: Collection[str] = ()
+) -> Columns:
+    """Fit arrays to the inputs of their names; ConfigError with everything that does not fit.
+    `others` are the arrays of the file that are for something else, such as labels."""
+    required = _required(form)
+    if arrays.keys() == {UNNAMED} and len(required) == 1 and UNNAMED not in _names(form):
+        arrays = {required[0]: arrays[UNNAMED]}
+    missing = [name for name in required if name not in arrays]
+    problems = _mismatch(form, [*arrays], others, label) if missing else []
     columns: dict[str, Column] = {}
     for spec in form.inputs:
         if spec.name not in arrays:
-            if not spec.is_optional:
-                problems.append(f"{label}: input '{spec.name}' is missing")
             continue
         try:
             columns[spec.name] = examples(spec, arrays[spec.name])
         except Misfit as misfit:
             problems.append(f"{label}: {misfit}")
-    return _columns(form, columns, problems)
+    notes = _ignored(form, arrays)
+    return _columns(form, columns, problems, notes, _Reader(label, lambda index: f"row {index}"))
 
 
-def from_rows(form: RequestForm, rows: Rows, label: str) -> Columns:
-    """ConfigError with everything that does not fit, and where it is."""
-    names = {name for row in rows.rows for name in row}
-    problems = _unknown(form, names, label)
+def from_rows(form: RequestForm, rows: Rows, label: str, others: Collection[str] = ()) -> Columns:
+    """The same for rows; problems say where they are."""
+    names = list(dict.fromkeys(name for row in rows.rows for name in row))
+    missing = {name for name in _required(form) if name not in names}
+    problems = _mismatch(form, names, others, label) if missing else []
     columns: dict[str, Column] = {}
     for spec in form.inputs:
+        if spec.name in missing:
+            continue
         column, misfits = _fitted(spec, rows)
         problems += [f"{label}, {misfit}" for misfit in misfits[:MAX_SHOWN]]
         if len(misfits) > MAX_SHOWN:
@@ -62,17 +81,16 @@ def from_rows(form: RequestForm, rows: Rows, label: str) -> Columns:
             problems.append(f"{label}: input '{spec.name}': {num_more:,} more such examples")
         if any(array is not None for array in column):
             columns[spec.name] = _joined(column)
-    return _columns(form, columns, problems)
+    return _columns(form, columns, problems, _ignored(form, names), _Reader(label, rows.place))
 
 
 def from_list(form: RequestForm, name: str, arrays: Sequence[Array], label: str) -> Columns:
     """Examples of one input that are known to fit it."""
-    problems = [
-        f"{label}: input '{spec.name}' is missing"
-        for spec in form.inputs
-        if spec.name != name and not spec.is_optional
-    ]
-    return _columns(form, {name: _joined(list(arrays))}, problems)
+    problems = [f"{label}: input '{each}' is missing" for each in _required(form) if each != name]
+    column = _joined(list(arrays))
+    return _columns(
+        form, {name: column}, problems, (), _Reader(label, lambda index: f"row {index}")
+    )
 
 
 def check_batches(columns: Columns, batch_size: int, label: str) -> None:
@@ -158,10 +176,37 @@ def _names(form: RequestForm) -> list[str]:
     return [spec.name for spec in form.inputs]
 
 
-def _unknown(form: RequestForm, names: Set[str], label: str) -> list[str]:
-    taken = ", ".join(f"'{name}'" for name in _names(form))
-    unknown = sorted(names - set(_names(form)))
-    return [f"{label}: unknown input '{name}'; the model takes {taken}" for name in unknown]
+def _required(form: RequestForm) -> list[str]:
+    return [spec.name for spec in form.inputs if not spec.is_optional]
+
+
+def _mismatch(
+    form: RequestForm, names: Sequence[str], others: Collection[str], label: str
+) -> list[str]:
+    """The names of the file and those of the model, side by side."""
+    inputs = [_described(spec, form.has_batch) for spec in form.inputs]
+    theirs = f"inputs are {listed(inputs)}" if len(inputs) > 1 else f"input is {inputs[0]}"
+    there = [f"'{name}'" for name in (*names, *others)]
+    ours = listed(there) if there else "no values"
+    unknown = [name for name in names if name not in _names(form)]
+    missing = [name for name in _required(form) if name not in names]
+    quoted = listed([f"'{name}'" for name in missing])
+    advice = f"add {quoted}" + (", or rename what is meant to be that" if unknown else "")
+    if len(unknown) == len(missing) == 1:
+        advice = f"rename '{unknown[0]}' to '{missing[0]}'"
+    return [f"{label} has {ours}; the model's {theirs}; {advice}"]
+
+
+def _described(spec: TensorSpec, has_batch: bool) -> str:
+    shape = [-1, *spec.shape] if has_batch else list(spec.shape)
+    optional = ", optional" if spec.is_optional else ""
+    return f"'{spec.name}' ({spec.datatype} {shape}{optional})"
+
+
+def _ignored(form: RequestForm, names: Collection[str]) -> tuple[str, ...]:
+    """A note on what is not sent; data sets often have columns such as ids."""
+    unknown = [f"'{name}'" for name in names if name not in _names(form)]
+    return (f"ignored: {listed(unknown)}",) if unknown else ()
 
 
 def _fitted(spec: TensorSpec, rows: Rows) -> tuple[list[Array | None], list[str]]:
@@ -187,21 +232,22 @@ def _joined(column: Sequence[Array | None]) -> Column:
     return list(column)
 
 
-def _columns(form: RequestForm, columns: dict[str, Column], problems: list[str]) -> Columns:
+def _columns(
+    form: RequestForm,
+    columns: dict[str, Column],
+    problems: list[str],
+    notes: tuple[str, ...],
+    reader: _Reader,
+) -> Columns:
     if not columns and not problems:
         problems.append("the model takes no inputs, and data was given")
     if problems:
         raise ConfigError(problems)
-    datatypes = {spec.name: spec.datatype for spec in form.inputs}
-    notes = tuple(
-        f"input '{name}' has values that are not finite"
-        for name, column in columns.items()
-        if not all(is_finite(datatypes[name], array) for array in _arrays(column))
-    )
-    return Columns(columns, len(next(iter(columns.values()))), notes)
-
-
-def _arrays(column: Column) -> list[Array]:
-    if isinstance(column, np.ndarray):
-        return [column]
-    return [array for array in column if array is not None]
+    non_finite = [
+        row
+        for spec in form.inputs
+        if spec.name in columns
+        for row in find_non_finite(spec, columns[spec.name], reader.file, reader.place)
+    ]
+    count = len(next(iter(columns.values())))
+    return Columns(columns, count, notes, tuple(non_finite))

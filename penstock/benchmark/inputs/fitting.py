@@ -59,13 +59,6 @@ def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
     )
 
 
-def is_finite(datatype: str, array: Array) -> bool:
-    if datatype == "BF16":
-        # An exponent of ones.
-        return not bool(((array & 0x7F80) == 0x7F80).any())
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
-
-
 def _numbers(spec: TensorSpec, array: Array) -> Array:
     dtype = DATATYPES[spec.datatype].numpy
     if array.dtype == dtype or array.size == 0:

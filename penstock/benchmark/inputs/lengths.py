@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.errors import CommandLineError, ConfigError
 from penstock.types import Array
 
 FORMS = (
@@ -59,7 +59,7 @@ class Sizes:
 
 
 def parse(text: str) -> Lengths:
-    """What a user wrote; ConfigError in words when it is none of the forms."""
+    """Read what a user wrote; CommandLineError if it is malformed, ConfigError for a bad file."""
     kind, colon, rest = text.strip().partition(":")
     if kind == "list" and colon:
         return _listed(Path(rest))
@@ -110,9 +110,9 @@ def _numbers(text: str, parts: list[str]) -> tuple[float, ...]:
     try:
         values = tuple(float(part) for part in parts)
     except ValueError:
-        raise ConfigError([f"lengths '{text}': {FORMS}"]) from None
+        raise CommandLineError([f"lengths '{text}': {FORMS}"]) from None
     if not all(math.isfinite(value) for value in values):
-        raise ConfigError([f"lengths '{text}': {FORMS}"])
+        raise CommandLineError([f"lengths '{text}': {FORMS}"])
     return values
 
 
@@ -132,7 +132,7 @@ def _checked(text: str, lengths: Lengths) -> Lengths:
         case _:
             problem = FORMS
     if problem:
-        raise ConfigError([f"lengths '{text}': {problem}"])
+        raise CommandLineError([f"lengths '{text}': {problem}"])
     return lengths
 
 

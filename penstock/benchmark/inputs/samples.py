@@ -61,6 +61,8 @@ class Origin(msgspec.Struct, frozen=True):
     is_random: bool
     num_examples: int | None = None
     digest: str = ""
+    # Doubts about the data, a sentence each.
+    warnings: tuple[str, ...] = ()
 
 
 class Source(Protocol):

@@ -28,7 +28,7 @@ from penstock.benchmark.report.headline import headline_of
 from penstock.benchmark.report.summary import Figures
 from penstock.benchmark.results import FORMAT, Level, Run
 from penstock.benchmark.stats import Interval
-from penstock.errors import ConfigError
+from penstock.errors import CommandLineError, ConfigError
 
 # perf_analyzer's names, in its order, after the load. Durations in microseconds.
 PERF_ANALYZER_COLUMNS = (
@@ -83,14 +83,16 @@ def problem_of(path: Path) -> str:
 
 
 def check_outputs(names: Iterable[str | None]) -> None:
-    """Before anything long begins: ConfigError for files that could not be written. Empty names
-    are none."""
+    """Check output files before anything long begins: ConfigError for files that cannot be
+    written, CommandLineError if a name is given twice. Empty names are ignored."""
     given = [name for name in names if name]
     problems = [text for name in given if (text := problem_of(Path(name)))]
-    problems += [
+    shared = [
         f"{name}: two outputs cannot share a file"
         for name in sorted({name for name in given if given.count(name) > 1})
     ]
+    if shared:
+        raise CommandLineError([*problems, *shared])
     if problems:
         raise ConfigError(problems)
 

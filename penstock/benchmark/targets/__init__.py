@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.benchmark.exchange import Exchange
 from penstock.benchmark.inputs import RequestForm, Sample
-from penstock.errors import ConfigError
+from penstock.errors import CommandLineError, ConfigError
 
 ADDRESSES = (
     "http://host:port/v2/models/NAME, grpc://host:port/NAME, openai+http://host:port/v1, "
@@ -154,7 +154,7 @@ def kind_of(spec: TargetSpec) -> str:
         return "OpenAI"
     if scheme in ("http", "https"):
         return _kind_of_path(spec, "/" + rest.partition("/")[2].partition("?")[0])
-    raise ConfigError([f"{spec.address}: no protocol '{scheme}' is known; expected {ADDRESSES}"])
+    raise CommandLineError([f"{spec.address}: unknown protocol '{scheme}'; expected {ADDRESSES}"])
 
 
 def _kind_of_path(spec: TargetSpec, path: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.errors import ConfigError
+from penstock.errors import CommandLineError
 from penstock.optimizer.budget import Budget
 from penstock.types import Array
 
@@ -38,14 +38,16 @@ def check_budget(budget: Budget) -> None:
     """ConfigError for what is not measured here, or the wrong way round."""
     if budget.metric not in METRICS:
         listed = ", ".join(METRICS)
-        raise ConfigError(
-            [f"accuracy: '{budget.metric}' is not known of language models; expected {listed}"]
+        raise CommandLineError(
+            [f"--accuracy: '{budget.metric}' is not for language models; expected {listed}"]
         )
     if budget.is_lower_better != (budget.metric != "agreement"):
         word = "drop" if budget.metric == "agreement" else "rise"
-        raise ConfigError([f"accuracy: expected '{budget.metric} {word} <= ...'"])
+        raise CommandLineError([f"--accuracy: expected '{budget.metric} {word} <= ...'"])
     if budget.is_relative and budget.metric == "kl":
-        raise ConfigError(["accuracy: the original's kl is 0, of which nothing is a share"])
+        raise CommandLineError(
+            ["--accuracy: kl cannot be relative, because the original's kl is 0"]
+        )
 
 
 def scores(original: Told, candidate: Told) -> dict[str, float]:

@@ -18,12 +18,14 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import CommandLineError, ConfigError, PenstockError
 from penstock.llm.settings import DTYPES, settings_of
 from penstock.llm.text_model import read_text
 from penstock.optimizer import disk, disturbance, evidence, folders, goals, outcomes, phases
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Build, Candidate, Stage
+from penstock.optimizer.conclusion import INTERRUPTED_PROOF
+from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import TIMINGS, Journal
 from penstock.optimizer.llm import likelihoods
 from penstock.optimizer.llm.text_lab import HELD_OUT, TextLab
@@ -48,8 +50,8 @@ PROOF_SHARE, MIN_TRY_S = 0.4, 20.0
 SEARCH_SHARE = 0.4
 MIN_PROOF_S = 20.0
 WITHOUT_DATA = (
-    "data: is missing; a language model is optimised by the prompts that it gets: a .jsonl file of "
-    '{"prompt": …} or {"messages": […]}, or a .txt file with one a line'
+    "--data is required for language models: typical prompts, in a .jsonl file of "
+    '{"prompt": …} or {"messages": […]}, or a .txt file with one per line'
 )
 NOT_FOR_TEXT = ("data_name", "labels", "evaluator", "calibration", "preprocess", "postprocess")
 FLAGS = {"evaluator": "eval"}
@@ -75,15 +77,15 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
 
 
 def check(plan: Plan) -> None:
-    """What a language model has nothing to do with, and what it needs."""
+    """Raise CommandLineError for options that do not apply, and for missing prompts."""
     problems = [
-        f"{FLAGS.get(each, each).replace('_', '-')}: is not for language models"
+        f"--{FLAGS.get(each, each).replace('_', '-')} does not apply to language models"
         for each in NOT_FOR_TEXT
         if getattr(plan, each)
     ]
     problems += [] if plan.data else [WITHOUT_DATA]
     if problems:
-        raise ConfigError(problems)
+        raise CommandLineError(problems)
     if plan.accuracy is not None:
         likelihoods.check_budget(plan.accuracy)
 
@@ -153,7 +155,7 @@ class Run:
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         search = self._searched(lab)
         findings = search.findings
-        choice = choose(lab, findings)
+        choice = finish(findings, lambda: choose(lab, findings))
         made = self._begun(lab, findings, created)
         made.notes += outcomes.mark_refused(made.tries, choice.refused, datatype_of)
         self._prove(lab, findings, choice, made)
@@ -172,7 +174,7 @@ class Run:
         made.headline = headline(made)
         build = lab.build(choice.finalist.candidate)
         made.build_folder = str(build.folder)
-        evidence.try_commit(build, made, key)
+        finish(findings, lambda: evidence.try_commit(build, made, key))
         return made
 
     @property
@@ -280,6 +282,10 @@ class Run:
             found = lab.prove([each.candidate for each in pair], starts, self.left_s)
         except PenstockError as error:
             made.notes.append(f"the proof of {chosen.candidate} failed: {error}")
+            return
+        except KeyboardInterrupt:
+            findings.is_interrupted = True
+            made.notes.append(INTERRUPTED_PROOF)
             return
         if any(each.max_rate is None for each in found):
             made.notes.append("the highest rates are those of the search, not of the proof")

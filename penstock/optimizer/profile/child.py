@@ -3,6 +3,7 @@ request around it. Started by `profiler`, which reads the files it writes."""
 
 from __future__ import annotations
 
+import signal
 import statistics
 import sys
 import time
@@ -237,4 +238,6 @@ def _single_thread(
 
 
 if __name__ == "__main__":
+    # The parent ends this process. Ctrl-C at a terminal reaches both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     main()

@@ -10,19 +10,26 @@ import math
 from collections.abc import Sequence
 
 from penstock.benchmark.report import units
+from penstock.exit_codes import ExitCode
 from penstock.optimizer import outcomes
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.report import wording
 from penstock.optimizer.results import Optimization, Served, Try, Verdict
 
-EXIT_CODES = {"kept": 0, "missed": 2, "refused": 3, "disturbed": 4, "interrupted": 130}
+EXIT_CODES = {
+    "kept": ExitCode.OK,
+    "missed": ExitCode.MISSED,
+    "refused": ExitCode.REFUSED,
+    "disturbed": ExitCode.DISTURBED,
+    "interrupted": ExitCode.INTERRUPTED,
+}
 
 # Steps that are named one by one.
 MAX_UNTRIED = 4
 NOT_PROVEN = "not proven: not measured in turns with the original"
 
 
-def exit_code(optimization: Optimization) -> int:
+def exit_code(optimization: Optimization) -> ExitCode:
     return EXIT_CODES[optimization.outcome]
 
 

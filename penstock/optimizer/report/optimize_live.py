@@ -1,13 +1,15 @@
-"""How an optimisation goes on while it goes on: a few lines that move in a terminal, else a line
-for each thing that begins. A new best stays to be read in both."""
+"""Progress of an optimisation: a few lines that move in a terminal, else a line for each activity
+that begins. A new best, and what Ctrl-C does, stay to be read in both."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live as Screen
 from rich.text import Text
 
@@ -15,20 +17,49 @@ from penstock.optimizer.candidates import STAGES
 from penstock.optimizer.progress import Progress
 from penstock.optimizer.report import wording
 
+REFRESH_PER_S = 2
+RESUME = "run the same command again to resume"
+
 
 class Live:
-    """`update` as often as wanted; everything goes to stderr, so that stdout is the report's."""
+    """`update` as often as wanted. Everything goes to stderr: stdout is the report's. A terminal is
+    drawn anew by a thread, so that the time goes on inside long steps."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(
+        self, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console or Console(stderr=True)
+        self._clock = clock
         self._screen: Screen | None = None
-        self._last: Progress | None = None
+        # The last progress, and when it came.
+        self._last: tuple[Progress, float] | None = None
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            self._screen = Screen(console=self._console, auto_refresh=False, transient=True)
+            self._screen = Screen(
+                console=self._console,
+                get_renderable=self.render,
+                refresh_per_second=REFRESH_PER_S,
+                transient=True,
+            )
             self._screen.start()
         return self
+
+    def render(self) -> RenderableType:
+        """What a terminal shows now."""
+        progress = self._now()
+        return "" if progress is None else lines(progress)
+
+    def _now(self) -> Progress | None:
+        if self._last is None:
+            return None
+        progress, came_at = self._last
+        return advanced(progress, self._clock() - came_at)
+
+    def acknowledge(self, count: int) -> None:
+        """Say what this Ctrl-C does, from any thread."""
+        text = stopping_text(self._now()) if count == 1 else STOPPING_NOW
+        self._console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def __exit__(
         self,
@@ -41,15 +72,37 @@ class Live:
             self._screen = None
 
     def update(self, progress: Progress) -> None:
-        last, self._last = self._last, progress
+        last = None if self._last is None else self._last[0]
+        self._last = progress, self._clock()
         if progress.note:
             self._console.print(Text(progress.note), soft_wrap=True)
         if progress.best and (last is None or _best(last) != _best(progress)):
             self._console.print(best_line(progress), soft_wrap=True)
         if self._screen is not None:
-            self._screen.update(lines(progress), refresh=True)
+            self._screen.refresh()
         elif last is None or _place(last) != _place(progress):
             self._console.print(plain_line(progress), soft_wrap=True)
+
+
+def advanced(progress: Progress, seconds: float) -> Progress:
+    """The same, so many seconds later."""
+    left_s = None if progress.left_s is None else progress.left_s - seconds
+    return replace(progress, elapsed_s=progress.elapsed_s + seconds, left_s=left_s)
+
+
+STOPPING_NOW = f"stopping now without saving; {RESUME}"
+
+
+def stopping_text(progress: Progress | None) -> str:
+    """What the first Ctrl-C does, and how to stop sooner."""
+    if progress is None or not progress.best:
+        return f"stopping: nothing to save yet, the original is not measured; {RESUME}"
+    running = ": ".join(filter(None, [progress.candidate, _activity(progress)]))
+    about = "" if progress.finish_s is None else f" (about {wording.span(progress.finish_s)})"
+    return (
+        f"stopping: {running} is dropped; measuring and saving the best so far, {progress.best}"
+        f"{about}; press Ctrl-C again to stop now without saving"
+    )
 
 
 def _best(progress: Progress) -> tuple[str, str]:

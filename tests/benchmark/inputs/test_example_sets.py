@@ -16,6 +16,7 @@ from penstock.benchmark.inputs.example_sets import (
     from_rows,
 )
 from penstock.benchmark.inputs.files import Row, Rows
+from penstock.benchmark.inputs.non_finite import NonFinite
 from penstock.benchmark.inputs.samples import Origin, RequestForm, Sample
 from penstock.errors import ConfigError
 from penstock.types import TensorSpec
@@ -55,17 +56,43 @@ def test_arrays_become_columns() -> None:
     }
 
 
-def test_a_single_array_is_for_the_single_input_whatever_its_name() -> None:
+def test_a_single_array_without_a_name_is_for_the_single_input() -> None:
     assert list(from_arrays(ONE, {"arr_0": np.zeros((5, 2))}, "f").by_name) == ["a"]
+
+
+def test_an_array_that_matches_no_input_is_an_error_that_lists_both_sides() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_arrays(ONE, {"features": np.zeros((5, 2))}, "data.npz", ["label"])
+    assert caught.value.problems == (
+        "data.npz has 'features' and 'label'; the model's input is 'a' (FP32 [-1, 2]); "
+        "rename 'features' to 'a'",
+    )
+    with pytest.raises(ConfigError) as caught:
+        from_rows(TWO, rows(*[{"a": [1, 2], "ids": [3]}] * 9), "data.jsonl")
+    assert caught.value.problems == (
+        "data.jsonl has 'a' and 'ids'; the model's inputs are 'a' (FP32 [-1, 2]), "
+        "'b' (INT64 [-1, -1]) and 'c' (FP32 [-1, 1], optional); rename 'ids' to 'b'",
+    )
+
+    with pytest.raises(ConfigError, match="add 'b', or rename what is meant to be that"):
+        from_arrays(TWO, {"a": np.zeros((5, 2)), "m": np.zeros(5), "n": np.zeros(5)}, "f")
+
+
+def test_other_columns_are_ignored_and_named_where_every_input_is_there() -> None:
+    arrays = {"a": np.zeros((5, 2)), "id": np.arange(5), "split": np.arange(5)}
+    columns = from_arrays(ONE, arrays, "f")
+    assert list(columns.by_name) == ["a"]
+    assert columns.notes == ("ignored: 'id' and 'split'",)
+    assert from_rows(ONE, rows({"a": [1, 2], "id": 7}), "f").notes == ("ignored: 'id'",)
 
 
 def test_all_problems_of_arrays_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         from_arrays(TWO, {"a": np.zeros((5, 3)), "label": np.zeros(5)}, "data.npz")
     assert caught.value.problems == (
-        "data.npz: unknown input 'label'; the model takes 'a', 'b', 'c'",
+        "data.npz has 'a' and 'label'; the model's inputs are 'a' (FP32 [-1, 2]), "
+        "'b' (INT64 [-1, -1]) and 'c' (FP32 [-1, 1], optional); rename 'label' to 'b'",
         "data.npz: input 'a': shape [3] does not fit [2]",
-        "data.npz: input 'b' is missing",
     )
 
 
@@ -81,7 +108,6 @@ def test_all_problems_of_rows_are_told_at_once_and_where() -> None:
             "data.jsonl",
         )
     assert caught.value.problems == (
-        "data.jsonl: unknown input 'B'; the model takes 'a', 'b', 'c'",
         "data.jsonl, line 2: input 'a': shape [3] does not fit [2]",
         "data.jsonl, line 2: input 'b': floats cannot be cast to INT64",
         "data.jsonl, line 3: input 'b' is missing",
@@ -96,8 +122,10 @@ def test_many_problems_of_one_input_are_counted() -> None:
 
 
 def test_values_that_are_not_finite_are_noted() -> None:
-    columns = from_arrays(ONE, {"a": np.array([[1, np.nan]])}, "f")
-    assert columns.notes == ("input 'a' has values that are not finite",)
+    columns = from_arrays(ONE, {"a": np.array([[1, 2], [1, np.nan]])}, "f")
+    assert columns.non_finite == (NonFinite("f", "a", 1, "row 1", "NaN"),)
+    found = from_rows(ONE, rows({"a": [1, 2]}, {"a": [float("inf"), 2]}), "f").non_finite
+    assert found == (NonFinite("f", "a", 1, "line 2", "infinity"),)
 
 
 def test_other_inputs_that_are_needed_are_missed() -> None:

@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from penstock.benchmark.inputs.fitting import Misfit, example, examples, is_finite
+from penstock.benchmark.inputs.fitting import Misfit, example, examples
 from penstock.types import Array, TensorSpec, pack_bytes
 
 
@@ -134,18 +134,3 @@ def test_arrays_are_contiguous_and_little_endian() -> None:
     assert array.flags.c_contiguous
     assert array.dtype == np.dtype("<i4")
     assert array.tolist() == [[0, 2, 4], [1, 3, 5]]
-
-
-@pytest.mark.parametrize(
-    ("datatype", "values", "expected"),
-    [
-        ("FP32", np.array([1, np.nan]), False),
-        ("FP32", np.array([1, 2.0]), True),
-        ("INT32", np.array([1, 2]), True),
-        ("BF16", np.array([0x3F80, 0x7F80], np.uint16), False),
-        ("BF16", np.array([0x3F80, 0xFFC0], np.uint16), False),
-        ("BF16", np.array([0x3F80, 0xBF80], np.uint16), True),
-    ],
-)
-def test_values_that_are_not_finite_are_noticed(datatype, values, expected) -> None:
-    assert is_finite(datatype, values) is expected

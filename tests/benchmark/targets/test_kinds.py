@@ -41,7 +41,7 @@ def test_a_folder_is_a_model_in_this_process(tmp_path):
     [
         ("no/such/folder", "there is no such folder; expected http://host:port/v2/models/NAME"),
         ("localhost:8000/v2/models/m", "there is no such folder; expected http://"),
-        ("redis://a", "no protocol 'redis' is known; expected http://"),
+        ("redis://a", "unknown protocol 'redis'; expected http://"),
         ("", "there is no such folder"),
     ],
 )

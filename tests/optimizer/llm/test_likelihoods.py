@@ -85,9 +85,9 @@ def test_budgets_that_can_be_judged(text):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("top1 drop <= 1 %", "'top1' is not known of language models; expected kl, agreement, nll"),
+        ("top1 drop <= 1 %", "'top1' is not for language models; expected kl, agreement, nll"),
         ("kl drop <= 0.1", "expected 'kl rise <= ...'"),
-        ("kl rise <= 1 % relative", "of which nothing is a share"),
+        ("kl rise <= 1 % relative", "kl cannot be relative"),
     ],
 )
 def test_budgets_that_cannot(text, problem):

@@ -131,17 +131,17 @@ def test_what_was_found_is_a_file_and_a_page(found, tmp_path):
 
 class TestWrongInputs:
     def test_without_prompts(self, root):
-        with pytest.raises(ConfigError, match="data: is missing; a language model is optimised by"):
+        with pytest.raises(ConfigError, match="--data is required for language models"):
             text_run.optimize(a_plan(root, data=""), lambda progress: None, "")
 
     def test_functions_and_labels_are_for_others(self, root):
         plan = a_plan(root, labels="y", evaluator="a:b", preprocess="a:b")
         with pytest.raises(ConfigError) as caught:
             text_run.optimize(plan, lambda progress: None, "")
-        assert [each.partition(":")[0] for each in caught.value.problems] == [
-            "labels",
-            "eval",
-            "preprocess",
+        assert [each.partition(" ")[0] for each in caught.value.problems] == [
+            "--labels",
+            "--eval",
+            "--preprocess",
         ]
 
     def test_a_metric_that_is_not_known(self, root):

@@ -1,12 +1,13 @@
 """Progress while an optimisation goes on."""
 
 import io
+import threading
 from dataclasses import replace
 
 from rich.console import Console
 
 from penstock.optimizer.progress import Progress
-from penstock.optimizer.report.optimize_live import Live, sequence
+from penstock.optimizer.report.optimize_live import Live, sequence, stopping_text
 
 NOW = Progress(
     stage="quantise",
@@ -89,3 +90,65 @@ def test_an_error_ends_the_view() -> None:
         pass
     # The cursor is given back.
     assert out.getvalue().count("\x1b[?25h") == 1
+
+
+def drawn(live: Live) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100).print(live.render())
+    return out.getvalue()
+
+
+def test_the_time_goes_on_inside_a_long_step() -> None:
+    now = [1000.0]
+    live = Live(Console(file=io.StringIO()), clock=lambda: now[0])
+    assert drawn(live).strip() == ""
+    live.update(NOW)
+    assert "1 min 20 s, at most 8 min 40 s left" in drawn(live)
+    now[0] += 45.0
+    assert "2 min 5 s, at most 7 min 55 s left" in drawn(live)
+
+
+def test_a_terminal_is_drawn_again_without_an_update() -> None:
+    out = io.StringIO()
+    seen = threading.Event()
+    now = [1000.0]
+
+    def clock() -> float:
+        if now[0] > 1000.0:
+            seen.set()
+        return now[0]
+
+    console = Console(file=out, width=100, force_terminal=True, color_system=None)
+    with Live(console, clock) as live:
+        live.update(NOW)
+        now[0] += 45.0
+        assert seen.wait(60), "nobody looked at the clock"
+    assert "2 min 5 s" in out.getvalue()
+
+
+def test_ctrl_c_says_what_is_dropped_what_follows_and_how_to_stop_now() -> None:
+    assert stopping_text(replace(NOW, finish_s=25.0)) == (
+        "stopping: int8-static(calibrator=minmax): accuracy is dropped; measuring and saving the "
+        "best so far, transformer-fusion (about 25 s); press Ctrl-C again to stop now without "
+        "saving"
+    )
+    assert "(about" not in stopping_text(NOW)
+    early = "stopping: nothing to save yet, the original is not measured; run the same command"
+    assert stopping_text(None).startswith(early)
+    assert stopping_text(replace(NOW, best="")).startswith(early)
+
+
+def test_ctrl_c_is_a_plain_line_in_a_file_and_stays_in_a_terminal() -> None:
+    out = io.StringIO()
+    with Live(Console(file=out, width=80)) as live:
+        live.update(NOW)
+        live.acknowledge(1)
+        live.acknowledge(2)
+    *_, first, second = out.getvalue().splitlines()
+    assert first == stopping_text(NOW)
+    assert second == "stopping now without saving; run the same command again to resume"
+    out = io.StringIO()
+    with Live(Console(file=out, width=100, force_terminal=True, color_system=None)) as live:
+        live.update(NOW)
+        live.acknowledge(1)
+    assert "press Ctrl-C again" in out.getvalue()

@@ -1,0 +1,89 @@
+"""Rows with NaN or infinity: found once for all that read data, reported with their place. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.types import Array, TensorSpec
+
+# Places that a message lists; the rest is counted.
+MAX_LISTED = 3
+FLOATS = ("FP16", "BF16", "FP32", "FP64")
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """One row of one input that has values that are not finite."""
+
+    file: str
+    input: str
+    # Position among the examples, and the same as the file's reader counts: "row 1717", "line 3".
+    index: int
+    place: str
+    values: str  # "NaN", "infinity" or "NaN and infinity"
+
+
+def find_non_finite(
+    spec: TensorSpec,
+    column: Array | Sequence[Array | None],
+    file: str,
+    place: Callable[[int], str],
+) -> list[NonFinite]:
+    """Rows of a column, which is one array or one array per row, that are not finite."""
+    if spec.datatype not in FLOATS:
+        return []
+    if isinstance(column, np.ndarray):
+        is_bad = ~is_finite(spec.datatype, column)
+        bad = np.flatnonzero(is_bad.reshape(len(column), -1).any(axis=1)).tolist()
+    else:
+        rows = enumerate(column)
+        bad = [i for i, row in rows if row is not None and not is_finite(spec.datatype, row).all()]
+    return [
+        NonFinite(file, spec.name, index, place(index), _values(spec.datatype, column[index]))
+        for index in bad
+    ]
+
+
+def is_finite(datatype: str, array: Array) -> Array:
+    """Which elements are neither NaN nor infinite."""
+    if datatype == "BF16" and array.dtype == np.uint16:
+        # BF16 is kept as bits: an exponent of ones is NaN or infinity.
+        finite: Array = (array & 0x7F80) != 0x7F80
+        return finite
+    return np.isfinite(array)
+
+
+def describe(found: Sequence[NonFinite]) -> list[str]:
+    """One clause per file and input: `data.npz: input 'x' row 1717 has NaN`."""
+    groups: dict[tuple[str, str], list[NonFinite]] = {}
+    for each in found:
+        groups.setdefault((each.file, each.input), []).append(each)
+    return [
+        f"{file}: input '{name}' {_describe_rows(rows)}" for (file, name), rows in groups.items()
+    ]
+
+
+def _describe_rows(rows: Sequence[NonFinite]) -> str:
+    values = sorted({value for each in rows for value in each.values.split(" and ")}, key=len)
+    listed = " or ".join(values)
+    if len(rows) == 1:
+        return f"{rows[0].place} has {rows[0].values}"
+    word = rows[0].place.partition(" ")[0]
+    numbers = [each.place.partition(" ")[2] for each in rows]
+    shown, num_more = numbers[:MAX_LISTED], len(numbers) - MAX_LISTED
+    last = f"{num_more:,} more" if num_more > 0 else shown.pop()
+    return f"{word}s {', '.join(shown)} and {last} have {listed}"
+
+
+def _values(datatype: str, row: Array | None) -> str:
+    assert row is not None
+    if datatype == "BF16" and row.dtype == np.uint16:
+        bits = row[~is_finite(datatype, row)]
+        has_nan, has_infinity = bool((bits & 0x7F).any()), bool(((bits & 0x7F) == 0).any())
+    else:
+        has_nan, has_infinity = bool(np.isnan(row).any()), bool(np.isinf(row).any())
+    names = [name for name, is_there in (("NaN", has_nan), ("infinity", has_infinity)) if is_there]
+    return " and ".join(names)

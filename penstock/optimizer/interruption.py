@@ -1,0 +1,101 @@
+"""Ctrl-C during a long run: acknowledged at once, however busy the main thread is.
+
+Python runs signal handlers between two bytecodes of the main thread, so one that prints may come
+late: a library call can last minutes. The interpreter writes the number of a signal to its wakeup
+file descriptor at once; a thread waits for that and speaks. KeyboardInterrupt ends what runs, as
+ever: the first one ends the search and keeps its best, the second ends everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+from penstock.exit_codes import ExitCode
+
+# After the second Ctrl-C: how long children and files may take to be closed.
+GRACE_S = 10.0
+T = TypeVar("T")
+
+
+class Interruption:
+    """`tell` hears the number of each Ctrl-C, in a thread of its own. `end` ends the process when
+    it does not end by itself after the second one, or at the third."""
+
+    def __init__(
+        self,
+        tell: Callable[[int], None],
+        end: Callable[[int], object] = os._exit,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.count = 0
+        self._tell = tell
+        self._end = end
+        self._timer = threading.Timer(grace_s, self._end_now)
+        self._timer.daemon = True
+        self._thread = threading.Thread(target=self._listen, daemon=True, name="interruption")
+        self._is_on = False
+
+    def __enter__(self) -> Self:
+        # Other threads get no signals.
+        if threading.current_thread() is threading.main_thread():
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            self._thread.start()
+            self._is_on = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._is_on:
+            return
+        signal.set_wakeup_fd(self._before)
+        os.close(self._writer)
+        self._thread.join()
+        os.close(self._reader)
+        self._timer.cancel()
+
+    def _listen(self) -> None:
+        while numbers := os.read(self._reader, 64):
+            for number in numbers:
+                if number == signal.SIGINT:
+                    self._hear()
+
+    def _hear(self) -> None:
+        self.count += 1
+        # A terminal that is gone is no reason to go on.
+        with contextlib.suppress(OSError, ValueError):
+            self._tell(self.count)
+        if self.count == 2:
+            self._timer.start()
+        elif self.count > 2:
+            self._end_now()
+
+    def _end_now(self) -> None:
+        self._end(ExitCode.INTERRUPTED)
+
+
+class Interruptible(Protocol):
+    is_interrupted: bool
+
+
+def finish(findings: Interruptible, do: Callable[[], T]) -> T:
+    """Do what has to be done even after Ctrl-C: the first one is noted, and it is done once more
+    from the start. The second one ends it."""
+    try:
+        return do()
+    except KeyboardInterrupt:
+        if findings.is_interrupted:
+            raise
+        findings.is_interrupted = True
+        return do()

@@ -1,0 +1,167 @@
+"""Ctrl-C is heard at once, whatever the main thread does; the second one ends everything."""
+
+import hashlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.exit_codes import ExitCode
+from penstock.optimizer.interruption import Interruption, finish
+
+LONG_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def default_handler() -> Iterator[None]:
+    """A shell that runs tests in the background ignores SIGINT for all of them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Heard:
+    """What was told, and how the process would have ended."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.codes: list[int] = []
+        self.told = threading.Semaphore(0)
+        self.ended = threading.Event()
+
+    def tell(self, count: int) -> None:
+        self.counts.append(count)
+        self.told.release()
+
+    def end(self, code: int) -> None:
+        self.codes.append(code)
+        self.ended.set()
+
+
+def interrupt(heard: Heard) -> None:
+    """From the terminal, while this process waits for something."""
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(LONG_S)
+    assert heard.told.acquire(timeout=LONG_S)
+
+
+def test_the_first_is_told_and_ends_what_runs() -> None:
+    heard = Heard()
+    with Interruption(heard.tell, heard.end) as interruption:
+        interrupt(heard)
+    assert (heard.counts, heard.codes) == ([1], [])
+    assert interruption.count == 1
+
+
+def test_it_is_told_while_the_main_thread_is_inside_a_library() -> None:
+    """A signal handler of Python would only run when the library has returned."""
+    has_returned = False
+    seen: list[bool] = []
+    is_inside = threading.Event()
+
+    def kill() -> None:
+        is_inside.wait(LONG_S)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        with Interruption(lambda count: seen.append(has_returned), lambda code: None):
+            is_inside.set()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 6_000_000)
+            has_returned = True
+            threading.Event().wait(LONG_S)
+    except KeyboardInterrupt:
+        pass
+    killer.join()
+    assert seen == [False]
+
+
+def test_the_second_ends_it_after_a_while_and_the_third_at_once() -> None:
+    heard = Heard()
+    with Interruption(heard.tell, heard.end, grace_s=0.01):
+        interrupt(heard)
+        assert not heard.ended.wait(0.1), "the first one may take as long as it needs"
+        interrupt(heard)
+        assert heard.ended.wait(LONG_S)
+    assert heard.codes == [ExitCode.INTERRUPTED]
+    heard = Heard()
+    with Interruption(heard.tell, heard.end, grace_s=LONG_S):
+        for _ in range(3):
+            interrupt(heard)
+        assert heard.ended.wait(LONG_S)
+    assert (heard.counts, heard.codes) == ([1, 2, 3], [ExitCode.INTERRUPTED])
+
+
+def test_a_second_one_that_ends_in_time_ends_as_usual() -> None:
+    heard = Heard()
+    with Interruption(heard.tell, heard.end, grace_s=10 * LONG_S) as interruption:
+        interrupt(heard)
+        interrupt(heard)
+        timers = {each for each in threading.enumerate() if isinstance(each, threading.Timer)}
+        assert timers, "nothing would end a process that hangs"
+    for timer in timers:
+        timer.join(LONG_S)
+        assert not timer.is_alive(), "it still waits to end the process"
+    assert interruption.count == 2
+    assert heard.codes == []
+
+
+def test_a_terminal_that_is_gone_changes_nothing() -> None:
+    told = threading.Event()
+
+    def gone(count: int) -> None:
+        told.set()
+        raise OSError("stderr is closed")
+
+    with Interruption(gone) as interruption:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(LONG_S)
+        assert told.wait(LONG_S)
+    assert interruption.count == 1
+
+
+def test_afterwards_everything_is_as_it_was() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with Interruption(lambda count: None):
+        pass
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_in_another_thread_nothing_is_heard() -> None:
+    def run() -> None:
+        with Interruption(lambda count: None):
+            pass
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+class TestFinish:
+    def test_the_first_interruption_is_noted_and_the_work_done(self) -> None:
+        findings = SimpleNamespace(is_interrupted=False)
+        turns = iter([KeyboardInterrupt, None])
+
+        def work() -> str:
+            if next(turns):
+                raise KeyboardInterrupt
+            return "saved"
+
+        assert finish(findings, work) == "saved"
+        assert findings.is_interrupted
+
+    def test_the_second_ends_it(self) -> None:
+        def work() -> str:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            finish(SimpleNamespace(is_interrupted=True), work)
+        with pytest.raises(KeyboardInterrupt):
+            finish(SimpleNamespace(is_interrupted=False), work)

@@ -1,0 +1,173 @@
+"""Every command ends with the exit codes of docs/exit_codes.md."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from penstock.cli import main
+from penstock.commands import fail
+from penstock.errors import BackendFailed, CommandLineError, ConfigError, PenstockError
+from penstock.exit_codes import ExitCode
+from penstock.optimizer.report.first_line import EXIT_CODES
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = sorted(main.commands)
+# A required argument, and a flag with a value that cannot be.
+WRONG_VALUES = {
+    "bench": [["http://h/v2/models/m", "--slo", "p98 < 1ms"], ["http://h/", "--rate", "fast"]],
+    "explain": [["m", "--url", "nowhere"], ["m", "--watch", "--json"]],
+    "inspect": [["a", "b"]],
+    "optimize": [["m.onnx", "--slo", "soon", "--out", "o"], ["m.onnx", "--seed", "many"], []],
+    "profile": [["m", "--runs", "1"], ["m", "--html", "x", "--json", "x"]],
+    "report": [[], ["a.json", "--html"]],
+    "serve": [["m", "--http-port", "99999"], ["m", "--load-model", "x"], ["m", "--host", "::"]],
+}
+# Files, models and servers that are not there.
+FAILURES = {
+    "bench": ["no/such/model"],
+    "explain": ["m", "--url", "http://127.0.0.1:1"],
+    "inspect": ["no/such"],
+    "optimize": ["no.onnx", "--slo", "p99 < 1s", "--out", "models"],
+    "profile": ["no/such"],
+    "report": ["no.json"],
+    "serve": ["no/such"],
+}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_unknown_flag_is_wrong_usage(name: str) -> None:
+    done = run(name, "--no-such-flag")
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert "No such option" in done.output and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [(name, one) for name in COMMANDS for one in WRONG_VALUES[name]]
+)
+def test_a_wrong_value_is_wrong_usage(name: str, arguments: list[str]) -> None:
+    done = run(name, *arguments)
+    assert done.exit_code == ExitCode.USAGE, done.output
+    assert re.search("(?i)^error: ", done.output, re.M)
+
+
+@pytest.mark.parametrize("arguments", [[], ["launch"]])
+def test_no_command_is_wrong_usage(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_missing_file_or_server_is_a_failure(name: str) -> None:
+    done = run(name, *FAILURES[name])
+    assert done.exit_code == ExitCode.FAILED, done.output
+    assert done.output.startswith("error: ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_no_error(name: str) -> None:
+    assert run(name, "--help").exit_code == ExitCode.OK
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_anywhere_is_an_interruption(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**flags: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main.commands[name], "callback", interrupted)
+    done = run(name, *FAILURES[name])
+    assert done.exit_code == ExitCode.INTERRUPTED
+    assert "Traceback" not in done.output
+
+
+# A process whose files take for ever to be read.
+SLOW = """
+import sys, time
+from penstock import repository
+from penstock.benchmark.report import run_files
+from penstock.cli import main
+from penstock.optimizer import plan_file
+from penstock.optimizer.report import optimization_files
+
+def read(*names):
+    print("reading", flush=True)
+    time.sleep(60)
+
+repository.read = plan_file.read = run_files.read_run = optimization_files.is_optimization = read
+main()
+"""
+READING = {
+    "bench": ["."],
+    "inspect": ["."],
+    "optimize": ["--plan", "plan.toml"],
+    "profile": ["."],
+    "report": ["run.json"],
+    "serve": ["."],
+}
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "explain"])
+def test_sigint_while_files_are_read_is_an_interruption(name: str) -> None:
+    """tests/e2e/test_watch.py interrupts explain, which reads no file."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, name, *READING[name]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs tests in the background ignores SIGINT for all of them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reading\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == ExitCode.INTERRUPTED, errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError(["a: wrong", "b: wrong"]), ExitCode.FAILED),
+        (BackendFailed("crashed"), ExitCode.FAILED),
+        (CommandLineError(["--slo: wrong"]), ExitCode.USAGE),
+    ],
+)
+def test_errors_have_a_line_for_each_problem(
+    error: PenstockError, code: ExitCode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fail(error)
+    assert ended.value.code == code
+    problems = error.problems if isinstance(error, ConfigError) else ["crashed"]
+    lines = [click.unstyle(line) for line in capsys.readouterr().err.splitlines()]
+    assert lines == [f"error: {problem}" for problem in problems]
+
+
+def test_the_documentation_lists_every_code() -> None:
+    text = (ROOT / "docs" / "exit_codes.md").read_text()
+    codes = {int(code) for code in re.findall(r"(?m)^\| (\d+) \|", text)}
+    assert codes == set(map(int, ExitCode))
+
+
+def test_every_outcome_of_optimize_has_a_code() -> None:
+    codes = {name: int(code) for name, code in EXIT_CODES.items()}
+    expected = {"kept": 0, "missed": 2, "refused": 3, "disturbed": 4, "interrupted": 130}
+    assert codes == expected
