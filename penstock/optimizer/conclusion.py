@@ -12,6 +12,7 @@ from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.examples import num_to_bring
 from penstock.optimizer.lab import HELD_OUT, Lab
+from penstock.optimizer.passes import shape_folding
 from penstock.optimizer.results import Optimization, Phase, Served
 from penstock.optimizer.search import Finalist, Findings, Search
 
@@ -103,6 +104,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
             each.outcome = "kept"
     found.held_out = choice.held_out
     found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
+    found.notes += _narrowed(lab, choice)
     found.outcome = _outcome(findings, choice, found)
     if found.outcome != "kept" and found.after is not None:
         found.binding = goals.binding(found.after, plan.slo)
@@ -117,6 +119,14 @@ def _clipped(lab: Lab, choice: Choice) -> list[str]:
         for name, share in shares.items()
         if share > 0
     ]
+
+
+def _narrowed(lab: Lab, choice: Choice) -> list[str]:
+    sizes = shape_folding.narrowing(choice.finalist.build.candidate)
+    if not sizes:
+        return []
+    rows = f"the {len(lab.rows):,} rows of the data all have this size"
+    return [f"the version accepts only {sizes}: {rows}, and the server refuses any other"]
 
 
 def _failed(found: Optimization) -> list[str]:
