@@ -1,6 +1,6 @@
 """Is the optimiser's choice the best there is: beside every combination, served and measured.
 
-    python benchmarks/optimize_brute_force.py                     three models, hours
+    python benchmarks/optimize_brute_force.py                     four models, hours
     python benchmarks/optimize_brute_force.py --models mnist_8    one of them
     taskset -c 2,3 python benchmarks/optimize_brute_force.py --cores 2,3 4,5 6,7 --search-seconds 30
 
@@ -8,18 +8,19 @@ Models, data, latencies and accuracy budgets are those of optimize_minilm and op
 rate that the optimiser is asked for is four times what the original answers when it never has to
 wait for requests, more than any build gives here: whoever is asked for what can be had has no
 reason to look for the highest rate. Brute force is every build that passed the gates (all passes,
---exhaustive) times every instances x threads that fill the cores, times batches of 1, and of at
-most 8 and 32 by Triton's rules and by the SLO. Each is served: first it is asked what it answers
-when it never has to wait for requests, which no rate that keeps a latency can exceed (what is
-batched by the SLO counts as its twin by Triton's rules); then, the most promising first, for the
-highest rate that keeps the SLO's latency, until what is left cannot come near the best that was
-found, 15 % given for noise. Its two best and the version that the optimiser committed then meet at
-the same rates, one right after the other, in rounds: what counts is the highest rate at which 99 %
-are in time in half of the rounds. A search by itself says little on a machine that others disturb:
-the same combination was found to differ by up to 2.7 times. With `--cores` the combinations are
-spread over these groups of cores, each as many as this process has; all that is compared in turns
-runs on the cores of this process. A search needs six or seven levels of about `--duration` and two
-seconds; one that is cut short says less than is true, most of all of what is batched by the SLO.
+--exhaustive) times every instances x threads that fill the cores, or leave one or half of them to
+the server and its clients, times batches of 1, and of at most 8 and 32 by Triton's rules and by the
+SLO. Each is served: first it is asked what it answers when it never has to wait for requests, which
+no rate that keeps a latency can exceed (what is batched by the SLO counts as its twin by Triton's
+rules); then, the most promising first, for the highest rate that keeps the SLO's latency, until
+what is left cannot come near the best that was found, 15 % given for noise. Its two best and the
+version that the optimiser committed then meet at the same rates, one right after the other, in
+rounds: what counts is the highest rate at which 99 % are in time in half of the rounds. A search by
+itself says little on a machine that others disturb: the same combination was found to differ by up
+to 2.7 times. With `--cores` the combinations are spread over these groups of cores, each as many as
+this process has; all that is compared in turns runs on the cores of this process. A search needs
+six or seven levels of about `--duration` and two seconds; one that is cut short says less than is
+true, most of all of what is batched by the SLO.
 
 Counted as measurements: served runs at one load each; the search for a rate is a probe and some
 five to ten of them. The optimiser's are in its journal: the original, finalists, their rates, the
@@ -73,7 +74,7 @@ from penstock.optimizer import journal, served
 from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.results import Served
 
-MODELS = ("sentiment_onnx", "mobilenet_v2", "mnist_8")
+MODELS = ("sentiment_onnx", "mobilenet_v2", "mnist_8", "residual_traced")
 # What makes another model's file; the other stages only change how it is served.
 STAGES = ("baseline", "compile", "precision", "quantise")
 PASSED = ("kept", "equal", "slower")

@@ -421,64 +421,106 @@ def _reshaped(sizes: Partial, dims: Partial | None) -> Array | None:
 # Pad.
 
 
+@dataclass(frozen=True, slots=True)
+class _Padding:
+    """What a Pad adds before and behind each axis but batch and channels."""
+
+    source: str
+    sizes: Array
+    value: float
+    # Of the input: never below zero.
+    is_positive: bool
+
+
 def tidy_pads(graph: Any) -> None:
-    """Pads with constant sizes, as ONNX Runtime's own fusion into Conv and pooling understands
-    them: empty ones are dropped, those before MaxPool are made part of it where that is exact."""
+    """Drop empty Pads, and make others part of the Conv or MaxPool behind them where that is exact.
+    ONNX Runtime's own fusion knows fewer cases of Conv, and one of MaxPool too many."""
     constants = onnx_model.constants(graph)
     producers = {name: node for node in graph.node for name in node.output}
     renamed: dict[str, str] = {}
     for node in graph.node:
         for place, name in enumerate(node.input):
             node.input[place] = renamed.get(name, name)
-        pads = _pads(node, constants)
-        if pads is not None and not pads.any():
+        while node.op_type == "Pad" and not node.input[-1]:
+            # An input that is left out keeps ONNX Runtime from fusing it into AveragePool.
+            del node.input[-1]
+        sizes = _pad_sizes(node, constants)
+        if sizes is not None and not sizes.any():
             renamed[node.output[0]] = node.input[0]
         source = producers.get(node.input[0]) if node.input else None
-        if source is not None and source.op_type == "Pad":
-            _join(node, source, constants, producers)
+        padding = None if source is None else _padding(source, constants, producers)
+        if padding is not None and node.op_type == "Conv":
+            _join_conv(node, padding)
+        elif padding is not None and node.op_type == "MaxPool":
+            _join_pool(node, padding)
     onnx_model.remove_dead(graph)
 
 
-def _pads(node: Any, constants: Mapping[str, Any]) -> Array | None:
+def _pad_sizes(node: Any, constants: Mapping[str, Any]) -> Array | None:
     """Of a Pad, before and behind each axis; None where it is no Pad, or its sizes are computed or
     for some axes only."""
     import onnx
 
-    if node.op_type != "Pad" or len(node.input) < 2 or len(list(filter(None, node.input))) > 3:
+    if node.op_type != "Pad" or not 2 <= len(node.input) <= 3:
         return None
     sizes = constants.get(node.input[1])
     return None if sizes is None else onnx.numpy_helper.to_array(sizes).reshape(2, -1)
 
 
-def _join(node: Any, pad: Any, constants: Mapping[str, Any], producers: Mapping[str, Any]) -> None:
-    if node.op_type == "Conv" and _is_unpadded(node):
-        # ONNX Runtime fuses Pad only into what says its padding in numbers.
-        _remove_attribute(node, "auto_pad")
-    elif node.op_type == "MaxPool":
-        _join_pool(node, pad, constants, producers)
+def _padding(
+    pad: Any, constants: Mapping[str, Any], producers: Mapping[str, Any]
+) -> _Padding | None:
+    """None where it is not constant, cuts off, or pads batch or channels."""
+    import onnx
+
+    sizes = _pad_sizes(pad, constants)
+    if sizes is None or sizes[:, :2].any() or (sizes < 0).any():
+        return None
+    if onnx_model.attribute(pad, "mode", b"constant") != b"constant":
+        return None
+    value = 0.0
+    if len(pad.input) > 2 and pad.input[2]:
+        if pad.input[2] not in constants:
+            return None
+        value = float(onnx.numpy_helper.to_array(constants[pad.input[2]]).item())
+    source = producers.get(pad.input[0])
+    is_positive = source is not None and source.op_type in ("Relu", "Sigmoid")
+    return _Padding(pad.input[0], sizes[:, 2:], value, is_positive)
 
 
-def _is_unpadded(node: Any) -> bool:
-    return bool(onnx_model.attribute(node, "auto_pad", b"NOTSET") == b"VALID")
+def _own_sizes(node: Any, padding: _Padding) -> Array:
+    none = [0] * padding.sizes.size
+    return np.array(onnx_model.attribute(node, "pads", none)).reshape(2, -1)
 
 
-def _join_pool(
-    node: Any, pad: Any, constants: Mapping[str, Any], producers: Mapping[str, Any]
-) -> None:
-    """MaxPool's own padding is never the largest value, and neither is -inf."""
-    pads, value = _pads(pad, constants), _pad_value(pad, constants)
-    if pads is None or value is None or not _is_plain_pool(node):
+def _join_conv(node: Any, padding: _Padding) -> None:
+    if padding.value != 0 or onnx_model.attribute(node, "auto_pad", b"NOTSET") not in (
+        b"NOTSET",
+        b"VALID",
+    ):
         return
-    kernel = np.array(onnx_model.attribute(node, "kernel_shape"))
-    spatial = pads[:, -kernel.size :]
-    own = np.array(onnx_model.attribute(node, "pads", [0] * spatial.size)).reshape(2, -1)
+    sizes = _own_sizes(node, padding) + padding.sizes
+    _remove_attribute(node, "auto_pad")
+    _set_attribute(node, "pads", sizes.ravel().tolist())
+    node.input[0] = padding.source
+
+
+def _join_pool(node: Any, padding: _Padding) -> None:
+    """MaxPool's own padding is never the largest value; neither is -inf, nor zero beside values
+    that are not below it."""
+    if not _is_plain_pool(node):
+        return
+    own = _own_sizes(node, padding)
+    sizes = own + padding.sizes
+    is_lowest = padding.value <= np.finfo(np.float32).min or (
+        padding.value == 0 and padding.is_positive
+    )
     # A window must not lie in the padding as a whole.
-    has_room = (spatial >= 0).all() and (spatial + own < kernel).all()
-    is_spatial = not pads[:, : -kernel.size].any()
-    if has_room and is_spatial and value <= np.finfo(np.float32).min:
-        _set_attribute(node, "pads", (spatial + own).ravel().tolist())
-        node.input[0] = pad.input[0]
-    elif not own.any() and not _is_positive(producers.get(pad.input[0])):
+    has_room = (sizes < np.array(onnx_model.attribute(node, "kernel_shape"))).all()
+    if is_lowest and has_room:
+        _set_attribute(node, "pads", sizes.ravel().tolist())
+        node.input[0] = padding.source
+    elif not own.any():
         # ONNX Runtime 1.31 fuses a Pad of zeros into MaxPool even where a zero may be the largest
         # value of a window. It leaves alone what is said to have no padding.
         _remove_attribute(node, "pads")
@@ -493,22 +535,6 @@ def _is_plain_pool(node: Any) -> bool:
         and onnx_model.attribute(node, "auto_pad", b"NOTSET") == b"NOTSET"
         and all(each == 1 for each in onnx_model.attribute(node, "dilations", ()))
     )
-
-
-def _pad_value(pad: Any, constants: Mapping[str, Any]) -> float | None:
-    """None where it is not constant, or the mode takes values from the input."""
-    import onnx
-
-    if onnx_model.attribute(pad, "mode", b"constant") != b"constant":
-        return None
-    if len(pad.input) < 3 or not pad.input[2]:
-        return 0.0
-    value = constants.get(pad.input[2])
-    return None if value is None else float(onnx.numpy_helper.to_array(value).item())
-
-
-def _is_positive(node: Any) -> bool:
-    return node is not None and node.op_type in ("Relu", "Sigmoid")
 
 
 def _remove_attribute(node: Any, name: str) -> None:

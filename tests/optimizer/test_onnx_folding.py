@@ -146,11 +146,20 @@ def test_a_reshape_that_moves_the_batch_into_another_place_stays() -> None:
     assert_same(model, fold(model), 2, 4)
 
 
-def padded(kind: str, value: float | None, *, has_relu: bool = False, **more: Any) -> Any:
+def padded(
+    kind: str,
+    value: float | None,
+    *,
+    has_relu: bool = False,
+    is_shared: bool = False,
+    sizes: tuple[int, ...] = (0, 0, 1, 0, 0, 0, 1, 2),
+    **more: Any,
+) -> Any:
     graph = Graph()
     source = graph.add("Relu", "x") if has_relu else "x"
-    pads = graph.weight("pads", np.array([0, 0, 1, 0, 0, 0, 1, 2]))
-    names = [source, pads]
+    pads = graph.weight("pads", np.array(sizes))
+    # As PyTorch writes it: an input that is left out has an empty name.
+    names = [source, pads, *([""] if value is None else [])]
     if value is not None:
         names.append(graph.weight("value", np.array(value, np.float32)))
     inner = graph.add("Pad", *names)
@@ -158,6 +167,8 @@ def padded(kind: str, value: float | None, *, has_relu: bool = False, **more: An
         last = graph.add("Conv", inner, graph.drawn("w", 4, 3, 3, 3), **more)
     else:
         last = graph.add(kind, inner, **({"kernel_shape": [3, 3], "strides": [2, 2]} | more))
+    if is_shared:
+        last = graph.add("Add", last, graph.add("ReduceMean", graph.add("Tanh", inner)))
     return graph.model({"x": (TensorProto.FLOAT, ["b", 3, 8, 8])}, last, ["b", "c", "h", "w"])
 
 
@@ -168,6 +179,8 @@ def padded(kind: str, value: float | None, *, has_relu: bool = False, **more: An
         (padded("Conv", 0.0, pads=[1, 1, 1, 1]), 0),
         (padded("Conv", 0.0, auto_pad="VALID"), 0),
         (padded("Conv", 0.5), 1),
+        (padded("Conv", 0.0, sizes=(0, 0, -1, 0, 0, 0, 1, 2)), 1),
+        (padded("Conv", 0.0, has_relu=True, is_shared=True), 1),
         (padded("Conv", 0.0, auto_pad="SAME_UPPER"), 1),
         (padded("MaxPool", -np.inf), 0),
         (padded("MaxPool", -np.inf, pads=[0, 1, 0, 0], dilations=[1, 1]), 0),
@@ -176,6 +189,7 @@ def padded(kind: str, value: float | None, *, has_relu: bool = False, **more: An
         (padded("MaxPool", 0.0), 1),
         (padded("MaxPool", -np.inf, ceil_mode=1), 1),
         (padded("MaxPool", -np.inf, kernel_shape=[2, 2], strides=[1, 1]), 1),
+        (padded("AveragePool", None), 0),
         (padded("AveragePool", 0.0), 0),
         (padded("AveragePool", 0.0, count_include_pad=1), 0),
         (padded("AveragePool", 0.0, pads=[1, 1, 1, 1]), 1),
