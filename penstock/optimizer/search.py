@@ -568,14 +568,17 @@ class Search:
     def _measure_finalists(self, limit: int, *, is_fresh: bool = False) -> None:
         """Where the SLO is out of reach, the best is what keeps its latency at the highest rate:
         servers that are overrun all look the same. Predictions are off by more than builds differ,
-        so that the best of different builds are asked. Where no rate is predicted to keep it, none
-        is looked for: who answers soonest is the best."""
+        so that the best of different builds are asked, and the best in another arrangement of
+        instances and threads. Where no rate is predicted to keep it, none is looked for: who
+        answers soonest is the best."""
         has_rates = self._slo.latency_s is not None and self.findings.best.rate > 0
         if self._is_in_reach() or not has_rates:
             self._measure(self._nearest(limit, is_fresh=is_fresh))
             return
         ranked = sorted(self.findings.contenders, key=lambda one: -one.rate)
         leading = [(one, one.shapes[0][0]) for one in ranked[:MAX_FINALISTS] if one.shapes]
+        others = _different(ranked[0].shapes)[1:2]
+        leading += [(ranked[0], steps) for steps, rate in others if rate >= NEAR * ranked[0].rate]
         self._measure(leading, is_rated=True)
 
     def _measure_overlooked(self) -> None:
