@@ -129,11 +129,13 @@ def builds(found: dict[str, Any], case: Case) -> dict[str, Path]:
     return made
 
 
-def combinations(made: dict[str, Path]) -> Iterator[tuple[str, Path, Shape, str]]:
+def combinations(
+    made: dict[str, Path], sizes: Sequence[int]
+) -> Iterator[tuple[str, Path, Shape, str]]:
     """Name, files, how they are served, and the name of the twin by Triton's rules."""
     for name, folder in made.items():
         [config] = repository.read(folder).configs
-        batches: tuple[int | None, ...] = BATCHES if config.max_batch_size else (None,)
+        batches: Sequence[int | None] = sizes if config.max_batch_size else (None,)
         for pair in shapes():
             for batch in batches:
                 for is_slo in (False, True) if batch and batch > 1 else (False,):
@@ -241,7 +243,8 @@ def compared(console: Console, case: Case, options: argparse.Namespace) -> dict[
     began = time.monotonic()
     place = FOLDER / "brute" / case.name
     points = []
-    for number, (name, folder, shape, twin) in enumerate(combinations(builds(found, case))):
+    made = combinations(builds(found, case), options.batches)
+    for number, (name, folder, shape, twin) in enumerate(made):
         tried = shaped(folder, place / str(number), shape, case.latency)
         points.append(Point(Contender(name, tried), case, duration, search_s, twin))
     brute = all_searched(points, options.cores or [tuple(os.sched_getaffinity(0))])
@@ -292,6 +295,7 @@ def cores_of(text: str) -> Cores:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=MODELS)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="largest ones")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--duration", default="6s")
     parser.add_argument("--budget", default="", help="of the optimiser, such as 6m")
