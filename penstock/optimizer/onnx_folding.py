@@ -71,7 +71,6 @@ ELEMENTWISE = frozenset(
 NOT_FOLDED = frozenset(
     [
         "Bernoulli",
-        "Constant",
         "Dropout",
         "If",
         "Loop",
@@ -158,8 +157,12 @@ def num_shape_nodes(operators: Mapping[str, int]) -> int:
 def _declare(graph: Any, shapes: Mapping[str, Dims]) -> None:
     for value in onnx_model.true_inputs(graph):
         declared = value.type.tensor_type.shape.dim
+        for dim in declared:
+            if dim.dim_value < 0:
+                # Some exporters write -1 for any size.
+                dim.ClearField("dim_value")
         for dim, size in zip(declared, shapes.get(value.name, ()), strict=False):
-            if size > 0 and dim.dim_value <= 0:
+            if size > 0 and not dim.HasField("dim_value"):
                 dim.dim_value = size
 
 
@@ -203,7 +206,7 @@ class _Walk:
         if node.op_type == "Reshape":
             self._fix_reshape(graph, node)
         self._infer(node)
-        if node.op_type in NOT_FOLDED:
+        if node.op_type in NOT_FOLDED or all(name in self.values for name in node.output):
             return
         found = self._shape(node) or self._computed(node)
         self.values.update(found)
@@ -303,13 +306,9 @@ class _Walk:
             return {name: known(array) for name, array in self._run(node, elements).items()}
         if node.op_type in MOVING:
             return self._moved(node, inputs)
-        if node.op_type in ELEMENTWISE and not self.is_empty(inputs):
+        if node.op_type in ELEMENTWISE:
             return self._paired(node, inputs)
         return {}
-
-    @staticmethod
-    def is_empty(inputs: Mapping[str, Partial]) -> bool:
-        return all(each.symbols.all() for each in inputs.values())
 
     def _moved(self, node: Any, inputs: Mapping[str, Partial]) -> dict[str, Partial]:
         """Symbols move as their elements do."""

@@ -80,6 +80,40 @@ def test_open_sizes_stay_open_until_they_are_given() -> None:
     assert_same(model, fixed, 3, 7, 10)
 
 
+def test_a_size_of_minus_one_is_not_known() -> None:
+    model = same_padded(["h", "w"])
+    for dim in model.graph.input[0].type.tensor_type.shape.dim[2:]:
+        dim.dim_value = -1
+    assert operators(fold(model))["Shape"] > 0
+    assert_same(model, fold(model), 3, 7, 10)
+    assert operators(fold(model, {"x": (-1, -1, 7, 10)}))["Shape"] == 0
+
+
+def test_dimensions_that_depend_on_values_are_not_taken_for_each_other() -> None:
+    """Both have a number of rows that nobody knows, and not the same one."""
+    graph = Graph()
+    zero = graph.weight("zero", np.array(0, np.float32))
+    above, below = (
+        graph.add("NonZero", graph.add("Cast", graph.add(kind, "x", zero), to=TensorProto.INT64))
+        for kind in ("Greater", "Less")
+    )
+    sizes = graph.add("Concat", *(graph.add("Shape", each) for each in (above, below)), axis=0)
+    last = graph.add("Add", graph.add("Cast", sizes, to=TensorProto.FLOAT), zero)
+    model = graph.model({"x": (TensorProto.FLOAT, ["b", 4])}, last, [4])
+    assert operators(fold(model))["Shape"] == 2
+    assert_same(model, fold(model), 4)
+
+
+def test_constants_that_are_written_as_numbers_count_too() -> None:
+    """As newer exporters of PyTorch write them."""
+    graph = Graph()
+    axis = graph.add("Constant", value_ints=[1])
+    size = graph.add("Cast", graph.add("Gather", graph.add("Shape", "x"), axis), to=1)
+    model = graph.model({"x": (TensorProto.FLOAT, ["b", 4])}, graph.add("Mul", "x", size), ["b", 4])
+    assert operators(fold(model)) == {"Mul": 1, "Identity": 1}
+    assert_same(model, fold(model), 4)
+
+
 def with_shape(use: Any, dims: list[Any], output: list[Any]) -> onnx.ModelProto:
     graph = Graph()
     shape = graph.add("Shape", "x")
