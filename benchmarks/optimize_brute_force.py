@@ -1,6 +1,6 @@
 """Is the optimiser's choice the best there is: beside every combination, served and measured.
 
-    python benchmarks/optimize_brute_force.py                     three models, hours
+    python benchmarks/optimize_brute_force.py                     four models, hours
     python benchmarks/optimize_brute_force.py --models mnist_8    one of them
     taskset -c 2,3 python benchmarks/optimize_brute_force.py --cores 2,3 4,5 6,7 --search-seconds 30
 
@@ -8,18 +8,19 @@ Models, data, latencies and accuracy budgets are those of optimize_minilm and op
 rate that the optimiser is asked for is four times what the original answers when it never has to
 wait for requests, more than any build gives here: whoever is asked for what can be had has no
 reason to look for the highest rate. Brute force is every build that passed the gates (all passes,
---exhaustive) times every instances x threads that fill the cores, times batches of 1, and of at
-most 8 and 32 by Triton's rules and by the SLO. Each is served: first it is asked what it answers
-when it never has to wait for requests, which no rate that keeps a latency can exceed (what is
-batched by the SLO counts as its twin by Triton's rules); then, the most promising first, for the
-highest rate that keeps the SLO's latency, until what is left cannot come near the best that was
-found, 15 % given for noise. Its two best and the version that the optimiser committed then meet at
-the same rates, one right after the other, in rounds: what counts is the highest rate at which 99 %
-are in time in half of the rounds. A search by itself says little on a machine that others disturb:
-the same combination was found to differ by up to 2.7 times. With `--cores` the combinations are
-spread over these groups of cores, each as many as this process has; all that is compared in turns
-runs on the cores of this process. A search needs six or seven levels of about `--duration` and two
-seconds; one that is cut short says less than is true, most of all of what is batched by the SLO.
+one calibrator each, --exhaustive) times every instances x threads that fill the cores, or leave one
+or half of them to the server and its clients, times batches of 1, and of at most 8 and 32 by
+Triton's rules and by the SLO. Each is served: first it is asked what it answers when it never has
+to wait for requests, which no rate that keeps a latency can exceed (what is batched by the SLO
+counts as its twin by Triton's rules); then, the most promising first, for the highest rate that
+keeps the SLO's latency, until what is left cannot come near the best that was found, 15 % given for
+noise. Its two best and the version that the optimiser committed then meet at the same rates, one
+right after the other, in rounds: what counts is the highest rate at which 99 % are in time in half
+of the rounds. A search by itself says little on a machine that others disturb: the same combination
+was found to differ by up to 2.7 times. With `--cores` the combinations are spread over these groups
+of cores, each as many as this process has; all that is compared in turns runs on the cores of this
+process. A search needs six or seven levels of about `--duration` and two seconds; one that is cut
+short says less than is true, most of all of what is batched by the SLO.
 
 Counted as measurements: served runs at one load each; the search for a rate is a probe and some
 five to ten of them. The optimiser's are in its journal: the original, finalists, their rates, the
@@ -37,6 +38,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -74,11 +76,12 @@ from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.results import Served
 from penstock.optimizer.time_plan import SEARCH_S
 
-MODELS = ("sentiment_onnx", "mobilenet_v2", "mnist_8")
+MODELS = ("sentiment_onnx", "mobilenet_v2", "mnist_8", "residual_traced")
 # What makes another model's file; the other stages only change how it is served.
 STAGES = ("baseline", "compile", "precision", "quantise")
 PASSED = ("kept", "equal", "slower")
 BATCHES = (1, 8, 32)
+CALIBRATOR = re.compile(r"calibrator=\w+")
 BEYOND = 4
 NUM_BEST = 2
 # Of the highest rate that was found.
@@ -105,13 +108,19 @@ class Point:
 
 
 def builds(found: dict[str, Any], case: Case) -> dict[str, Path]:
-    """The folder of every build that passed the gates, by what it is."""
+    """The folder of every build that passed the gates, by what it is. Builds that differ only in
+    their calibrator run the same operators, so one stands for all of them."""
     work = Path(found["work"])
     made: dict[str, Path] = {}
+    known: set[str] = set()
     for each in found["tries"]:
         if each["stage"] not in STAGES or each["outcome"] not in PASSED:
             continue
         candidate = msgspec.convert(each["candidate"], Candidate)
+        kind = CALIBRATOR.sub("", str(candidate))
+        if kind in known:
+            continue
+        known.add(kind)
         place = f"builds/{candidate.key}" if candidate.steps else "original"
         folder = work / place / case.name
         if folder.is_dir():
@@ -121,11 +130,13 @@ def builds(found: dict[str, Any], case: Case) -> dict[str, Path]:
     return made
 
 
-def combinations(made: dict[str, Path]) -> Iterator[tuple[str, Path, Shape, str]]:
+def combinations(
+    made: dict[str, Path], sizes: Sequence[int]
+) -> Iterator[tuple[str, Path, Shape, str]]:
     """Name, files, how they are served, and the name of the twin by Triton's rules."""
     for name, folder in made.items():
         [config] = repository.read(folder).configs
-        batches: tuple[int | None, ...] = BATCHES if config.max_batch_size else (None,)
+        batches: Sequence[int | None] = sizes if config.max_batch_size else (None,)
         for pair in shapes():
             for batch in batches:
                 for is_slo in (False, True) if batch and batch > 1 else (False,):
@@ -233,7 +244,8 @@ def compared(console: Console, case: Case, options: argparse.Namespace) -> dict[
     began = time.monotonic()
     place = FOLDER / "brute" / case.name
     points = []
-    for number, (name, folder, shape, twin) in enumerate(combinations(builds(found, case))):
+    made = combinations(builds(found, case), options.batches)
+    for number, (name, folder, shape, twin) in enumerate(made):
         tried = shaped(folder, place / str(number), shape, case.latency)
         points.append(Point(Contender(name, tried), case, duration, search_s, twin))
     brute = all_searched(points, options.cores or [tuple(os.sched_getaffinity(0))])
@@ -284,6 +296,7 @@ def cores_of(text: str) -> Cores:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=MODELS)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="largest ones")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--duration", default="6s")
     parser.add_argument("--budget", default="", help="of the optimiser, such as 6m")

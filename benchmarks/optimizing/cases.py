@@ -16,7 +16,7 @@ import fetch
 import numpy as np
 from sentiment import prepare
 
-from optimizing import FOLDER, ROOT, mobilenet
+from optimizing import FOLDER, ROOT, mobilenet, residual
 
 MEAN, DEVIATION = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 SIDE = 224
@@ -116,12 +116,27 @@ def digits() -> Case:
     return Case("digits", str(model), data, requests, slo, accuracy, "label")
 
 
+def residual_traced() -> Case:
+    """A residual network whose padding is computed at run time, exported by tracing."""
+    folder = FOLDER / "residual_traced"
+    folder.mkdir(parents=True, exist_ok=True)
+    model, data, requests = (folder / each for each in ("residual.onnx", "test.npz", "images.npz"))
+    if not (model.exists() and data.exists() and requests.exists()):
+        images, labels = residual.images()
+        np.savez(requests, image=images)
+        np.savez(data, image=images, label=labels)
+        _export(residual.trained(images, labels), model, residual.SIDE)
+    slo, accuracy = "p99 < 20 ms at 300/s", "top1 drop <= 1 %"
+    return Case("residual_traced", str(model), data, requests, slo, accuracy, "label")
+
+
 CASES = {
     "sentiment": sentiment,
     "sentiment_onnx": sentiment_onnx,
     "mobilenet_v2": mobilenet_v2,
     "mnist_8": mnist_8,
     "digits": digits,
+    "residual_traced": residual_traced,
 }
 
 
@@ -181,10 +196,10 @@ def _mobilenet_module(folder: Path) -> Any:
     return mobilenet.load(str(weights))
 
 
-def _export(module: Any, path: Path) -> None:
+def _export(module: Any, path: Path, side: int = SIDE) -> None:
     import torch
 
-    example = torch.zeros(2, 3, SIDE, SIDE)
+    example = torch.zeros(2, 3, side, side)
     export_onnx(module, (example,), path, {"image": {0: "batch"}, "logits": {0: "batch"}})
 
 

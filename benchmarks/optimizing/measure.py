@@ -238,9 +238,16 @@ def duel(
 
 
 def shapes() -> list[tuple[int, int]]:
-    """Instances and threads of each that fill the cores this process may use."""
+    """Instances and threads of each that fill the cores this process may use, and those that leave
+    a core or half of them to the server and its clients."""
     cores = len(os.sched_getaffinity(0))
-    return sorted((count, cores // count) for count in range(1, cores + 1) if cores % count == 0)
+    found = {
+        (count, used // count)
+        for used in {cores, max(1, cores - 1), max(1, cores // 2)}
+        for count in range(1, used + 1)
+        if used % count == 0
+    }
+    return sorted(found | {(1, 1)})
 
 
 @dataclass(frozen=True, slots=True)

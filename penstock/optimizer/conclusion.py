@@ -15,6 +15,7 @@ from penstock.optimizer.examples import num_to_bring
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import TIMINGS
 from penstock.optimizer.lab import HELD_OUT, Lab
+from penstock.optimizer.passes import shape_folding
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Finalist, Findings, Search
 
@@ -110,6 +111,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
     found.held_out = choice.held_out
     found.unchecked = lab.unchecked
     found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
+    found.notes += _narrowed(lab, choice)
     _note_disturbances(lab, choice, found)
     found.outcome = outcomes.outcome_of(found, is_interrupted=findings.is_interrupted)
     if found.outcome != "kept" and found.after is not None:
@@ -134,6 +136,14 @@ def _clipped(lab: Lab, choice: Choice) -> list[str]:
         for name, share in shares.items()
         if share > 0
     ]
+
+
+def _narrowed(lab: Lab, choice: Choice) -> list[str]:
+    sizes = shape_folding.narrowing(choice.finalist.build.candidate)
+    if not sizes:
+        return []
+    rows = f"the {len(lab.rows):,} rows of the data all have this size"
+    return [f"the version accepts only {sizes}: {rows}, and the server refuses any other"]
 
 
 def _failed(found: Optimization) -> list[str]:

@@ -52,7 +52,12 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.profile.profiler import profile_build
 from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.results import FallbackLayer, Served
-from penstock.optimizer.shapes import arrangements, with_batching, with_instances
+from penstock.optimizer.shapes import (
+    arrangements,
+    num_free_cores,
+    with_batching,
+    with_instances,
+)
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
@@ -719,7 +724,9 @@ class Lab:
         self.watch(f"batch times, {num_instances} x {num_threads} threads")
         key = f"{build.candidate.key} {num_instances}x{num_threads}"
         asked = self._needed(build, measure)
-        return self.journal.remember("times", key, TimeTable, asked, passing=self._passing)
+        found = self.journal.remember("times", key, TimeTable, asked, passing=self._passing)
+        free = num_free_cores(pair, self.machine.num_cores)
+        return msgspec.structs.replace(found, num_free_cores=free)
 
     @property
     def _longest_s(self) -> float:

@@ -43,6 +43,8 @@ MODEL_STAGES: tuple[Stage, ...] = ("compile", "precision", "quantise")
 ON_GPU: tuple[Stage, ...] = ("precision", "compile", "quantise")
 # Served and measured at most, besides the original.
 MAX_FINALISTS = 3
+# Arrangements of instances and threads in which one candidate may be measured.
+NUM_ARRANGEMENTS = 3
 # The same after a stage that may be the last.
 NUM_SEMIFINALISTS = 2
 # About what it takes to judge and save the choice.
@@ -554,7 +556,7 @@ class Search:
         contender.shapes = shapes(self._situation(contender))
         fewest = min(num_instances for num_instances, _ in contender.times)
         best = self.findings.best.shapes
-        alone = [rate for steps, rate in best if _num_instances(steps) == fewest]
+        alone = [rate for steps, rate in best if _arrangement(steps)[0] == fewest]
         return contender.rate < HOPELESS * max(alone, default=0.0)
 
     def _within_memory(self, contender: Contender) -> list[tuple[tuple[Step, ...], float]]:
@@ -564,11 +566,15 @@ class Search:
         if not limits:
             return found
         config = contender.build.config
-        sizes = {
-            pair[0]: len(with_instances(config, *pair).workers) * t.memory_bytes
-            for pair, t in contender.times.items()
-        }
-        fitting = [each for each in found if sizes[_num_instances(each[0])] <= min(limits)]
+        one = max(table.memory_bytes for table in contender.times.values())
+
+        def needed(steps: Sequence[Step]) -> int:
+            pair = _arrangement(steps)
+            known = contender.times.get(pair)
+            memory_bytes = one if known is None else known.memory_bytes
+            return len(with_instances(config, *pair).workers) * memory_bytes
+
+        fitting = [each for each in found if needed(each[0]) <= min(limits)]
         return fitting or found
 
     def _note_times(self, record: Try, contender: Contender) -> None:
@@ -615,14 +621,17 @@ class Search:
     ) -> None:
         """Where the SLO is out of reach, the best is what keeps its latency at the highest rate:
         servers that are overrun all look the same. Predictions are off by more than builds differ,
-        so that the best of different builds are asked. Where no rate is predicted to keep it, none
-        is looked for: who answers soonest is the best."""
+        so that the best of different builds are asked, and the best in another arrangement of
+        instances and threads. Where no rate is predicted to keep it, none is looked for: who
+        answers soonest is the best."""
         has_rates = self._slo.latency_s is not None and self.findings.best.rate > 0
         if self._is_in_reach() or not (has_rates and self._time.has_rates):
             self._measure(self._nearest(limit, is_fresh=is_fresh), is_final=is_final)
             return
         ranked = sorted(self.findings.contenders, key=lambda one: -one.rate)
         leading = [(one, one.shapes[0][0]) for one in ranked[:MAX_FINALISTS] if one.shapes]
+        others = _different(ranked[0].shapes)[1:2]
+        leading += [(ranked[0], steps) for steps, rate in others if rate >= NEAR * ranked[0].rate]
         self._measure(leading, is_rated=True, is_final=is_final)
 
     def _measure_overlooked(self) -> None:
@@ -937,15 +946,18 @@ class Search:
 def _different(
     ranked: Sequence[tuple[tuple[Step, ...], float]],
 ) -> list[tuple[tuple[Step, ...], float]]:
-    """The best, and the best with another number of instances: predictions are surer about
-    batches than about what instances do to each other and to the server."""
-    first = ranked[:1]
-    others = [each for each in ranked[1:] if _num_instances(each[0]) != _num_instances(first[0][0])]
-    return [*first, *others[:1]]
+    """The best, and the best of two other arrangements of instances and threads: predictions are
+    surer about batches than about what instances do to each other and to the server."""
+    best: dict[tuple[int, int], tuple[tuple[Step, ...], float]] = {}
+    for each in ranked:
+        best.setdefault(_arrangement(each[0]), each)
+    return list(best.values())[:NUM_ARRANGEMENTS]
 
 
-def _num_instances(steps: Sequence[Step]) -> int:
-    return next(int(step.settings["instances"]) for step in steps if step.pass_name == "instances")
+def _arrangement(steps: Sequence[Step]) -> tuple[int, int]:
+    """Instances, and threads of each."""
+    [settings] = [step.settings for step in steps if step.pass_name == "instances"]
+    return int(settings["instances"]), int(settings["threads"])
 
 
 def _reject(record: Try, reason: str) -> None:

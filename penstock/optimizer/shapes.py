@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from penstock.config import CPU, SLO_OFF, ModelConfig, Padding, ladder
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from penstock.optimizer.passes import Situation
 
 Settings = dict[str, str]
+# Instances, and threads of each.
+Pair = tuple[int, int]
 
 # The option that says how many threads one instance computes with.
 THREADS = {
@@ -77,13 +80,57 @@ def threads_of(config: ModelConfig, num_cores: int) -> int:
     return max(1, num_cores // config.num_instances)
 
 
-def pairs(num_cores: int) -> list[tuple[int, int]]:
-    """Instances and threads that use all cores and no more: one instance, two, four, ... and one
-    for each core."""
-    return [(count, num_cores // count) for count in ladder(num_cores)]
+def pairs(num_cores: int) -> list[Pair]:
+    """Instances and threads to measure: those that use all cores (one instance, two, four, ... and
+    one for each core), and one instance with one thread, which leaves the rest to the server and
+    its clients."""
+    full = [(count, num_cores // count) for count in ladder(num_cores)]
+    return sorted({*full, (1, 1)}, key=lambda pair: (pair[0], -pair[1]))
 
 
-def arrangements(config: ModelConfig, num_cores: int) -> list[tuple[int, int]]:
+def num_free_cores(pair: Pair, num_cores: int) -> int:
+    """Cores that so many instances with so many threads each leave to the server."""
+    return max(0, num_cores - pair[0] * pair[1])
+
+
+def derived(times: Mapping[Pair, TimeTable], num_cores: int) -> list[TimeTable]:
+    """Batch times of further arrangements that leave cores free, from those that were measured: one
+    instance with half of the cores and with all but one (Amdahl's law between one thread and all of
+    them), and one instance with one thread for each core but one (linear between one instance and
+    all of them)."""
+    alone, wide, many = (times.get(each) for each in ((1, 1), (1, num_cores), (num_cores, 1)))
+    if alone is None or wide is None or many is None:
+        return []
+    found: dict[Pair, TimeTable] = {}
+    for count in (num_cores // 2, num_cores - 1):
+        part = (1 - 1 / count) / (1 - 1 / num_cores) if count > 1 else 0.0
+        found[1, count] = _between(alone, wide, part, (1, count))
+    part = (num_cores - 2) / (num_cores - 1) if num_cores > 1 else 0.0
+    found[num_cores - 1, 1] = _between(alone, many, part, (num_cores - 1, 1))
+    return [
+        msgspec.structs.replace(table, num_free_cores=num_free_cores(pair, num_cores))
+        for pair, table in found.items()
+        if pair not in times and min(pair) > 0
+    ]
+
+
+def _between(one: TimeTable, other: TimeTable, part: float, pair: Pair) -> TimeTable:
+    """Batches that both tables have, so far on the way from one to the other."""
+    seconds = {
+        bucket: {
+            rows: each + part * (other.seconds[bucket][rows] - each)
+            for rows, each in by_rows.items()
+            if rows in other.seconds[bucket]
+        }
+        for bucket, by_rows in one.seconds.items()
+        if bucket in other.seconds
+    }
+    return msgspec.structs.replace(
+        one, num_instances=pair[0], num_threads=pair[1], seconds=seconds, tokens={}
+    )
+
+
+def arrangements(config: ModelConfig, num_cores: int) -> list[Pair]:
     """Instances and threads that are worth knowing, where the model is."""
     if config.device == CPU:
         return pairs(num_cores)
@@ -314,7 +361,10 @@ def shapes(situation: Situation) -> list[tuple[tuple[Step, ...], float]]:
     for, with the highest rate that is predicted for each; best first."""
     ranking = Ranking(situation)
     found: list[Shape] = []
-    for table in situation.times.values():
+    tables = [*situation.times.values()]
+    if situation.build.config.device == CPU:
+        tables += derived(situation.times, situation.machine.num_cores)
+    for table in tables:
         found += ranking.batching(table)
     found.sort(key=lambda shape: -shape.rate)
     if not found and situation.times:

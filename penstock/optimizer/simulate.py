@@ -28,8 +28,8 @@ from penstock.types import Array, Request, Response
 OVERHEAD_S = 0.00015
 # Of a batch, beyond what the model takes: the way to the worker and back, waking it up.
 DISPATCH_S = 0.00015
-# Of the cores that a model computes with, for each request and each byte of it and of its answer:
-# the server's work and that of whoever asks from the same machine. Measured as processor time.
+# Processor time for each request and each byte of it and of its answer: the server's work and that
+# of clients on the same machine. Cores that no instance uses do it first.
 REQUEST_CPU_S = 0.00015
 BYTE_CPU_S = 3e-9
 # The core takes requests one after the other; no model is served faster than this allows.
@@ -65,6 +65,8 @@ class TimeTable(msgspec.Struct):
     load_s: float = 0.0
     # Of models that do not compute padding: the tokens of those batches, by which their time goes.
     tokens: dict[int, dict[int, float]] = {}
+    # Cores of the machine that the instances leave to the server and its clients.
+    num_free_cores: int = 0
 
     @property
     def by_tokens(self) -> dict[int, float]:
@@ -92,9 +94,11 @@ class TimeTable(msgspec.Struct):
 
 
 def as_served(table: TimeTable, config: ModelConfig, rate: float) -> TimeTable:
-    """What batches take when requests come at this rate: each has its way to the worker, and where
-    the server computes on the model's own cores, it takes its share of them."""
-    share = rate * _cpu_share(table, config)
+    """Batch times when requests come at this rate: each batch has its way to the worker, and the
+    server takes from the model's cores what the free ones do not hold."""
+    taken = rate * _request_cpu_s(config) - table.num_free_cores
+    # A thread that loses its core makes all threads of its instance wait.
+    share = max(0.0, taken) / table.num_instances
     stretch = 1 / max(1 - share, MIN_FREE)
     seconds = {
         bucket: {rows: (each + DISPATCH_S) * stretch for rows, each in by_rows.items()}
@@ -103,15 +107,14 @@ def as_served(table: TimeTable, config: ModelConfig, rate: float) -> TimeTable:
     return msgspec.structs.replace(table, seconds=seconds)
 
 
-def _cpu_share(table: TimeTable, config: ModelConfig) -> float:
-    """Of the model's computing power, that one request a second takes away from it. Whoever takes
-    the core of one thread has all threads of that instance wait."""
+def _request_cpu_s(config: ModelConfig) -> float:
+    """Processor time that a request takes of the machine beside the model; GPUs lose nothing."""
     if config.device != "cpu":
         return 0.0
     num_bytes = sum(
         spec.row_bytes(spec.shape) for spec in (*config.inputs, *config.outputs) if spec.is_fixed
     )
-    return (REQUEST_CPU_S + BYTE_CPU_S * num_bytes) / table.num_instances
+    return REQUEST_CPU_S + BYTE_CPU_S * num_bytes
 
 
 class Prediction(msgspec.Struct):
@@ -504,9 +507,10 @@ def capacity(table: TimeTable, config: ModelConfig, lengths: Mapping[int, float]
     """Requests a second that no batcher can exceed: every batch as large as is best, and a server
     that keeps up."""
     row_s = _best_row_s(_Clock(as_served(table, config, 0.0)), config, lengths)
+    num_instances = table.num_instances
     # The rate at which rows take all that the server leaves of the cores.
-    row_s = row_s / table.num_instances + _cpu_share(table, config)
-    return 1 / max(row_s, CORE_S)
+    shared = (num_instances + table.num_free_cores) / (row_s + _request_cpu_s(config))
+    return min(num_instances / row_s, shared, 1 / CORE_S)
 
 
 def _best_row_s(clock: _Clock, config: ModelConfig, lengths: Mapping[int, float]) -> float:

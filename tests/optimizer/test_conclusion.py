@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,6 +73,7 @@ class MadeLab:
         self.data_text = ""
         self.journal = SimpleNamespace(path=Path("work/journal.jsonl"))
         self.original = Build(Candidate(), Path("m"), a_config())
+        self.rows = [{}] * 7
         self.proofs = proofs
         self.of_original = original
         self.proven: list[str] = []
@@ -138,6 +140,20 @@ def test_a_proof_that_confirms_the_choice_is_the_end() -> None:
     lab = MadeLab({"first": 1.0})
     found = concluded(lab, finalist("first", 1.0), finalist("second", 1.0))
     assert (chosen(found), lab.proven, found.outcome) == ("first", ["first"], "kept")
+
+
+def test_a_version_that_accepts_fewer_sizes_says_so() -> None:
+    lab = MadeLab({"shape-folding": 1.0})
+    found = concluded(lab, finalist("shape-folding", 1.0))
+    assert not any("accepts only" in note for note in found.notes)
+    narrowed = finalist("shape-folding", 1.0)
+    step = Step("shape-folding", {"accepts image": "3x32x32"})
+    narrowed.build = replace(narrowed.build, candidate=Candidate((step,)))
+    found = concluded(lab, narrowed)
+    assert found.notes[-1] == (
+        "the version accepts only 'image' 3x32x32: the 7 rows of the data all have this size, and "
+        "the server refuses any other"
+    )
 
 
 def test_another_that_kept_the_slo_is_proven_when_the_first_misses() -> None:

@@ -286,6 +286,46 @@ def test_far_from_the_slo_the_best_of_different_builds_are_asked() -> None:
     assert model_step(search.findings.finalists[0].build.candidate) == "solid"
 
 
+def two_cores(lab: MadeLab) -> None:
+    """One instance gains nothing by a second thread, and two instances nearly double each
+    other's time."""
+    lab.machine = msgspec.structs.replace(MACHINE, num_cores=2, memory_bytes=1 << 40)
+    plain = lab.times
+
+    def times(build: Build, num_instances: int, num_threads: int) -> TimeTable:
+        table = plain(build, num_instances, num_threads)
+        seconds = {
+            bucket: {rows: each * 1.05 * num_instances for rows, each in by_rows.items()}
+            for bucket, by_rows in table.seconds.items()
+        }
+        return msgspec.structs.replace(table, seconds=seconds)
+
+    lab.times = times  # type: ignore[method-assign]
+
+
+def arrangements(served: Sequence[str]) -> list[str]:
+    return [text.partition("instances(")[2] for text in served if "instances(" in text]
+
+
+def test_finalists_differ_in_threads_too() -> None:
+    lab, run = searched({"original": 20.0, "faster": 4.0}, FASTER)
+    two_cores(lab)
+    run()
+    assert set(arrangements(lab.served)) == {
+        "instances=1, threads=2)",
+        "instances=1, threads=1)",
+        "instances=2, threads=1)",
+    }
+
+
+def test_far_from_the_slo_the_best_is_asked_in_another_arrangement_too() -> None:
+    lab, run = searched({"original": 90.0, "solid": 9.9}, *PAIR[:1])
+    two_cores(lab)
+    run()
+    solid = [text for text in lab.served if text.startswith("solid")]
+    assert len(set(arrangements(solid))) == 2
+
+
 def test_where_no_rate_keeps_the_slo_whoever_answers_soonest_is_served() -> None:
     rows = {"original": 200.0, "one": 190.0, "two": 180.0, "three": 170.0, "solid": 60.0}
     passes = [MadePass(each, "compile") for each in ("one", "two", "three", "solid")]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import combinations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,14 +63,72 @@ class TestInstances:
 
     @pytest.mark.parametrize(
         ("num_cores", "expected"),
-        [(1, [(1, 1)]), (2, [(1, 2), (2, 1)]), (8, [(1, 8), (2, 4), (4, 2), (8, 1)])],
+        [
+            (1, [(1, 1)]),
+            (2, [(1, 2), (1, 1), (2, 1)]),
+            (8, [(1, 8), (1, 1), (2, 4), (4, 2), (8, 1)]),
+        ],
     )
-    def test_pairs_use_the_cores(self, num_cores, expected):
+    def test_pairs_use_all_cores_or_one(self, num_cores, expected):
         assert shapes.pairs(num_cores) == expected
 
     @given(st.integers(1, 500))
     def test_pairs_never_use_more_than_there_are(self, num_cores):
         assert all(n * t <= num_cores for n, t in shapes.pairs(num_cores))
+
+
+class TestDerived:
+    """From what was measured to arrangements that leave cores free."""
+
+    def tables(self, num_cores: int, alone_s: float, wide_s: float, many_s: float):
+        return {
+            (1, 1): a_table(alone_s, 0.0, instances=1, threads=1),
+            (1, num_cores): a_table(wide_s, 0.0, instances=1, threads=num_cores),
+            (num_cores, 1): a_table(many_s, 0.0, instances=num_cores, threads=1),
+        }
+
+    def test_threads_follow_amdahls_law_and_instances_a_line(self):
+        # One part in ten is serial: 10 ms with one thread, 1 + 9 / 8 with eight.
+        found = shapes.derived(self.tables(8, 0.010, 0.001 + 0.009 / 8, 0.017), 8)
+        by_pair = {(each.num_instances, each.num_threads): each for each in found}
+        assert by_pair.keys() == {(1, 4), (1, 7), (7, 1)}
+        assert by_pair[1, 4].batch_s(0, 1) == pytest.approx(0.001 + 0.009 / 4)
+        assert by_pair[1, 7].batch_s(0, 1) == pytest.approx(0.001 + 0.009 / 7)
+        assert by_pair[7, 1].batch_s(0, 1) == pytest.approx(0.010 + 0.007 * 6 / 7)
+        assert {pair: each.num_free_cores for pair, each in by_pair.items()} == {
+            (1, 4): 4,
+            (1, 7): 1,
+            (7, 1): 1,
+        }
+
+    @pytest.mark.parametrize("num_cores", [1, 2])
+    def test_small_machines_have_no_more_than_is_measured(self, num_cores):
+        assert shapes.derived(self.tables(num_cores, 0.01, 0.006, 0.012), num_cores) == []
+
+    def test_nothing_follows_from_half_of_the_measurements(self):
+        tables = self.tables(8, 0.01, 0.006, 0.012)
+        del tables[8, 1]
+        assert shapes.derived(tables, 8) == []
+
+    def test_the_server_gets_a_core_where_it_needs_one(self):
+        """Two requests a millisecond take most of a core beside the model, which gains little by
+        the last of its threads."""
+        slo = parse("p99 < 20ms at 2000/s")
+        times = self.tables(4, 0.0004, 0.0002, 0.0006)
+        situation = a_situation(a_config(max_batch=1, is_dynamic=False), *times.values())
+        situation = replace(
+            situation,
+            plan=replace(situation.plan, slo=slo),
+            machine=msgspec.structs.replace(situation.machine, num_cores=4),
+        )
+        found = shapes.shapes(situation)
+        pairs = [
+            (step.settings["instances"], step.settings["threads"])
+            for steps, _ in found
+            for step in steps
+            if step.pass_name == "instances"
+        ]
+        assert pairs.index(("1", "3")) < pairs.index(("1", "4"))
 
 
 class TestBatching:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from served_builds import (
@@ -66,6 +67,49 @@ def waiting_beyond(rate: float, service_s: float, limit_s: float) -> float:
         reach = rate * (k * service_s - limit_s)
         within += reach**k / math.factorial(k) * math.exp(-reach)
     return 1 - (1 - rate * service_s) * within
+
+
+class TestFreeCores:
+    """Cores that no instance uses do the server's work first."""
+
+    def test_the_model_loses_nothing_as_long_as_they_hold_it(self):
+        table, config = unbatched(0.010)
+        free = replace_free(table, 1)
+        rate = 0.9 / cpu_s(config)
+        assert batch_s(free, config, rate) == pytest.approx(0.010 + DISPATCH_S)
+        assert batch_s(table, config, rate) == pytest.approx((0.010 + DISPATCH_S) / 0.1)
+
+    def test_and_only_the_rest_beyond(self):
+        table, config = unbatched(0.010)
+        rate = 1.5 / cpu_s(config)
+        found = batch_s(replace_free(table, 1), config, rate)
+        assert found == pytest.approx((0.010 + DISPATCH_S) / 0.5)
+
+    @pytest.mark.parametrize("num_free", [0, 1, 3])
+    @pytest.mark.parametrize("service_s", [0.00005, 0.0002, 0.005])
+    def test_capacity_is_where_batches_as_served_take_all_time(self, num_free, service_s):
+        table, config = unbatched(service_s)
+        table = replace_free(table, num_free)
+        rate = capacity(table, config, ALIKE)
+        assert rate * batch_s(table, config, rate) == pytest.approx(1.0)
+
+    def test_one_thread_beats_two_where_the_server_needs_the_other_core(self):
+        """0.24 ms with one thread, 0.22 with two, and a server that takes 0.3 of a request."""
+        image = TensorSpec("image", "FP32", (3, 64, 64))
+        config = a_config(image, max_batch=1, is_dynamic=False)
+        slo = parse("p99 < 20 ms")
+        one = replace_free(TimeTable(1, 1, {0: {1: 0.00024}}), 1)
+        two = TimeTable(1, 2, {0: {1: 0.00022}})
+        assert max_rate(one, config, slo, ALIKE) > 1.3 * max_rate(two, config, slo, ALIKE)
+
+
+def replace_free(table: TimeTable, num_free: int) -> TimeTable:
+    return msgspec.structs.replace(table, num_free_cores=num_free)
+
+
+def cpu_s(config) -> float:
+    specs = (*config.inputs, *config.outputs)
+    return REQUEST_CPU_S + BYTE_CPU_S * sum(spec.row_bytes(spec.shape) for spec in specs)
 
 
 class TestTimeTable:

@@ -71,6 +71,47 @@ def cnn(seed: int = 0) -> onnx.ModelProto:
     return graph.model({"x": (TensorProto.FLOAT, ["b", 3, 8, 8])}, last, ["b", 16])
 
 
+def same_padded(
+    size: list[Any], strides: tuple[int, ...] = (1, 2, 1), kernel: int = 3, seed: int = 0
+) -> onnx.ModelProto:
+    """A residual network whose padding is computed from the shape of each input, as exporters that
+    trace "same" padding leave it: x [b, 3, *size] to y [b, 16]."""
+    graph = Graph(seed)
+    value, channels = "x", 3
+    for index, stride in enumerate(strides):
+        weight = graph.drawn(f"w{index}", 16, channels, kernel, kernel)
+        padded = _padded_same(graph, value, kernel, stride)
+        moved = graph.add("Conv", padded, weight, name=f"conv{index}", strides=[stride, stride])
+        moved = graph.add("Relu", moved)
+        value = graph.add("Add", value, moved) if stride == 1 and channels == 16 else moved
+        channels = 16
+    flat = graph.add("Flatten", graph.add("GlobalAveragePool", value))
+    last = graph.add("Gemm", flat, graph.drawn("head", 16, 16), name="classifier")
+    return graph.model({"x": (TensorProto.FLOAT, ["b", 3, *size])}, last, ["b", 16])
+
+
+def _padded_same(graph: Graph, value: str, kernel: int, stride: int) -> str:
+    """(ceil(n / stride) - 1) * stride + kernel - n more rows and columns, the odd one behind."""
+
+    def number(each: int) -> str:
+        return graph.weight(f"n{len(graph.weights)}", np.array(each))
+
+    def total(axis: int) -> str:
+        found = graph.add("Gather", graph.add("Shape", value), number(axis))
+        steps = graph.add("Div", graph.add("Add", found, number(stride - 1)), number(stride))
+        reach = graph.add("Mul", graph.add("Sub", steps, number(1)), number(stride))
+        more = graph.add("Sub", graph.add("Add", reach, number(kernel)), found)
+        return graph.add("Max", more, number(0))
+
+    totals = [total(2), total(3)]
+    before = [graph.add("Div", each, number(2)) for each in totals]
+    behind = [graph.add("Sub", each, half) for each, half in zip(totals, before, strict=True)]
+    axis, none = (graph.weight(f"z{len(graph.weights)}", np.array([0])) for _ in range(2))
+    around = [[graph.add("Unsqueeze", one, axis) for one in each] for each in (before, behind)]
+    pads = graph.add("Concat", none, none, *around[0], none, none, *around[1], axis=0)
+    return graph.add("Pad", value, pads)
+
+
 def stack(
     num_layers: int = 4, seed: int = 0, size: int = 32, residual: bool = True
 ) -> onnx.ModelProto:

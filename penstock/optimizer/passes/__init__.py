@@ -28,6 +28,7 @@ PASSES: Mapping[str, tuple[str, str]] = {
     "onnx-export": ("penstock.optimizer.passes.onnx_export", "OnnxExport"),
     "onnx-graph": ("penstock.optimizer.passes.onnx_graph", "OnnxGraph"),
     "transformer-fusion": ("penstock.optimizer.passes.transformer_fusion", "TransformerFusion"),
+    "shape-folding": ("penstock.optimizer.passes.shape_folding", "ShapeFolding"),
     "openvino": ("penstock.optimizer.passes.to_openvino", "ToOpenVino"),
     "conv-fusion": ("penstock.optimizer.passes.conv_fusion", "ConvFusion"),
     "packing": ("penstock.optimizer.passes.packing", "Packing"),

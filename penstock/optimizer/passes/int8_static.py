@@ -30,6 +30,7 @@ from penstock.optimizer.passes.building import (
     without_slow_fusion,
     write_onnx,
 )
+from penstock.optimizer.passes.shape_folding import folded
 from penstock.optimizer.results import FallbackLayer
 from penstock.types import Array
 
@@ -179,7 +180,8 @@ def prepared(parent: Build) -> Any:
             f"operator set {onnx_model.opset(model)} has no scales by channel; expected at least "
             f"{MIN_OPSET} (the pass onnx-graph converts it)"
         )
-    return onnx_model.prepared(model)
+    # Between a convolution and the next, padding that is computed keeps bytes from being passed on.
+    return onnx_model.prepared(folded(model, parent.config))
 
 
 def calibrate(ready: Any, scheme: Scheme, parent: Build, workshop: Workshop) -> Calibration:

@@ -13,6 +13,7 @@ from penstock.optimizer.passes import Workshop
 from penstock.optimizer.passes.instances import Instances
 from penstock.optimizer.plan import Plan
 
+ONE_BY_ONE = Step("instances", {"instances": "1", "threads": "1"})
 TWO_BY_ONE = Step("instances", {"instances": "2", "threads": "1"})
 
 
@@ -22,24 +23,27 @@ def test_is_found_by_name():
 
 class TestPropose:
     def test_what_was_not_measured_is_worth_a_try(self):
-        assert Instances().propose(a_situation(a_config())) == [TWO_BY_ONE]
+        assert Instances().propose(a_situation(a_config())) == [ONE_BY_ONE, TWO_BY_ONE]
 
     def test_the_other_way_round(self):
         config = replace(a_config(), num_instances=2)
-        (step,) = Instances().propose(a_situation(config))
-        assert step == Step("instances", {"instances": "1", "threads": "2"})
+        found = Instances().propose(a_situation(config))
+        assert found == [Step("instances", {"instances": "1", "threads": "2"}), ONE_BY_ONE]
 
     def test_what_is_predicted_to_be_slower_is_not(self):
         one = a_table(0.004, 0.001)
         two = a_table(0.012, 0.004, instances=2, threads=1)
-        (skip,) = Instances().propose(a_situation(a_config(), one, two))
-        assert isinstance(skip, Skip) and skip.step == TWO_BY_ONE
-        assert "are predicted" in skip.reason
+        found = Instances().propose(a_situation(a_config(), one, two))
+        assert ONE_BY_ONE in found and TWO_BY_ONE not in found
+        (skip,) = [each for each in found if isinstance(each, Skip)]
+        assert skip.step == TWO_BY_ONE and "are predicted" in skip.reason
 
     def test_what_is_predicted_to_be_faster_is(self):
-        one = a_table(0.004, 0.001)
-        two = a_table(0.005, 0.0012, instances=2, threads=1)
-        assert Instances().propose(a_situation(a_config(), one, two)) == [TWO_BY_ONE]
+        tables = [a_table(0.004, 0.001), a_table(0.005, 0.0012, instances=2, threads=1)]
+        tables.append(a_table(0.008, 0.002, instances=1, threads=1))
+        found = Instances().propose(a_situation(a_config(), *tables))
+        assert found[0] == TWO_BY_ONE
+        assert isinstance(found[1], Skip) and found[1].step == ONE_BY_ONE
 
     def test_never_more_threads_than_cores(self):
         found = Instances().propose(a_situation(a_config(), num_cores=16))

@@ -1,0 +1,140 @@
+"""Shape-specialised constant folding: padding and other shape arithmetic that the model computes
+at run time becomes constant, with the same answers for the shapes that are served.
+
+The shapes are those that the model declares. Where it leaves the size of images open and all rows
+of the data agree on one, a second step fixes that size; the version then accepts no other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.config import ModelConfig
+from penstock.optimizer import onnx_folding, onnx_model
+from penstock.optimizer.candidates import Build, Candidate, Skip, Stage, Step
+from penstock.optimizer.facts import Facts
+from penstock.optimizer.passes import Situation, Workshop
+from penstock.optimizer.passes.building import IMAGE_RANK, is_onnx, write_onnx
+from penstock.optimizer.simulate import fitted
+from penstock.types import TensorSpec
+
+# Name of the setting that fixes the size of an input, before the input's name.
+ACCEPTS = "accepts "
+
+
+class ShapeFolding:
+    name = "shape-folding"
+    stage: Stage = "compile"
+    changes_answers = False
+    is_config_only = False
+    has_layers = False
+
+    def propose(self, situation: Situation) -> Sequence[Step | Skip]:
+        build = situation.build
+        if not is_onnx(build):
+            return [Skip(self.name, "the model is not an ONNX file")]
+        options = [Step(self.name)] if _has_fixed_size(build.config.model) else []
+        if agreed := _agreed_sizes(situation):
+            options.append(Step(self.name, agreed))
+        if not options:
+            return [Skip(self.name, "no input has a known size beside the batch")]
+        if not onnx_folding.num_shape_nodes(situation.facts.operators):
+            return [Skip(self.name, "no operator computes shapes")]
+        return self._worthwhile(build, options)
+
+    def _worthwhile(self, build: Build, options: Sequence[Step]) -> list[Step | Skip]:
+        """Steps after which ONNX Runtime is left with fewer operators that compute shapes."""
+        model = onnx_model.read(build.artifact)
+        num_left = _num_left(model)
+        found: list[Step | Skip] = []
+        for step in options:
+            num_after = _num_left(onnx_folding.fold(model, _shapes(_accepting(build.config, step))))
+            if num_after < num_left:
+                found.append(step)
+                num_left = num_after
+        return found or [
+            Skip(
+                self.name, "nothing to fold beyond what ONNX Runtime folds when it loads the model"
+            )
+        ]
+
+    def build(self, parent: Build, step: Step, target: Path, workshop: Workshop) -> None:
+        config = _accepting(parent.config, step)
+        model = onnx_folding.fold(onnx_model.read(parent.artifact), _shapes(config))
+        write_onnx(parent, onnx_model.optimised(model), target, config)
+
+    def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
+        """Counts what the runtime is left with, where that is known."""
+        is_read = bool(before.optimised_operators and after.optimised_operators)
+        counts = [
+            onnx_folding.num_shape_nodes(each.optimised_operators if is_read else each.operators)
+            for each in (before, after)
+        ]
+        if counts[1] < counts[0]:
+            return []
+        return [f"{counts[1]} operators compute shapes, as many as before"]
+
+
+def folded(model: Any, config: ModelConfig) -> Any:
+    """The model with everything folded that follows from the sizes it declares."""
+    return onnx_folding.fold(model, _shapes(config))
+
+
+def narrowing(candidate: Candidate) -> str:
+    """What the sizes are that a candidate accepts although the original accepts any; empty where
+    it accepts all that the original does."""
+    return ", ".join(
+        f"'{key.removeprefix(ACCEPTS)}' {size}"
+        for step in candidate.steps
+        if step.pass_name == ShapeFolding.name
+        for key, size in step.settings.items()
+    )
+
+
+def _num_left(model: Any) -> int:
+    """Operators that compute shapes, after what ONNX Runtime does by itself."""
+    nodes = onnx_model.nodes(onnx_model.optimised(model).graph)
+    return onnx_folding.num_shape_nodes(Counter(node.op_type for node in nodes))
+
+
+def _shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """Of the model's own inputs, as its graph has them."""
+    batch = (-1,) if config.max_batch_size else ()
+    return {spec.name: (*batch, *spec.shape) for spec in config.model.inputs}
+
+
+def _has_fixed_size(config: ModelConfig) -> bool:
+    return any(size > 0 for spec in config.inputs for size in spec.shape)
+
+
+def _agreed_sizes(situation: Situation) -> dict[str, str]:
+    """Sizes of images that the model leaves open and that all rows of the data agree on, as
+    settings; empty where there are none, or another input is open too."""
+    config = situation.build.config
+    is_open = [spec for spec in config.inputs if not spec.is_fixed]
+    if situation.examples is None or config.is_processed or config.padding is not None:
+        return {}
+    if any(len(spec.shape) < IMAGE_RANK or spec.datatype == "BYTES" for spec in is_open):
+        return {}
+    agreed: dict[str, str] = {}
+    rows = fitted(situation.examples.rows, config)
+    for spec in is_open:
+        sizes = {row[spec.name].shape for row in rows if spec.name in row}
+        if len(sizes) != 1:
+            return {}
+        agreed[f"{ACCEPTS}{spec.name}"] = "x".join(map(str, sizes.pop()))
+    return agreed
+
+
+def _accepting(config: ModelConfig, step: Step) -> ModelConfig:
+    """The configuration with the sizes that the step fixes."""
+
+    def fixed(spec: TensorSpec) -> TensorSpec:
+        size = step.settings.get(f"{ACCEPTS}{spec.name}")
+        return spec if size is None else replace(spec, shape=tuple(map(int, size.split("x"))))
+
+    return replace(config, inputs=tuple(map(fixed, config.inputs)))
