@@ -135,10 +135,8 @@ def serving(root: Path, name: str, copy: Path) -> Iterator[Served]:
         assert served.terminate() == 0
 
 
-def ask(
-    served: Served, name: str, rows: Sequence[Row], *, has_batch: bool, is_ordered: bool
-) -> Answers:
-    """One request for each row, from many clients at once; one after the other if ordered."""
+def ask(served: Served, name: str, rows: Sequence[Row], *, has_batch: bool) -> Answers:
+    """One request for each row, from many clients at once."""
     with triton.InferenceServerClient(served.grpc_address) as client:
 
         def answer(row: Row) -> dict[str, Array]:
@@ -150,8 +148,6 @@ def ask(
             found = {key: result.as_numpy(key) for key in names}
             return {key: array[0] if has_batch else array for key, array in found.items()}
 
-        if is_ordered:
-            return [answer(row) for row in rows]
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             return list(pool.map(answer, rows))
 
