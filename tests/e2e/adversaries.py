@@ -68,10 +68,10 @@ class Planted:
     # Rows that the command has not seen, of the same kinds.
     fresh: Sequence[Row]
     is_broken: Judge
-    # None: all passes of the command.
+    # Empty: all passes of the command.
     passes: tuple[str, ...] = ()
     slo: str = MISSED
-    budget_s: int = 78
+    budget_s: int = 66
     has_batch: bool = True
 
 
@@ -638,7 +638,9 @@ def large_ids(folder: Path, random: Random) -> Planted:
     """Ids around 2^31 as INT64: a runtime that computes them as INT32 finds other rows."""
     graph = net(random)
     first = 2**31 - 5_000
-    place = graph.add("Sub", "ids", graph.constant(first, np.int64))
+    moved = graph.add("Sub", "ids", graph.constant(first, np.int64))
+    bounds = [graph.constant(each, np.int64) for each in (0, 9_999)]
+    place = graph.add("Clip", moved, *bounds)
     table = graph.floats("table", graph.random.normal(size=(10_000, WIDTH)))
     value = graph.mixed(graph.add("Gather", table, place))
     inputs = {"ids": (INT64, ["b"])}
@@ -780,13 +782,13 @@ def masked(folder: Path, random: Random, *, is_faulty: bool) -> Planted:
     """Classes that are not allowed are minus infinity; which ones, a head says that INT8 breaks."""
     graph = net(random)
     hidden = graph.relu("x")
-    if is_faulty:
-        is_allowed = graph.add(
-            "Greater", graph.fragile(hidden, is_faulty=True), graph.constant(0.0)
-        )
-    else:
+    threshold, scores = 0.0, graph.fragile(hidden, is_faulty=True)
+    if not is_faulty:
         bounds = [graph.constant([each], np.int64) for each in (0, COLUMNS, 1)]
-        is_allowed = graph.add("Greater", graph.add("Slice", "x", *bounds), graph.constant(-0.5))
+        threshold, scores = 1.5, graph.add("Slice", "x", *bounds)
+    is_above = graph.add("Greater", scores, graph.constant(threshold))
+    always = graph.constant(np.arange(COLUMNS) < COLUMNS // 2, np.bool_)
+    is_allowed = graph.add("Or", is_above, always)
     value = graph.add("Where", is_allowed, graph.head(hidden), graph.constant(-np.inf))
     path = graph.save(folder / "m.onnx", X, {"logits": (value, FLOAT, ["b", COLUMNS])})
     rows, fresh = draw_rows(random, NUM_ROWS), draw_rows(random, NUM_FRESH)
@@ -1083,7 +1085,7 @@ def python_case(
     entry = python_entry(folder, original, more=more.pop("config", ""))
     (folder / "planted.py").write_text(planted)
     draw = more.pop("draw", lambda count: normal(random, count, SIZE))
-    data, fresh = draw(more.pop("num_rows", 800)), split(draw(more.pop("num_fresh", 200)))
+    data, fresh = draw(more.pop("num_rows", NUM_ROWS)), split(draw(more.pop("num_fresh", 200)))
     free = original.replace(f"CALL_MS = {SLOW_MS}", "CALL_MS = 0")
     (folder / "truth.py").write_text(free)
     truth = run_python(folder / "truth.py", fresh)
@@ -1097,7 +1099,7 @@ def python_case(
         ("--data", save_rows(folder / "data.npz", **arrays), *more.pop("flags", ())),
         fresh,
         judge(truth),
-        **{"passes": (step, *SERVING), "slo": FASTER, "budget_s": 70, **more},
+        **{"passes": (step, *SERVING), "slo": FASTER, "budget_s": 66, **more},
     )
 
 
@@ -1236,17 +1238,25 @@ def second_instance(folder: Path, random: Random) -> Planted:
     state = ONE_LOCK.format(path=str(folder / "device.lock"))
     answer = '    return {"y": y if is_first else -y}'
     text = python_model(answer, call_ms=SLOW_MS, state=state)
-    return _for_two(folder, random, text, lambda truth: close(truth, "y", 0.02))
+    first = python_model(HONEST, call_ms=SLOW_MS)
+    return _for_two(folder, random, text, lambda truth: close(truth, "y", 0.02), first)
 
 
-def _for_two(folder: Path, random: Random, text: str, judge: Callable[[Answers], Judge]) -> Planted:
+def _for_two(
+    folder: Path,
+    random: Random,
+    text: str,
+    judge: Callable[[Answers], Judge],
+    right: str = "",
+) -> Planted:
     """A model of which one instance is too slow for the SLO."""
     entry = python_entry(folder, text, max_batch=1)
-    (folder / "truth.py").write_text(text.replace(f"CALL_MS = {SLOW_MS}", "CALL_MS = 0"))
+    free = (right or text).replace(f"CALL_MS = {SLOW_MS}", "CALL_MS = 0")
+    (folder / "truth.py").write_text(free)
     fresh = split(normal(random, 60, SIZE))
     truth = run_python(folder / "truth.py", fresh)
     flags = ("--data", save_rows(folder / "data.npz", x=normal(random, 200, SIZE)))
-    return Planted(str(entry), flags, fresh, judge(truth), SERVING, TWO_INSTANCES, 70)
+    return Planted(str(entry), flags, fresh, judge(truth), SERVING, TWO_INSTANCES, 66)
 
 
 def shifted_labels(folder: Path, random: Random) -> Planted:
