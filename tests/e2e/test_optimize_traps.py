@@ -18,7 +18,7 @@ import onnx
 import onnxruntime as ort
 import psutil
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from real_triton import triton
 from served import Served
 from suites.onnx_models import (
@@ -458,60 +458,6 @@ def test_an_evaluator_too_noisy_for_its_examples_says_how_many_it_needs(draw, tm
     (rough,) = models_tried(ran.optimization)
     assert rough.outcome == "rejected" and rough.accuracy.num_needed > 20
     assert committed(tmp_path / "models", "sleeper")[1]["lineage"]["steps"] == []
-
-
-# Rows that influence each other.
-
-
-def batch_operator(draw: np.random.Generator) -> tuple[str, list[onnx.NodeProto]]:
-    """From "h" to "y", over the batch."""
-    make = helper.make_node
-    found = {
-        "mean": [
-            make("ReduceMean", ["h"], ["m"], axes=[0], keepdims=1),
-            make("Sub", ["h", "m"], ["y"]),
-        ],
-        "largest": [
-            make("ReduceMax", ["h"], ["m"], axes=[0], keepdims=1),
-            make("Sub", ["h", "m"], ["y"]),
-        ],
-        "softmax": [make("Softmax", ["h"], ["y"], axis=0)],
-        "sum so far": [make("CumSum", ["h", "zero"], ["y"])],
-    }
-    name = str(draw.choice(list(found)))
-    return name, found[name]
-
-
-def write_company(path: Path, draw: np.random.Generator) -> Path:
-    name, nodes = batch_operator(draw)
-    print(f"over the batch: {name}")
-    weight = numpy_helper.from_array(normal(draw, 32, 32) / 6, "w")
-    zero = numpy_helper.from_array(np.array(0, np.int64), "zero")
-    value = helper.make_tensor_value_info
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["h"]), *nodes],
-        "company",
-        [value("x", TensorProto.FLOAT, ["b", 32])],
-        [value("y", TensorProto.FLOAT, ["b", 32])],
-        [weight, zero],
-    )
-    opset = helper.make_opsetid("", 17)
-    onnx.save_model(helper.make_model(graph, opset_imports=[opset], ir_version=9), str(path))
-    return path
-
-
-@pytest.mark.verify
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("slo", [EASY, "p99 < 0.01 ms at 20/s"], ids=["easy", "impossible"])
-def test_a_model_that_must_not_be_batched_is_not(slo, draw, tmp_path):
-    model = write_company(tmp_path / "m.onnx", draw)
-    data = save_rows(tmp_path / "data.npz", x=normal(draw, 100, 32))
-    flags = ["--data", data, "--slo", slo, "--out", "models"]
-    passes = ("openvino", "int8-dynamic", "int8-static", *SERVING)
-    ran = optimized(tmp_path, str(model), *flags, *SHORT, with_passes=passes)
-    assert ran.code == (0 if slo == EASY else 2), ran.text
-    config, _ = committed(tmp_path / "models", "m")
-    assert not config.batching.is_dynamic, "Triton would batch it"
 
 
 # Killed, interrupted, out of time.

@@ -19,12 +19,14 @@ import psutil
 
 from penstock import manifest, repository
 from penstock.config import ModelConfig
-from penstock.optimizer import folders, passes
+from penstock.errors import BackendFailed
+from penstock.optimizer import folders, lab, passes
 from penstock.optimizer.candidates import Build, Skip, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop
 from penstock.optimizer.passes.int8_dynamic import Int8Dynamic
 from penstock.optimizer.passes.int8_static import Int8Static, with_kept
+from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.report.optimization_files import read_optimization
 from penstock.optimizer.results import Optimization
 
@@ -160,13 +162,33 @@ OWN = {
     "float-dynamic": ("int8-dynamic", "FloatDynamic"),
     "half-static": ("int8-static", "HalfStatic"),
 }
+# Steps of adversaries, by the function that makes them.
+FASTER = {
+    "faster-exact": "faster_exact",
+    "faster-compared": "faster_compared",
+    "faster-choice": "faster_choice",
+    "faster-lossy": "faster_lossy",
+}
+
+
+# In the place of a pass: the profiler fails, which costs the report a picture and a run its longest
+# measurement.
+UNPROFILED = "unprofiled"
 
 
 def register(names: list[str]) -> None:
     """These passes, in this order, and no others."""
+    if UNPROFILED in names:
+        names.remove(UNPROFILED)
+        lab.profile_build = _fail
     known = {name: (name, passes.PASSES[name]) for name in passes.PASSES}
     known |= {each: (name, ("traps", factory)) for each, (name, factory) in OWN.items()}
+    known |= {name: (name, ("adversaries", factory)) for name, factory in FASTER.items()}
     passes.PASSES = dict(known[name] for name in names)
+
+
+def _fail(*_: object) -> Profile:
+    raise BackendFailed("not profiled")
 
 
 # The command.
