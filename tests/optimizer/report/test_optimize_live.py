@@ -89,3 +89,12 @@ def test_an_error_ends_the_view() -> None:
         pass
     # The cursor is given back.
     assert out.getvalue().count("\x1b[?25h") == 1
+
+
+def test_a_note_stays_to_be_read() -> None:
+    out = io.StringIO()
+    with Live(Console(file=out, width=200)) as live:
+        live.update(replace(NOW, best="", note="budget 1 min: about 14 s for steps, no rates"))
+        live.update(replace(NOW, best=""))
+    assert out.getvalue().splitlines()[0] == "budget 1 min: about 14 s for steps, no rates"
+    assert out.getvalue().count("budget") == 1
