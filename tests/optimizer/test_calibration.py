@@ -1,6 +1,7 @@
 """Ranges from histograms that stream by, against numpy on all values at once."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.optimizer import calibration, onnx_model
 from penstock.optimizer.calibration import NUM_BINS, Calibration, Histogram
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.time_plan import OutOfTime
 from penstock.types import Array
 
 
@@ -85,10 +87,15 @@ def test_what_is_not_finite_has_no_range() -> None:
         histogram(np.array([1.0, np.nan], np.float32))
 
 
-def calibrated(build: Build, rows: list[dict[str, Array]], cache: Path) -> Calibration:
+def calibrated(
+    build: Build,
+    rows: list[dict[str, Array]],
+    cache: Path,
+    check_time: Callable[[], None] = lambda: None,
+) -> Calibration:
     ready = onnx_model.prepared(onnx_model.read(build.artifact))
     names = onnx_model.float_tensors(ready.graph, ("MatMul",))
-    return calibration.calibrate(ready, names, build.config, rows, cache)
+    return calibration.calibrate(ready, names, build.config, rows, cache, check_time)
 
 
 def test_rows_of_several_lengths_run_each_as_it_is(tmp_path: Path) -> None:
@@ -115,6 +122,20 @@ def test_a_second_call_reads_what_the_first_one_kept(tmp_path: Path) -> None:
     other = calibrated(build, rows[:8], tmp_path / "cache")
     assert other.digest != first.digest
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_it_ends_between_two_batches_when_the_time_is_up(tmp_path: Path) -> None:
+    build = build_of(transformer(), tmp_path / "m")
+    rows = [row for size in (3, 5, 9) for row in drawn_rows(build, 10, seed=size, size=size)]
+    left = iter([True, True])
+
+    def check_time() -> None:
+        if not next(left, False):
+            raise OutOfTime
+
+    with pytest.raises(OutOfTime):
+        calibrated(build, rows, tmp_path / "cache", check_time)
+    assert not (tmp_path / "cache").exists(), "half a calibration is none"
 
 
 def test_a_broken_cache_is_made_again(tmp_path: Path) -> None:

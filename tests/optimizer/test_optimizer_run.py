@@ -423,7 +423,7 @@ def test_which_products_are_the_fastest_goes_with_the_version(
 ) -> None:
     kept: list[Path] = []
 
-    def keep(build: Build) -> int:
+    def keep(build: Build, timeout_s: float) -> int:
         kept.append(build.version_folder)
         (build.version_folder / "fusion.json").write_text("{}")
         return 2

@@ -327,6 +327,24 @@ def test_two_builds_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert any(text.startswith("40/s poisson, measuring") for text in heard)
 
 
+def test_a_round_that_has_no_time_is_left_out(tmp_path: Path):
+    plan = a_plan("p99 < 1s", duration_s=0.5)
+    limits = Limits(num_rounds=3, left_s=lambda: 0.5)
+    builds = [null_build(tmp_path / name) for name in "ab"]
+    found = served.prove(builds, plan, numbers(3), silent, limits)
+    # Neither is there time to search for rates.
+    assert [(each.num_runs, each.max_rate) for each in found] == [(1, None), (1, None)]
+
+
+def test_a_server_that_takes_longer_to_start_than_is_left_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(served, "MIN_START_S", 0.2)
+    build = null_build(tmp_path, load_ms=60_000)
+    with pytest.raises(BackendFailed, match=r"not ready after 0\.2 s"):
+        served.measure(build, a_plan(), numbers(3), silent, limits=Limits(left_s=lambda: 0.0))
+
+
 def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypatch):
     (tmp_path / "driver").mkdir()
     driver = fake_nvml.build(tmp_path / "driver").parent
@@ -343,7 +361,8 @@ def test_what_an_instance_takes_of_a_gpu_is_taken_down(tmp_path: Path, monkeypat
 def test_without_limits_the_highest_rate_is_what_it_answers(tmp_path: Path):
     build = null_build(tmp_path, max_batch=1, a_ms=10)
     plan = a_plan("throughput >= 5/s", duration_s=0.5)
-    (found,) = served.with_rates([build], plan, numbers(5), silent, Limits(search_s=10.0))
+    limits = Limits(search_s=10.0)
+    (found,) = served.with_rates([build], plan, numbers(5), silent, limits)
     # One after the other, 10 ms each.
     assert found.max_rate is not None
     assert 1 < found.max_rate.value <= 101

@@ -3,6 +3,7 @@ which a model can end its process."""
 
 import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,12 @@ class TestWouldTake:
 
     def test_more_rows_take_no_less(self):
         assert trials.would_take_s({1: 0.006, 8: 0.005}, 32, is_on_gpu=True) == 0.005
+
+
+def test_a_child_has_no_longer_than_the_time_that_is_left(tmp_path: Path):
+    build = null_build(tmp_path, load_ms=60_000)
+    with pytest.raises(trials.TookTooLong, match=r"no answer within 0\.\d+ s"):
+        trials.inspect(build, ends_at=time.monotonic() + 0.5)
 
 
 def test_a_compilation_has_as_long_as_it_is_given(tmp_path: Path):

@@ -152,3 +152,12 @@ def test_ctrl_c_is_a_plain_line_in_a_file_and_stays_in_a_terminal() -> None:
         live.update(NOW)
         live.acknowledge(1)
     assert "press Ctrl-C again" in out.getvalue()
+
+
+def test_a_note_stays_to_be_read() -> None:
+    out = io.StringIO()
+    with Live(Console(file=out, width=200)) as live:
+        live.update(replace(NOW, best="", note="budget 1 min: about 14 s for steps, no rates"))
+        live.update(replace(NOW, best=""))
+    assert out.getvalue().splitlines()[0] == "budget 1 min: about 14 s for steps, no rates"
+    assert out.getvalue().count("budget") == 1
