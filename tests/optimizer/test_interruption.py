@@ -99,11 +99,13 @@ def test_the_second_ends_it_after_a_while_and_the_third_at_once() -> None:
 
 def test_a_second_one_that_ends_in_time_ends_as_usual() -> None:
     heard = Heard()
-    with Interruption(heard.tell, heard.end, grace_s=10 * LONG_S) as interruption:
+    with Interruption(heard.tell, heard.end, grace_s=10 * LONG_S):
         interrupt(heard)
         interrupt(heard)
-    interruption._timer.join(LONG_S)
-    assert not interruption._timer.is_alive(), "it still waits to end the process"
+    for thread in threading.enumerate():
+        if thread.name.startswith("interruption"):
+            thread.join(LONG_S)
+            assert not thread.is_alive(), "it still waits to end the process"
     assert heard.codes == []
 
 

@@ -1,6 +1,7 @@
 """Builds measured through a real server: what is sent, what is judged, and that nothing is left."""
 
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,17 +236,16 @@ class TestEndpoint:
         self, tmp_path: Path, monkeypatch
     ):
         before = set(psutil.Process().children(recursive=True))
-        endpoint = served.Endpoint(null_build(tmp_path), "").__enter__()
-        wait = endpoint._process.wait
+        wait = subprocess.Popen.wait
 
-        def interrupted(timeout: float | None = None) -> int:
-            if timeout is not None:
+        def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+            if timeout == served.STOP_TIMEOUT_S:
                 raise KeyboardInterrupt
-            return wait()
+            return wait(process, timeout)
 
-        monkeypatch.setattr(endpoint._process, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            endpoint.__exit__(None, None, None)
+        monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt), served.Endpoint(null_build(tmp_path), ""):
+            pass
         assert set(psutil.Process().children(recursive=True)) == before
 
 
