@@ -124,7 +124,7 @@ CSV = click.option(
 @click.option(
     "--gate",
     is_flag=True,
-    help="Exit with 1 when the SLO is missed or, with --baseline, when something became slower. "
+    help="Exit with 2 when the SLO is missed or, with --baseline, when something became slower. "
     "Use it in CI.",
 )
 @click.option(

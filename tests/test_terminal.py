@@ -123,7 +123,8 @@ def test_a_watch_that_is_no_terminals_prints_one_answer_after_the_other(monkeypa
         except StopIteration:
             raise KeyboardInterrupt from None
 
-    terminal.watch(ask)
+    with pytest.raises(KeyboardInterrupt):
+        terminal.watch(ask)
     text = capsys.readouterr().out
     assert text.index("[bold]digits/3 READY") < text.index("[bold]digits/4 READY")
     assert "\x1b" not in text

@@ -37,7 +37,7 @@ class Interruption:
         self._tell = tell
         self._end = end
         self._timer = threading.Timer(grace_s, self._end_now)
-        self._timer.daemon = True
+        self._timer.daemon, self._timer.name = True, "interruption grace"
         self._thread = threading.Thread(target=self._listen, daemon=True, name="interruption")
         self._is_on = False
 

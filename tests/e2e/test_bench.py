@@ -13,6 +13,8 @@ import pytest
 from benched import Benched, bench, finish, start
 from served import EXAMPLES, Served, null_model
 
+from penstock.exit_codes import ExitCode
+
 FAKE_OPENAI = Path(__file__).parents[1] / "benchmark" / "fake_openai.py"
 SHORT = ["--duration", "500ms", "--warm-up", "0s"]
 
@@ -114,7 +116,7 @@ def test_streams_of_an_llm(tmp_path: Path) -> None:
 def test_what_is_not_there(server: Served, tmp_path: Path, form: str, text: str) -> None:
     places = {"http": server.address, "grpc": server.grpc_address}
     found = bench(tmp_path, *form.format(**places).split())
-    assert found.status == 2
+    assert found.status == ExitCode.FAILED
     assert found.errors.startswith("error: ")
     assert text.format(**places) in found.errors
     assert "Traceback" not in found.errors
@@ -124,7 +126,7 @@ def test_data_of_the_wrong_shape(server: Served, tmp_path: Path) -> None:
     data = tmp_path / "data.npz"
     np.savez(data, INPUT0=np.zeros((5, 17), np.float32))
     found = bench(tmp_path, f"http://{server.address}/v2/models/identity", "--data", str(data))
-    assert found.status == 2
+    assert found.status == ExitCode.FAILED
     assert "INPUT0" in found.errors and "[17]" in found.errors and "[16]" in found.errors
 
 
@@ -175,7 +177,7 @@ def test_requests_that_the_server_refuses_are_counted_by_cause(tmp_path: Path) -
     flags = ["--rate", "100", "--duration", "1s", "--warm-up", "0s", "--slo", "p99 < 1s", "--gate"]
     found = bench(tmp_path, f"http://{served.address}/v2/models/null", *flags)
     served.terminate()
-    assert found.status == 1
+    assert found.status == ExitCode.MISSED
     assert num_failed(found) > 10
     (cause,) = {text for window in found.run.levels[0].windows for text in window.failures}
     assert cause.startswith("status 503")

@@ -1,6 +1,6 @@
 """Ctrl-C is heard at once, whatever the main thread does; the second one ends everything."""
 
-import hashlib
+import ctypes
 import os
 import signal
 import threading
@@ -58,27 +58,27 @@ def test_the_first_is_told_and_ends_what_runs() -> None:
 
 
 def test_it_is_told_while_the_main_thread_is_inside_a_library() -> None:
-    """A signal handler of Python would only run when the library has returned."""
-    has_returned = False
-    seen: list[bool] = []
-    is_inside = threading.Event()
+    """A lock of C, which no signal interrupts, is released only when the Ctrl-C has been told: a
+    signal handler of Python would run after that."""
+    libc = ctypes.CDLL(None)
+    lock = ctypes.create_string_buffer(256)
+    assert libc.pthread_mutex_init(lock, None) == 0
+    libc.pthread_mutex_lock(lock)
+    heard = Heard()
+    was_told: list[bool] = []
 
-    def kill() -> None:
-        is_inside.wait(LONG_S)
+    def press() -> None:
         os.kill(os.getpid(), signal.SIGINT)
+        was_told.append(heard.told.acquire(timeout=5.0))
+        libc.pthread_mutex_unlock(lock)
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        with Interruption(lambda count: seen.append(has_returned), lambda code: None):
-            is_inside.set()
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 6_000_000)
-            has_returned = True
-            threading.Event().wait(LONG_S)
-    except KeyboardInterrupt:
-        pass
-    killer.join()
-    assert seen == [False]
+    with Interruption(heard.tell, heard.end), pytest.raises(KeyboardInterrupt):
+        presser = threading.Timer(0.2, press)
+        presser.start()
+        libc.pthread_mutex_lock(lock)
+        threading.Event().wait(LONG_S)
+    presser.join()
+    assert was_told == [True]
 
 
 def test_the_second_ends_it_after_a_while_and_the_third_at_once() -> None:
@@ -99,15 +99,13 @@ def test_the_second_ends_it_after_a_while_and_the_third_at_once() -> None:
 
 def test_a_second_one_that_ends_in_time_ends_as_usual() -> None:
     heard = Heard()
-    with Interruption(heard.tell, heard.end, grace_s=10 * LONG_S) as interruption:
+    with Interruption(heard.tell, heard.end, grace_s=10 * LONG_S):
         interrupt(heard)
         interrupt(heard)
-        timers = {each for each in threading.enumerate() if isinstance(each, threading.Timer)}
-        assert timers, "nothing would end a process that hangs"
-    for timer in timers:
-        timer.join(LONG_S)
-        assert not timer.is_alive(), "it still waits to end the process"
-    assert interruption.count == 2
+    for thread in threading.enumerate():
+        if thread.name.startswith("interruption"):
+            thread.join(LONG_S)
+            assert not thread.is_alive(), "it still waits to end the process"
     assert heard.codes == []
 
 

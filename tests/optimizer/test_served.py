@@ -237,17 +237,16 @@ class TestEndpoint:
         self, tmp_path: Path, monkeypatch
     ):
         before = set(psutil.Process().children(recursive=True))
-        endpoint = served.Endpoint(null_build(tmp_path), "").__enter__()
         wait = subprocess.Popen.wait
 
-        def interrupted(process: subprocess.Popen, timeout: float | None = None) -> int:
-            if timeout is not None:
+        def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+            if timeout == served.STOP_TIMEOUT_S:
                 raise KeyboardInterrupt
-            return wait(process)
+            return wait(process, timeout)
 
         monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            endpoint.__exit__(None, None, None)
+        with pytest.raises(KeyboardInterrupt), served.Endpoint(null_build(tmp_path), ""):
+            pass
         assert set(psutil.Process().children(recursive=True)) == before
 
 
