@@ -32,7 +32,6 @@ Judge = Callable[[Answers], str]
 NUM_CLIENTS = 16
 # Requests wait so long for company where the version lets rows share a batch.
 COMPANY_US = 20_000
-BATCH_ROWS = 16
 DATATYPES = {"float32": "FP32", "int64": "INT64", "int32": "INT32", "object": "BYTES"}
 
 
@@ -44,12 +43,12 @@ def run_onnx(path: Path, rows: Sequence[Row], num_rows: int = 1, has_batch: bool
     return _run(_onnx_session(path, {}), rows, num_rows, has_batch)
 
 
-def run_build(config: ModelConfig, rows: Sequence[Row]) -> Answers:
-    """Answers of a build as its configuration says it is computed, in batches where it has them."""
+def run_build(config: ModelConfig, rows: Sequence[Row], num_rows: int) -> Answers:
+    """Answers of a build as its configuration says it is computed, so many rows in a batch."""
     path = Path(config.artifact)
     run = {"onnxruntime": _onnx_session, "openvino": _openvino_request}[config.backend]
     has_batch = config.max_batch_size > 0
-    return _run(run(path, config.options), rows, BATCH_ROWS, has_batch)
+    return _run(run(path, config.options), rows, num_rows, has_batch)
 
 
 def run_python(path: Path, rows: Sequence[Row], num_rows: int = 1) -> Answers:

@@ -60,6 +60,7 @@ class Outcome:
         refused = {each.candidate.steps[-1].pass_name for each in tries if each.outcome in REFUSED}
         fields = [
             self.adversary.name,
+            self.adversary.planted,
             f"{OUTCOMES.get(self.ran.code, '?')} ({self.ran.code})",
             "nothing" if found is None else str(found.chosen),
             ", ".join(sorted(refused)) or "nothing",
@@ -87,7 +88,9 @@ def outcomes(request, tmp_path_factory) -> Iterator[dict[str, Future[Outcome]]]:
         yield futures
         pool.shutdown(cancel_futures=True)
     ended = [each for each in futures.values() if not each.cancelled() and not each.exception()]
-    print("\n\nadversary | outcome | committed | refused | seconds | broken and let through")
+    print(
+        "\n\nadversary | planted | outcome | committed | refused | seconds | broken and let through"
+    )
     print("\n".join(each.result().line for each in ended))
 
 
@@ -180,7 +183,7 @@ def broken_tries(ran: Ran, planted: Planted) -> list[Try]:
         config = repository.read(folder).configs[-1]
         if config.backend == "python":
             continue
-        if planted.is_broken(run_build(config, planted.fresh)):
+        if planted.is_broken(run_build(config, planted.fresh, planted.batch_rows)):
             broken.append(each)
     return broken
 
