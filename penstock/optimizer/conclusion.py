@@ -29,7 +29,8 @@ INTERRUPTED_PROOF = "interrupted during the proof: the figures are those of the 
 class Choice:
     finalist: Finalist
     held_out: Judgement | None
-    # Faster ones that the held-out examples did not allow, in the order they were asked, by key.
+    # Faster ones that the held-out examples did not allow, in the order they were asked: by the key
+    # of the model, or of one way to serve it.
     refused: dict[str, Judgement]
     # Why the verdict on it cannot stand.
     doubts: list[str] = field(default_factory=list)
@@ -51,18 +52,36 @@ def _admitted(lab: Lab, finalist: Finalist, refused: dict[str, Judgement]) -> Ch
     every step, whatever it claims: only the original needs no leave."""
     if lab.examples is None:
         return Choice(finalist, None, refused)
-    contender = finalist.contender
-    key = contender.candidate.key
-    if key in refused:
-        # The same model, served in another way.
+    candidate, model = finalist.build.candidate, finalist.contender.candidate
+    alpha = spent_alpha(len(refused))
+    if not candidate.steps:
+        return Choice(finalist, lab.judge_lossless(finalist.build, HELD_OUT, alpha), refused)
+    if candidate.key in refused or model.key in refused:
         return None
-    judge = lab.judge if contender.is_lossy else lab.judge_lossless
+    judge = lab.judge if finalist.contender.is_lossy else lab.judge_lossless
     # As it would be served: batches and padding are part of what users get.
-    judgement = judge(finalist.build, HELD_OUT, spent_alpha(len(refused)))
-    if judgement.is_passed or not finalist.build.candidate.steps:
-        return Choice(finalist, judgement, refused)
-    refused[key] = judgement
-    return None
+    judgement = judge(finalist.build, HELD_OUT, alpha)
+    if not judgement.is_passed:
+        # Served in another way it is the same model; but the original is not refused.
+        refused[model.key if model.steps else candidate.key] = judgement
+        return None
+    judgement = _held_to_server(lab, finalist, judgement)
+    if not judgement.is_passed:
+        refused[candidate.key] = judgement
+        return None
+    return Choice(finalist, judgement, refused)
+
+
+def _held_to_server(lab: Lab, finalist: Finalist, judgement: Judgement) -> Judgement:
+    """Refused where the server gives other answers than those that were judged."""
+    try:
+        problem = lab.check_served(finalist.build, is_lossy=finalist.contender.is_lossy)
+    except PenstockError as error:
+        problem = str(error)
+    if not problem:
+        return judgement
+    text = f"served answers differ from those of the trial: {problem}"
+    return msgspec.structs.replace(judgement, is_passed=False, num_needed=None, text=text)
 
 
 def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimization:
@@ -106,7 +125,11 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
         found.after = found.before
         choice.doubts = [] if found.after is None else list(found.after.disturbances)
     found.chosen = choice.finalist.build.candidate
-    found.notes += outcomes.mark_refused(findings.tries, choice.refused, lambda each: each.model)
+    found.notes += outcomes.mark_refused(
+        findings.tries,
+        choice.refused,
+        lambda each: each if each.key in choice.refused else each.model,
+    )
     outcomes.settle_served(findings.tries, found.chosen, findings.proofs)
     found.held_out = choice.held_out
     found.unchecked = lab.unchecked

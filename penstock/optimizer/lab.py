@@ -83,6 +83,8 @@ MIN_COMPILE_S = 20.0
 MIN_CHILD_S = 5.0
 # A build that was begun so often and never ended takes the run down with it.
 MAX_BEGUN = 3
+# How long a server is asked for answers to held-out rows.
+SERVED_ANSWERS_S = 8.0
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
 # Rows with NaN or infinity that the original is asked about.
 MAX_NON_FINITE = 64
@@ -544,6 +546,37 @@ class Lab:
             "numerics of part", key, Numerics, compare, passing=self._passing
         )
         return accuracy.with_equality(self.judge(build, part, alpha), equality)
+
+    def check_served(self, build: Build, *, is_lossy: bool) -> str:
+        """Why what the server answers is not what the gate has judged; empty: it is."""
+
+        def check() -> str:
+            self.watch("answers of the server")
+            indices = self._indices(HELD_OUT)
+            judged = self.answers(build, indices)
+            rows = [self.rows[index] for index in indices]
+            left_s = self.left_s()
+            seconds = SERVED_ANSWERS_S if left_s is None else min(SERVED_ANSWERS_S, left_s / 4)
+            limits, kept = self._limits(), self._kept([build])
+            found = served.answers(build, rows, seconds, limits, kept)
+            if not found:
+                return "the server refused every row of the held-out examples"
+            pairs = [judged[place] for place, _ in found], [answer for _, answer in found]
+            return self._served_difference(*pairs, is_lossy=is_lossy)
+
+        self._settle()
+        return self.journal.remember(
+            "served answers", build.candidate.key, str, check, passing=(PenstockError,)
+        )
+
+    def _served_difference(self, judged: Answers, found: Answers, *, is_lossy: bool) -> str:
+        """Batches of a server are others than those of a trial: lossy builds may differ by them."""
+        if is_lossy:
+            checks = check_outputs(judged, found, self._checked_outputs)
+            return "; ".join(each.problem for each in checks if each.problem)
+        names = self.plan.outputs
+        compared = numerics.compare(judged, found, tolerance=self._tolerance, names=names)
+        return "; ".join(compared.problems)
 
     @cached_property
     def scorer(self) -> scores.Scorer:

@@ -55,6 +55,9 @@ class OutputCheck(msgspec.Struct):
     agreement: float | None = None
     worst_column: int | None = None
     worst_column_error: float | None = None
+    # The same along the first axis of outputs with two: one token of a sequence.
+    worst_position: int | None = None
+    worst_position_error: float | None = None
     # What is wrong, with the figures; empty: the output passes.
     problem: str = ""
 
@@ -100,6 +103,9 @@ def _check(name: str, original: Answers, candidate: Answers, is_scores: bool) ->
         check.agreement = float(np.mean(same))
     else:
         check.worst_column, check.worst_column_error = _worst_column(before, after)
+        if before[0].ndim == 2 and len({each.shape for each in before}) == 1:
+            turned = [[each.T for each in arrays] for arrays in (before, after)]
+            check.worst_position, check.worst_position_error = _worst_column(*turned)
     return check
 
 
@@ -230,10 +236,11 @@ def _agreement_problem(check: OutputCheck) -> str:
 
 
 def _column_problem(check: OutputCheck) -> str:
-    if check.worst_column_error is None or check.worst_column_error <= MAX_COLUMN_ERROR:
-        return ""
-    error = min(check.worst_column_error, 1e6)
-    return (
-        f"column {check.worst_column} is off by {error:.2g} of its standard deviation, at most "
-        f"{MAX_COLUMN_ERROR}"
-    )
+    for name, place, error in (
+        ("column", check.worst_column, check.worst_column_error),
+        ("position", check.worst_position, check.worst_position_error),
+    ):
+        if error is not None and error > MAX_COLUMN_ERROR:
+            shown = f"{min(error, 1e6):.2g} of its standard deviation, at most {MAX_COLUMN_ERROR}"
+            return f"{name} {place} is off by {shown}"
+    return ""

@@ -38,7 +38,7 @@ from penstock.benchmark.stats import Interval, Window
 from penstock.benchmark.targets import Counters, TargetSpec
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
-from penstock.optimizer import goals
+from penstock.optimizer import goals, served_answers
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
 from penstock.optimizer.conditions import CpuMeter
@@ -119,6 +119,18 @@ def measure_alternately(
     """The same for several, in turns (A B A B), so that a machine that changes changes for all."""
     with _stage(builds, rows, servers, limits) as endpoints:
         return _measured(endpoints, plan, watch, limits)
+
+
+def answers(
+    build: Build,
+    rows: Sequence[Row],
+    seconds: float,
+    limits: Limits = UNLIMITED,
+    servers: Servers | None = None,
+) -> list[tuple[int, dict[str, Array]]]:
+    """Rows by their place, and what the build answers behind its server."""
+    with _stage([build], rows, servers, limits) as endpoints:
+        return served_answers.ask(endpoints[0].address, build.config, rows, seconds)
 
 
 def max_rates(

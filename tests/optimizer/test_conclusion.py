@@ -69,6 +69,8 @@ class MadeLab:
         # By the name of the step: what the held-out part says of it.
         self.held_out: dict[str, Judgement] = {}
         self.judged: list[str] = []
+        # By the name of the step: how the server's answers differ from the judged ones.
+        self.served_problems: dict[str, str] = {}
         self.budget = "score drop <= 1 %"
         self.data_text = ""
         self.journal = SimpleNamespace(path=Path("work/journal.jsonl"))
@@ -90,6 +92,9 @@ class MadeLab:
         name = build.candidate.steps[-1].pass_name if build.candidate.steps else ""
         self.judged.append(f"{name} {part}")
         return self.held_out.get(name, judgement(is_passed=True))
+
+    def check_served(self, build: Build, *, is_lossy: bool) -> str:
+        return self.served_problems.get(build.candidate.steps[-1].pass_name, "")
 
     def judge_lossless(self, build: Build, part: str, alpha: float) -> Judgement:
         return self.judge(build, f"{part}, lossless", alpha)
@@ -331,3 +336,29 @@ class TestInterrupted:
         assert (chosen(found), found.outcome) == ("first", "interrupted")
         assert found.after is not None and found.after.goodput == 0.9
         assert any("interrupted during the proof" in note for note in found.notes)
+
+
+def test_a_build_whose_server_answers_otherwise_is_refused() -> None:
+    """Right in a trial process, wrong behind the server: in a second instance, say."""
+    lab = MadeLab({"second": 1.0})
+    lab.examples = object()
+    lab.served_problems = {"first": "output 'y': column 0 differs by 1 of its range"}
+    found = concluded(lab, finalist("first", 1.0), finalist("second", 1.0))
+    assert chosen(found) == "second"
+    told = {each.candidate.key: each for each in found.tries}
+    first = told[Candidate((Step("first"),)).key]
+    assert first.outcome == "rejected" and "served answers differ" in first.reason
+
+
+def test_a_way_to_serve_the_original_that_is_refused_leaves_the_original() -> None:
+    lab = MadeLab({"": 0.1})
+    lab.examples = object()
+    lab.served_problems = {"instances": "output 'y': column 0 differs by 1 of its range"}
+    one = finalist("instances", 1.0)
+    one.contender = finalist("", 0.1).contender
+    found = concluded(lab, one)
+    assert (chosen(found), found.outcome) == ("", "missed")
+    lab = MadeLab({"": 0.1})
+    lab.examples = object()
+    lab.held_out = {"instances": judgement(is_passed=False)}
+    assert chosen(concluded(lab, one)) == ""

@@ -81,6 +81,16 @@ def test_one_broken_channel_of_a_map_fails() -> None:
     assert found.worst_column == 2 and found.problem
 
 
+def test_one_broken_token_of_many_fails() -> None:
+    tokens = RANDOM.normal(size=(NUM, 128, 6)).astype(np.float32)
+    assert not check(tokens, noisy(tokens, 0.05), "tokens").problem
+    broken = tokens.copy()
+    broken[:, 77] = RANDOM.normal(size=(NUM, 6))
+    found = check(tokens, broken, "tokens")
+    assert found.median_cosine is not None and found.median_cosine > 0.99
+    assert "position 77 is off by" in found.problem
+
+
 def test_a_column_that_never_varies_may_round() -> None:
     constant = EMBEDDING.copy()
     constant[:, 5] = 5.0

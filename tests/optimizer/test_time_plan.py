@@ -207,6 +207,9 @@ class SlowLab(MadeLab):
         self.spend((1 if part == "choice" else 2) * self.profile_of(0.3, 0.6))
         return super().judge(build, part, alpha)
 
+    def check_served(self, build: Build, *, is_lossy: bool) -> str:
+        return ""
+
     def judge_lossless(self, build: Build, part: str, alpha: float) -> Judgement:
         return self.judge(build, part, alpha)
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 
-import msgspec
-
 from penstock.config import ModelConfig
 from penstock.errors import PenstockError
 from penstock.local import LocalModel
@@ -20,6 +18,7 @@ from penstock.optimizer.profile.profiler import Packed
 from penstock.optimizer.profile.results import Bucket
 from penstock.types import Request, Response, TensorSpec
 from penstock.wire.v2 import Codec
+from penstock.wire.v2_client import encode_infer
 
 NUM_WARM_UP = 3
 TIMEOUT_S = 300.0
@@ -36,7 +35,7 @@ class Sender:
             "preprocess" if config.preprocess else "copy in",
             "postprocess" if config.postprocess else "copy out",
         )
-        self._head, self._body = _message(tensors)
+        self._head, self._body = encode_infer(tensors)
         self._is_answered = Event()
         self._error: PenstockError | None = None
         self.parts: dict[str, list[float]] = {}
@@ -89,19 +88,3 @@ def buckets_of(
     return [
         Bucket(name, statistics.median(sender.parts[name][NUM_WARM_UP:])) for name in sender.order
     ]
-
-
-def _message(tensors: Sequence[Packed]) -> tuple[int, bytes]:
-    """A binary request of the v2 protocol: the length of its head, and all of it."""
-    inputs = [
-        {
-            "name": each.name,
-            "datatype": each.datatype,
-            "shape": list(each.shape),
-            "parameters": {"binary_data_size": len(each.data)},
-        }
-        for each in tensors
-    ]
-    wanted = {"inputs": inputs, "parameters": {"binary_data_output": True}}
-    head = msgspec.json.encode(wanted)
-    return len(head), head + b"".join(each.data for each in tensors)

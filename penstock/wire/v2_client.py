@@ -1,0 +1,73 @@
+"""The client's side of a v2 inference over HTTP: tensors to a binary request, an answer to arrays.
+Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from penstock.errors import BackendFailed
+from penstock.types import Array, Tensor, to_array
+
+HEAD_LENGTH = "Inference-Header-Content-Length"
+
+
+class WireTensor(Protocol):
+    """Any value with these fields; the data is in wire form."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def datatype(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def data(self) -> bytes: ...
+
+
+class _Parameters(msgspec.Struct):
+    binary_data_size: int
+
+
+class _Output(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: _Parameters
+
+
+class _Answer(msgspec.Struct):
+    outputs: list[_Output]
+
+
+def encode_infer(tensors: Sequence[WireTensor]) -> tuple[int, bytes]:
+    """A binary request that asks for binary outputs: the length of its head, and all of it."""
+    inputs = [
+        {
+            "name": each.name,
+            "datatype": each.datatype,
+            "shape": list(each.shape),
+            "parameters": {"binary_data_size": len(each.data)},
+        }
+        for each in tensors
+    ]
+    head = msgspec.json.encode({"inputs": inputs, "parameters": {"binary_data_output": True}})
+    return len(head), head + b"".join(each.data for each in tensors)
+
+
+def decode_answer(head_length: int, body: bytes) -> dict[str, Array]:
+    """Outputs by name, from an answer whose tensors are all binary."""
+    try:
+        answer = msgspec.json.decode(body[:head_length], type=_Answer)
+    except msgspec.DecodeError as error:
+        raise BackendFailed(f"the server's answer cannot be read: {error}") from None
+    found = {}
+    position = head_length
+    for each in answer.outputs:
+        end = position + each.parameters.binary_data_size
+        tensor = Tensor(each.name, each.datatype, tuple(each.shape), body[position:end])
+        found[each.name] = to_array(tensor)
+        position = end
+    return found

@@ -1,0 +1,51 @@
+"""Requests and answers as a client sees them, through the server's own codec."""
+
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.errors import BackendFailed, PenstockError
+from penstock.optimizer.trial_child import Values
+from penstock.types import Request, Response, Tensor, TensorSpec, from_array
+from penstock.wire.v2 import Codec, encode_answer
+from penstock.wire.v2_client import decode_answer, encode_infer
+
+ARRAYS = {
+    "x": ("FP32", np.arange(6, dtype=np.float32).reshape(1, 2, 3)),
+    "ids": ("INT64", np.array([[7, 8]])),
+    "text": ("BYTES", np.array([[b"a", b"\xff"]], object)),
+}
+
+
+class Sink:
+    def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
+        raise AssertionError("nobody answers")
+
+
+def test_the_server_reads_what_the_client_writes() -> None:
+    values = [Values.of(name, datatype, array) for name, (datatype, array) in ARRAYS.items()]
+    head, body = encode_infer(values)
+    request = Codec().decode_infer(body, head, Sink(), time.monotonic())
+    found = {each.name: (each.datatype, tuple(each.shape)) for each in request.inputs}
+    assert found == {name: (kind, array.shape) for name, (kind, array) in ARRAYS.items()}
+
+
+def test_the_client_reads_what_the_server_writes() -> None:
+    values = [Values.of("x", "FP32", ARRAYS["x"][1])]
+    head, body = encode_infer(values)
+    request = Codec().decode_infer(body, head, Sink(), time.monotonic())
+    outputs = [from_array(name, kind, array) for name, (kind, array) in ARRAYS.items()]
+    answer, buffers = encode_answer(request, Response("m", "1", outputs))
+    found = decode_answer(len(answer), answer + b"".join(bytes(each) for each in buffers))
+    assert found.keys() == ARRAYS.keys()
+    for name, (_, array) in ARRAYS.items():
+        assert found[name].tolist() == array.tolist()
+
+
+def test_an_answer_that_is_none() -> None:
+    with pytest.raises(BackendFailed, match="cannot be read"):
+        decode_answer(2, b"{}")
+    assert msgspec.json.encode({}) == b"{}"
+    assert TensorSpec("x", "FP32", (1,)).name == Tensor("x", "FP32", (1,), b"").name
