@@ -33,17 +33,17 @@ def column_differences(before: Array, after: Array) -> Array:
     return scaled_differences(one, other, column_scales(one))
 
 
-def column_scales(table: Array) -> Array:
+def column_scales(table: Array, own_floor: float = FLOOR) -> Array:
     """Return the scale of each column of a table: its range over all finite values (its largest
-    magnitude where the range is 0), but at least `FLOOR` of its own largest magnitude and of the
-    table's median magnitude, and `TINY` of the table's largest."""
+    magnitude where the range is 0), but at least `own_floor` of its own largest magnitude, `FLOOR`
+    of the table's median magnitude, and `TINY` of the table's largest."""
     is_finite = np.isfinite(table)
     magnitudes = np.abs(np.where(is_finite, table, 0.0))
     lows = np.where(is_finite, table, np.inf).min(axis=0, initial=np.inf)
     highs = np.where(is_finite, table, -np.inf).max(axis=0, initial=-np.inf)
     ranges = np.subtract(highs, lows, out=np.zeros_like(lows), where=lows < highs)
     largest = magnitudes.max(axis=0, initial=0.0)
-    own = np.maximum(np.where(ranges > 0, ranges, largest), FLOOR * largest)
+    own = np.maximum(np.where(ranges > 0, ranges, largest), own_floor * largest)
     median = float(np.median(magnitudes[is_finite])) if is_finite.any() else 0.0
     scales: Array = np.maximum(own, max(FLOOR * median, TINY * largest.max(initial=0.0)))
     return scales

@@ -200,14 +200,14 @@ def optimize(
     except PenstockError as error:
         fail(error)
     except disk.WriteFailed as error:
-        click.echo(f"penstock optimize: {error}", err=True)
+        click.echo(f"error: {error}", err=True)
         sys.exit(ExitCode.FAILED)
     except OSError as error:
         if not disk.is_full(error):
             raise
         place = f"{error.filename}: " if error.filename else ""
         hint = "free some space and run the same command again: it resumes"
-        click.echo(f"penstock optimize: {place}{error.strerror}; {hint}", err=True)
+        click.echo(f"error: {place}{error.strerror}; {hint}", err=True)
         sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:
         click.echo("interrupted; run the same command again to resume", err=True)

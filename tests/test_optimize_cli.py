@@ -174,7 +174,7 @@ class TestAFullDisk:
     def test_in_the_middle_of_a_run(self, error, tmp_path, monkeypatch):
         ended = self.ask(tmp_path, monkeypatch, error)
         assert ended.exit_code == 1
-        assert ended.stderr.startswith("penstock optimize: ")
+        assert ended.stderr.startswith("error: ")
         assert "No space left on device" in ended.stderr
 
     def test_other_errors_of_files_are_not_hidden(self, tmp_path, monkeypatch):

@@ -18,6 +18,8 @@ from penstock.benchmark.report import units
 from penstock.benchmark.stats import Interval, Window
 from penstock.optimizer.results import Conditions, Served, Turn
 
+# Units of terms that depend on how fast the machine is.
+TIMED = ("s", "%", "/s", "per million")
 # The generator was late: by so much, or by this share of the latency limit.
 LATE_S, LATE_SHARE = 0.02, 0.2
 # After such a time, windows until latency is back at so many times its median belong to it, up to
@@ -67,6 +69,9 @@ class BuildHistory:
 def doubts(chosen: BuildHistory, original: BuildHistory, rate: float | None) -> list[str]:
     """Why the verdict on the chosen build cannot stand, one sentence each; empty: it can. `rate` is
     the SLO's load in requests per second; None: a closed loop."""
+    if not chosen.served.is_met and not _is_missed_in_time(chosen.served):
+        # No machine changes what is missed, such as memory.
+        return []
     found = list(rate_doubts(chosen, rate))
     if not chosen.served.is_met:
         found += _pause_doubts(chosen)
@@ -77,10 +82,16 @@ def doubts(chosen: BuildHistory, original: BuildHistory, rate: float | None) -> 
     return list(dict.fromkeys(found))
 
 
+def _is_missed_in_time(served: Served) -> bool:
+    """Whether a term is missed that a faster machine might keep."""
+    return any(each.outcome == "missed" and each.unit in TIMED for each in served.verdicts)
+
+
 def is_close(served: Served) -> bool:
     """Whether chance alone may decide: a limit lies inside the interval of what was measured."""
     return any(
         each.measured is not None
+        and each.unit in TIMED
         and each.measured.low <= each.limit <= each.measured.high
         and not each.is_sure
         for each in served.verdicts
@@ -106,7 +117,10 @@ def rate_doubts(history: BuildHistory, rate: float | None) -> Iterator[str]:
     found, asked = f"{units.number(highest.value)}/s", f"{units.number(rate)}/s"
     if history.served.is_met and _end(highest, "high") * RATE_MARGIN < rate:
         yield f"{history.name}: SLO kept at {asked}, but the highest rate found is {found}"
-    if not history.served.is_met and _end(highest, "low") > rate * RATE_MARGIN:
+    is_late = any(
+        each.outcome == "missed" and each.unit in ("s", "%") for each in history.served.verdicts
+    )
+    if is_late and _end(highest, "low") > rate * RATE_MARGIN:
         yield f"{history.name}: SLO missed at {asked}, but kept at {found} in the rate search"
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from penstock.columns import as_tables, column_scales, scaled_differences
+from penstock.columns import FLOOR, as_tables, column_scales, scaled_differences
 from penstock.config import CPU, ModelConfig
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Build
@@ -249,7 +249,8 @@ class Comparison:
 
     def __init__(self, config: ModelConfig, alone: Sequence[Answer], *, is_rounded: bool) -> None:
         self._specs = config.outputs
-        by_datatype = PADDING_TOLERANCE if config.device == CPU else GPU_PADDING_TOLERANCE
+        self._is_on_gpu = config.device != CPU
+        by_datatype = GPU_PADDING_TOLERANCE if self._is_on_gpu else PADDING_TOLERANCE
         granted = config.tolerance
         if is_rounded:
             granted = max(granted or 0.0, ROUNDED_TOLERANCE)
@@ -273,7 +274,11 @@ class Comparison:
         finite = np.where(np.isfinite(table), np.abs(table), 0.0)
         rounding = NUM_ULPS * EPSILON[spec.datatype] * finite.max(axis=0, initial=0.0)
         # Rounding alone stays within the tolerance.
-        scales: Array = np.maximum(column_scales(table), rounding / self._tolerances[spec.datatype])
+        # TF32 rounds values, not ranges.
+        own_floor = 1.0 if self._is_on_gpu else FLOOR
+        scales: Array = np.maximum(
+            column_scales(table, own_floor), rounding / self._tolerances[spec.datatype]
+        )
         return scales
 
     def moved(self, index: int, answer: Answer) -> Moved | None:

@@ -23,6 +23,7 @@ import numpy as np
 from penstock import devices, repository
 from penstock.backends import CHOICES
 from penstock.benchmark.inputs.non_finite import NonFinite, describe
+from penstock.columns import FLOOR
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.optimizer import (
@@ -463,7 +464,7 @@ class Lab:
             tolerance = self._tolerance if is_exact else None
             # With a postprocessing function, --outputs are the function's and not the model's.
             names = () if build.config.postprocess else self.plan.outputs
-            return numerics.compare(original, found, tolerance=tolerance, names=names)
+            return self._compared(original, found, tolerance, names)
 
         self.watch("numerics")
         return self.journal.remember(
@@ -473,6 +474,13 @@ class Lab:
     @property
     def _tolerance(self) -> float:
         return TF32_TOLERANCE if self.original.config.uses_gpu else TOLERANCE
+
+    def _compared(
+        self, one: Answers, other: Answers, tolerance: float | None, names: Sequence[str]
+    ) -> Numerics:
+        """On GPUs relative to a column's largest value: TF32 rounds values, not ranges."""
+        own_floor = 1.0 if self.original.config.uses_gpu else FLOOR
+        return numerics.compare(one, other, tolerance=tolerance, names=names, own_floor=own_floor)
 
     @property
     def compared(self) -> tuple[int, ...]:
@@ -539,7 +547,7 @@ class Lab:
             self.watch(f"numerics, {part}")
             original, found = self.original_answers(part), self.answers(build, self._indices(part))
             names = self.plan.outputs
-            return numerics.compare(original, found, tolerance=self._tolerance, names=names)
+            return self._compared(original, found, self._tolerance, names)
 
         key = f"{build.candidate.key} {part}"
         equality = self.journal.remember(
@@ -575,7 +583,7 @@ class Lab:
             checks = check_outputs(judged, found, self._checked_outputs)
             return "; ".join(each.problem for each in checks if each.problem)
         names = self.plan.outputs
-        compared = numerics.compare(judged, found, tolerance=self._tolerance, names=names)
+        compared = self._compared(judged, found, self._tolerance, names)
         return "; ".join(compared.problems)
 
     @cached_property

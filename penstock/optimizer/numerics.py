@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from penstock.columns import as_tables, column_scales, scaled_differences
+from penstock.columns import FLOOR, as_tables, column_scales, scaled_differences
 from penstock.types import Array
 
 Answers = Sequence[Mapping[str, Array]]
@@ -51,10 +51,12 @@ def compare(
     *,
     tolerance: float | None,
     names: Sequence[str] = (),
+    own_floor: float = FLOOR,
 ) -> Numerics:
     """`tolerance` is for `max_relative`; None accepts any finite answers of the same shapes (the
     accuracy gate then decides), and numbers of rows that depend on the data. `names`: the outputs
-    that matter; default: all."""
+    that matter; default: all. `own_floor`: a column's scale is at least this share of its largest
+    value, because rounding is relative to values; 1 in TF32."""
     if len(original) != len(candidate) or not original:
         problem = f"expected {len(original):,} answers, got {len(candidate):,}"
         return _incomparable(len(original), problem if original else "there are no answers")
@@ -63,7 +65,7 @@ def compare(
     if misfits:
         return _incomparable(len(original), *misfits)
     differences = {
-        name: _difference(name, original, candidate)
+        name: _difference(name, original, candidate, own_floor)
         for name, array in original[0].items()
         if array.dtype.kind == "f"
     }
@@ -165,7 +167,7 @@ def _free_outputs(original: Answers) -> set[str]:
     }
 
 
-def _difference(name: str, original: Answers, candidate: Answers) -> _Difference:
+def _difference(name: str, original: Answers, candidate: Answers, own_floor: float) -> _Difference:
     pairs = [
         (one[name], other[name])
         for one, other in zip(original, candidate, strict=True)
@@ -187,7 +189,7 @@ def _difference(name: str, original: Answers, candidate: Answers) -> _Difference
         return _Difference(FAR, FAR, problem=problem)
     if not before.size:
         return _Difference(0.0, 0.0)
-    scales = column_scales(before)
+    scales = column_scales(before, own_floor)
     shares = scaled_differences(before, after, scales)
     column = int(np.argmax(shares))
     absolute = float(np.abs(before[is_known] - after[is_known]).max(initial=0.0))

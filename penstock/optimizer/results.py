@@ -78,6 +78,8 @@ class Conditions(msgspec.Struct, frozen=True):
     steal: float = 0.0
     # What a fixed piece of work took just before: the speed of the machine. 0: not known.
     speed_s: float = 0.0
+    # The generator waited for connections to the server: its lateness says nothing of the machine.
+    is_generator_waiting: bool = False
     # Over the last minute.
     load_average: float = 0.0
     num_cores: int = 0

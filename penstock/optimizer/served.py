@@ -588,6 +588,9 @@ class Account:
 
     def add(self, level: Level, memory_bytes: int, conditions: Conditions) -> None:
         """Rounds follow each other as if nothing had been between them."""
+        if level.generator.num_waited:
+            # All connections were busy: the server kept requests waiting, not the machine.
+            conditions = msgspec.structs.replace(conditions, is_generator_waiting=True)
         self.rounds.append((level.windows, conditions))
         start_s = max((each.start_s + each.length_s for each in self.windows), default=0.0)
         for window in level.windows:
@@ -666,7 +669,8 @@ def served_of(account: Account, load: Load, plan: Plan) -> Served:
 def _turn(windows: Sequence[Window], conditions: Conditions, plan: Plan) -> Turn:
     latencies = stats.histogram(windows)
     limit_s = None if plan.slo is None else plan.slo.latency_s
-    calm = calm_windows(windows, limit_s)
+    is_waiting = conditions.is_generator_waiting
+    calm = list(windows) if is_waiting else calm_windows(windows, limit_s)
     share = len(calm) / len(windows) if windows else 0.0
     return Turn(
         p50_s=latencies.percentile(50),

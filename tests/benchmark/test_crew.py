@@ -169,7 +169,7 @@ def test_an_end_that_goes_wrong_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ("no/such/folder", "there is no such folder"),
         ("http://127.0.0.1:1/v2/models/x", "http://127.0.0.1:1"),
-        ("gopher://x", "no protocol 'gopher'"),
+        ("gopher://x", "unknown protocol 'gopher'"),
     ],
 )
 def test_what_cannot_be_opened_is_said_in_words(address: str, text: str) -> None:

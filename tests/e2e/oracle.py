@@ -5,8 +5,10 @@ Knows nothing of passes, candidates or numerics; `is_broken` of an adversary dec
 """
 
 import contextlib
+import http.client
 import importlib.util
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,14 +16,14 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-import tritonclient.grpc as triton
 from google.protobuf import text_format
 from served import Served
 from tritonclient.grpc import model_config_pb2
 
 from penstock import repository
 from penstock.config import ModelConfig
-from penstock.types import Array
+from penstock.types import Array, Tensor, from_array
+from penstock.wire.v2_client import HEAD_LENGTH, decode_answer, encode_infer
 
 Row = dict[str, Array]
 # One per row, by the name of the output.
@@ -127,7 +129,7 @@ def serving(root: Path, name: str, copy: Path) -> Iterator[Served]:
     if config.HasField("dynamic_batching"):
         config.dynamic_batching.max_queue_delay_microseconds = COMPANY_US
     (copy / name / "config.pbtxt").write_text(text_format.MessageToString(config))
-    served = Served(copy, grpc=True)
+    served = Served(copy)
     try:
         yield served
     finally:
@@ -135,26 +137,29 @@ def serving(root: Path, name: str, copy: Path) -> Iterator[Served]:
 
 
 def ask(served: Served, name: str, rows: Sequence[Row], *, has_batch: bool) -> Answers:
-    """One request for each row, from many clients at once."""
-    with triton.InferenceServerClient(served.grpc_address) as client:
+    """One request for each row, from many clients at once. Over HTTP: gRPC's threads do not bear the
+    processes that other tests start meanwhile."""
+    path = f"/v2/models/{name}/infer"
+    clients = threading.local()
 
-        def answer(row: Row) -> dict[str, Array]:
-            inputs = [
-                _input(key, array[None] if has_batch else array) for key, array in row.items()
-            ]
-            result = client.infer(name, inputs)
-            names = [each.name for each in result.get_response().outputs]
-            found = {key: result.as_numpy(key) for key in names}
-            return {key: array[0] if has_batch else array for key, array in found.items()}
+    def answer(row: Row) -> dict[str, Array]:
+        if not hasattr(clients, "connection"):
+            clients.connection = http.client.HTTPConnection(served.address, timeout=60)
+        tensors = [_tensor(key, array[None] if has_batch else array) for key, array in row.items()]
+        length, body = encode_infer(tensors)
+        clients.connection.request("POST", path, body, {HEAD_LENGTH: str(length)})
+        response = clients.connection.getresponse()
+        data = response.read()
+        assert response.status == 200, data
+        found = decode_answer(int(response.headers[HEAD_LENGTH]), data)
+        return {key: array[0, ...] if has_batch else array for key, array in found.items()}
 
-        with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-            return list(pool.map(answer, rows))
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        return list(pool.map(answer, rows))
 
 
-def _input(name: str, array: Array) -> triton.InferInput:
-    tensor = triton.InferInput(name, list(array.shape), DATATYPES[str(array.dtype)])
-    tensor.set_data_from_numpy(np.ascontiguousarray(array))
-    return tensor
+def _tensor(name: str, array: Array) -> Tensor:
+    return from_array(name, DATATYPES[str(array.dtype)], np.ascontiguousarray(array))
 
 
 # What is wrong with answers.

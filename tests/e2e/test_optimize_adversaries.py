@@ -121,7 +121,7 @@ def test_no_broken_answer_is_committed(adversary, outcomes):
     assert ran.code in OUTCOMES, outcome.text
     assert not outcome.problems, outcome.text
     if ran.code == 1:
-        assert re.search(r"^penstock optimize: \S", ran.err, re.MULTILINE), outcome.text
+        assert re.search(r"^error: \S", ran.err, re.MULTILINE), outcome.text
     elif adversary.breaks_a_build:
         assert outcome.broken, f"no step broke it, so nothing was tested\n{outcome.text}"
 

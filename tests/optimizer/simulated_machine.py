@@ -182,7 +182,8 @@ class SimulatedEndpoint:
             due = due[due < length_s]
             sent, done = self.machine.run(due, self.service_s, length_s)
         windows = windows_of(due, sent, done, length_s, limit_s)
-        level = SimpleNamespace(load=load, windows=windows, server=None)
+        generator = SimpleNamespace(num_waited=0)
+        level = SimpleNamespace(load=load, windows=windows, server=None, generator=generator)
         return SimpleNamespace(levels=[level])
 
     def _closed(self, num_clients: int, length_s: float) -> tuple[Array, Array, Array]:

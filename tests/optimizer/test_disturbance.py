@@ -142,6 +142,14 @@ def test_others_on_the_machine() -> None:
     assert disturbances([]) == []
 
 
+def test_what_no_machine_changes_is_no_doubt() -> None:
+    slower = msgspec.structs.replace(QUIET, speed_s=1.5e-3)
+    found = served(turn(0.03, slower), max_rate=900)
+    memory = Verdict("memory <= 1MiB", "missed", near(1e9), 1e6, "bytes")
+    large = msgspec.structs.replace(found, verdicts=[*found.verdicts, memory])
+    assert not large.is_met and doubted(large, served(turn(0.02))) == []
+
+
 def test_a_close_call_is_a_doubt_only_beside_a_disturbance() -> None:
     close = served(turn(0.049), share=0.1)
     assert is_close(close) and doubted(close) == []

@@ -172,3 +172,13 @@ def test_agreement_and_cosine_by_example() -> None:
     assert found[3] == pytest.approx(-1)
     assert np.delete(found, 3) == pytest.approx(1)
     assert np.isnan(cosines(LOGITS, changed(np.nan))[3])
+
+
+def test_rounding_is_relative_to_values_where_asked() -> None:
+    """TF32: a column far from zero that hardly varies rounds by more than it varies."""
+    random = np.random.default_rng(2)
+    values = (100 + random.uniform(0, 1, (64, 4))).astype(np.float32)
+    rounded = (values * (1 + random.uniform(-1e-3, 1e-3, values.shape))).astype(np.float32)
+    one, other = ([{"y": row} for row in each] for each in (values, rounded))
+    assert compare(one, other, tolerance=5e-3).problems
+    assert compare(one, other, tolerance=5e-3, own_floor=1.0).problems == []
