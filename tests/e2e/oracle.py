@@ -137,8 +137,8 @@ def serving(root: Path, name: str, copy: Path) -> Iterator[Served]:
 
 
 def ask(served: Served, name: str, rows: Sequence[Row], *, has_batch: bool) -> Answers:
-    """One request for each row, from many clients at once. Over HTTP: gRPC's threads do not bear the
-    processes that other tests start meanwhile."""
+    """One request for each row, from many clients at once. Over HTTP: gRPC's threads and processes
+    that are started beside them do not get along."""
     path = f"/v2/models/{name}/infer"
     clients = threading.local()
 
