@@ -251,6 +251,12 @@ class Comparison:
         self._specs = config.outputs
         self._is_on_gpu = config.device != CPU
         by_datatype = GPU_PADDING_TOLERANCE if self._is_on_gpu else PADDING_TOLERANCE
+        if self._is_on_gpu:
+            # Kernels of other sizes round otherwise in TF32: 0.8 % of a value with ResNet-50 (H200,
+            # 2026-11).
+            by_datatype = {
+                each: max(tolerance, ROUNDED_TOLERANCE) for each, tolerance in by_datatype.items()
+            }
         granted = config.tolerance
         if is_rounded:
             granted = max(granted or 0.0, ROUNDED_TOLERANCE)

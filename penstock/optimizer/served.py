@@ -354,6 +354,9 @@ class Endpoint:
                 f"{run.problem or 'nothing was measured'}{self._output.tail('the server')}"
             )
         self.conditions = meter.read()
+        if self.build.config.uses_gpu:
+            # The probe is of the processor, which does not compute the model.
+            self.conditions = msgspec.structs.replace(self.conditions, speed_s=0.0)
         return run
 
     def _wait_until_ready(self) -> str:
