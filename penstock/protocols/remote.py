@@ -44,8 +44,9 @@ Serve = Callable[[socket.socket, frames.Open, Sequence[int]], Coroutine[Any, Any
 Deliver = Callable[[bytes, frames.Forwarded], None]
 
 # What the core may answer with. The operator's own mistakes are none of a client's business.
-KINDS = _kinds(PenstockError)
-del KINDS[ConfigError.__name__]
+KINDS = {
+    name: kind for name, kind in _kinds(PenstockError).items() if not issubclass(kind, ConfigError)
+}
 
 
 class RemoteModel:

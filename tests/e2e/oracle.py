@@ -7,8 +7,8 @@ Knows nothing of passes, candidates or numerics; `is_broken` of an adversary dec
 import contextlib
 import http.client
 import importlib.util
+import itertools
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -140,22 +140,26 @@ def ask(served: Served, name: str, rows: Sequence[Row], *, has_batch: bool) -> A
     """One request for each row, from many clients at once. Over HTTP: gRPC's threads and processes
     that are started beside them do not get along."""
     path = f"/v2/models/{name}/infer"
-    clients = threading.local()
 
-    def answer(row: Row) -> dict[str, Array]:
-        if not hasattr(clients, "connection"):
-            clients.connection = http.client.HTTPConnection(served.address, timeout=60)
+    def answer(client: http.client.HTTPConnection, row: Row) -> dict[str, Array]:
         tensors = [_tensor(key, array[None] if has_batch else array) for key, array in row.items()]
         length, body = encode_infer(tensors)
-        clients.connection.request("POST", path, body, {HEAD_LENGTH: str(length)})
-        response = clients.connection.getresponse()
+        client.request("POST", path, body, {HEAD_LENGTH: str(length)})
+        response = client.getresponse()
         data = response.read()
         assert response.status == 200, data
         found = decode_answer(int(response.headers[HEAD_LENGTH]), data)
         return {key: array[0, ...] if has_batch else array for key, array in found.items()}
 
+    def answer_share(number: int) -> list[tuple[int, dict[str, Array]]]:
+        connection = http.client.HTTPConnection(served.address, timeout=60)
+        with contextlib.closing(connection) as client:
+            places = range(number, len(rows), NUM_CLIENTS)
+            return [(place, answer(client, rows[place])) for place in places]
+
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        return list(pool.map(answer, rows))
+        shares = pool.map(answer_share, range(NUM_CLIENTS))
+        return [found for _, found in sorted(itertools.chain(*shares), key=lambda each: each[0])]
 
 
 def _tensor(name: str, array: Array) -> Tensor:
