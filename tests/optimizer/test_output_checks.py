@@ -108,6 +108,19 @@ def test_scores_are_held_to_their_best_class_and_their_scale() -> None:
     assert "of its length" in check(LOGITS, LOGITS / 10, "logits").problem
 
 
+def test_scores_beside_larger_columns_of_one_kind_are_guarded_too() -> None:
+    """Several columns of each: they look like scores of classes, and a pixel is always the best."""
+    wide = np.concatenate([RANDOM.uniform(0, 40, (NUM, 4)), LOGITS[:, :4] / 4], axis=1)
+    broken = wide.copy()
+    broken[:, 4:] = 0
+    found = check(wide.astype(np.float32), broken.astype(np.float32), "dets")
+    assert found.kind == "scores" and "column" in found.problem
+
+
+def test_values_that_all_shrink_by_a_third_fail() -> None:
+    assert "of its length" in check(EMBEDDING, EMBEDDING * np.float32(0.655)).problem
+
+
 def test_of_what_the_score_reads_only_the_scale_is_checked() -> None:
     judged = frozenset({"logits"})
     other = np.roll(LOGITS, 1, axis=0)
