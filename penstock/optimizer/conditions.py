@@ -38,7 +38,7 @@ class CpuMeter:
 
 
 def _machine_seconds() -> tuple[float, float]:
-    """Of all cores since boot: computing, and taken by the hypervisor."""
+    """Return the seconds that all cores computed, and that the hypervisor took, since boot."""
     times = psutil.cpu_times()
     steal_s = float(getattr(times, "steal", 0.0))
     idle_s = times.idle + getattr(times, "iowait", 0.0)
@@ -48,7 +48,7 @@ def _machine_seconds() -> tuple[float, float]:
 
 
 def _own_seconds() -> float:
-    """Of this process and its descendants, those included that ended and were waited for."""
+    """Return the CPU time of this process and its descendants, including reaped ones."""
     own = psutil.Process()
     total = 0.0
     for process in (own, *own.children(recursive=True)):

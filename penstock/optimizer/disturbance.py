@@ -246,11 +246,11 @@ def prediction_gap(history: BuildHistory, rate: float | None) -> str:
     return f"{history.name}: the server answers {shown}"
 
 
-# What the machine did.
+# The state of the machine.
 
 
 def disturbances(servings: Sequence[Served]) -> list[str]:
-    """What was seen of others on the machine, in words; empty: nothing."""
+    """Signs of other load on the machine, one sentence each; empty if there are none."""
     turns = [turn for served in servings for turn in served.turns]
     if not turns:
         return []
@@ -318,7 +318,7 @@ def calm_windows(windows: Sequence[Window], limit_s: float | None) -> list[Windo
     recovering = 0
     for window, median in zip(windows, medians, strict=True):
         if window.max_late_s > late_s:
-            # What was in flight when it began was due before it.
+            # Requests in flight when the pause began were due in the window before it.
             found = found[:-1] if not recovering else found
             recovering = MAX_RECOVERY
         elif recovering and not median <= RECOVERED * usual:

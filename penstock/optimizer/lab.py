@@ -139,7 +139,7 @@ class Lab:
         self.subject = subject
         self.journal = journal
         self.notes: list[str] = []
-        # What the accuracy gate does not check.
+        # Gaps in what the accuracy gate checks, one sentence each.
         self.unchecked: list[str] = []
         self.watch: Callable[[str], None] = lambda doing: None
         # Until the search must end; None: as long as it takes.

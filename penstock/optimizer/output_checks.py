@@ -58,7 +58,7 @@ class OutputCheck(msgspec.Struct):
     # The same along the first axis of outputs with two: one token of a sequence.
     worst_position: int | None = None
     worst_position_error: float | None = None
-    # What is wrong, with the figures; empty: the output passes.
+    # The failed checks, with figures; empty if the output passes.
     problem: str = ""
 
 

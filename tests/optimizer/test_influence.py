@@ -9,10 +9,12 @@ import pytest
 from onnx import helper, numpy_helper
 from served_builds import outlier_nodes, read, write_outlier_model
 
+from penstock.config import BatchPolicy, ModelConfig
 from penstock.optimizer import influence, trials
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.influence import RowCheck, batches
 from penstock.optimizer.trials import Child, Row
+from penstock.types import TensorSpec
 
 PADDED = """
 parameters { key: "penstock.pad" value { string_value: "x[0]=0" } }
@@ -304,3 +306,16 @@ def test_the_childs_rules_are_as_before(tmp_path: Path, write_onnx):
         child.load()
         influence.check_rows(child, build, TestPadding().rows(), is_rounded=False)
         assert child.rules == trials.NO_LIMITS
+
+
+@pytest.mark.parametrize(("device", "is_moved"), [("cpu", True), ("cuda:0", False)])
+def test_kernels_of_a_gpu_round_otherwise_for_other_batches(device: str, is_moved: bool) -> None:
+    """TF32 moved values of a ResNet-50 by 0.8 % between batches of different sizes."""
+    outputs = (TensorSpec("y", "FP32", (4,)),)
+    config = ModelConfig("m", "1", "null", "", (), outputs, 8, BatchPolicy(8), device=device)
+    random = np.random.default_rng(0)
+    alone = [{"y": (100 + random.uniform(0, 1, (1, 4))).astype(np.float32)} for _ in range(8)]
+    compared = influence.Comparison(config, alone, is_rounded=False)
+    found = compared.moved(0, {"y": alone[0]["y"] * np.float32(1.008)})
+    assert (found is not None) is is_moved
+    assert compared.moved(0, {"y": alone[0]["y"] * np.float32(1.2)}) is not None

@@ -4,6 +4,7 @@ import math
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_nvml
 import numpy as np
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from served_builds import a_config, null_build
 
+from penstock.benchmark import stats
 from penstock.benchmark.inputs import InputSpec, RequestForm, open_source
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.stats import Interval
@@ -19,7 +21,7 @@ from penstock.config import BatchPolicy
 from penstock.errors import BackendFailed
 from penstock.optimizer import served
 from penstock.optimizer.plan import Plan
-from penstock.optimizer.results import Served, Verdict
+from penstock.optimizer.results import Conditions, Served, Verdict
 from penstock.optimizer.time_plan import Limits
 from penstock.slo import parse
 from penstock.types import TensorSpec
@@ -373,3 +375,24 @@ def test_a_search_without_time_finds_no_rate(tmp_path: Path):
     ((rate, curve),) = served.max_rates([build], plan, numbers(5), silent, search_s=0.0)
     assert math.isnan(rate.value)
     assert curve is not None and not curve.rates
+
+
+@pytest.mark.parametrize(("num_waited", "late_share"), [(0, 0.75), (3, 0.0)])
+def test_waiting_for_a_busy_server_is_no_pause_of_the_machine(num_waited, late_share):
+    """A generator whose connections are all busy is late because of the server."""
+    histogram = stats.Histogram()
+    histogram.add(np.full(20, 0.2))
+    windows = [
+        stats.Window(n / 4, 0.25, 20, 20, 20, metrics={"latency": histogram}, max_late_s=0.5)
+        if n > 1
+        else stats.Window(n / 4, 0.25, 20, 20, 20, metrics={"latency": histogram})
+        for n in range(8)
+    ]
+    generator = SimpleNamespace(num_waited=num_waited)
+    level = SimpleNamespace(windows=windows, server=None, generator=generator)
+    account = served.Account(a_config())
+    account.add(level, 1, Conditions(own_cpu=0.1))
+    plan = a_plan("p99 < 50 ms at 80/s")
+    (turn,) = served.served_of(account, served.load_of(plan.slo), plan).turns
+    # The window before the first late one goes with it.
+    assert turn.late_share == pytest.approx(late_share + (0.125 if late_share else 0.0))
