@@ -4,11 +4,12 @@ The law: whatever `penstock optimize` commits answers fresh rows as the original
 without Penstock; and no step that breaks the model passes the gate. TRAP_SEED repeats a run.
 """
 
+import multiprocessing
 import os
 import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,18 +27,19 @@ DURATION = ("--duration", "1s")
 # A gate has said no, or it could not even be built.
 REFUSED = ("rejected", "failed")
 OPTIMIZE_MD = Path(__file__).parents[2] / "docs" / "optimize.md"
+BY_NAME = {each.name: each for each in [*ADVERSARIES, *TWINS]}
 OUTCOMES = {0: "kept", 1: "error", 2: "missed", 3: "refused", 4: "disturbed"}
 
 
 # Most of a run is waiting for servers that are asked twenty times a second.
-NUM_AT_ONCE = 4
+NUM_AT_ONCE = max(4, (os.cpu_count() or 1) // 2)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of one adversary."""
 
-    adversary: Adversary
+    name: str
     folder: Path
     seed: int
     ran: Ran
@@ -59,8 +61,8 @@ class Outcome:
         tries = [] if found is None else found.tries
         refused = {each.candidate.steps[-1].pass_name for each in tries if each.outcome in REFUSED}
         fields = [
-            self.adversary.name,
-            self.adversary.planted,
+            self.name,
+            BY_NAME[self.name].planted,
             f"{OUTCOMES.get(self.ran.code, '?')} ({self.ran.code})",
             "nothing" if found is None else str(found.chosen),
             ", ".join(sorted(refused)) or "nothing",
@@ -76,14 +78,16 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory) -> Iterator[dict[str, Future[Outcome]]]:
-    """All adversaries that were asked for, some at once; at the end, the table of all of them."""
+    """All adversaries that were asked for, some at once; at the end, the table of all of them.
+    They run in other processes than pytest: a fault in a runtime ends no test run, and threads
+    that earlier tests left behind are not there."""
     items = [item for item in request.session.items if item.path == request.node.path]
     chosen = [item.callspec.params["adversary"] for item in items if hasattr(item, "callspec")]
-    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        folders = [tmp_path_factory.mktemp("adversary") for _ in chosen]
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(NUM_AT_ONCE, spawned) as pool:
         futures = {
-            each.name: pool.submit(run, each, folder)
-            for each, folder in zip(chosen, folders, strict=True)
+            each.name: pool.submit(run, each.name, tmp_path_factory.mktemp("adversary"))
+            for each in chosen
         }
         yield futures
         pool.shutdown(cancel_futures=True)
@@ -94,14 +98,14 @@ def outcomes(request, tmp_path_factory) -> Iterator[dict[str, Future[Outcome]]]:
     print("\n".join(each.result().line for each in ended))
 
 
-def run(adversary: Adversary, folder: Path) -> Outcome:
+def run(name: str, folder: Path) -> Outcome:
     seed = int(os.environ.get("TRAP_SEED") or time.time_ns() % 2**31)
     began = time.monotonic()
-    planted = adversary.make(folder, np.random.default_rng(seed))
+    planted = BY_NAME[name].make(folder, np.random.default_rng(seed))
     ran = optimize(folder, planted)
     broken = broken_tries(ran, planted)
     wrong = judge_committed(folder, planted)
-    return Outcome(adversary, folder, seed, ran, broken, wrong, time.monotonic() - began)
+    return Outcome(name, folder, seed, ran, broken, wrong, time.monotonic() - began)
 
 
 def marked(cases: list[Adversary]) -> list:
