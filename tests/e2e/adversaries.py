@@ -71,7 +71,8 @@ class Planted:
     # Empty: all passes of the command.
     passes: tuple[str, ...] = ()
     slo: str = MISSED
-    budget_s: int = 66
+    # Enough for every step on a busy machine, too little for a search for the highest rate.
+    budget_s: int = 110
     has_batch: bool = True
     # Rows in a batch when builds are judged: 1 where it is known that they must not share one.
     batch_rows: int = 16
