@@ -863,7 +863,7 @@ def company(folder: Path, random: Random, *, kind: str, slo: str = EASY) -> Plan
 
     fresh = draw(320)
     judge = lambda truth: close(truth, "y", 0.2)  # noqa: E731
-    passes, budget_s = (INT8, 66) if slo == MISSED else ((), 30)
+    passes, budget_s = (INT8, 110) if slo == MISSED else ((), 30)
     return onnx_case(
         folder,
         path,
@@ -1112,7 +1112,7 @@ def python_case(
         ("--data", save_rows(folder / "data.npz", **arrays), *more.pop("flags", ())),
         fresh,
         judge(truth),
-        **{"passes": (step, *SERVING), "slo": FASTER, "budget_s": 66, **more},
+        **{"passes": (step, *SERVING), "slo": FASTER, "budget_s": 110, **more},
     )
 
 
