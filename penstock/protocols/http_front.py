@@ -23,6 +23,7 @@ from penstock.protocols import access_log
 from penstock.protocols.http import Exchange, HttpServer
 from penstock.protocols.line import MAX_SENT_BYTES, listen_problem
 from penstock.protocols.remote import Remote, begin, gate_of
+from penstock.protocols.route_table import Match
 from penstock.protocols.v2_http import InferCall, InferSink, V2Http, reply_error
 from penstock.serving.slab import Segment
 from penstock.serving.worker import take_part
@@ -113,7 +114,7 @@ class Core:
         exchange.waiter = sink
         model.submit(request)
 
-    def other(self, exchange: Exchange) -> None:
+    def other(self, exchange: Exchange, match: Match) -> None:
         Forwarding(self._remote, exchange).start()
 
     def _hand_over(self, exchange: Exchange) -> None:

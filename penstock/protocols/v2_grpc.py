@@ -94,10 +94,10 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, call: Any) -> grpc.RpcMethodHandler | None:
         try:
-            self._gate.check_rpc(call.method, call.invocation_metadata)
+            is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except NotAllowed as error:
             return _refusing(error)
-        return self._methods.get(call.method)
+        return self._methods.get(call.method) if is_known else None
 
 
 class Service:

@@ -51,11 +51,31 @@ class _Input(msgspec.Struct):
     data: msgspec.Raw = msgspec.Raw()
 
 
-class _Infer(msgspec.Struct):
+class InferBody(msgspec.Struct):
+    """The JSON of an inference request."""
+
     inputs: list[_Input]
     outputs: list[RequestedOutput] = []
     id: str = ""
     parameters: dict[str, Parameter] = {}
+
+
+class IndexBody(msgspec.Struct):
+    """The JSON of a request for the repository's index."""
+
+    ready: bool = False
+
+
+class LoadBody(msgspec.Struct):
+    """The JSON of a request to load a model."""
+
+    parameters: dict[str, msgspec.Raw] | None = None
+
+
+class UnloadBody(msgspec.Struct):
+    """The JSON of a request to unload a model. Its parameters are ignored."""
+
+    parameters: dict[str, msgspec.Raw] | None = None
 
 
 class _Output(msgspec.Struct, omit_defaults=True):
@@ -94,7 +114,7 @@ _FORMATS = {
 MAX_PACKED = 256
 _packers: dict[tuple[str, int], struct.Struct] = {}
 
-_decode = msgspec.json.Decoder(_Infer).decode
+_decode = msgspec.json.Decoder(InferBody).decode
 _encode = msgspec.json.Encoder().encode
 
 # How JSON elements are read, by the kind of numpy type ('O' is BYTES).
@@ -371,13 +391,13 @@ def _split_id(head: bytes) -> tuple[str, bytes]:
     return "", head if head.startswith(b"{") else b""
 
 
-def _is_plain(wire: _Infer, id: str, around: bytes) -> bool:
+def _is_plain(wire: InferBody, id: str, around: bytes) -> bool:
     """Whether the id that stands in front is the one that counts, whatever it is: no second one
     follows, and no key is spelled in another way."""
     return wire.id == id and b"\\" not in around and _SECOND_ID.search(around) is None
 
 
-def _has_one_list(wire: _Infer, data: bytes, around: bytes) -> bool:
+def _has_one_list(wire: InferBody, data: bytes, around: bytes) -> bool:
     """Whether the one input is given by this flat list of numbers, and nothing else is called data:
     then another list in its place changes nothing but the values."""
     if len(wire.inputs) != 1 or b'"data"' in around[around.find(_DATA) + len(_DATA) :]:
@@ -390,7 +410,7 @@ def _has_one_list(wire: _Infer, data: bytes, around: bytes) -> bool:
 
 def _read(
     head: Buffer, tail: memoryview, sink: ReplySink, received: float
-) -> tuple[_Infer, Request]:
+) -> tuple[InferBody, Request]:
     wire = _parse(head)
     request = _decode_parsed(wire, tail, sink, received)
     # The decoder does not look into what it skips.
@@ -403,7 +423,7 @@ def _read(
     return wire, request
 
 
-def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: float) -> Request:
+def _decode_parsed(wire: InferBody, tail: memoryview, sink: ReplySink, received: float) -> Request:
     inputs: list[Tensor] = []
     position = 0
     for item in wire.inputs:
@@ -425,7 +445,7 @@ def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: fl
     return request
 
 
-def _parse(head: Buffer) -> _Infer:
+def _parse(head: Buffer) -> InferBody:
     try:
         wire = _decode(head)
     except msgspec.DecodeError as error:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -84,6 +85,52 @@ def test_the_control_api_is_off_by_default(tmp_path):
             with pytest.raises(InferenceServerException, match="load / unload is not allowed"):
                 change("model")
         assert client.is_model_ready("model")
+    assert served.terminate() == 0
+
+
+# Ways to spell a path that means the same to a careless server.
+SPELLINGS = ("{}", "{}%0a", "{}%0d%0a", "{}%00", "{}%20", "{}%09", "{}/", "{}/.", "{}%2f", "{}%23")
+SPELLINGS += ("{}%3f", "{};", "{}?", "{}%250a", "/{}", "/.{}", "/v2/health/live/..{}")
+SPELLINGS += ("http://localhost{}", "http://localhost{}%0a")
+
+
+@pytest.mark.parametrize("fronts", ["0", "2"])
+def test_no_spelling_of_a_path_gets_around_a_scope(tmp_path, fronts):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        '[[key]]\nsecret = "only-for-inference"\nscopes = ["infer"]\n'
+        '[[key]]\nsecret = "for-the-operator"\nscopes = ["infer", "metrics", "admin"]\n'
+    )
+    flags = ["--api-keys", str(keys), "--fronts", fronts, "--model-control-mode", "explicit"]
+    served = Served(null_model(tmp_path / "models", "model"), *flags, "--load-model", "*")
+    metrics_port = int(served.metrics_url.rpartition(":")[2].partition("/")[0])
+
+    def status(port: int, method: str, target: str, version: str, secret: str) -> int:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            lines = [f"{method} {target} HTTP/{version}", "Host: localhost", "Content-Length: 0"]
+            lines += [f"X-API-Key: {secret}", "Connection: close", "", ""]
+            client.sendall("\r\n".join(lines).encode())
+            return int(client.makefile("rb").readline().split()[1])
+
+    model, change = "/v2/models/model", "/v2/repository/models/model"
+    restricted = [
+        (served.port, "POST", f"{change}/unload"),
+        (served.port, "POST", f"{change}/load"),
+        (served.port, "POST", "/v2/repository/index"),
+        (served.port, "GET", f"{model}/explain"),
+        (served.port, "GET", "/metrics"),
+        (metrics_port, "GET", "/metrics"),
+    ]
+    for port, method, path in restricted:
+        for spelling in SPELLINGS:
+            for version in ("1.0", "1.1"):
+                target = spelling.format(path)
+                found = status(port, method, target, version, "only-for-inference")
+                assert found in (400, 403, 404), f"{target} answers {found}"
+        assert status(port, method, path, "1.1", "only-for-inference") == 403
+        if not path.endswith("/unload"):
+            assert status(port, method, path, "1.1", "for-the-operator") == 200
+    assert status(served.port, "GET", f"{model}/ready", "1.1", "only-for-inference") == 200
     assert served.terminate() == 0
 
 
