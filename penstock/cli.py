@@ -163,6 +163,12 @@ def main() -> None:
     "Repeatable.",
 )
 @click.option(
+    "--allow-hard-links",
+    is_flag=True,
+    help="Accept ONNX weights in files that have further hard links. Give it where storage is "
+    "deduplicated by hard links and only trusted people write to the repository.",
+)
+@click.option(
     "--gpu-memory-reserve",
     default=0.05,
     show_default=True,
@@ -223,6 +229,7 @@ def serve(
     allow_host: tuple[str, ...],
     model_control_mode: str,
     load_model: tuple[str, ...],
+    allow_hard_links: bool,
     gpu_memory_reserve: float,
     random_weights: bool,
     exit_on_error: bool,
@@ -248,6 +255,7 @@ def serve(
         gpu_memory_reserve=gpu_memory_reserve,
         api_keys=api_keys,
         allow_hosts=allow_host,
+        allows_hard_links=allow_hard_links,
         logs_requests=log_requests,
         limits=HttpLimits(max_body_bytes, max_json_bytes),
         has_random_weights=random_weights,
@@ -279,6 +287,8 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
     try:
         server.check(config, insecure)
         found = _found(path, config)
+        if not config.allows_hard_links:
+            found = repository.refuse_hard_links(found)
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
         _check_gpus(found, config, exit_on_error)

@@ -98,7 +98,7 @@ class Server:
         self.catalog = Catalog(
             fleet=Fleet(config.gpu_memory_reserve), makers={LLM: make_text_model}
         )
-        self.routes = V2Routes(self.catalog, path, config.is_explicit)
+        self.routes = V2Routes(self.catalog, path, config.is_explicit, config.allows_hard_links)
         self._gate = gate = make_gate(config)
         self.routes.tells_reasons = gate.keys is None
         if config.logs_requests:

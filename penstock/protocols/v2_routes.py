@@ -67,9 +67,11 @@ class V2Routes:
     """`path` is the repository; `is_explicit` allows loading and unloading over the API; `fronts`
     are the processes that speak to clients for this one."""
 
-    def __init__(self, catalog: Catalog, path: str, is_explicit: bool) -> None:
+    def __init__(
+        self, catalog: Catalog, path: str, is_explicit: bool, allows_hard_links: bool = False
+    ) -> None:
         self._catalog = catalog
-        self.control = Control(catalog, path, is_explicit)
+        self.control = Control(catalog, path, is_explicit, allows_hard_links)
         self.usage = Usage()
         self.fronts: Sequence[FrontProcess] = ()
         self.is_loading = True
