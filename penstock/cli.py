@@ -37,6 +37,14 @@ def main() -> None:
 @main.command()
 @click.argument("path", type=click.Path())
 @click.option(
+    "--id",
+    "server_id",
+    default="penstock",
+    show_default=True,
+    metavar="NAME",
+    help="Name of this server in its metadata. Change it where clients tell servers apart by it.",
+)
+@click.option(
     "--host",
     default="127.0.0.1",
     show_default=True,
@@ -212,6 +220,7 @@ def main() -> None:
 )
 def serve(
     path: str,
+    server_id: str,
     host: str,
     http_port: int,
     fronts: int,
@@ -242,6 +251,7 @@ def serve(
 
     _configure_logs(log_level, log_format)
     config = ServerConfig(
+        id=server_id,
         host=host,
         http_port=http_port,
         num_fronts=fronts,

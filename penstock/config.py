@@ -309,6 +309,8 @@ class GrpcConfig:
 class ServerConfig:
     """How the server listens and stops."""
 
+    # What the server's metadata call it. Give it where clients tell servers apart.
+    id: str = "penstock"
     host: str = "127.0.0.1"
     http_port: int = 8000
     # Processes that answer HTTP on that port; 0: the core does it itself. Raise it when the core's

@@ -101,6 +101,7 @@ class Server:
         self.routes = V2Routes(self.catalog, path, config.is_explicit, config.allows_hard_links)
         self._gate = gate = make_gate(config)
         self.routes.tells_reasons = gate.keys is None
+        self.routes.server_id = config.id
         if config.logs_requests:
             access_log.log.setLevel(logging.INFO)  # Asked for, whatever else is kept quiet.
         is_logged = config.logs_requests
@@ -127,6 +128,7 @@ class Server:
             config.logs_requests,
             self.v2.handle,
         )
+        self._desk.server_id = config.id
         # Holds the port that the HTTP fronts share.
         self._reserved: socket.socket | None = None
         self._fronts: list[Front] = []

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-import penstock
 from penstock import pbtxt
 from penstock.config import MIB, GrpcConfig, HttpLimits
 from penstock.errors import (
@@ -34,7 +33,7 @@ from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange, Handler, Head
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, status_name, unpack
 from penstock.protocols.v2_http import status_of
-from penstock.protocols.v2_routes import EXTENSIONS
+from penstock.protocols.v2_routes import describe_server
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.served import Served
@@ -151,6 +150,7 @@ class Desk:
         self.logs_requests = logs_requests
         self._is_serving = is_serving
         self.is_draining = False
+        self.server_id = "penstock"
         self._answers: Mapping[frames.AskKind, Callable[[frames.Ask], Awaitable[bytes]]] = {
             "server_ready": self._server_ready,
             "server_metadata": self._server_metadata,
@@ -171,8 +171,7 @@ class Desk:
         return _json({"ready": is_ready and not self.is_draining})
 
     async def _server_metadata(self, ask: frames.Ask) -> bytes:
-        version = penstock.__version__
-        return _json({"name": "penstock", "version": version, "extensions": EXTENSIONS})
+        return describe_server(self.server_id)
 
     async def _model_ready(self, ask: frames.Ask) -> bytes:
         model = self.catalog.find(ask.model_name, ask.model_version)

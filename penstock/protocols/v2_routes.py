@@ -36,6 +36,8 @@ EXTENSIONS = (
     "binary_tensor_data",
     "parameters",
     "statistics",
+    # The request header Penstock-Timing, whatever the server is called.
+    "penstock_timing",
 )
 # How long it is watched how busy processes are.
 BUSY_S = 0.25
@@ -74,6 +76,7 @@ class V2Routes:
         self.control = Control(catalog, path, is_explicit, allows_hard_links)
         self.usage = Usage()
         self.fronts: Sequence[FrontProcess] = ()
+        self.server_id = "penstock"
         self.is_loading = True
         # Health is open to all; where others need a key, it gives names only.
         self.tells_reasons = True
@@ -98,8 +101,7 @@ class V2Routes:
         }
 
     async def server_metadata(self, call: RouteCall) -> Reply:
-        body = {"name": "penstock", "version": penstock.__version__, "extensions": EXTENSIONS}
-        return _json(body)
+        return Reply(describe_server(self.server_id))
 
     async def live(self, call: RouteCall) -> Reply:
         return _json({"live": True})
@@ -206,6 +208,13 @@ class V2Routes:
 
     def _find(self, call: RouteCall) -> Served:
         return self._catalog.find(call.match.model_name, call.match.model_version)
+
+
+def describe_server(server_id: str) -> bytes:
+    """The server's metadata, for every protocol."""
+    return msgspec.json.encode(
+        {"name": server_id, "version": penstock.__version__, "extensions": EXTENSIONS}
+    )
 
 
 def _use(front: FrontProcess) -> FrontUse:

@@ -40,6 +40,7 @@ MAX_SHAPE = 1 << 62
 MAX_RANK = 32
 # Of one output. Each class becomes a text while all other requests wait; clients show a handful.
 MAX_CLASSES = 1000
+RESERVED = "triton_"
 MIN_INT, MAX_INT = -(1 << 63), (1 << 64) - 1
 
 
@@ -579,7 +580,7 @@ def _packer(datatype: Datatype, nbytes: int) -> struct.Struct:
 
 
 def _elements(item: _Input, kind: str) -> list[Any]:
-    """The elements of `data` in row-major order: given flat, or nested exactly as the shape."""
+    """The elements of `data` in row-major order: given flat, or nested."""
     try:
         return _flat_lists[kind](item.data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as flat_error:
@@ -596,18 +597,22 @@ def _elements(item: _Input, kind: str) -> list[Any]:
 
 
 def _flatten(item: _Input, level: list[Any], element: type) -> list[Any]:
-    for depth, size in enumerate(item.shape):
-        if len(level) != num_elements(item.shape[: depth + 1]):
-            break
-        if depth + 1 == len(item.shape):
-            return _typed(item, level, element)
-        inner = item.shape[depth + 1]
-        if not all(isinstance(each, list) and len(each) == inner for each in level):
-            break
+    """The elements of regular nesting: at each depth all are lists of one length, or none is. As in
+    Triton the nesting need not be that of the shape; the number of elements is checked later."""
+    while level and isinstance(level[0], list):
+        size = len(level[0])
+        if not all(isinstance(each, list) and len(each) == size for each in level):
+            raise _ragged(item)
         level = [each for row in level for each in row]
-        del size
-    raise InvalidRequest(
-        f"input '{item.name}': 'data' is nested differently from shape {list(item.shape)}"
+    if any(isinstance(each, list) for each in level):
+        raise _ragged(item)
+    return _typed(item, level, element)
+
+
+def _ragged(item: _Input) -> InvalidRequest:
+    return InvalidRequest(
+        f"input '{item.name}': 'data' is ragged; expected {num_elements(item.shape)} elements in "
+        "one list, or in nested lists of equal lengths"
     )
 
 
@@ -676,7 +681,13 @@ def _check_integers(parameters: Mapping[str, Parameter]) -> None:
 
 
 def apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None:
-    """Move what Penstock understands into the request."""
+    """Move what Penstock understands into the request. Names that begin with triton_ are reserved,
+    as in Triton."""
+    for name in parameters:
+        if name.startswith(RESERVED):
+            raise InvalidRequest(
+                f"parameter '{name:.100}': names that begin with '{RESERVED}' are reserved"
+            )
     is_binary = parameters.pop("binary_data_output", False)
     if not isinstance(is_binary, bool):
         raise InvalidRequest("parameter 'binary_data_output' must be true or false")

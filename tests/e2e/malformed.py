@@ -357,8 +357,9 @@ def tensors() -> Iterator[Http]:
 
     for name, data in {
         "ragged rows": [[1, 2], [3]],
-        "rows of another shape": [[1, 2], [3, 4]],
-        "a list too deep": [[[1, 2, 3, 4]]],
+        "rows of unequal lengths": [[1], [2, 3, 4]],
+        "a row beside a number": [[1, 2, 3], 4],
+        "regular rows, too many": [[1, 2, 3], [4, 5, 6]],
         "half nested": [1, 2, [3, 4]],
         "too few elements": [1, 2, 3],
         "too many elements": [1, 2, 3, 4, 5],
@@ -515,6 +516,7 @@ def requests() -> Iterator[Http]:
     yield bad("a parameter that is a list", parameters(a=[1]), "parameters")
     yield bad("a parameter that is an object", parameters(a={}), "parameters")
     yield bad("a parameter beyond 64 bits", parameters(a=2**64), "'a'")
+    yield bad("a reserved parameter", parameters(triton_x=1), "'triton_x'", "reserved")
     for value in (1, "yes", 0.0):
         message = parameters(binary_data_output=value)
         yield bad(f"binary_data_output {value!r}", message, "binary_data_output")
