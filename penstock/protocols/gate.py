@@ -36,20 +36,34 @@ _HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/\[\]]+))
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Scopes by the digest of the secret; the secrets themselves are not kept."""
+    """Scopes by the digest of the secret; the secrets themselves are not kept. `names` are for
+    logs; front processes have none."""
 
     scopes: Mapping[bytes, frozenset[str]] = field(default_factory=dict)
+    names: Mapping[bytes, str] = field(default_factory=dict)
 
     def of(self, secret: bytes) -> frozenset[str]:
         return self.scopes.get(digest_secret(secret), frozenset())
 
 
 class Gate:
-    """`keys` None: no key is needed. `hosts` None: any Host is accepted."""
+    """`keys` None: no key is needed; they may be replaced at any time. `hosts` None: any Host is
+    accepted."""
 
     def __init__(self, keys: Keys | None = None, hosts: frozenset[str] | None = None) -> None:
         self.keys = keys
         self.hosts = hosts
+
+    def caller(self, headers: Mapping[bytes, bytes]) -> str:
+        """Who sent a message, for logs."""
+        secret = secret_of(headers)
+        return self.name_of(b"" if secret is None else digest_secret(secret))
+
+    def name_of(self, digest: bytes) -> str:
+        """Of the key with this digest; empty means that no key was sent."""
+        if self.keys is None or not digest:
+            return "anonymous"
+        return self.keys.names.get(digest) or f"key {digest.hex()[:8]}"
 
     def check_host(self, headers: Mapping[bytes, bytes]) -> None:
         """NotAllowed for a Host that this server does not have. Only HTTP/1.0 may send none, which
@@ -86,12 +100,42 @@ class Gate:
         if scope is None:
             return False
         if self.keys is not None:
-            headers = {
-                name.encode(): value if isinstance(value, bytes) else value.encode()
-                for name, value in metadata
-            }
-            self.check_scope(scope, headers)
+            self.check_scope(scope, headers_of(metadata))
         return True
+
+
+class KeyFile:
+    """The key file of a running server, read again when it has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: tuple[int, ...] | None = None
+
+    def read(self) -> Keys:
+        """ConfigError with every problem."""
+        self._stamp = file_stamp(self._path)
+        return read_keys(self._path)
+
+    def read_if_changed(self) -> Keys | None:
+        """None: it has not changed. ConfigError once for each change that cannot be used."""
+        return None if file_stamp(self._path) == self._stamp else self.read()
+
+
+def file_stamp(path: Path) -> tuple[int, ...] | None:
+    """Differs after every change of a file; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[bytes, bytes]:
+    """The metadata of a gRPC call as headers."""
+    return {
+        name.encode(): value if isinstance(value, bytes) else value.encode()
+        for name, value in metadata
+    }
 
 
 def read_keys(path: Path) -> Keys:
@@ -117,17 +161,19 @@ def read_keys(path: Path) -> Keys:
     problems = [f"{path}: {name}: no such field; expected [[key]]" for name in strange]
     first: dict[bytes, int] = {}
     scopes: dict[bytes, frozenset[str]] = {}
+    names: dict[bytes, str] = {}
     for index, entry in enumerate(entries):
         found = _key_problems(entry)
         if not found:
             digest = digest_secret(entry["secret"].encode())
             scopes[digest] = frozenset(entry["scopes"])
+            names[digest] = entry.get("name", "")
             if first.setdefault(digest, index) != index:
                 found.append(f".secret: the same as that of key[{first[digest]}]")
         problems += [f"{path}: key[{index}]{problem}" for problem in found]
     if problems:
         raise ConfigError(problems)
-    return Keys(scopes)
+    return Keys(scopes, names)
 
 
 def _key_problems(entry: Mapping[str, object]) -> list[str]:

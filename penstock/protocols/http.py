@@ -633,6 +633,10 @@ class HttpServer:
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
 
+    def forget_heads(self) -> None:
+        """Every head is looked at again, because what a handler noted may not hold any more."""
+        self.known_heads.clear()
+
     def drain(self) -> None:
         """From now on answers close their connections; idle connections close when next seen."""
         self.is_draining = True

@@ -27,9 +27,10 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
-from penstock.protocols import access_log, openai_errors, route_table
+from penstock.protocols import access_log, audit_log, openai_errors, route_table
+from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
-from penstock.protocols.handler_tasks import HandlerTasks
+from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
 from penstock.protocols.http import Exchange, Handler
 from penstock.protocols.route_table import Match
 from penstock.serving.catalog import Catalog
@@ -175,7 +176,10 @@ class Models:
         logs_requests: bool = False,
         handle_openai: Handler | None = None,
         handle_generate: Handler | None = None,
+        gate: Gate | None = None,
     ) -> None:
+        """`gate` knows the names of callers."""
+        self._gate = gate or Gate()
         self._make_sink = LoggedSink if logs_requests else InferSink
         self._catalog = catalog
         self._routes = routes
@@ -192,6 +196,8 @@ class Models:
     def other(self, exchange: Exchange, match: Match) -> None:
         name = match.route.handler
         if (handler := self._handlers.get(name)) is not None:
+            if match.route.scope == "admin":
+                handler = audited(handler, self._gate.caller(exchange.head.headers))
             self._tasks.start(exchange, handler, match)
         elif (direct := self._direct[name]) is not None:
             direct(exchange)
@@ -338,12 +344,44 @@ def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Matc
     match = route_table.find(head.path)
     if match is None or (is_metrics_port and not match.route.is_on_metrics_port):
         raise no_route(exchange)
-    gate.check_scope(match.route.scope, head.headers)
+    try:
+        gate.check_scope(match.route.scope, head.headers)
+    except NotAllowed as error:
+        if match.route.scope == "admin":
+            call = _admin_call(match, gate.caller(head.headers))
+            audit_log.record(call, status_of(error), str(error))
+        raise
     methods, method = match.route.methods, head.method.decode("latin-1")
     if method not in methods:
         text = f"{_shown(exchange)} takes {' or '.join(methods)}, not {method}"
         raise WrongHead(405, text, f"Allow: {', '.join(methods)}\r\n".encode())
     return match
+
+
+def audited(handler: RouteHandler, caller: str) -> RouteHandler:
+    """The same with a line in the audit log for each call."""
+
+    async def run(call: RouteCall) -> Reply:
+        # What a client that leaves would have got.
+        result, reason = STATUS[Cancelled], ""
+        try:
+            reply = await handler(call)
+            result = reply.status
+            return reply
+        except PenstockError as error:
+            result, reason = status_of(error), str(error)
+            raise
+        except Exception:
+            result, reason = 500, "internal error"
+            raise
+        finally:
+            audit_log.record(_admin_call(call.match, caller), result, reason)
+
+    return run
+
+
+def _admin_call(match: Match, caller: str) -> AdminCall:
+    return AdminCall("http", caller, match.route.handler, match.model_name)
 
 
 def no_route(exchange: Exchange) -> WrongHead:

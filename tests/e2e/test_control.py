@@ -4,13 +4,16 @@ import asyncio
 import json
 import shutil
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from load import Load
 from served import EXAMPLES, Served, null_model
@@ -131,6 +134,54 @@ def test_no_spelling_of_a_path_gets_around_a_scope(tmp_path, fronts):
         if not path.endswith("/unload"):
             assert status(port, method, path, "1.1", "for-the-operator") == 200
     assert status(served.port, "GET", f"{model}/ready", "1.1", "only-for-inference") == 200
+    assert served.terminate() == 0
+
+
+@pytest.mark.parametrize("fronts", ["0", "2"])
+def test_keys_are_reloaded_without_a_restart(tmp_path, fronts):
+    path = tmp_path / "keys.toml"
+
+    def write(name: str, *scopes: str) -> dict[str, str]:
+        listed = ", ".join(f'"{scope}"' for scope in scopes)
+        text = f'[[key]]\nname = "{name}"\nsecret = "secret of {name}"\nscopes = [{listed}]\n'
+        (tmp_path / "new.toml").write_text(text)
+        (tmp_path / "new.toml").rename(path)
+        return {"x-api-key": f"secret of {name}"}
+
+    first = write("one team", "infer")
+    flags = ["--api-keys", str(path), "--fronts", fronts, "--model-control-mode", "explicit"]
+    served = Served(null_model(tmp_path / "models", "m"), *flags, "--load-model", "*", grpc=True)
+    rpcs = grpcclient.InferenceServerClient(served.grpc_address)
+    with client_of(served) as client, rpcs:
+
+        def allows(headers: dict[str, str], *clients: Any) -> bool:
+            answers = []
+            for each in clients:
+                try:
+                    answers.append(bool(each.get_model_metadata("m", headers=headers)))
+                except InferenceServerException:
+                    answers.append(False)
+            return all(answers)
+
+        assert allows(first, client, rpcs)
+        second = write("another team", "infer", "admin")
+        ends = time.monotonic() + 60
+        while not allows(second, client, rpcs):
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        assert not allows(first, client) and not allows(first, rpcs)
+        path.write_text("[[key")
+        time.sleep(2.5)  # Nothing tells a client that a file was not used.
+        assert allows(second, client, rpcs)
+        client.unload_model("m", headers=second)
+        with pytest.raises(InferenceServerException):
+            rpcs.unload_model("m", headers=first)
+        rpcs.load_model("m", headers=second)
+    log = served.logged()
+    assert "the API keys stay as they are: " in log
+    assert 'http caller="another team" action=unload model=m result=200' in log
+    assert 'grpc caller="another team" action=load model=m result=OK' in log
+    assert "action=RepositoryModelUnload result=UNAUTHENTICATED" in log
     assert served.terminate() == 0
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, NotAllowed
-from penstock.protocols.gate import MAX_KEYS, Gate, read_keys
+from penstock.protocols.gate import MAX_KEYS, Gate, KeyFile, digest_secret, read_keys
+from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
 from penstock.serving.supervisor import socket_pair
 from penstock.wire import frames
@@ -181,6 +182,7 @@ def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
     path = tmp_path / "keys.toml"
     path.write_text("".join(entries[:-1]))
     keys = {digest: tuple(scopes) for digest, scopes in read_keys(path).scopes.items()}
+    assert len(frames.encode(frames.SetKeys(keys))) <= MAX_SENT_BYTES
     frame = frames.Open(frames.VERSION, "localhost", 0, 0, 0, keys=keys)
     ours, theirs = socket_pair()
     with ours, theirs:
@@ -190,6 +192,45 @@ def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
     path.write_text("".join(entries))
     with pytest.raises(ConfigError, match="4097 keys; at most 4096"):
         read_keys(path)
+
+
+def test_a_key_file_is_read_again_when_it_has_changed(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    file = KeyFile(path)
+    assert file.read().of(SECRET.encode()) == {"infer"}
+    assert file.read_if_changed() is None
+    path.write_text(FILE.replace('["infer"]', '["metrics"]'))
+    changed = file.read_if_changed()
+    assert changed is not None and changed.of(SECRET.encode()) == {"metrics"}
+    assert file.read_if_changed() is None
+
+
+@pytest.mark.parametrize("broken", ["[[key", "", None])
+def test_a_change_that_cannot_be_used_is_told_once(tmp_path, broken):
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    file = KeyFile(path)
+    file.read()
+    if broken is None:
+        path.unlink()
+    else:
+        path.write_text(broken)
+    with pytest.raises(ConfigError):
+        file.read_if_changed()
+    assert file.read_if_changed() is None
+    (tmp_path / "new").write_text(FILE)
+    (tmp_path / "new").rename(path)
+    assert file.read_if_changed() is not None
+
+
+def test_callers_have_names_for_logs(keys):
+    gate = Gate(keys)
+    assert gate.caller({b"x-api-key": SECRET.encode()}) == "team-a"
+    assert gate.caller({}) == "anonymous"
+    unknown = gate.caller({b"x-api-key": b"some other secret"})
+    assert unknown == f"key {digest_secret(b'some other secret').hex()[:8]}"
+    assert Gate().caller({b"x-api-key": b"anything"}) == "anonymous"
 
 
 def test_a_missing_key_file_is_explained(tmp_path):

@@ -16,7 +16,7 @@ from penstock.config import BatchPolicy, HttpLimits, ModelConfig
 from penstock.errors import ConfigError
 from penstock.protocols import access_log
 from penstock.protocols.fronts import Desk, Front, http_opening, http_trade
-from penstock.protocols.gate import Gate, read_keys
+from penstock.protocols.gate import Gate, Keys, digest_secret, read_keys
 from penstock.protocols.http import Exchange
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES
 from penstock.protocols.v2_http import Models, V2Http
@@ -457,3 +457,24 @@ async def test_a_front_that_cannot_listen_says_why():
         await front.listening()
     await front.close()
     taken.close()
+
+
+async def test_new_keys_hold_also_for_heads_that_were_seen_before(until: Until):
+    def keys(secret: bytes) -> Keys:
+        return Keys({digest_secret(secret): frozenset(["infer"])})
+
+    gate = Gate(keys(b"the first secret"))
+    async with serving(gate=gate) as served, served.connect() as client:
+        head, body = binary(b"abcd")
+
+        async def status(secret: str) -> int:
+            headers = {**head, "X-API-Key": secret}
+            return (await client.ask("/v2/models/echo/infer", body, headers=headers)).status
+
+        for _ in range(3):
+            assert await status("the first secret") == 200
+        gate.keys = keys(b"another secret")
+        served.front.set_keys(gate)
+        while await status("another secret") != 200:
+            await asyncio.sleep(0.001)
+        assert await status("the first secret") == 401

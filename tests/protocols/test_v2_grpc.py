@@ -84,6 +84,7 @@ class Core:
         name: str = "",
         version: str = "",
         parameters: Mapping[str, Any] | None = None,
+        key: bytes = b"",
     ) -> bytes:
         self.asked.append((kind, name, parameters or {}))
         if name in self.errors:

@@ -611,6 +611,20 @@ def test_no_other_route_takes_a_version_that_is_not_there(
     assert reply.error
 
 
+@pytest.mark.parametrize(
+    ("method", "route"),
+    [("GET", ""), ("GET", "/ready"), ("GET", "/config"), ("GET", "/stats"), ("GET", "/explain")]
+    + [("POST", "/infer"), ("POST", "/generate"), ("POST", "/generate_stream")],
+)
+@pytest.mark.parametrize("version", ["AAA", "1.0", "01", "-1", "99"])
+def test_every_route_says_which_version_is_not_found(
+    api: Api, method: str, route: str, version: str
+) -> None:
+    reply = api.ask(method, f"/v2/models/echo/versions/{version}{route}", b"{}")
+    assert reply.status == 404
+    assert f"'echo' version {version} is not found; loaded: 1, 3, 20" in reply.error
+
+
 HOSTILE_NAMES = [
     "..",
     ".",
