@@ -101,11 +101,16 @@ class Gate:
         """The same for a gRPC call; what is not known is inference here too."""
         if self.keys is None:
             return
-        headers = {
-            name.encode(): value if isinstance(value, bytes) else value.encode()
-            for name, value in metadata
-        }
-        self._check_key(RPC_SCOPES.get(method, "infer"), headers)
+        self._check_key(RPC_SCOPES.get(method, "infer"), _headers(metadata))
+
+    def caller(self, headers: Mapping[bytes, bytes]) -> bytes:
+        """Digest of the API key of a message, to tell callers apart; empty where none is needed."""
+        secret = None if self.keys is None else secret_of(headers)
+        return b"" if secret is None else _digest(secret)
+
+    def rpc_caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+        """The same for a gRPC call."""
+        return b"" if self.keys is None else self.caller(_headers(metadata))
 
     def _check_key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         if self.keys is None or scope == "open":
@@ -203,6 +208,13 @@ def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
     if given is not None and given[:7].lower() == b"bearer ":
         return given[7:].strip()
     return headers.get(b"x-api-key")
+
+
+def _headers(metadata: Iterable[tuple[str, str | bytes]]) -> dict[bytes, bytes]:
+    return {
+        name.encode(): value if isinstance(value, bytes) else value.encode()
+        for name, value in metadata
+    }
 
 
 def _digest(secret: bytes) -> bytes:

@@ -15,6 +15,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
@@ -66,6 +67,8 @@ WATCH_S = 0.5
 STOP_GRACE_S = 2.0
 
 Answer = Callable[[Any], Awaitable[Any]]
+# Who makes the call that is being answered, as `Request.caller`; each call is a task of its own.
+CALLER: ContextVar[bytes] = ContextVar("caller", default=b"")
 
 
 class Waiter:
@@ -126,7 +129,7 @@ class Service:
         }
         methods = {
             f"/{SERVICE.full_name}/{method.name}": _unary(
-                method, answers.get(method.name) or _missing(method.name)
+                method, answers.get(method.name) or _missing(method.name), self._gate
             )
             for method in SERVICE.methods
         }
@@ -154,6 +157,7 @@ class Service:
     async def _infer(self, message: Any) -> Any:
         waiter = Waiter()
         request = decode_infer(message, waiter, time.monotonic())
+        request.caller = CALLER.get()
         model = self._remote.find(message.model_name, message.model_version)
         model.submit(request)
         try:
@@ -164,6 +168,7 @@ class Service:
             raise
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        CALLER.set(self._gate.rpc_caller(context.invocation_metadata() or ()))
         stream = Stream(self._infer, messages, context)
         try:
             async with asyncio.TaskGroup() as group:
@@ -344,12 +349,13 @@ def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _unary(method: Any, answer: Answer) -> grpc.RpcMethodHandler:
+def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
     """A handler that parses the request and turns errors into statuses."""
     request_type = GetMessageClass(method.input_type)
 
     async def call(data: bytes, context: Any) -> Any:
         try:
+            CALLER.set(gate.rpc_caller(context.invocation_metadata() or ()))
             return await answer(parse(request_type, data))
         except PenstockError as error:
             await _abort(context, error)

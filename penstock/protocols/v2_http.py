@@ -25,6 +25,7 @@ from penstock.errors import (
     NotReady,
     Overloaded,
     PenstockError,
+    Quarantined,
     TooLarge,
     Unsupported,
 )
@@ -49,6 +50,7 @@ STATUS: dict[type[PenstockError], int] = {
     NotFound: 404,
     NotReady: 503,
     Overloaded: 503,
+    Quarantined: 422,
     DeadlineExceeded: 504,
     Cancelled: 499,
     Unsupported: 501,
@@ -68,12 +70,14 @@ class InferCall:
     """What is asked of which model, from the head of a message. A head that comes again is the same
     object, so this is worked out once for all of them (`Head.note`)."""
 
-    __slots__ = ("accepts", "json_bytes", "model_name", "model_version", "wants_timing")
+    __slots__ = ("accepts", "caller", "json_bytes", "model_name", "model_version", "wants_timing")
 
     def __init__(self, name: str, version: str, headers: Mapping[bytes, bytes]) -> None:
         self.model_name = name
         self.model_version = version
         self.json_bytes: int | None = None
+        # As `Request.caller`.
+        self.caller = b""
         # How the answer may be compressed.
         self.accepts = _accepted(headers.get(b"accept-encoding", b""))
         self.wants_timing = b"penstock-timing" in headers
@@ -209,6 +213,7 @@ class Models:
         except PenstockError as error:
             model.refused(error, exchange.received)
             raise
+        request.caller = call.caller
         sink.request = request
         exchange.waiter = sink
         model.submit(request)
@@ -307,7 +312,9 @@ class V2Http:
             text = f"infer takes POST, not {head.method.decode('latin-1')}"
             raise WrongHead(405, text, b"Allow: POST\r\n")
         name, version = unquote(match[1].decode("latin-1")), (match[2] or b"").decode()
-        return InferCall(name, version, head.headers)
+        call = InferCall(name, version, head.headers)
+        call.caller = self._gate.caller(head.headers)
+        return call
 
     def _json_bytes(self, exchange: Exchange) -> int | None:
         """The length of the JSON part; None when it is the whole body."""

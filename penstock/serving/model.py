@@ -22,6 +22,7 @@ from penstock.errors import (
     NotReady,
     Overloaded,
     PenstockError,
+    Quarantined,
     TooLarge,
 )
 from penstock.metrics import ModelMetrics, Waits
@@ -31,12 +32,20 @@ from penstock.serving.history import History, Record
 from penstock.serving.padding import Pads
 from penstock.serving.plan import Geometry, Plan, Planner, column_bytes
 from penstock.serving.proof import agreed
+from penstock.serving.quarantine import (
+    MAX_BODY_DEATHS,
+    MAX_KEY_DEATHS,
+    Part,
+    Quarantine,
+    Verdict,
+    fingerprint,
+)
 from penstock.serving.refusals import Refusals
 from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.supervisor import Instance, ProcessLife, StartLife, Supervisor
-from penstock.types import CANCELLED, Request, Response, Tensor
+from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.model")
@@ -116,6 +125,7 @@ class Model:
         self._clock = clock
         self._saturation = Saturation(clock())
         self._refusals = Refusals()
+        self._quarantine = Quarantine()
         self._loop = asyncio.get_running_loop()
         self._slab_bytes = _slab_bytes(config)
         self._planner = Planner(config, self._slab_bytes)
@@ -163,6 +173,11 @@ class Model:
     @property
     def instances(self) -> Sequence[Instance]:
         return self._supervisor.instances
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether a loaded worker waits to take the place of one that dies."""
+        return self._supervisor.has_spare
 
     @property
     def batcher(self) -> Batcher | SloBatcher:
@@ -239,6 +254,8 @@ class Model:
             geometry = plan.geometry
             if geometry.layout is None:
                 self._check_spill(request)
+            if self._quarantine.is_active:
+                self._check_quarantine(request)
             timings = request.timings
             timings.queued = now = self._clock()
             timings.saturated_s = self._saturation.at(now)
@@ -328,6 +345,85 @@ class Model:
                 f"model '{self.config.name}' has for them (parameters.penstock.spill_bytes)"
             )
 
+    # Quarantine.
+
+    def _check_quarantine(self, request: Request) -> None:
+        """Raise Quarantined for a request that would kill its worker, or whose key's requests do.
+        Bodies cost a hash each, so they are only looked at while one is quarantined."""
+        now = self._clock()
+        quarantine, name = self._quarantine, self.config.name
+        left_s = quarantine.key_left_s(request.caller, now)
+        if left_s > 0:
+            raise Quarantined(
+                f"requests with this API key killed workers of model '{name}' "
+                f"{MAX_KEY_DEATHS} times; the model refuses the key for {left_s:.0f} s more"
+            )
+        left_s = quarantine.body_left_s(self._body(request), now) if quarantine.has_bodies else 0.0
+        if left_s > 0:
+            raise Quarantined(
+                f"this request killed its worker of model '{name}' {MAX_BODY_DEATHS} times; the "
+                f"model refuses it for {left_s:.0f} s more"
+            )
+
+    def _body(self, request: Request) -> bytes:
+        """The fingerprint of a request, before or after its bytes went to shared memory."""
+        parts = self._sent(request) if request.place is None else self._placed(request)
+        return fingerprint(parts, request.parameters)
+
+    def _sent(self, request: Request) -> list[Part]:
+        tensors = [request.inputs[index] for index in request.fit.plan.order]
+        return [Part(tensor.name, tensor.shape, tensor.data) for tensor in tensors]
+
+    def _placed(self, request: Request) -> list[Part]:
+        place: Place = request.place
+        plan: Plan = request.fit.plan
+        geometry, view = plan.geometry, place.slab.seg.view
+        parts: list[Part] = []
+        for index, (offset, row_bytes) in enumerate(geometry.input_columns):
+            start = offset + place.row * row_bytes
+            data: Buffer = view[start : start + place.count * row_bytes]
+            shape = geometry.row_shapes[index]
+            if plan.own_shapes is not None:
+                assert self._planner.pads is not None
+                full, shape = shape, plan.own_shapes[index]
+                data = self._planner.pads.read(index, data, shape, full)
+            parts.append(Part(self.config.inputs[index].name, (place.count, *shape), data))
+        return parts
+
+    def _pinned(self, request: Request) -> Verdict:
+        """A worker died while it ran this request alone."""
+        now = self._clock()
+        verdict = self._quarantine.died(self._body(request), request.caller, now)
+        if verdict.is_excused and request.lost_with is not None:
+            self._supervisor.excuse(request.lost_with)
+            request.lost_with = None
+        if verdict.quarantines_key:
+            self._warn("an API key is quarantined: its requests killed %d workers", MAX_KEY_DEATHS)
+        if verdict.quarantines_body:
+            self._warn("a request is quarantined: it killed %d workers", MAX_BODY_DEATHS)
+        if verdict.quarantines_body or verdict.quarantines_key:
+            self._refuse_quarantined()
+        return verdict
+
+    def _refuse_quarantined(self) -> None:
+        """Those that wait already must not kill either."""
+        waiting = [request for lane in self._batcher.waiting() for request in lane.walk()]
+        for request in waiting:
+            self._refuse_if_quarantined(request)
+
+    def _refuse_if_quarantined(self, request: Request) -> bool:
+        try:
+            self._check_quarantine(request)
+        except Quarantined as error:
+            self._batcher.remove(request)
+            self._refuse(request, error)
+            return True
+        return False
+
+    def _warn(self, text: str, *args: object) -> None:
+        where = (self.config.name, self.config.version)
+        log.warning(f"%s/%s: {text}", *where, *args, extra=self.labels)
+
     # Batches.
 
     def _pump(self) -> None:
@@ -348,6 +444,8 @@ class Model:
                     if batch is None:
                         self._arm_timer(now)
                         return
+                    if self._is_refused_rerun(batch, now):
+                        continue
                     if not self._dispatch(instance, batch, now):
                         break
         self._arm_timer(now, only_expiry=True)
@@ -367,7 +465,17 @@ class Model:
         if wake_at is not None:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self._pump)
 
-    def _refuse(self, request: Request, error: Overloaded) -> None:
+    def _is_refused_rerun(self, batch: list[Request], now: float) -> bool:
+        """Its twin may have been quarantined while it waited to run again."""
+        if self._batcher.closed_by != "rerun" or not self._quarantine.is_active:
+            return False
+        if not self._refuse_if_quarantined(batch[0]):
+            return False
+        if self._slo is not None:
+            self._slo.ended(now)
+        return True
+
+    def _refuse(self, request: Request, error: PenstockError) -> None:
         self._release(request, was_dispatched=False)
         self.metrics.refused(error)
         self._note_overload(error, self._clock())
@@ -542,6 +650,7 @@ class Model:
 
     def _answer(self, instance: Instance, frame: frames.FromWorker) -> None:
         flight = _taken(instance, frame)
+        self._quarantine.answered()
         if flight is not None and isinstance(frame, frames.Done):
             self._deliver(instance, flight, frame)
         elif flight is not None and isinstance(frame, frames.Failed):
@@ -739,8 +848,9 @@ class Model:
                 geometry = self._planner.bucket_geometry(bucket)
                 self._slo.seed(pads.warm_times(timings, bucket), geometry)
 
-    def instance_died(self, instance: Instance, reason: str) -> None:
-        """The requests of its batches run again, each alone; who was alone already is to blame."""
+    def instance_died(self, instance: Instance, reason: str) -> bool:
+        """The requests of its batches run again, each alone; one that was alone already is to
+        blame. Returns whether a request is, and not the model."""
         flights, instance.batches = instance.batches, []
         if self.state == "READY":
             self.metrics.num_restarts += 1
@@ -751,13 +861,16 @@ class Model:
             self._without_instance_since = now
         self._note_idle(now)
         self._count_executors()
+        is_pinned = len(flights) == 1 and len(flights[0].requests) == 1
+        is_excused = is_pinned and self._pinned(flights[0].requests[0]).is_excused
         for flight in flights:
-            self._lost(flight, reason, now)
+            self._lost(flight, reason, now, instance.index)
         if flights:
             self._pump()
             self._check_idle()
+        return is_excused
 
-    def _lost(self, flight: InFlight, reason: str, now: float) -> None:
+    def _lost(self, flight: InFlight, reason: str, now: float, index: int) -> None:
         self._ended(flight)
         self._note_batch(flight, now, flight.waits(), 0.0, "the worker died")
         if len(flight.requests) == 1 and flight.requests[0].num_deaths > 0:
@@ -766,6 +879,8 @@ class Model:
             return
         for request in flight.requests:
             request.num_deaths += 1
+            if len(flight.requests) > 1:
+                request.lost_with = index
         self._rerun(flight)
 
     def _count_executors(self) -> None:
@@ -840,7 +955,9 @@ class Model:
 
     def tick(self) -> None:
         """Asked twice a second by the supervisor."""
-        over = self._refusals.ended(self._clock())
+        now = self._clock()
+        self._quarantine.expire(now)
+        over = self._refusals.ended(now)
         if over is not None:
             log.info(
                 "%s/%s is no longer overloaded; %d requests were refused in %.1f s",

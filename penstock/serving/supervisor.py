@@ -1,7 +1,9 @@
 """Keeps the workers of one model alive: starts them, notices deaths and hangs, starts them again.
 
-It knows processes, sockets and back-off, and nothing of requests: what a death means for a batch is
-the model's business (`Listener`). Everything runs on the core's event loop.
+It knows processes, sockets and back-off, and nothing of requests: what a death means for a batch,
+and whether a request is to blame for it, is the model's business (`Listener`). While requests kill
+workers, one more worker is kept loaded as a spare where memory allows. Everything runs on the
+core's event loop.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from penstock import devices
+from penstock import devices, usage
 from penstock.backends import GPU_MEMORY
-from penstock.config import ModelConfig
+from penstock.config import CPU, ModelConfig
+from penstock.serving.restarts import HEALTHY_S, CrashLoop, SpareWish, spare_fits
+from penstock.serving.restarts import backoff_s as backoff_s
+from penstock.serving.restarts import deaths_in_a_row as deaths_in_a_row
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.worker import Channel, Worker
 from penstock.wire import frames
@@ -30,10 +35,6 @@ log = logging.getLogger("penstock.supervisor")
 
 SOCKET_BUFFER_BYTES = 4 << 20
 TICK_S = 0.5
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 10.0
-# An instance that has run this long has recovered; its next death restarts it at once.
-HEALTHY_S = 10.0
 # For a worker that leaves, to close its model.
 LEAVE_S = 5.0
 # Deaths before the first Ready that make the load fail.
@@ -87,6 +88,12 @@ class ProcessLife:
         """A worker without its socket is of no use."""
         self.kill()
 
+    def has_room_for_another(self) -> bool:
+        """Whether the machine's memory has room for one more process as large as this one."""
+        memory = usage.read_memory()
+        worker_bytes = usage.resident_bytes(self.pid)
+        return worker_bytes > 0 and spare_fits(worker_bytes, memory.available, memory.total)
+
     def _died(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
@@ -122,6 +129,10 @@ class ThreadLife:
             self._is_dead = True
             self._loop.call_soon(self._on_death, "its thread ended")
 
+    def has_room_for_another(self) -> bool:
+        """A request that crashes a thread takes the process along: a spare would not help."""
+        return False
+
     def _serve(self, sock: socket.socket) -> None:
         channel = Channel(sock)
         worker = Worker(channel)
@@ -141,19 +152,6 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     ours.setblocking(False)
     return ours, theirs
-
-
-def deaths_in_a_row(before: int, well_s: float) -> int:
-    """With the one just now of a process that had been well for so long."""
-    return 1 if well_s >= HEALTHY_S else before + 1
-
-
-def backoff_s(num_deaths: int) -> float:
-    """How long to wait after so many deaths in a row: after the first not at all."""
-    if num_deaths <= 1:
-        return 0.0
-    # Beyond 2^32 the limit holds long since, and a float must not overflow.
-    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_deaths - 2, 32))
 
 
 class Sender:
@@ -208,6 +206,7 @@ class Life(Protocol):
 
     def kill(self) -> None: ...
     def socket_closed(self) -> None: ...
+    def has_room_for_another(self) -> bool: ...
 
 
 # OSError if it gets no process, and then nothing is left of it.
@@ -219,7 +218,9 @@ class Listener(Protocol):
 
     def instance_ready(self, instance: Instance) -> None: ...
     def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None: ...
-    def instance_died(self, instance: Instance, reason: str) -> None: ...
+    def instance_died(self, instance: Instance, reason: str) -> bool:
+        """Returns whether a request is to blame: then the death counts towards no crash loop."""
+
     def load_failed(self, problems: Sequence[str]) -> None: ...
     def tick(self) -> None:
         """Every half second."""
@@ -248,8 +249,11 @@ class Instance:
         self.ready_at = 0.0
         # When it last answered a batch, by the model's clock.
         self.answered_at = 0.0
-        self.num_deaths = 0
+        # Both belong to the place: a spare that takes it over goes on with them.
+        self.crashes = CrashLoop()
         self.num_restarts = 0
+        # Loaded, and in no place yet.
+        self.is_spare = False
         # What the present worker said when it could not load.
         self.load_error = ""
         self.sender: Sender | None = None
@@ -305,6 +309,19 @@ class Supervisor:
         # What workers that start from now on need not try out again.
         self.proof: frames.Proof | None = None
         self.instances = [Instance(index, *worker) for index, worker in enumerate(config.workers)]
+        self._spare: Instance | None = None
+        self._spare_wish = SpareWish()
+        # Spares that died before they were needed, since the last one that was.
+        self._num_lost_spares = 0
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether a worker is ready to take the place of one that dies."""
+        return self._spare is not None and self._spare.is_ready
+
+    @property
+    def _all(self) -> list[Instance]:
+        return self.instances if self._spare is None else [*self.instances, self._spare]
 
     def start(self) -> None:
         for instance in self.instances:
@@ -317,15 +334,15 @@ class Supervisor:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        for instance in self.instances:
+        for instance in self._all:
             if instance.life is not None:
                 self.send(instance, frames.Stop())
-        if any(instance.life is not None for instance in self.instances):
+        if any(instance.life is not None for instance in self._all):
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._all_dead.wait()
             except TimeoutError:
-                for instance in self.instances:
+                for instance in self._all:
                     if instance.life is not None:
                         instance.life.kill()
                 await self._all_dead.wait()
@@ -333,7 +350,7 @@ class Supervisor:
     def add_slab(self, slab: Slab) -> None:
         """All workers of the model map all its slabs."""
         self._slabs.append(slab)
-        for instance in self.instances:
+        for instance in self._all:
             if instance.life is not None:
                 self._send_slab(instance, slab)
 
@@ -346,6 +363,11 @@ class Supervisor:
         if instance.sender is not None:
             instance.sender.send(data, fds)
 
+    def excuse(self, index: int) -> None:
+        """A death that counted towards a crash loop turned out to be the fault of a request."""
+        self.instances[index].crashes.excuse()
+        self._spare_wish.killed(self._loop.time())
+
     def _start(self, instance: Instance) -> None:
         """A start that fails counts as a death: what was missing may be there the next time."""
         try:
@@ -357,7 +379,7 @@ class Supervisor:
                 instance.life.kill()
                 return
             self._close_spill(instance)
-            self._restart(instance, False, reason)
+            self._go_on(instance, False, False, reason)
 
     def _launch(self, instance: Instance) -> None:
         instance.load_error = ""
@@ -417,10 +439,12 @@ class Supervisor:
                     instance.pid,
                     extra=self._labels(instance),
                 )
-                self._listener.instance_ready(instance)
+                if not instance.is_spare:
+                    self._listener.instance_ready(instance)
+                self._prepare_spare()
             case frames.LoadFailed():
                 instance.load_error = "; ".join(frame.problems)
-                if instance.ready is None:
+                if instance.ready is None and not instance.is_spare:
                     self._listener.load_failed(frame.problems)
             case frames.Leaving():
                 instance.is_leaving = True
@@ -459,44 +483,117 @@ class Supervisor:
         instance.life = instance.sender = None
         was_ready, instance.is_ready = instance.is_ready, False
         # Its answers are read: the spill goes only after the model has seen the death.
-        self._listener.instance_died(instance, reason)
+        is_excused = not instance.is_spare and self._listener.instance_died(instance, reason)
         self._close_spill(instance)
         if self._is_stopping:
-            if all(other.life is None for other in self.instances):
+            if all(other.life is None for other in self._all):
                 self._all_dead.set()
             return
-        self._restart(instance, was_ready, reason)
+        self._go_on(instance, was_ready, is_excused, reason)
+
+    def _go_on(self, instance: Instance, was_ready: bool, is_excused: bool, reason: str) -> None:
+        """After a death."""
+        if instance.is_spare:
+            self._lose_spare(instance, reason)
+            return
+        if is_excused:
+            self._spare_wish.killed(self._loop.time())
+        else:
+            self._count(instance, was_ready)
+        self._restart(instance, reason, is_excused)
+
+    def _count(self, instance: Instance, was_ready: bool) -> None:
+        well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
+        # One that wants to leave as soon as it has come is as good as dead.
+        if instance.is_leaving and well_s >= HEALTHY_S:
+            instance.crashes.recovered()
+        else:
+            instance.crashes.died(well_s)
 
     def _close_spill(self, instance: Instance) -> None:
         if instance.output_spill is not None:
             instance.output_spill.close()
             instance.output_spill = None
 
-    def _restart(self, instance: Instance, was_ready: bool, reason: str) -> None:
-        well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
-        # One that wants to leave as soon as it has come is as good as dead.
-        is_well = instance.is_leaving and well_s >= HEALTHY_S
-        instance.num_deaths = 0 if is_well else deaths_in_a_row(instance.num_deaths, well_s)
-        if instance.ready is None and instance.num_deaths >= MAX_LOAD_DEATHS:
+    def _restart(self, instance: Instance, reason: str, is_excused: bool) -> None:
+        if instance.ready is None and instance.crashes.num_deaths >= MAX_LOAD_DEATHS:
             text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
             self._listener.load_failed((instance.load_error or text,))
             return
         self.last_reason = instance.load_error or f"its worker {reason}"
-        delay_s = backoff_s(instance.num_deaths)
+        delay_s = 0.0 if is_excused else instance.crashes.delay_s
+        instance.num_restarts += 1
+        has_spare = delay_s == 0 and self._can_adopt
         log.warning(
-            "%s/%s instance %d: worker %s; restart in %.1f s",
+            "%s/%s instance %d: worker %s; %s",
             self._config.name,
             self._config.version,
             instance.index,
             reason,
-            delay_s,
+            "the spare takes over" if has_spare else f"restart in {delay_s:.1f} s",
             extra={**self._labels(instance), "reason": reason},
         )
-        instance.num_restarts += 1
-        if delay_s == 0:
+        if has_spare:
+            self._adopt(instance)
+        elif delay_s == 0:
             self._start(instance)
         else:
             self._later(delay_s, self._start, instance)
+
+    @property
+    def _can_adopt(self) -> bool:
+        """Also a spare that is still loading: it is ready sooner than one that has not begun."""
+        spare = self._spare
+        return spare is not None and spare.life is not None and not spare.is_leaving
+
+    def _adopt(self, dead: Instance) -> None:
+        """Put the spare in the place of a dead worker, and start the next spare."""
+        spare, self._spare = self._spare, None
+        assert spare is not None
+        spare.is_spare = False
+        spare.index = dead.index
+        spare.crashes, spare.num_restarts = dead.crashes, dead.num_restarts
+        # It loaded before: what happens to it now is no failure of the model's load.
+        spare.ready = spare.ready or dead.ready
+        self.instances[dead.index] = spare
+        self._num_lost_spares = 0
+        if spare.is_ready:
+            self._listener.instance_ready(spare)
+        self._prepare_spare()
+
+    def _prepare_spare(self) -> None:
+        """Start a spare if one is wanted, nothing else is loading, and there is memory for it. Only
+        on CPUs: the plan for GPU memory knows of no spare."""
+        if (
+            self._spare is not None
+            or self._is_stopping
+            or self._config.uses_gpu
+            or self._num_lost_spares >= MAX_LOAD_DEATHS
+            or not self._spare_wish.holds(self._loop.time())
+            or not all(each.is_ready for each in self.instances)
+        ):
+            return
+        life = self.instances[0].life
+        if life is not None and life.has_room_for_another():
+            self._spare = spare = Instance(len(self.instances), CPU)
+            spare.is_spare = True
+            self._start(spare)
+
+    def _lose_spare(self, spare: Instance, reason: str) -> None:
+        self._spare = None
+        if spare.is_leaving:
+            return
+        self._num_lost_spares += 1
+        name, version = self._config.name, self._config.version
+        why = spare.load_error or f"it {reason}"
+        log.warning("%s/%s lost its spare worker: %s", name, version, why)
+
+    def _dismiss_spare(self) -> None:
+        """Give its memory back once no request has killed a worker for a while."""
+        spare = self._spare
+        if spare is not None and not spare.is_leaving and spare.is_ready:
+            spare.is_leaving = True
+            self._let_go(spare)
 
     def _tick(self) -> None:
         """Look for hangs; SIGKILL turns one into a death."""
@@ -514,6 +611,10 @@ class Supervisor:
                 )
                 instance.is_hung = True
                 instance.life.kill()
+        if self._spare_wish.holds(self._loop.time()):
+            self._prepare_spare()
+        else:
+            self._dismiss_spare()
         self._later(TICK_S, self._tick)
 
     def _labels(self, instance: Instance) -> dict[str, object]:

@@ -252,6 +252,8 @@ class Infer(Frame, tag="inf"):
     classes: dict[str, int] = {}
     # The reply is to say where the time went.
     wants_timings: bool = False
+    # As `Request.caller`.
+    caller: bytes = b""
 
 
 class Cancel(Frame, tag="infc"):

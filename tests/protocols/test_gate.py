@@ -290,3 +290,16 @@ def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
 def test_a_missing_key_file_is_explained(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         read_keys(tmp_path / "none.toml")
+
+
+def test_callers_are_told_apart_by_their_key_and_only_where_keys_are_needed(tmp_path: Path):
+    (tmp_path / "keys.toml").write_text(FILE)
+    gate = Gate(read_keys(tmp_path / "keys.toml"))
+    bearer = {b"authorization": b"Bearer " + SECRET.encode()}
+    plain = {b"x-api-key": SECRET.encode()}
+    other = {b"x-api-key": SECRET[::-1].encode()}
+    assert gate.caller(bearer) == gate.caller(plain) != gate.caller(other)
+    assert SECRET.encode() not in gate.caller(plain)
+    assert gate.rpc_caller([("authorization", f"Bearer {SECRET}")]) == gate.caller(plain)
+    assert gate.caller({}) == gate.rpc_caller([]) == b""
+    assert Gate().caller(bearer) == Gate().rpc_caller([("x-api-key", SECRET)]) == b""

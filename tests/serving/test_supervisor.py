@@ -16,7 +16,6 @@ import pytest
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.serving.model import Model
-from penstock.serving.supervisor import backoff_s, deaths_in_a_row
 from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 
@@ -203,6 +202,38 @@ def test_a_worker_that_cannot_be_told_what_to_load_is_started_again(monkeypatch)
     run(scenario)
 
 
+def test_after_a_poison_request_a_spare_process_is_kept_and_takes_over():
+    async def poison(model, number: int) -> None:
+        values = np.array([[13, number, 2, 3]])
+        request = Request(RecordingSink(), [from_array("x", "INT64", values)], time.monotonic())
+        model.submit(request)
+        await until(lambda: request.is_done)
+        assert isinstance(request.sink.error, BackendFailed)
+
+    async def scenario(model):
+        def pids() -> set[int]:
+            return {child.pid for child in psutil.Process().children()}
+
+        (instance,) = model.instances
+        assert pids() == {instance.pid}
+        await poison(model, 1)
+        await until(lambda: len(pids()) == 2 and model.has_spare)
+        num_fds = len(os.listdir("/proc/self/fd"))
+        (spare,) = pids() - {model.instances[0].pid}
+        await poison(model, 2)
+        # The spare took over after the first death, and died of the same request.
+        assert spare not in pids()
+        await until(lambda: len(pids()) == 2 and model.has_spare)
+        request = ask(1)
+        model.submit(request)
+        await until(lambda: request.is_done)
+        assert request.sink.outputs[0]["y"].tolist() == [[1, 1, 2, 3]]
+        assert len(os.listdir("/proc/self/fd")) == num_fds
+
+    run(scenario)
+    assert psutil.Process().children() == []
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_die_with_the_core(end, tmp_path: Path):
     script = tmp_path / "core.py"
@@ -227,16 +258,3 @@ def test_workers_die_with_the_core(end, tmp_path: Path):
     while psutil.pid_exists(worker) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(worker)
-
-
-def test_deaths_in_a_row_cost_more_and_more_patience():
-    delays = [backoff_s(num_deaths) for num_deaths in range(1, 11)]
-    assert delays == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
-    assert backoff_s(100_000) == 10.0, "after days of crashes still a number"
-
-
-def test_a_process_that_was_well_for_a_while_begins_anew():
-    num_deaths = 0
-    for well_s, expected in [(0.0, 1), (1.0, 2), (9.9, 3), (10.0, 1), (0.0, 2), (3600.0, 1)]:
-        num_deaths = deaths_in_a_row(num_deaths, well_s)
-        assert num_deaths == expected
