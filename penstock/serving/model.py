@@ -158,7 +158,10 @@ class Model:
         self._is_answering = False
         self._last_num_requests = 0
         self._timer: asyncio.TimerHandle | None = None
+        # Done when all instances are warm or the load has failed, which `_load_problems` then says.
+        # Not an exception of the future: its traceback would keep the model alive, and that it.
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
+        self._load_problems: Sequence[str] = ()
         self._without_instance_since = clock()
         self._idle_waiters: list[asyncio.Future[None]] = []
 
@@ -222,6 +225,8 @@ class Model:
         """Start the workers; returns when all are warm, raises ConfigError if they cannot be."""
         self._supervisor.start()
         await self._first_ready
+        if self._load_problems:
+            raise ConfigError(self._load_problems)
 
     async def drain(self) -> None:
         """Wait until everything admitted has been answered."""
@@ -903,7 +908,8 @@ class Model:
         self.state = "UNAVAILABLE"
         self.reason = "; ".join(problems)
         if not self._first_ready.done():
-            self._first_ready.set_exception(ConfigError(problems))
+            self._load_problems = problems
+            self._first_ready.set_result(None)
 
     def hang_limit_s(self, instance: Instance) -> float | None:
         self._fail_if_unavailable()

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -285,7 +287,9 @@ class Instance:
 
 
 class Supervisor:
-    """The instances of one model."""
+    """The instances of one model. Once stopped it is of no more use, and refers to nothing: a model
+    that is unloaded must be freed without waiting for the garbage collector, which may not look at
+    long-lived objects for hours."""
 
     def __init__(
         self,
@@ -299,10 +303,13 @@ class Supervisor:
         self._input_spill = input_spill
         self._start_life = start_life
         self._loop = asyncio.get_running_loop()
-        self._buffer = bytearray(frames.MAX_FRAME_BYTES)
+        # Mapped, not allocated: only the pages that frames touch cost memory, and all of them go
+        # back to the system at the end.
+        self._buffer = mmap.mmap(-1, frames.MAX_FRAME_BYTES)
         self._view = memoryview(self._buffer)
         self._slabs: list[Slab] = []
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._timer_ids = itertools.count()
         self._is_stopping = False
         self._all_dead = asyncio.Event()
         self.last_reason = ""
@@ -331,7 +338,7 @@ class Supervisor:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Workers finish what they run and go; who does not go in time is killed."""
         self._is_stopping = True
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
         for instance in self._all:
@@ -346,6 +353,9 @@ class Supervisor:
                     if instance.life is not None:
                         instance.life.kill()
                 await self._all_dead.wait()
+        self._view.release()
+        self._buffer.close()
+        del self._listener
 
     def add_slab(self, slab: Slab) -> None:
         """All workers of the model map all its slabs."""
@@ -628,9 +638,10 @@ class Supervisor:
         }
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
+        number = next(self._timer_ids)
+
         def run() -> None:
-            self._timers.discard(timer)
+            del self._timers[number]
             call(*args)
 
-        timer = self._loop.call_later(delay_s, run)
-        self._timers.add(timer)
+        self._timers[number] = self._loop.call_later(delay_s, run)
