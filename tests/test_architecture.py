@@ -94,6 +94,7 @@ PURE = [
     "optimizer/profile/work.py",
     "serving/batch_times.py",
     "serving/batcher.py",
+    "serving/environment.py",
     "serving/explain.py",
     "serving/history.py",
     "serving/lanes.py",

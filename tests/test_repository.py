@@ -944,13 +944,32 @@ def test_penstocks_own_parameters_are_mapped(tmp_path: Path) -> None:
         + parameter("penstock.slab_bytes", "65536")
         + parameter("penstock.max_slabs", "3")
         + parameter("penstock.spill_bytes", "1048576")
+        + parameter("penstock.load_timeout_s", "12.5")
+        + parameter("penstock.memory_bytes", "1000000000")
+        + parameter("penstock.env", "MODEL_TOKEN, MY_*,")
     )
     config = resolve(tmp_path, text)
     assert config.hang_s == 2.5
+    assert (config.load_timeout_s, config.memory_bytes) == (12.5, 1_000_000_000)
+    assert config.env == ("MODEL_TOKEN", "MY_*")
     assert config.memory == MemoryPolicy(slab_bytes=65536, max_slabs=3, spill_bytes=MIB)
 
 
-@pytest.mark.parametrize("key", ["hang_s", "slab_bytes", "max_slabs", "spill_bytes"])
+def test_without_them_loading_has_ten_minutes_and_any_memory(tmp_path: Path) -> None:
+    config = resolve(tmp_path, NULL)
+    assert (config.load_timeout_s, config.memory_bytes, config.env) == (600, None, ())
+
+
+@pytest.mark.parametrize("value", ["A B", "*", "1A", "A=b", "A*B", "A;B"])
+def test_names_of_variables_are_checked(tmp_path: Path, value: str) -> None:
+    [problem] = problems(tmp_path, NULL + parameter("penstock.env", f"FINE, {value}"))
+    assert problem.startswith(f"parameters.penstock.env: '{value}' names no variable")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["hang_s", "slab_bytes", "max_slabs", "spill_bytes", "load_timeout_s", "memory_bytes"],
+)
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "1e300", "0x10"])
 def test_junk_in_penstocks_parameters_is_refused_by_name(
     tmp_path: Path, key: str, value: str
@@ -960,7 +979,7 @@ def test_junk_in_penstocks_parameters_is_refused_by_name(
     assert f"'{value}'" in problem
 
 
-@pytest.mark.parametrize("key", ["slab_bytes", "max_slabs", "spill_bytes"])
+@pytest.mark.parametrize("key", ["slab_bytes", "max_slabs", "spill_bytes", "memory_bytes"])
 def test_sizes_are_whole_numbers(tmp_path: Path, key: str) -> None:
     [problem] = problems(tmp_path, NULL + parameter(f"penstock.{key}", "0.5"))
     assert problem.startswith(f"parameters.penstock.{key}: ")

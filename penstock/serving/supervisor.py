@@ -14,6 +14,7 @@ import itertools
 import logging
 import mmap
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -21,11 +22,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from penstock import devices, usage
 from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, ModelConfig
+from penstock.serving.environment import allowed, asked_for
+from penstock.serving.reaper import Reaper, kill_group
 from penstock.serving.restarts import HEALTHY_S, CrashLoop, SpareWish, spare_fits
 from penstock.serving.restarts import backoff_s as backoff_s
 from penstock.serving.restarts import deaths_in_a_row as deaths_in_a_row
@@ -45,7 +48,9 @@ MAX_LOAD_DEATHS = 3
 
 class ProcessLife:
     """A worker in a process of its own: exec'd, never forked; it dies with the core. Fronts live
-    the same way, in another `module`."""
+    the same way, in another `module`. It leads a process group, which ends with it."""
+
+    _reaper: ClassVar[Reaper] = Reaper()
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class ProcessLife:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     process_group=0,
-                    env=devices.worker_environment(),
+                    env=allowed(devices.worker_environment()),
                 )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
@@ -78,13 +83,13 @@ class ProcessLife:
             self._pidfd = os.pidfd_open(self._process.pid)
             undo.pop_all()
         self.pid = self._process.pid
+        self._reaper.watch(self.pid)
         self._loop = loop
         self._on_death = on_death
         loop.add_reader(self._pidfd, self._died)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
 
     def socket_closed(self) -> None:
         """A worker without its socket is of no use."""
@@ -99,6 +104,9 @@ class ProcessLife:
     def _died(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
+        # Before it is waited for: until then no other group can have its number.
+        kill_group(self.pid)
+        self._reaper.forget(self.pid)
         status = self._process.wait()
         if status < 0:
             reason = f"was killed by {signal.Signals(-status).name}"
@@ -154,6 +162,10 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     ours.setblocking(False)
     return ours, theirs
+
+
+def load_timeout_text(limit_s: float) -> str:
+    return f"loading took longer than {limit_s:g} s; parameters.penstock.load_timeout_s sets it"
 
 
 class Sender:
@@ -215,6 +227,22 @@ class Life(Protocol):
 StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
 
 
+def limited(start_life: StartLife, memory_bytes: int | None) -> StartLife:
+    """The same, where each process may take this much private memory (None: any amount). What goes
+    beyond it fails to allocate: a MemoryError in Python."""
+    if memory_bytes is None:
+        return start_life
+
+    def start(loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> Life:
+        life = start_life(loop, on_death)
+        if life.pid:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(life.pid, resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        return life
+
+    return start
+
+
 class Listener(Protocol):
     """What the model hears from its supervisor."""
 
@@ -249,6 +277,7 @@ class Instance:
         self.batches: list[Any] = []
         self.ready: frames.Ready | None = None
         self.ready_at = 0.0
+        self.started_at = 0.0
         # When it last answered a batch, by the model's clock.
         self.answered_at = 0.0
         # Both belong to the place: a spare that takes it over goes on with them.
@@ -301,7 +330,7 @@ class Supervisor:
         self._config = config
         self._listener = listener
         self._input_spill = input_spill
-        self._start_life = start_life
+        self._start_life = limited(start_life, config.memory_bytes)
         self._loop = asyncio.get_running_loop()
         # Mapped, not allocated: only the pages that frames touch cost memory, and all of them go
         # back to the system at the end.
@@ -393,6 +422,7 @@ class Supervisor:
 
     def _launch(self, instance: Instance) -> None:
         instance.load_error = ""
+        instance.started_at = self._loop.time()
         instance.is_hung = instance.is_leaving = False
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
         life = self._start_life(self._loop, lambda reason: self._died(instance, reason))
@@ -402,7 +432,8 @@ class Supervisor:
         spill_bytes = self._config.memory.spill_bytes
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
-        load = frames.Load(frames.VERSION, config, spill_bytes, self.proof)
+        environment = asked_for(os.environ, config.env)
+        load = frames.Load(frames.VERSION, config, spill_bytes, self.proof, environment)
         self.send(instance, load, (self._input_spill.fd, spill.fd))
         for slab in self._slabs:
             self._send_slab(instance, slab)
@@ -528,6 +559,9 @@ class Supervisor:
     def _restart(self, instance: Instance, reason: str, is_excused: bool) -> None:
         if instance.ready is None and instance.crashes.num_deaths >= MAX_LOAD_DEATHS:
             text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
+            if self._config.memory_bytes is not None:
+                limit = self._config.memory_bytes
+                text += f"; parameters.penstock.memory_bytes limits it to {limit} bytes"
             self._listener.load_failed((instance.load_error or text,))
             return
         self.last_reason = instance.load_error or f"its worker {reason}"
@@ -621,11 +655,25 @@ class Supervisor:
                 )
                 instance.is_hung = True
                 instance.life.kill()
+        for instance in self._all:
+            self._end_if_too_slow(instance)
         if self._spare_wish.holds(self._loop.time()):
             self._prepare_spare()
         else:
             self._dismiss_spare()
         self._later(TICK_S, self._tick)
+
+    def _end_if_too_slow(self, instance: Instance) -> None:
+        """A worker that is started again may take as long to load as the first, whose time is
+        limited by whoever loads the model."""
+        limit_s = self._config.load_timeout_s
+        is_late = self._loop.time() - instance.started_at > limit_s
+        if instance.life is None or instance.is_ready or not is_late or instance.load_error:
+            return
+        instance.load_error = load_timeout_text(limit_s)
+        name, version = self._config.name, self._config.version
+        log.error("%s/%s instance %d: %s", name, version, instance.index, instance.load_error)
+        instance.life.kill()
 
     def _labels(self, instance: Instance) -> dict[str, object]:
         """What a line of the log says about whom it concerns."""

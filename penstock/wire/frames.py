@@ -80,6 +80,8 @@ class Load(Frame, tag="load"):
     model: ModelConfig
     spill_bytes: int
     proof: Proof | None = None
+    # Variables for the model's code beside those that the process was started with.
+    environment: dict[str, str] = {}
 
 
 class MapSlab(Frame, tag="map"):

@@ -44,6 +44,12 @@ async def until(condition, limit_s: float = 20.0) -> None:
             await asyncio.sleep(0.005)
 
 
+def workers() -> set[int]:
+    """Process ids of this process's workers, without the reaper that watches over them."""
+    children = psutil.Process().children()
+    return {each.pid for each in children if "penstock.serving.worker" in each.cmdline()}
+
+
 def run(scenario, config: ModelConfig = CONFIG) -> None:
     async def main() -> None:
         model = Model(config)
@@ -181,7 +187,7 @@ def test_a_restart_that_fails_is_tried_again_and_leaves_nothing(call, monkeypatc
             assert instance.pid == 0
         await until(lambda: instance.is_ready)
         assert len(os.listdir("/proc/self/fd")) == before
-        assert psutil.Process().children() == [psutil.Process(instance.pid)]
+        assert workers() == {instance.pid}
 
     run(scenario)
 
@@ -202,6 +208,58 @@ def test_a_worker_that_cannot_be_told_what_to_load_is_started_again(monkeypatch)
     run(scenario)
 
 
+def test_model_code_sees_no_secrets_of_the_server_but_what_it_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither in its environment nor in that of the processes it starts."""
+    (tmp_path / "model.py").write_text(
+        "import os, subprocess, sys\n"
+        "from pathlib import Path\n"
+        "here = Path(__file__).parent\n"
+        "(here / 'own').write_text(' '.join(os.environ))\n"
+        "child = subprocess.run(['env'], capture_output=True, text=True)\n"
+        "(here / 'child').write_text(child.stdout)\n"
+        "def infer(inputs):\n    return {'y': inputs['x']}\n"
+    )
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("MODEL_TOKEN", "wanted")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    async def scenario(model):
+        names = (tmp_path / "own").read_text().split()
+        assert "AWS_SECRET_ACCESS_KEY" not in names
+        assert {"MODEL_TOKEN", "OMP_NUM_THREADS", "PATH", "CUDA_DEVICE_ORDER"} <= set(names)
+        assert "hidden" not in (tmp_path / "child").read_text()
+        assert "MODEL_TOKEN=wanted" in (tmp_path / "child").read_text()
+        initial = Path(f"/proc/{model.instances[0].pid}/environ").read_bytes()
+        assert b"hidden" not in initial
+
+    config = replace(CONFIG, backend="python", artifact=str(tmp_path / "model.py"), options={})
+    run(scenario, replace(config, env=("MODEL_TOKEN",)))
+
+
+def test_a_worker_that_does_not_load_again_in_time_is_killed_and_tried_again(tmp_path: Path):
+    (tmp_path / "model.py").write_text(
+        "import pathlib, time\n"
+        "while (pathlib.Path(__file__).parent / 'wait').exists():\n    time.sleep(0.01)\n"
+        "def infer(inputs):\n    return {'y': inputs['x']}\n"
+    )
+
+    async def scenario(model):
+        (instance,) = model.instances
+        (tmp_path / "wait").touch()
+        os.kill(instance.pid, signal.SIGKILL)
+        await until(lambda: instance.num_restarts == 2)
+        request = ask(1)
+        model.submit(request)
+        (tmp_path / "wait").unlink()
+        await until(lambda: request.is_done)
+        assert request.sink.error is None
+
+    config = replace(CONFIG, backend="python", artifact=str(tmp_path / "model.py"), options={})
+    run(scenario, replace(config, load_timeout_s=2.0))
+
+
 def test_after_a_poison_request_a_spare_process_is_kept_and_takes_over():
     async def poison(model, number: int) -> None:
         values = np.array([[13, number, 2, 3]])
@@ -211,19 +269,16 @@ def test_after_a_poison_request_a_spare_process_is_kept_and_takes_over():
         assert isinstance(request.sink.error, BackendFailed)
 
     async def scenario(model):
-        def pids() -> set[int]:
-            return {child.pid for child in psutil.Process().children()}
-
         (instance,) = model.instances
-        assert pids() == {instance.pid}
+        assert workers() == {instance.pid}
         await poison(model, 1)
-        await until(lambda: len(pids()) == 2 and model.has_spare)
+        await until(lambda: len(workers()) == 2 and model.has_spare)
         num_fds = len(os.listdir("/proc/self/fd"))
-        (spare,) = pids() - {model.instances[0].pid}
+        (spare,) = workers() - {model.instances[0].pid}
         await poison(model, 2)
         # The spare took over after the first death, and died of the same request.
-        assert spare not in pids()
-        await until(lambda: len(pids()) == 2 and model.has_spare)
+        assert spare not in workers()
+        await until(lambda: len(workers()) == 2 and model.has_spare)
         request = ask(1)
         model.submit(request)
         await until(lambda: request.is_done)
