@@ -62,6 +62,8 @@ MAX_DISPATCH_BYTES = 128 * 1024
 UNAVAILABLE_AFTER_S = 30.0
 LOAD_FACTOR = 2
 HANG_FACTOR = 20
+# Suspects wait this long for spares to replace the worker that they may kill.
+SUSPECT_PATIENCE_S = 30.0
 QUEUE_TIMEOUT = Overloaded("Request timeout expired", reason="queue_timeout")
 DROPPED = Overloaded(
     "Request timeout expired: the answer would have been late", reason="dropped_late"
@@ -126,6 +128,11 @@ class Model:
         self._saturation = Saturation(clock())
         self._refusals = Refusals()
         self._quarantine = Quarantine()
+        # Requests whose worker died, while others are known to kill: they run again alone, and only
+        # where that cannot take the last worker away from everybody else.
+        self._suspects: deque[Request] = deque()
+        # When one of them was last tried, or came to be the first.
+        self._tried_suspect_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._slab_bytes = _slab_bytes(config)
         self._planner = Planner(config, self._slab_bytes)
@@ -179,8 +186,8 @@ class Model:
 
     @property
     def has_spare(self) -> bool:
-        """Whether a loaded worker waits to take the place of one that dies."""
-        return self._supervisor.has_spare
+        """Whether as many loaded workers as are wanted wait to take the place of those that die."""
+        return self._supervisor.has_all_spares
 
     @property
     def batcher(self) -> Batcher | SloBatcher:
@@ -188,7 +195,7 @@ class Model:
 
     @property
     def num_waiting(self) -> int:
-        return self._batcher.num_waiting
+        return self._batcher.num_waiting + len(self._suspects)
 
     @property
     def num_running(self) -> int:
@@ -304,11 +311,18 @@ class Model:
         """A request in flight is computed and its answer dropped; a waiting one never runs."""
         if _has_ended(request):
             return
-        if self._batcher.remove(request):
+        if self._take_out(request):
             self._release(request, was_dispatched=False)
         self.metrics.failed("CANCELED")
         self._finish(request, CANCELLED)
         self._check_idle()
+
+    def _take_out(self, request: Request) -> bool:
+        """False if it does not wait."""
+        if request in self._suspects:
+            self._suspects.remove(request)
+            return True
+        return self._batcher.remove(request)
 
     def _cannot_place(self, request: Request) -> None:
         log.exception("%s: a request could not be placed in shared memory", self.config.name)
@@ -413,6 +427,7 @@ class Model:
     def _refuse_quarantined(self) -> None:
         """Those that wait already must not kill either."""
         waiting = [request for lane in self._batcher.waiting() for request in lane.walk()]
+        waiting += self._suspects
         for request in waiting:
             self._refuse_if_quarantined(request)
 
@@ -420,7 +435,7 @@ class Model:
         try:
             self._check_quarantine(request)
         except Quarantined as error:
-            self._batcher.remove(request)
+            self._take_out(request)
             self._refuse(request, error)
             return True
         return False
@@ -441,6 +456,7 @@ class Model:
                 self._refuse(request, DROPPED)
         for request in batcher.expire(now):
             self._refuse(request, QUEUE_TIMEOUT)
+        self._try_suspect(now)
         for num_others in range(self._most_slots):
             # Whoever has nothing comes first, then those who have one, and so on.
             for instance in self._supervisor.instances:
@@ -460,7 +476,39 @@ class Model:
         if not instance.is_idle:
             return False
         others: list[InFlight] = instance.batches
-        return not others or not (self._batcher.num_reruns or others[0].closed_by == "rerun")
+        if not others:
+            return True
+        if self._batcher.num_reruns or others[0].closed_by == "rerun":
+            return False
+        return not (self._suspects and self._may_try_suspect())
+
+    def _try_suspect(self, now: float) -> None:
+        """Run a suspect on an instance that has nothing else."""
+        while self._suspects and self._may_try_suspect():
+            idle = [each for each in self.instances if each.is_idle and not each.batches]
+            if not idle:
+                return
+            request = self._suspects.popleft()
+            if self._refuse_if_quarantined(request):
+                continue
+            self._tried_suspect_at = now
+            self._batcher.closed_by = "rerun"
+            if not self._dispatch(idle[0], [request], now):
+                return
+
+    def _may_try_suspect(self) -> bool:
+        """One at a time, and while there are more spares than new poison needs. If they do not
+        suffice, now and then, but not on the only worker that is left: that one first serves the
+        others for as long as the next takes to start."""
+        ready = [each for each in self.instances if each.is_ready]
+        if any(flight.closed_by == "rerun" for each in ready for flight in each.batches):
+            return False
+        is_patient = self._clock() - self._tried_suspect_at < SUSPECT_PATIENCE_S
+        if self._supervisor.num_spares and (self._supervisor.has_all_spares or is_patient):
+            return self._supervisor.has_all_spares
+        if len(ready) > 1:
+            return True
+        return any(self._loop.time() - each.ready_at >= each.start_s for each in ready)
 
     def _arm_timer(self, now: float, only_expiry: bool = False) -> None:
         if self._timer is not None:
@@ -526,7 +574,7 @@ class Model:
         self._ended(flight)
         if self._batcher.closed_by == "rerun":
             for request in flight.requests:
-                self._batcher.rerun_alone(request)
+                self._run_again(request)
         else:
             self._batcher.put_back(flight.requests, geometry)
 
@@ -866,16 +914,24 @@ class Model:
             self._without_instance_since = now
         self._note_idle(now)
         self._count_executors()
-        is_pinned = len(flights) == 1 and len(flights[0].requests) == 1
-        is_excused = is_pinned and self._pinned(flights[0].requests[0]).is_excused
+        is_excused = bool(flights) and self._judge(flights)
         for flight in flights:
-            self._lost(flight, reason, now, instance.index)
+            self._lost(flight, reason, now)
+            if not is_excused and len(flight.requests) > 1:
+                for request in flight.requests:
+                    request.lost_with = instance.index
         if flights:
             self._pump()
             self._check_idle()
         return is_excused
 
-    def _lost(self, flight: InFlight, reason: str, now: float, index: int) -> None:
+    def _judge(self, flights: list[InFlight]) -> bool:
+        """Whether a worker died of what it ran, and not because the model is broken."""
+        if len(flights) == 1 and len(flights[0].requests) == 1:
+            return self._pinned(flights[0].requests[0]).is_excused
+        return self._quarantine.died_in_company()
+
+    def _lost(self, flight: InFlight, reason: str, now: float) -> None:
         self._ended(flight)
         self._note_batch(flight, now, flight.waits(), 0.0, "the worker died")
         if len(flight.requests) == 1 and flight.requests[0].num_deaths > 0:
@@ -884,8 +940,6 @@ class Model:
             return
         for request in flight.requests:
             request.num_deaths += 1
-            if len(flight.requests) > 1:
-                request.lost_with = index
         self._rerun(flight)
 
     def _count_executors(self) -> None:
@@ -900,9 +954,18 @@ class Model:
             if _has_ended(request):
                 self._release(request)
                 continue
-            self._batcher.rerun_alone(request)
+            self._run_again(request)
             if request.place is not None:
                 self._pool.requeued(request.place)
+
+    def _run_again(self, request: Request) -> None:
+        """Alone; at once, unless it is likely that a request killed the worker."""
+        if self._quarantine.has_bodies and request.num_deaths > 0:
+            if not self._suspects:
+                self._tried_suspect_at = self._clock()
+            self._suspects.append(request)
+        else:
+            self._batcher.rerun_alone(request)
 
     def load_failed(self, problems: Sequence[str]) -> None:
         self.state = "UNAVAILABLE"
@@ -931,7 +994,9 @@ class Model:
             self._fail_waiting(NotReady(self._not_ready_text()))
 
     def _fail_waiting(self, error: PenstockError) -> None:
-        for request in self._batcher.drain():
+        suspects = list(self._suspects)
+        self._suspects.clear()
+        for request in (*suspects, *self._batcher.drain()):
             self._release(request, was_dispatched=False)
             self.metrics.refused(error, "gave_up")
             self._finish(request, error)
@@ -963,6 +1028,8 @@ class Model:
         """Asked twice a second by the supervisor."""
         now = self._clock()
         self._quarantine.expire(now)
+        if self._suspects:
+            self._pump()
         over = self._refusals.ended(now)
         if over is not None:
             log.info(
@@ -982,7 +1049,7 @@ class Model:
         recent.append(duration_s)
 
     def _pump_if_waiting(self) -> None:
-        if self._batcher.num_waiting:
+        if self.num_waiting:
             self._pump()
 
     def _check_idle(self) -> None:

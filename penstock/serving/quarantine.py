@@ -105,8 +105,9 @@ class Quarantine:
     def __init__(self) -> None:
         self._bodies = Offenders(MAX_BODY_DEATHS)
         self._keys = Offenders(MAX_KEY_DEATHS)
-        # Bodies that killed since a worker last answered.
+        # Bodies that killed since a worker last answered, and batches of several that did.
         self._suspects: set[bytes] = set()
+        self._num_batches = 0
 
     @property
     def has_bodies(self) -> bool:
@@ -119,19 +120,30 @@ class Quarantine:
 
     def answered(self) -> None:
         """A worker has survived a batch: the model is able to run requests."""
-        if self._suspects:
+        if self._suspects or self._num_batches:
             self._suspects.clear()
+            self._num_batches = 0
 
     def died(self, body: bytes, key: bytes, now: float) -> Verdict:
         """A death was pinned on this request; `key` is empty where the client needs none."""
         self._suspects.add(body)
-        if len(self._suspects) > MAX_SUSPECTS:
+        if self._is_model_at_fault:
             for suspect in self._suspects:
                 self._bodies.forget(suspect)
             return Verdict(is_excused=False)
         is_body = self._bodies.died(body, now)
         is_key = bool(key) and self._keys.died(key, now)
         return Verdict(is_excused=True, quarantines_body=is_body, quarantines_key=is_key)
+
+    def died_in_company(self) -> bool:
+        """A worker died while it ran several requests. True when it is likely that one of them is
+        at fault: while bodies are quarantined, more of their kind may come."""
+        self._num_batches += 1
+        return self.has_bodies and not self._is_model_at_fault
+
+    @property
+    def _is_model_at_fault(self) -> bool:
+        return len(self._suspects) + self._num_batches > MAX_SUSPECTS
 
     def body_left_s(self, body: bytes, now: float) -> float:
         return self._bodies.left_s(body, now)

@@ -6,6 +6,7 @@ Knows no process and no clock. Pure.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 FIRST_BACKOFF_S = 0.1
@@ -14,6 +15,9 @@ MAX_BACKOFF_S = 10.0
 HEALTHY_S = 10.0
 # How long a spare is kept after the last death that a request caused.
 SPARE_S = 600.0
+MAX_SPARES = 4
+# Deaths per second are counted over this long.
+RATE_WINDOW_S = 10.0
 # The share of the machine's memory that a spare leaves free.
 SPARE_RESERVE = 0.1
 
@@ -53,19 +57,32 @@ class CrashLoop:
 
 
 def spare_fits(worker_bytes: int, available_bytes: int, total_bytes: int) -> bool:
-    """Whether another worker of this size leaves enough memory for everything else."""
+    """Whether one more worker of this size leaves enough memory for everything else."""
     return available_bytes - worker_bytes >= SPARE_RESERVE * total_bytes
 
 
-class SpareWish:
-    """Whether a spare is worth its memory: for a while after a request killed a worker."""
+class SparePlan:
+    """How many spares are worth their memory: for a while after a request killed a worker, one, and
+    as many more as die while a worker starts (Little's law)."""
 
     def __init__(self) -> None:
         self._until = 0.0
+        self._deaths: deque[float] = deque()
+        self._most = 0
 
     def killed(self, now: float) -> None:
         """A request killed a worker; more may follow."""
         self._until = now + SPARE_S
+        self._deaths.append(now)
 
-    def holds(self, now: float) -> bool:
-        return now < self._until
+    def num_wanted(self, now: float, start_s: float) -> int:
+        """`start_s` is how long a worker takes to get ready. The number does not fall before the
+        last spare goes, so that one quiet moment does not waste what was loaded."""
+        while self._deaths and self._deaths[0] <= now - RATE_WINDOW_S:
+            self._deaths.popleft()
+        if now >= self._until:
+            self._most = 0
+            return 0
+        rate = len(self._deaths) / RATE_WINDOW_S
+        self._most = max(self._most, min(MAX_SPARES, 1 + round(rate * start_s)))
+        return self._most

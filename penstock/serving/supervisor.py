@@ -29,7 +29,7 @@ from penstock.backends import GPU_MEMORY
 from penstock.config import CPU, ModelConfig
 from penstock.serving.environment import allowed, asked_for
 from penstock.serving.reaper import Reaper, kill_group
-from penstock.serving.restarts import HEALTHY_S, CrashLoop, SpareWish, spare_fits
+from penstock.serving.restarts import HEALTHY_S, CrashLoop, SparePlan, spare_fits
 from penstock.serving.restarts import backoff_s as backoff_s
 from penstock.serving.restarts import deaths_in_a_row as deaths_in_a_row
 from penstock.serving.slab import Segment, Slab
@@ -98,8 +98,8 @@ class ProcessLife:
     def has_room_for_another(self) -> bool:
         """Whether the machine's memory has room for one more process as large as this one."""
         memory = usage.read_memory()
-        worker_bytes = usage.resident_bytes(self.pid)
-        return worker_bytes > 0 and spare_fits(worker_bytes, memory.available, memory.total)
+        own_bytes = usage.resident_bytes(self.pid)
+        return own_bytes > 0 and spare_fits(own_bytes, memory.available, memory.total)
 
     def _died(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -294,6 +294,11 @@ class Instance:
         return self.life.pid if self.life is not None else 0
 
     @property
+    def start_s(self) -> float:
+        """How long its present worker took to get ready."""
+        return self.ready_at - self.started_at
+
+    @property
     def gpu_memory_bytes(self) -> int:
         """What its worker has measured after the warm-up; 0: nothing."""
         text = self.ready.built.get(GPU_MEMORY, "") if self.ready is not None else ""
@@ -345,19 +350,30 @@ class Supervisor:
         # What workers that start from now on need not try out again.
         self.proof: frames.Proof | None = None
         self.instances = [Instance(index, *worker) for index, worker in enumerate(config.workers)]
-        self._spare: Instance | None = None
-        self._spare_wish = SpareWish()
+        self._spares: list[Instance] = []
+        self._spare_plan = SparePlan()
         # Spares that died before they were needed, since the last one that was.
         self._num_lost_spares = 0
 
     @property
-    def has_spare(self) -> bool:
-        """Whether a worker is ready to take the place of one that dies."""
-        return self._spare is not None and self._spare.is_ready
+    def num_spares(self) -> int:
+        """Workers that are loaded, or being loaded, to take the place of others."""
+        return len(self._spares)
+
+    @property
+    def has_all_spares(self) -> bool:
+        """Whether as many are ready as are wanted."""
+        num_ready = sum(spare.is_ready and not spare.is_leaving for spare in self._spares)
+        return num_ready > 0 and num_ready >= self._num_spares_wanted
+
+    @property
+    def _num_spares_wanted(self) -> int:
+        start_s = max((each.start_s for each in self._all if each.is_ready), default=0.0)
+        return self._spare_plan.num_wanted(self._loop.time(), start_s)
 
     @property
     def _all(self) -> list[Instance]:
-        return self.instances if self._spare is None else [*self.instances, self._spare]
+        return [*self.instances, *self._spares]
 
     def start(self) -> None:
         for instance in self.instances:
@@ -405,7 +421,7 @@ class Supervisor:
     def excuse(self, index: int) -> None:
         """A death that counted towards a crash loop turned out to be the fault of a request."""
         self.instances[index].crashes.excuse()
-        self._spare_wish.killed(self._loop.time())
+        self._spare_plan.killed(self._loop.time())
 
     def _start(self, instance: Instance) -> None:
         """A start that fails counts as a death: what was missing may be there the next time."""
@@ -482,7 +498,7 @@ class Supervisor:
                 )
                 if not instance.is_spare:
                     self._listener.instance_ready(instance)
-                self._prepare_spare()
+                self._prepare_spares()
             case frames.LoadFailed():
                 instance.load_error = "; ".join(frame.problems)
                 if instance.ready is None and not instance.is_spare:
@@ -538,7 +554,7 @@ class Supervisor:
             self._lose_spare(instance, reason)
             return
         if is_excused:
-            self._spare_wish.killed(self._loop.time())
+            self._spare_plan.killed(self._loop.time())
         else:
             self._count(instance, was_ready)
         self._restart(instance, reason, is_excused)
@@ -567,33 +583,32 @@ class Supervisor:
         self.last_reason = instance.load_error or f"its worker {reason}"
         delay_s = 0.0 if is_excused else instance.crashes.delay_s
         instance.num_restarts += 1
-        has_spare = delay_s == 0 and self._can_adopt
+        spare = self._pick_spare() if delay_s == 0 else None
         log.warning(
             "%s/%s instance %d: worker %s; %s",
             self._config.name,
             self._config.version,
             instance.index,
             reason,
-            "the spare takes over" if has_spare else f"restart in {delay_s:.1f} s",
+            "a spare takes over" if spare is not None else f"restart in {delay_s:.1f} s",
             extra={**self._labels(instance), "reason": reason},
         )
-        if has_spare:
-            self._adopt(instance)
+        if spare is not None:
+            self._adopt(instance, spare)
         elif delay_s == 0:
             self._start(instance)
         else:
             self._later(delay_s, self._start, instance)
 
-    @property
-    def _can_adopt(self) -> bool:
-        """Also a spare that is still loading: it is ready sooner than one that has not begun."""
-        spare = self._spare
-        return spare is not None and spare.life is not None and not spare.is_leaving
+    def _pick_spare(self) -> Instance | None:
+        """One that is ready, or else the one that has been loading for longest: it is ready sooner
+        than a worker that has not begun."""
+        able = [each for each in self._spares if each.life is not None and not each.is_leaving]
+        return min(able, key=lambda each: (not each.is_ready, each.started_at), default=None)
 
-    def _adopt(self, dead: Instance) -> None:
+    def _adopt(self, dead: Instance, spare: Instance) -> None:
         """Put the spare in the place of a dead worker, and start the next spare."""
-        spare, self._spare = self._spare, None
-        assert spare is not None
+        self._spares.remove(spare)
         spare.is_spare = False
         spare.index = dead.index
         spare.crashes, spare.num_restarts = dead.crashes, dead.num_restarts
@@ -603,28 +618,25 @@ class Supervisor:
         self._num_lost_spares = 0
         if spare.is_ready:
             self._listener.instance_ready(spare)
-        self._prepare_spare()
+        self._prepare_spares()
 
-    def _prepare_spare(self) -> None:
-        """Start a spare if one is wanted, nothing else is loading, and there is memory for it. Only
+    def _prepare_spares(self) -> None:
+        """Start the next spare that is wanted, if there is memory for it and nothing else loads: a
+        worker that is needed now must not share the processor with one that is needed later. Only
         on CPUs: the plan for GPU memory knows of no spare."""
-        if (
-            self._spare is not None
-            or self._is_stopping
-            or self._config.uses_gpu
-            or self._num_lost_spares >= MAX_LOAD_DEATHS
-            or not self._spare_wish.holds(self._loop.time())
-            or not all(each.is_ready for each in self.instances)
-        ):
+        if self._is_stopping or self._config.uses_gpu or not all(e.is_ready for e in self._all):
             return
         life = self.instances[0].life
-        if life is not None and life.has_room_for_another():
-            self._spare = spare = Instance(len(self.instances), CPU)
+        if life is None or len(self._spares) >= self._num_spares_wanted:
+            return
+        if self._num_lost_spares < MAX_LOAD_DEATHS and life.has_room_for_another():
+            spare = Instance(len(self.instances) + len(self._spares), CPU)
             spare.is_spare = True
+            self._spares.append(spare)
             self._start(spare)
 
     def _lose_spare(self, spare: Instance, reason: str) -> None:
-        self._spare = None
+        self._spares.remove(spare)
         if spare.is_leaving:
             return
         self._num_lost_spares += 1
@@ -632,12 +644,12 @@ class Supervisor:
         why = spare.load_error or f"it {reason}"
         log.warning("%s/%s lost its spare worker: %s", name, version, why)
 
-    def _dismiss_spare(self) -> None:
-        """Give its memory back once no request has killed a worker for a while."""
-        spare = self._spare
-        if spare is not None and not spare.is_leaving and spare.is_ready:
-            spare.is_leaving = True
-            self._let_go(spare)
+    def _dismiss_spares(self) -> None:
+        """Give their memory back once no request has killed a worker for a while."""
+        for spare in self._spares:
+            if spare.is_ready and not spare.is_leaving:
+                spare.is_leaving = True
+                self._let_go(spare)
 
     def _tick(self) -> None:
         """Look for hangs; SIGKILL turns one into a death."""
@@ -657,10 +669,10 @@ class Supervisor:
                 instance.life.kill()
         for instance in self._all:
             self._end_if_too_slow(instance)
-        if self._spare_wish.holds(self._loop.time()):
-            self._prepare_spare()
+        if self._num_spares_wanted:
+            self._prepare_spares()
         else:
-            self._dismiss_spare()
+            self._dismiss_spares()
         self._later(TICK_S, self._tick)
 
     def _end_if_too_slow(self, instance: Instance) -> None:

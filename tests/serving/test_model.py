@@ -1556,7 +1556,7 @@ def test_a_spare_takes_the_place_of_a_worker_that_a_request_killed(caplog):
             assert len(puppets.alive) == 2 and all(each.is_ready for each in model.instances)
 
     asyncio.run(main())
-    assert "the spare takes over" in caplog.text and "lost its spare worker" in caplog.text
+    assert "a spare takes over" in caplog.text and "lost its spare worker" in caplog.text
 
 
 def test_slabs_made_while_a_spare_waits_are_known_to_it():
@@ -1586,5 +1586,41 @@ def test_without_memory_for_it_there_is_no_spare():
             poisoned.send(100, kills=True)
             await poisoned.run()
             assert len(poisoned.puppets.alive) == 2
+
+    asyncio.run(main())
+
+
+def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
+    """Two instances, no memory for spares: while one of them starts, nothing that may kill runs on
+    the other; what is known to be harmless does."""
+
+    async def main() -> None:
+        async with Poisoned(TWO) as poisoned:
+            model = poisoned.model
+            await poisoned.answer_some()
+            poisoned.send(100, kills=True)
+            await poisoned.run()
+            await poisoned.answer_some()
+            # A new poison kills one of them; its next worker is not let load.
+            poison = poisoned.send(101, kills=True)
+            await settle()
+            (dead,) = [each for each in model.instances if each.batches]
+            dead.life.kill("was killed by SIGSEGV")
+            await settle()
+            (left,) = [each for each in model.instances if each.is_ready]
+            monkeypatch.setattr(type(left), "start_s", 1e9)
+            assert not poison.is_done and model.num_running == 0 and model.num_waiting == 1
+            for number in range(5):
+                other = poisoned.send(200 + number)
+                await settle()
+                while left.life.has_work:
+                    left.life.step()
+                await settle()
+                assert other.sink.error is None and other.is_done
+            assert not poison.is_done and left.is_ready and model.num_waiting == 1
+            # With both back it gets its second try, and only one more worker dies.
+            await poisoned.run()
+            assert isinstance(poison.sink.error, BackendFailed)
+            assert model.num_waiting == 0
 
     asyncio.run(main())

@@ -129,3 +129,15 @@ def test_equal_requests_have_equal_fingerprints_wherever_their_bytes_are():
     views = [Part(part.name, part.shape, memoryview(bytearray(part.data))) for part in BASE]
     assert fingerprint(views) == fingerprint(BASE, {})
     assert fingerprint(BASE, {"a": 1, "b": 2}) == fingerprint(BASE, {"b": 2, "a": 1})
+
+
+def test_deaths_in_company_are_excused_while_poison_is_about_and_answers_come():
+    quarantine, clock = Quarantine(), FakeClock()
+    assert not quarantine.died_in_company(), "nothing says that a request did it"
+    for _ in range(2):
+        kill(quarantine, b"poison", clock)
+    for _ in range(100):
+        quarantine.answered()
+        assert quarantine.died_in_company()
+    verdicts = [quarantine.died_in_company() for _ in range(MAX_SUSPECTS + 2)]
+    assert verdicts[0] and not verdicts[-1], "without any answer the model is at fault"

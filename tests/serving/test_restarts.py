@@ -3,9 +3,10 @@
 import pytest
 
 from penstock.serving.restarts import (
+    MAX_SPARES,
     SPARE_S,
     CrashLoop,
-    SpareWish,
+    SparePlan,
     backoff_s,
     deaths_in_a_row,
     spare_fits,
@@ -50,18 +51,32 @@ def test_other_deaths_still_add_up_between_excused_ones():
 
 
 @pytest.mark.parametrize(
-    ("worker_gib", "available_gib", "fits"), [(1, 8, True), (5, 8, False), (4.7, 8, True)]
+    ("worker_gib", "fits"),
+    [(1, True), (5, False), (4.7, True)],
 )
-def test_a_spare_leaves_a_tenth_of_the_memory_free(worker_gib, available_gib, fits):
+def test_a_spare_leaves_a_tenth_of_the_memory_free(worker_gib, fits):
     gib = 1 << 30
-    assert spare_fits(int(worker_gib * gib), int(available_gib * gib), 32 * gib) is fits
+    assert spare_fits(int(worker_gib * gib), 8 * gib, 32 * gib) is fits
 
 
 def test_a_spare_is_wanted_for_a_while_after_a_request_killed():
-    wish = SpareWish()
-    assert not wish.holds(0.0)
-    wish.killed(100.0)
-    assert wish.holds(100.0 + SPARE_S - 1)
-    wish.killed(200.0)
-    assert wish.holds(100.0 + SPARE_S + 1)
-    assert not wish.holds(200.0 + SPARE_S)
+    plan = SparePlan()
+    assert plan.num_wanted(0.0, 1.0) == 0
+    plan.killed(100.0)
+    assert plan.num_wanted(100.0 + SPARE_S - 1, 1.0) == 1
+    plan.killed(200.0)
+    assert plan.num_wanted(100.0 + SPARE_S + 1, 1.0) == 1
+    assert plan.num_wanted(200.0 + SPARE_S, 1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("rate", "start_s", "num_wanted"), [(1, 0.2, 1), (2, 0.5, 2), (2, 1.4, 4), (10, 60, MAX_SPARES)]
+)
+def test_as_many_spares_are_wanted_as_die_while_one_starts(rate, start_s, num_wanted):
+    plan, now = SparePlan(), 0.0
+    for _ in range(20 * rate):
+        plan.killed(now)
+        now += 1 / rate
+    assert plan.num_wanted(now, start_s) == num_wanted
+    assert plan.num_wanted(now + 60, start_s) == num_wanted, "what is loaded stays"
+    assert plan.num_wanted(now + SPARE_S, start_s) == 0

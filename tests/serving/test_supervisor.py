@@ -272,20 +272,21 @@ def test_after_a_poison_request_a_spare_process_is_kept_and_takes_over():
         (instance,) = model.instances
         assert workers() == {instance.pid}
         await poison(model, 1)
-        await until(lambda: len(workers()) == 2 and model.has_spare)
-        num_fds = len(os.listdir("/proc/self/fd"))
-        (spare,) = workers() - {model.instances[0].pid}
+        # How many spares are wanted depends on how long they take to start.
+        await until(lambda: model.has_spare)
+        spares = workers() - {model.instances[0].pid}
         await poison(model, 2)
-        # The spare took over after the first death, and died of the same request.
-        assert spare not in workers()
-        await until(lambda: len(workers()) == 2 and model.has_spare)
+        # A spare took over after the first death, and died of the same request.
+        assert spares - workers()
+        await until(lambda: model.has_spare)
         request = ask(1)
         model.submit(request)
         await until(lambda: request.is_done)
         assert request.sink.outputs[0]["y"].tolist() == [[1, 1, 2, 3]]
-        assert len(os.listdir("/proc/self/fd")) == num_fds
 
+    before = len(os.listdir("/proc/self/fd"))
     run(scenario)
+    assert len(os.listdir("/proc/self/fd")) == before
     assert psutil.Process().children() == []
 
 
