@@ -393,6 +393,9 @@ class _Resolver:
             slo_latency_s=self._slo_latency_s(promised),
             max_tokens=_whole(numbers.get(MAX_TOKENS)),
         )
+        if not inputs:
+            # Without inputs nothing says how many rows a batch has.
+            batching = replace(batching, is_dynamic=False)
         if problem := _tokens_problem(batching, padding, is_sent=preprocess is None):
             self._problem(f"parameters.{MAX_TOKENS}", problem)
         config = ModelConfig(
@@ -485,7 +488,9 @@ class _Resolver:
         max_batch = message.max_batch_size
         if max_batch < 0:
             self._problem("max_batch_size", f"{max_batch} is negative")
-        if (not inputs or not outputs) and not self._problems:
+        # A Python model may make its outputs of nothing.
+        is_whole = bool(outputs) and (bool(inputs) or backend == "python")
+        if not is_whole and not self._problems:
             if (read := _signature_reader(backend, artifact)) is not None:
                 inputs, outputs, max_batch = self._complete(read, artifact, inputs, outputs)
             else:

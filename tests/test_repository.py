@@ -671,6 +671,17 @@ def test_a_python_model_must_say_its_tensors(tmp_path: Path) -> None:
     assert problem.startswith("input, output: must be given for backend 'python', for example: ")
 
 
+def test_a_python_model_may_have_no_inputs(tmp_path: Path) -> None:
+    output = 'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
+    folder = add_model(
+        tmp_path, "model", f'backend: "python" max_batch_size: 4 dynamic_batching {{}} {output}'
+    )
+    (folder / "1" / "model.py").touch()
+    [config] = read(folder).configs
+    assert config.inputs == () and len(config.outputs) == 1
+    assert not config.batching.is_dynamic, "nothing would say how many rows a batch has"
+
+
 def test_platform_names_the_backend_too(tmp_path: Path, write_identity: WriteOnnx) -> None:
     folder = add_model(tmp_path, "model", 'platform: "onnxruntime_onnx"')
     write_identity(folder / "1" / "model.onnx")

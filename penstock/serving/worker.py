@@ -589,7 +589,8 @@ def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
     if runner.needs_requests or not all(spec.is_fixed for spec in config.inputs):
         return {}
     shapes = [spec.shape for spec in config.inputs]
-    return _warm_up_rungs(config, runner, shapes, config.max_batch_size)
+    # Without inputs each request is a batch of one row.
+    return _warm_up_rungs(config, runner, shapes, config.max_batch_size if shapes else 1)
 
 
 def warm_up_buckets(config: ModelConfig, runner: Runner) -> dict[int, dict[int, float]]:
