@@ -13,6 +13,7 @@ from penstock.types import TensorSpec, TimeoutAction
 
 MIB = 1 << 20
 DEFAULT_HANG_S = 30.0
+DEFAULT_LOAD_TIMEOUT_S = 600.0
 MAX_INSTANCES = 64
 CPU = "cpu"
 # The share of each GPU's memory that is kept back where nobody says otherwise.
@@ -157,6 +158,13 @@ class ModelConfig:
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     # A batch that takes longer than max(this, 20 x the p99 of its size) is taken for a hang.
     hang_s: float = DEFAULT_HANG_S
+    # A load that takes longer fails. Raise it for weights that come over a slow network.
+    load_timeout_s: float = DEFAULT_LOAD_TIMEOUT_S
+    # Private memory of one worker: heap, stacks and anonymous mappings, not shared memory or files
+    # that are mapped. Set it where a model must not take the machine's memory; None: no limit.
+    memory_bytes: int | None = None
+    # Environment variables that the model's code gets beside the usual ones; NAME or PREFIX_*.
+    env: tuple[str, ...] = ()
     padding: Padding | None = None
     preprocess: Preprocess | None = None
     postprocess: Postprocess | None = None

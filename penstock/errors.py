@@ -7,6 +7,7 @@
     ├── NotAllowed         the caller may not do this, or nobody may here
     ├── NotReady           the thing exists and cannot answer now
     ├── Overloaded         refused to keep the promise made to others
+    ├── Quarantined        the request, or its API key, killed workers before
     ├── DeadlineExceeded   the request's own time ran out
     ├── Cancelled          the client went away
     ├── Unsupported        a known feature that this server does not have
@@ -60,6 +61,10 @@ class Overloaded(PenstockError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.reason = reason
+
+
+class Quarantined(PenstockError):
+    reason = "quarantined"
 
 
 class DeadlineExceeded(PenstockError):

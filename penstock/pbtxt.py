@@ -21,6 +21,7 @@ from penstock import backends, devices, onnx_file, openvino_file, pt2_file, slo
 from penstock.config import (
     CPU,
     DEFAULT_HANG_S,
+    DEFAULT_LOAD_TIMEOUT_S,
     EACH_GPU,
     LLM,
     MAX_INSTANCES,
@@ -59,9 +60,13 @@ PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 DEFAULT_MAX_BATCH = 64
 MAX_PRIORITIES = 256
 MAX_TOKENS = "penstock.max_tokens"
+LOAD_TIMEOUT, MEMORY, ENV = "penstock.load_timeout_s", "penstock.memory_bytes", "penstock.env"
+ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 # Keys under `parameters` that are ours, with the largest value that makes sense.
 NUMBERS = {
     "penstock.hang_s": 1e9,
+    LOAD_TIMEOUT: 1e9,
+    MEMORY: 1 << 50,
     "penstock.slab_bytes": 1 << 40,
     "penstock.max_slabs": 4096,
     "penstock.spill_bytes": 1 << 40,
@@ -84,6 +89,7 @@ WHOLE = (
     "penstock.max_slabs",
     "penstock.spill_bytes",
     "penstock.gpu_memory_bytes",
+    MEMORY,
     MAX_TOKENS,
 )
 # Ours as well, and the backend's business.
@@ -115,6 +121,9 @@ BACKEND_OPTIONS = {
 # Ours that are fields of a ModelConfig of their own; all others stay among its options.
 FIELDS = (
     "penstock.hang_s",
+    LOAD_TIMEOUT,
+    MEMORY,
+    ENV,
     "penstock.slab_bytes",
     "penstock.max_slabs",
     "penstock.spill_bytes",
@@ -130,7 +139,7 @@ FIELDS = (
     MODEL_OUTPUTS,
 )
 # Of those, the ones that are texts.
-TEXTS = (SLO, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS, POSTPROCESS, MODEL_OUTPUTS)
+TEXTS = (SLO, ENV, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS, POSTPROCESS, MODEL_OUTPUTS)
 # Backends that look at `ModelConfig.device`, and the one that computes nothing anywhere.
 GPU_BACKENDS = frozenset({"pytorch", "null", LLM})
 # Those that use a GPU without being asked to.
@@ -293,6 +302,8 @@ def _own_parameters(config: ModelConfig) -> dict[str, str]:
     values: dict[str, str] = {}
     for key, value, default in (
         ("penstock.hang_s", config.hang_s, DEFAULT_HANG_S),
+        (LOAD_TIMEOUT, config.load_timeout_s, DEFAULT_LOAD_TIMEOUT_S),
+        (MEMORY, config.memory_bytes, None),
         ("penstock.slab_bytes", memory.slab_bytes, None),
         ("penstock.max_slabs", memory.max_slabs, base.max_slabs),
         ("penstock.spill_bytes", memory.spill_bytes, base.spill_bytes),
@@ -304,6 +315,8 @@ def _own_parameters(config: ModelConfig) -> dict[str, str]:
             values[key] = repr(value)
     if config.slo:
         values[SLO] = config.slo
+    if config.env:
+        values[ENV] = ", ".join(config.env)
     if config.preprocess is not None:
         values[PREPROCESS] = config.preprocess.function
         values[MODEL_INPUTS] = _listed(config.preprocess.inputs)
@@ -380,6 +393,9 @@ class _Resolver:
             slo_latency_s=self._slo_latency_s(promised),
             max_tokens=_whole(numbers.get(MAX_TOKENS)),
         )
+        if not inputs:
+            # Without inputs nothing says how many rows a batch has.
+            batching = replace(batching, is_dynamic=False)
         if problem := _tokens_problem(batching, padding, is_sent=preprocess is None):
             self._problem(f"parameters.{MAX_TOKENS}", problem)
         config = ModelConfig(
@@ -393,6 +409,9 @@ class _Resolver:
             batching=batching,
             memory=_memory(numbers),
             hang_s=numbers.get("penstock.hang_s", DEFAULT_HANG_S),
+            load_timeout_s=numbers.get(LOAD_TIMEOUT, DEFAULT_LOAD_TIMEOUT_S),
+            memory_bytes=_whole(numbers.get(MEMORY)),
+            env=self._env(options.get(ENV, ""), backend),
             padding=None if preprocess else padding,
             preprocess=replace(preprocess, padding=padding) if preprocess else None,
             postprocess=self._postprocess(options),
@@ -406,6 +425,18 @@ class _Resolver:
         if self._problems:
             raise ConfigError(self._problems)
         return config.on(placed)
+
+    def _env(self, text: str, backend: str) -> tuple[str, ...]:
+        names = tuple(part.strip() for part in text.split(",") if part.strip())
+        wrong = [name for name in names if not ENV_NAME.fullmatch(name)]
+        if wrong:
+            self._problem(
+                f"parameters.{ENV}",
+                f"'{wrong[0]}' names no variable; expected e.g. 'MODEL_TOKEN, MY_PREFIX_*'",
+            )
+        if names and backend == LLM:
+            self._problem(f"parameters.{ENV}", "language models run no code of their own")
+        return names
 
     def _problem(self, path: str, text: str) -> None:
         self._problems.append(f"{path}: {text}")
@@ -457,7 +488,9 @@ class _Resolver:
         max_batch = message.max_batch_size
         if max_batch < 0:
             self._problem("max_batch_size", f"{max_batch} is negative")
-        if (not inputs or not outputs) and not self._problems:
+        # A Python model may make its outputs of nothing.
+        is_whole = bool(outputs) and (bool(inputs) or backend == "python")
+        if not is_whole and not self._problems:
             if (read := _signature_reader(backend, artifact)) is not None:
                 inputs, outputs, max_batch = self._complete(read, artifact, inputs, outputs)
             else:

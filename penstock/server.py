@@ -36,6 +36,7 @@ from penstock.repository import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
 from penstock.serving.served import Served
+from penstock.serving.supervisor import limited
 from penstock.wire.openai_v1 import Known
 
 if TYPE_CHECKING:
@@ -62,11 +63,12 @@ class Progress:
 def make_text_model(config: ModelConfig) -> Served:
     """ConfigError where what it needs is not installed."""
     try:
+        from penstock.llm.language_model import EngineLife
         from penstock.llm.text_model import TextModel
     except ModuleNotFoundError as error:
         problem = f"backend: '{LLM}' needs the package '{error.name}', which is not installed"
         raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it']) from error
-    return TextModel(config)
+    return TextModel(config, limited(EngineLife, config.memory_bytes))
 
 
 class TextModels:

@@ -76,8 +76,14 @@ class PuppetLife:
 
     pid = 0
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_death: Callable[[str], None],
+        has_room: bool = False,
+    ) -> None:
         self.sock, self._theirs = socket_pair()
+        self._has_room = has_room
         self._worker = Worker(Channel(self._theirs))
         self._loop = loop
         self._on_death = on_death
@@ -101,17 +107,22 @@ class PuppetLife:
     def socket_closed(self) -> None:
         self.kill()
 
+    def has_room_for_another(self) -> bool:
+        return self._has_room
+
 
 class Puppets:
-    """Give this as `start_life`; `alive` are the workers that run now."""
+    """Give this as `start_life`; `alive` are the workers that run now. `has_room`: there is memory
+    for spares."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_room: bool = False) -> None:
         self._lives: list[PuppetLife] = []
+        self._has_room = has_room
 
     def __call__(
         self, loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]
     ) -> PuppetLife:
-        life = PuppetLife(loop, on_death)
+        life = PuppetLife(loop, on_death, self._has_room)
         self._lives.append(life)
         return life
 

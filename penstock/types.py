@@ -210,11 +210,13 @@ class Request:
     """
 
     __slots__ = (
+        "caller",
         "fit",
         "form",
         "id",
         "inputs",
         "is_done",
+        "lost_with",
         "num_deaths",
         "num_rows",
         "num_tokens",
@@ -250,6 +252,8 @@ class Request:
         self.prefers_binary = False
         self.priority = LEVEL_UNSET
         self.timeout_s: float | None = None
+        # Digest of the API key that came with it; empty where clients need none.
+        self.caller = b""
         self.sink = sink
         self.timings = Timings(received)
         self.is_done = False
@@ -258,6 +262,8 @@ class Request:
         # What it takes of a budget of tokens; 0 where there is none.
         self.num_tokens = 0
         self.num_deaths = 0
+        # Index of the instance whose worker died while it ran this request among others.
+        self.lost_with: int | None = None
         self.fit: Any = None
         self.place: Any = None
         self.queue: Any = None

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -52,6 +53,47 @@ class Usage:
             processes=processes,
             gpus=self._gpus.uses(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of the machine, or of the container if that has less, in bytes."""
+
+    available: int
+    total: int
+
+
+def read_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
+    """What processes may still take. Page cache that can be dropped counts as available."""
+    machine = psutil.virtual_memory()
+    limit = _read_number(cgroups / "memory.max")
+    used = _read_number(cgroups / "memory.current")
+    if limit is None or used is None or limit >= machine.total:
+        return Memory(machine.available, machine.total)
+    used -= _read_field(cgroups / "memory.stat", "inactive_file")
+    return Memory(min(machine.available, max(0, limit - used)), limit)
+
+
+def _read_number(path: Path) -> int | None:
+    """None: there is no such file, or it says "max"."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None
+
+
+def _read_field(path: Path, name: str) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0
+
+
+def resident_bytes(pid: int) -> int:
+    """0 when the process has gone."""
+    with contextlib.suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
 
 
 def cpu_s(pids: Iterable[int]) -> dict[int, float]:

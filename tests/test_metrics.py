@@ -17,6 +17,7 @@ from penstock.errors import (
     NotReady,
     Overloaded,
     PenstockError,
+    Quarantined,
     TooLarge,
     Unsupported,
 )
@@ -261,6 +262,7 @@ def test_both_waits_are_the_time_in_the_queue(waits: list[tuple[float, float]]) 
         (TooLarge("large"), "too_large", "OTHER"),
         (NotReady("loading"), "not_ready", "OTHER"),
         (Unsupported("sequence"), "unsupported", "OTHER"),
+        (Quarantined("poison"), "quarantined", "OTHER"),
     ],
 )
 def test_refusals_are_counted_by_reason(error: PenstockError, reason: str, tritons: str) -> None:

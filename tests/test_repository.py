@@ -671,6 +671,17 @@ def test_a_python_model_must_say_its_tensors(tmp_path: Path) -> None:
     assert problem.startswith("input, output: must be given for backend 'python', for example: ")
 
 
+def test_a_python_model_may_have_no_inputs(tmp_path: Path) -> None:
+    output = 'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
+    folder = add_model(
+        tmp_path, "model", f'backend: "python" max_batch_size: 4 dynamic_batching {{}} {output}'
+    )
+    (folder / "1" / "model.py").touch()
+    [config] = read(folder).configs
+    assert config.inputs == () and len(config.outputs) == 1
+    assert not config.batching.is_dynamic, "nothing would say how many rows a batch has"
+
+
 def test_platform_names_the_backend_too(tmp_path: Path, write_identity: WriteOnnx) -> None:
     folder = add_model(tmp_path, "model", 'platform: "onnxruntime_onnx"')
     write_identity(folder / "1" / "model.onnx")
@@ -944,13 +955,32 @@ def test_penstocks_own_parameters_are_mapped(tmp_path: Path) -> None:
         + parameter("penstock.slab_bytes", "65536")
         + parameter("penstock.max_slabs", "3")
         + parameter("penstock.spill_bytes", "1048576")
+        + parameter("penstock.load_timeout_s", "12.5")
+        + parameter("penstock.memory_bytes", "1000000000")
+        + parameter("penstock.env", "MODEL_TOKEN, MY_*,")
     )
     config = resolve(tmp_path, text)
     assert config.hang_s == 2.5
+    assert (config.load_timeout_s, config.memory_bytes) == (12.5, 1_000_000_000)
+    assert config.env == ("MODEL_TOKEN", "MY_*")
     assert config.memory == MemoryPolicy(slab_bytes=65536, max_slabs=3, spill_bytes=MIB)
 
 
-@pytest.mark.parametrize("key", ["hang_s", "slab_bytes", "max_slabs", "spill_bytes"])
+def test_without_them_loading_has_ten_minutes_and_any_memory(tmp_path: Path) -> None:
+    config = resolve(tmp_path, NULL)
+    assert (config.load_timeout_s, config.memory_bytes, config.env) == (600, None, ())
+
+
+@pytest.mark.parametrize("value", ["A B", "*", "1A", "A=b", "A*B", "A;B"])
+def test_names_of_variables_are_checked(tmp_path: Path, value: str) -> None:
+    [problem] = problems(tmp_path, NULL + parameter("penstock.env", f"FINE, {value}"))
+    assert problem.startswith(f"parameters.penstock.env: '{value}' names no variable")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["hang_s", "slab_bytes", "max_slabs", "spill_bytes", "load_timeout_s", "memory_bytes"],
+)
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "1e300", "0x10"])
 def test_junk_in_penstocks_parameters_is_refused_by_name(
     tmp_path: Path, key: str, value: str
@@ -960,7 +990,7 @@ def test_junk_in_penstocks_parameters_is_refused_by_name(
     assert f"'{value}'" in problem
 
 
-@pytest.mark.parametrize("key", ["slab_bytes", "max_slabs", "spill_bytes"])
+@pytest.mark.parametrize("key", ["slab_bytes", "max_slabs", "spill_bytes", "memory_bytes"])
 def test_sizes_are_whole_numbers(tmp_path: Path, key: str) -> None:
     [problem] = problems(tmp_path, NULL + parameter(f"penstock.{key}", "0.5"))
     assert problem.startswith(f"parameters.penstock.{key}: ")

@@ -8,7 +8,7 @@ import psutil
 
 from penstock.devices import GpuUse, Watch
 from penstock.testing import FakeClock
-from penstock.usage import Member, Usage, cpu_s
+from penstock.usage import Member, Memory, Usage, cpu_s, read_memory, resident_bytes
 
 
 def test_this_process_is_the_core_and_uses_something():
@@ -56,3 +56,22 @@ def test_cpu_time_is_that_of_each_process_that_is_there():
     assert before.keys() == {os.getpid()}
     while cpu_s([os.getpid()]) == before:
         sum(range(10_000))
+
+
+def test_memory_is_that_of_the_container_where_it_has_less(tmp_path):
+    machine = psutil.virtual_memory()
+    assert read_memory(tmp_path).total == machine.total
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert read_memory(tmp_path).total == machine.total
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.current").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 500000\n")
+    assert read_memory(tmp_path) == Memory(available=2_500_000, total=5_000_000)
+
+
+def test_a_process_that_has_gone_takes_no_memory():
+    assert resident_bytes(os.getpid()) > 1 << 20
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        pass
+    assert resident_bytes(child.pid) == 0

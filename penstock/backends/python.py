@@ -307,7 +307,7 @@ def _arguments(config: ModelConfig) -> dict[str, str]:
     return {
         "model_config": json.dumps(pbtxt.to_json(config)),
         "model_instance_kind": "CPU",
-        "model_instance_name": f"{config.name}_0",
+        "model_instance_name": f"{config.name}_0_0",
         "model_instance_device_id": "0",
         "model_repository": str(version_folder.parent),
         "model_version": config.version,

@@ -255,6 +255,7 @@ class Call:
         request.parameters = frame.parameters or None
         request.priority = frame.priority
         request.timeout_s = frame.timeout_s
+        request.caller = frame.caller
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         if self._wants_classes and isinstance(answer, Response):

@@ -111,6 +111,7 @@ class Core:
         if num_json > MAX_NAMES_BYTES and _names_bytes(request) > MAX_NAMES_BYTES:
             self._hand_over(exchange)
             return
+        request.caller = call.caller
         sink.request = request
         exchange.waiter = sink
         model.submit(request)

@@ -24,6 +24,7 @@ from penstock.errors import (
     NotReady,
     Overloaded,
     PenstockError,
+    Quarantined,
     TooLarge,
     Unsupported,
 )
@@ -52,6 +53,7 @@ STATUS: dict[type[PenstockError], str] = {
     NotFound: "NOT_FOUND",
     NotReady: "UNAVAILABLE",
     Overloaded: "UNAVAILABLE",
+    Quarantined: "FAILED_PRECONDITION",
     DeadlineExceeded: "DEADLINE_EXCEEDED",
     Cancelled: "CANCELLED",
     Unsupported: "UNIMPLEMENTED",

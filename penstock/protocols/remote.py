@@ -191,6 +191,7 @@ class Remote:
             request.timeout_s,
             _classes(request),
             model.wants_timings,
+            request.caller,
         )
         request.inputs = ()
         try:

@@ -15,6 +15,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import grpc
@@ -32,7 +33,7 @@ from penstock.errors import (
 )
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
-from penstock.protocols.gate import Gate, Keys, digest_secret, headers_of, secret_of
+from penstock.protocols.gate import Gate, Keys, headers_of
 from penstock.protocols.line import status_name, why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import RPC_SCOPES
@@ -70,6 +71,8 @@ STOP_GRACE_S = 2.0
 
 # Takes a message; those of administrative calls also the digest of the API key.
 Answer = Callable[..., Awaitable[Any]]
+# Who makes the call that is being answered, as `Request.caller`; each call is a task of its own.
+CALLER: ContextVar[bytes] = ContextVar("caller", default=b"")
 
 
 class Waiter:
@@ -101,7 +104,7 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except NotAllowed as error:
             if RPC_SCOPES[call.method] == "admin":
-                caller = self._gate.caller(headers_of(call.invocation_metadata))
+                caller = self._gate.caller_name(headers_of(call.invocation_metadata))
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
                 audit_log.record(denied, status_name(error), str(error))
             return _refusing(error)
@@ -134,7 +137,7 @@ class Service:
         }
         methods = {
             f"/{SERVICE.full_name}/{method.name}": _unary(
-                method, answers.get(method.name) or _missing(method.name)
+                method, answers.get(method.name) or _missing(method.name), self._gate
             )
             for method in SERVICE.methods
         }
@@ -166,6 +169,7 @@ class Service:
     async def _infer(self, message: Any) -> Any:
         waiter = Waiter()
         request = decode_infer(message, waiter, time.monotonic())
+        request.caller = CALLER.get()
         model = self._remote.find(message.model_name, message.model_version)
         model.submit(request)
         try:
@@ -176,6 +180,7 @@ class Service:
             raise
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        CALLER.set(_caller(self._gate, context))
         stream = Stream(self._infer, messages, context)
         try:
             async with asyncio.TaskGroup() as group:
@@ -357,15 +362,17 @@ def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _unary(method: Any, answer: Answer) -> grpc.RpcMethodHandler:
+def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
     """A handler that parses the request and turns errors into statuses."""
     request_type = GetMessageClass(method.input_type)
     is_admin = RPC_SCOPES[f"/{SERVICE.full_name}/{method.name}"] == "admin"
 
     async def call(data: bytes, context: Any) -> Any:
         try:
+            caller = _caller(gate, context)
+            CALLER.set(caller)
             message = parse(request_type, data)
-            return await (answer(message, _key(context)) if is_admin else answer(message))
+            return await (answer(message, caller) if is_admin else answer(message))
         except PenstockError as error:
             await _abort(context, error)
         except Exception:  # The protocol edge.
@@ -377,10 +384,9 @@ def _unary(method: Any, answer: Answer) -> grpc.RpcMethodHandler:
     )
 
 
-def _key(context: Any) -> bytes:
-    """The digest of the API key that came with a call; empty where there was none."""
-    secret = secret_of(headers_of(context.invocation_metadata() or ()))
-    return b"" if secret is None else digest_secret(secret)
+def _caller(gate: Gate, context: Any) -> bytes:
+    """As `Request.caller`."""
+    return gate.caller(headers_of(context.invocation_metadata() or ()))
 
 
 def _missing(name: str) -> Answer:

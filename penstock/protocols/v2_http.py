@@ -24,6 +24,7 @@ from penstock.errors import (
     NotReady,
     Overloaded,
     PenstockError,
+    Quarantined,
     TooLarge,
     Unsupported,
 )
@@ -50,6 +51,7 @@ STATUS: dict[type[PenstockError], int] = {
     NotFound: 404,
     NotReady: 503,
     Overloaded: 503,
+    Quarantined: 422,
     DeadlineExceeded: 504,
     Cancelled: 499,
     Unsupported: 501,
@@ -68,12 +70,14 @@ class InferCall:
     """What is asked of which model, from the head of a message. A head that comes again is the same
     object, so this is worked out once for all of them (`Head.note`)."""
 
-    __slots__ = ("accepts", "json_bytes", "model_name", "model_version", "wants_timing")
+    __slots__ = ("accepts", "caller", "json_bytes", "model_name", "model_version", "wants_timing")
 
     def __init__(self, match: Match, headers: Mapping[bytes, bytes]) -> None:
         self.model_name = match.model_name
         self.model_version = match.model_version
         self.json_bytes: int | None = None
+        # As `Request.caller`.
+        self.caller = b""
         # How the answer may be compressed.
         self.accepts = _accepted(headers.get(b"accept-encoding", b""))
         self.wants_timing = b"penstock-timing" in headers
@@ -197,7 +201,7 @@ class Models:
         name = match.route.handler
         if (handler := self._handlers.get(name)) is not None:
             if match.route.scope == "admin":
-                handler = audited(handler, self._gate.caller(exchange.head.headers))
+                handler = audited(handler, self._gate.caller_name(exchange.head.headers))
             self._tasks.start(exchange, handler, match)
         elif (direct := self._direct[name]) is not None:
             direct(exchange)
@@ -219,6 +223,7 @@ class Models:
         except PenstockError as error:
             model.refused(error, exchange.received)
             raise
+        request.caller = call.caller
         sink.request = request
         exchange.waiter = sink
         model.submit(request)
@@ -279,6 +284,7 @@ class V2Http:
             self._door.other(exchange, match)
             return None
         call = InferCall(match, head.headers)
+        call.caller = self._gate.caller(head.headers)
         encoding = head.headers.get(b"content-encoding", b"identity").lower()
         if encoding == b"identity":
             call.json_bytes = self._json_bytes(exchange)
@@ -348,7 +354,7 @@ def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Matc
         gate.check_scope(match.route.scope, head.headers)
     except NotAllowed as error:
         if match.route.scope == "admin":
-            call = _admin_call(match, gate.caller(head.headers))
+            call = _admin_call(match, gate.caller_name(head.headers))
             audit_log.record(call, status_of(error), str(error))
         raise
     methods, method = match.route.methods, head.method.decode("latin-1")

@@ -21,7 +21,7 @@ from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
 from penstock.serving.model import Model
 from penstock.serving.served import Served
-from penstock.serving.supervisor import ProcessLife, StartLife
+from penstock.serving.supervisor import ProcessLife, StartLife, load_timeout_text
 
 log = logging.getLogger("penstock.catalog")
 
@@ -250,10 +250,14 @@ class Catalog:
         where = {"model": config.name, "version": config.version}
         log.info("%s/%s loads %d %s", config.name, config.version, count, plural, extra=where)
         model = self._made(config)
+        limit = asyncio.timeout(config.load_timeout_s)
         try:
-            await model.start()
+            async with limit:
+                await model.start()
         except BaseException:
             await model.close()
+            if limit.expired():
+                raise ConfigError([load_timeout_text(config.load_timeout_s)]) from None
             raise
         took_s = time.monotonic() - began
         where_and_when = {**where, "load_s": round(took_s, 3)}

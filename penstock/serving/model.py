@@ -22,6 +22,7 @@ from penstock.errors import (
     NotReady,
     Overloaded,
     PenstockError,
+    Quarantined,
     TooLarge,
 )
 from penstock.metrics import ModelMetrics, Waits
@@ -31,12 +32,20 @@ from penstock.serving.history import History, Record
 from penstock.serving.padding import Pads
 from penstock.serving.plan import Geometry, Plan, Planner, column_bytes
 from penstock.serving.proof import agreed
+from penstock.serving.quarantine import (
+    MAX_BODY_DEATHS,
+    MAX_KEY_DEATHS,
+    Part,
+    Quarantine,
+    Verdict,
+    fingerprint,
+)
 from penstock.serving.refusals import Refusals
 from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
 from penstock.serving.slo_batcher import SloBatcher
 from penstock.serving.supervisor import Instance, ProcessLife, StartLife, Supervisor
-from penstock.types import CANCELLED, Request, Response, Tensor
+from penstock.types import CANCELLED, Buffer, Request, Response, Tensor
 from penstock.wire import frames
 
 log = logging.getLogger("penstock.model")
@@ -53,6 +62,8 @@ MAX_DISPATCH_BYTES = 128 * 1024
 UNAVAILABLE_AFTER_S = 30.0
 LOAD_FACTOR = 2
 HANG_FACTOR = 20
+# Suspects wait this long for spares to replace the worker that they may kill.
+SUSPECT_PATIENCE_S = 30.0
 QUEUE_TIMEOUT = Overloaded("Request timeout expired", reason="queue_timeout")
 DROPPED = Overloaded(
     "Request timeout expired: the answer would have been late", reason="dropped_late"
@@ -116,6 +127,12 @@ class Model:
         self._clock = clock
         self._saturation = Saturation(clock())
         self._refusals = Refusals()
+        self._quarantine = Quarantine()
+        # Requests whose worker died, while others are known to kill: they run again alone, and only
+        # where that cannot take the last worker away from everybody else.
+        self._suspects: deque[Request] = deque()
+        # When one of them was last tried, or came to be the first.
+        self._tried_suspect_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._slab_bytes = _slab_bytes(config)
         self._planner = Planner(config, self._slab_bytes)
@@ -148,7 +165,10 @@ class Model:
         self._is_answering = False
         self._last_num_requests = 0
         self._timer: asyncio.TimerHandle | None = None
+        # Done when all instances are warm or the load has failed, which `_load_problems` then says.
+        # Not an exception of the future: its traceback would keep the model alive, and that it.
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
+        self._load_problems: Sequence[str] = ()
         self._without_instance_since = clock()
         self._idle_waiters: list[asyncio.Future[None]] = []
 
@@ -165,12 +185,17 @@ class Model:
         return self._supervisor.instances
 
     @property
+    def has_spare(self) -> bool:
+        """Whether as many loaded workers as are wanted wait to take the place of those that die."""
+        return self._supervisor.has_all_spares
+
+    @property
     def batcher(self) -> Batcher | SloBatcher:
         return self._batcher
 
     @property
     def num_waiting(self) -> int:
-        return self._batcher.num_waiting
+        return self._batcher.num_waiting + len(self._suspects)
 
     @property
     def num_running(self) -> int:
@@ -207,6 +232,8 @@ class Model:
         """Start the workers; returns when all are warm, raises ConfigError if they cannot be."""
         self._supervisor.start()
         await self._first_ready
+        if self._load_problems:
+            raise ConfigError(self._load_problems)
 
     async def drain(self) -> None:
         """Wait until everything admitted has been answered."""
@@ -239,6 +266,8 @@ class Model:
             geometry = plan.geometry
             if geometry.layout is None:
                 self._check_spill(request)
+            if self._quarantine.is_active:
+                self._check_quarantine(request)
             timings = request.timings
             timings.queued = now = self._clock()
             timings.saturated_s = self._saturation.at(now)
@@ -282,11 +311,18 @@ class Model:
         """A request in flight is computed and its answer dropped; a waiting one never runs."""
         if _has_ended(request):
             return
-        if self._batcher.remove(request):
+        if self._take_out(request):
             self._release(request, was_dispatched=False)
         self.metrics.failed("CANCELED")
         self._finish(request, CANCELLED)
         self._check_idle()
+
+    def _take_out(self, request: Request) -> bool:
+        """False if it does not wait."""
+        if request in self._suspects:
+            self._suspects.remove(request)
+            return True
+        return self._batcher.remove(request)
 
     def _cannot_place(self, request: Request) -> None:
         log.exception("%s: a request could not be placed in shared memory", self.config.name)
@@ -328,6 +364,86 @@ class Model:
                 f"model '{self.config.name}' has for them (parameters.penstock.spill_bytes)"
             )
 
+    # Quarantine.
+
+    def _check_quarantine(self, request: Request) -> None:
+        """Raise Quarantined for a request that would kill its worker, or whose key's requests do.
+        Bodies cost a hash each, so they are only looked at while one is quarantined."""
+        now = self._clock()
+        quarantine, name = self._quarantine, self.config.name
+        left_s = quarantine.key_left_s(request.caller, now)
+        if left_s > 0:
+            raise Quarantined(
+                f"requests with this API key killed workers of model '{name}' "
+                f"{MAX_KEY_DEATHS} times; the model refuses the key for {left_s:.0f} s more"
+            )
+        left_s = quarantine.body_left_s(self._body(request), now) if quarantine.has_bodies else 0.0
+        if left_s > 0:
+            raise Quarantined(
+                f"this request killed its worker of model '{name}' {MAX_BODY_DEATHS} times; the "
+                f"model refuses it for {left_s:.0f} s more"
+            )
+
+    def _body(self, request: Request) -> bytes:
+        """The fingerprint of a request, before or after its bytes went to shared memory."""
+        parts = self._sent(request) if request.place is None else self._placed(request)
+        return fingerprint(parts, request.parameters)
+
+    def _sent(self, request: Request) -> list[Part]:
+        tensors = [request.inputs[index] for index in request.fit.plan.order]
+        return [Part(tensor.name, tensor.shape, tensor.data) for tensor in tensors]
+
+    def _placed(self, request: Request) -> list[Part]:
+        place: Place = request.place
+        plan: Plan = request.fit.plan
+        geometry, view = plan.geometry, place.slab.seg.view
+        parts: list[Part] = []
+        for index, (offset, row_bytes) in enumerate(geometry.input_columns):
+            start = offset + place.row * row_bytes
+            data: Buffer = view[start : start + place.count * row_bytes]
+            shape = geometry.row_shapes[index]
+            if plan.own_shapes is not None:
+                assert self._planner.pads is not None
+                full, shape = shape, plan.own_shapes[index]
+                data = self._planner.pads.read(index, data, shape, full)
+            parts.append(Part(self.config.inputs[index].name, (place.count, *shape), data))
+        return parts
+
+    def _pinned(self, request: Request) -> Verdict:
+        """A worker died while it ran this request alone."""
+        now = self._clock()
+        verdict = self._quarantine.died(self._body(request), request.caller, now)
+        if verdict.is_excused and request.lost_with is not None:
+            self._supervisor.excuse(request.lost_with)
+            request.lost_with = None
+        if verdict.quarantines_key:
+            self._warn("an API key is quarantined: its requests killed %d workers", MAX_KEY_DEATHS)
+        if verdict.quarantines_body:
+            self._warn("a request is quarantined: it killed %d workers", MAX_BODY_DEATHS)
+        if verdict.quarantines_body or verdict.quarantines_key:
+            self._refuse_quarantined()
+        return verdict
+
+    def _refuse_quarantined(self) -> None:
+        """Those that wait already must not kill either."""
+        waiting = [request for lane in self._batcher.waiting() for request in lane.walk()]
+        waiting += self._suspects
+        for request in waiting:
+            self._refuse_if_quarantined(request)
+
+    def _refuse_if_quarantined(self, request: Request) -> bool:
+        try:
+            self._check_quarantine(request)
+        except Quarantined as error:
+            self._take_out(request)
+            self._refuse(request, error)
+            return True
+        return False
+
+    def _warn(self, text: str, *args: object) -> None:
+        where = (self.config.name, self.config.version)
+        log.warning(f"%s/%s: {text}", *where, *args, extra=self.labels)
+
     # Batches.
 
     def _pump(self) -> None:
@@ -340,6 +456,7 @@ class Model:
                 self._refuse(request, DROPPED)
         for request in batcher.expire(now):
             self._refuse(request, QUEUE_TIMEOUT)
+        self._try_suspect(now)
         for num_others in range(self._most_slots):
             # Whoever has nothing comes first, then those who have one, and so on.
             for instance in self._supervisor.instances:
@@ -348,6 +465,8 @@ class Model:
                     if batch is None:
                         self._arm_timer(now)
                         return
+                    if self._is_refused_rerun(batch, now):
+                        continue
                     if not self._dispatch(instance, batch, now):
                         break
         self._arm_timer(now, only_expiry=True)
@@ -357,7 +476,39 @@ class Model:
         if not instance.is_idle:
             return False
         others: list[InFlight] = instance.batches
-        return not others or not (self._batcher.num_reruns or others[0].closed_by == "rerun")
+        if not others:
+            return True
+        if self._batcher.num_reruns or others[0].closed_by == "rerun":
+            return False
+        return not (self._suspects and self._may_try_suspect())
+
+    def _try_suspect(self, now: float) -> None:
+        """Run a suspect on an instance that has nothing else."""
+        while self._suspects and self._may_try_suspect():
+            idle = [each for each in self.instances if each.is_idle and not each.batches]
+            if not idle:
+                return
+            request = self._suspects.popleft()
+            if self._refuse_if_quarantined(request):
+                continue
+            self._tried_suspect_at = now
+            self._batcher.closed_by = "rerun"
+            if not self._dispatch(idle[0], [request], now):
+                return
+
+    def _may_try_suspect(self) -> bool:
+        """One at a time, and while there are more spares than new poison needs. If they do not
+        suffice, now and then, but not on the only worker that is left: that one first serves the
+        others for as long as the next takes to start."""
+        ready = [each for each in self.instances if each.is_ready]
+        if any(flight.closed_by == "rerun" for each in ready for flight in each.batches):
+            return False
+        is_patient = self._clock() - self._tried_suspect_at < SUSPECT_PATIENCE_S
+        if self._supervisor.num_spares and (self._supervisor.has_all_spares or is_patient):
+            return self._supervisor.has_all_spares
+        if len(ready) > 1:
+            return True
+        return any(self._loop.time() - each.ready_at >= each.start_s for each in ready)
 
     def _arm_timer(self, now: float, only_expiry: bool = False) -> None:
         if self._timer is not None:
@@ -367,7 +518,17 @@ class Model:
         if wake_at is not None:
             self._timer = self._loop.call_later(max(0.0, wake_at - now), self._pump)
 
-    def _refuse(self, request: Request, error: Overloaded) -> None:
+    def _is_refused_rerun(self, batch: list[Request], now: float) -> bool:
+        """Its twin may have been quarantined while it waited to run again."""
+        if self._batcher.closed_by != "rerun" or not self._quarantine.is_active:
+            return False
+        if not self._refuse_if_quarantined(batch[0]):
+            return False
+        if self._slo is not None:
+            self._slo.ended(now)
+        return True
+
+    def _refuse(self, request: Request, error: PenstockError) -> None:
         self._release(request, was_dispatched=False)
         self.metrics.refused(error)
         self._note_overload(error, self._clock())
@@ -413,7 +574,7 @@ class Model:
         self._ended(flight)
         if self._batcher.closed_by == "rerun":
             for request in flight.requests:
-                self._batcher.rerun_alone(request)
+                self._run_again(request)
         else:
             self._batcher.put_back(flight.requests, geometry)
 
@@ -542,6 +703,7 @@ class Model:
 
     def _answer(self, instance: Instance, frame: frames.FromWorker) -> None:
         flight = _taken(instance, frame)
+        self._quarantine.answered()
         if flight is not None and isinstance(frame, frames.Done):
             self._deliver(instance, flight, frame)
         elif flight is not None and isinstance(frame, frames.Failed):
@@ -739,8 +901,9 @@ class Model:
                 geometry = self._planner.bucket_geometry(bucket)
                 self._slo.seed(pads.warm_times(timings, bucket), geometry)
 
-    def instance_died(self, instance: Instance, reason: str) -> None:
-        """The requests of its batches run again, each alone; who was alone already is to blame."""
+    def instance_died(self, instance: Instance, reason: str) -> bool:
+        """The requests of its batches run again, each alone; one that was alone already is to
+        blame. Returns whether a request is, and not the model."""
         flights, instance.batches = instance.batches, []
         if self.state == "READY":
             self.metrics.num_restarts += 1
@@ -751,11 +914,22 @@ class Model:
             self._without_instance_since = now
         self._note_idle(now)
         self._count_executors()
+        is_excused = bool(flights) and self._judge(flights)
         for flight in flights:
             self._lost(flight, reason, now)
+            if not is_excused and len(flight.requests) > 1:
+                for request in flight.requests:
+                    request.lost_with = instance.index
         if flights:
             self._pump()
             self._check_idle()
+        return is_excused
+
+    def _judge(self, flights: list[InFlight]) -> bool:
+        """Whether a worker died of what it ran, and not because the model is broken."""
+        if len(flights) == 1 and len(flights[0].requests) == 1:
+            return self._pinned(flights[0].requests[0]).is_excused
+        return self._quarantine.died_in_company()
 
     def _lost(self, flight: InFlight, reason: str, now: float) -> None:
         self._ended(flight)
@@ -780,15 +954,25 @@ class Model:
             if _has_ended(request):
                 self._release(request)
                 continue
-            self._batcher.rerun_alone(request)
+            self._run_again(request)
             if request.place is not None:
                 self._pool.requeued(request.place)
+
+    def _run_again(self, request: Request) -> None:
+        """Alone; at once, unless it is likely that a request killed the worker."""
+        if self._quarantine.has_bodies and request.num_deaths > 0:
+            if not self._suspects:
+                self._tried_suspect_at = self._clock()
+            self._suspects.append(request)
+        else:
+            self._batcher.rerun_alone(request)
 
     def load_failed(self, problems: Sequence[str]) -> None:
         self.state = "UNAVAILABLE"
         self.reason = "; ".join(problems)
         if not self._first_ready.done():
-            self._first_ready.set_exception(ConfigError(problems))
+            self._load_problems = problems
+            self._first_ready.set_result(None)
 
     def hang_limit_s(self, instance: Instance) -> float | None:
         self._fail_if_unavailable()
@@ -810,7 +994,9 @@ class Model:
             self._fail_waiting(NotReady(self._not_ready_text()))
 
     def _fail_waiting(self, error: PenstockError) -> None:
-        for request in self._batcher.drain():
+        suspects = list(self._suspects)
+        self._suspects.clear()
+        for request in (*suspects, *self._batcher.drain()):
             self._release(request, was_dispatched=False)
             self.metrics.refused(error, "gave_up")
             self._finish(request, error)
@@ -840,7 +1026,11 @@ class Model:
 
     def tick(self) -> None:
         """Asked twice a second by the supervisor."""
-        over = self._refusals.ended(self._clock())
+        now = self._clock()
+        self._quarantine.expire(now)
+        if self._suspects:
+            self._pump()
+        over = self._refusals.ended(now)
         if over is not None:
             log.info(
                 "%s/%s is no longer overloaded; %d requests were refused in %.1f s",
@@ -859,7 +1049,7 @@ class Model:
         recent.append(duration_s)
 
     def _pump_if_waiting(self) -> None:
-        if self._batcher.num_waiting:
+        if self.num_waiting:
             self._pump()
 
     def _check_idle(self) -> None:

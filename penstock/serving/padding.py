@@ -75,6 +75,11 @@ class Pads:
             rows[...] = self.values[index]
         rows[:, *map(slice, shape)] = np.frombuffer(data, dtype).reshape(-1, *shape)
 
+    def read(self, index: int, source: Buffer, shape: Sequence[int], full: Sequence[int]) -> bytes:
+        """The rows of `shape` that `write` put there."""
+        rows = np.frombuffer(source, self._dtypes[index]).reshape(-1, *full)
+        return rows[:, *map(slice, shape)].tobytes()
+
     def filled(self, index: int, values: Array, full: Sequence[int]) -> Array:
         """A copy of `values`, batch first, filled up to rows of the shape `full`."""
         if index not in self.values:

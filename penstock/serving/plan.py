@@ -245,6 +245,10 @@ class Planner:
     def _match(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Pairs (input of the model, tensor of the request), in the model's order."""
         name = self._config.name
+        if not tensors and self._inputs:
+            raise InvalidRequest(
+                f"the request has no inputs; model '{name}' takes {_quoted(self._inputs)}"
+            )
         seen: dict[int, int] = {}
         for tensor_index, tensor in enumerate(tensors):
             index = self._inputs.get(tensor.name)

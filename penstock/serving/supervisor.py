@@ -1,15 +1,20 @@
 """Keeps the workers of one model alive: starts them, notices deaths and hangs, starts them again.
 
-It knows processes, sockets and back-off, and nothing of requests: what a death means for a batch is
-the model's business (`Listener`). Everything runs on the core's event loop.
+It knows processes, sockets and back-off, and nothing of requests: what a death means for a batch,
+and whether a request is to blame for it, is the model's business (`Listener`). While requests kill
+workers, one more worker is kept loaded as a spare where memory allows. Everything runs on the
+core's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import mmap
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,11 +22,16 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from penstock import devices
+from penstock import devices, usage
 from penstock.backends import GPU_MEMORY
-from penstock.config import ModelConfig
+from penstock.config import CPU, ModelConfig
+from penstock.serving.environment import allowed, asked_for
+from penstock.serving.reaper import Reaper, kill_group
+from penstock.serving.restarts import HEALTHY_S, CrashLoop, SparePlan, spare_fits
+from penstock.serving.restarts import backoff_s as backoff_s
+from penstock.serving.restarts import deaths_in_a_row as deaths_in_a_row
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.worker import Channel, Worker
 from penstock.wire import frames
@@ -30,10 +40,6 @@ log = logging.getLogger("penstock.supervisor")
 
 SOCKET_BUFFER_BYTES = 4 << 20
 TICK_S = 0.5
-FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 10.0
-# An instance that has run this long has recovered; its next death restarts it at once.
-HEALTHY_S = 10.0
 # For a worker that leaves, to close its model.
 LEAVE_S = 5.0
 # Deaths before the first Ready that make the load fail.
@@ -42,7 +48,9 @@ MAX_LOAD_DEATHS = 3
 
 class ProcessLife:
     """A worker in a process of its own: exec'd, never forked; it dies with the core. Fronts live
-    the same way, in another `module`."""
+    the same way, in another `module`. It leads a process group, which ends with it."""
+
+    _reaper: ClassVar[Reaper] = Reaper()
 
     def __init__(
         self,
@@ -65,7 +73,7 @@ class ProcessLife:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     process_group=0,
-                    env=devices.worker_environment(),
+                    env=allowed(devices.worker_environment()),
                 )
             undo.callback(self._process.wait)
             undo.callback(self._process.kill)
@@ -75,21 +83,30 @@ class ProcessLife:
             self._pidfd = os.pidfd_open(self._process.pid)
             undo.pop_all()
         self.pid = self._process.pid
+        self._reaper.watch(self.pid)
         self._loop = loop
         self._on_death = on_death
         loop.add_reader(self._pidfd, self._died)
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
 
     def socket_closed(self) -> None:
         """A worker without its socket is of no use."""
         self.kill()
 
+    def has_room_for_another(self) -> bool:
+        """Whether the machine's memory has room for one more process as large as this one."""
+        memory = usage.read_memory()
+        own_bytes = usage.resident_bytes(self.pid)
+        return own_bytes > 0 and spare_fits(own_bytes, memory.available, memory.total)
+
     def _died(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
+        # Before it is waited for: until then no other group can have its number.
+        kill_group(self.pid)
+        self._reaper.forget(self.pid)
         status = self._process.wait()
         if status < 0:
             reason = f"was killed by {signal.Signals(-status).name}"
@@ -122,6 +139,10 @@ class ThreadLife:
             self._is_dead = True
             self._loop.call_soon(self._on_death, "its thread ended")
 
+    def has_room_for_another(self) -> bool:
+        """A request that crashes a thread takes the process along: a spare would not help."""
+        return False
+
     def _serve(self, sock: socket.socket) -> None:
         channel = Channel(sock)
         worker = Worker(channel)
@@ -143,17 +164,8 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-def deaths_in_a_row(before: int, well_s: float) -> int:
-    """With the one just now of a process that had been well for so long."""
-    return 1 if well_s >= HEALTHY_S else before + 1
-
-
-def backoff_s(num_deaths: int) -> float:
-    """How long to wait after so many deaths in a row: after the first not at all."""
-    if num_deaths <= 1:
-        return 0.0
-    # Beyond 2^32 the limit holds long since, and a float must not overflow.
-    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_deaths - 2, 32))
+def load_timeout_text(limit_s: float) -> str:
+    return f"loading took longer than {limit_s:g} s; parameters.penstock.load_timeout_s sets it"
 
 
 class Sender:
@@ -208,10 +220,27 @@ class Life(Protocol):
 
     def kill(self) -> None: ...
     def socket_closed(self) -> None: ...
+    def has_room_for_another(self) -> bool: ...
 
 
 # OSError if it gets no process, and then nothing is left of it.
 StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
+
+
+def limited(start_life: StartLife, memory_bytes: int | None) -> StartLife:
+    """The same, where each process may take this much private memory (None: any amount). What goes
+    beyond it fails to allocate: a MemoryError in Python."""
+    if memory_bytes is None:
+        return start_life
+
+    def start(loop: asyncio.AbstractEventLoop, on_death: Callable[[str], None]) -> Life:
+        life = start_life(loop, on_death)
+        if life.pid:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(life.pid, resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+        return life
+
+    return start
 
 
 class Listener(Protocol):
@@ -219,7 +248,9 @@ class Listener(Protocol):
 
     def instance_ready(self, instance: Instance) -> None: ...
     def instance_answered(self, instance: Instance, frame: frames.FromWorker) -> None: ...
-    def instance_died(self, instance: Instance, reason: str) -> None: ...
+    def instance_died(self, instance: Instance, reason: str) -> bool:
+        """Returns whether a request is to blame: then the death counts towards no crash loop."""
+
     def load_failed(self, problems: Sequence[str]) -> None: ...
     def tick(self) -> None:
         """Every half second."""
@@ -246,10 +277,14 @@ class Instance:
         self.batches: list[Any] = []
         self.ready: frames.Ready | None = None
         self.ready_at = 0.0
+        self.started_at = 0.0
         # When it last answered a batch, by the model's clock.
         self.answered_at = 0.0
-        self.num_deaths = 0
+        # Both belong to the place: a spare that takes it over goes on with them.
+        self.crashes = CrashLoop()
         self.num_restarts = 0
+        # Loaded, and in no place yet.
+        self.is_spare = False
         # What the present worker said when it could not load.
         self.load_error = ""
         self.sender: Sender | None = None
@@ -257,6 +292,11 @@ class Instance:
     @property
     def pid(self) -> int:
         return self.life.pid if self.life is not None else 0
+
+    @property
+    def start_s(self) -> float:
+        """How long its present worker took to get ready."""
+        return self.ready_at - self.started_at
 
     @property
     def gpu_memory_bytes(self) -> int:
@@ -281,7 +321,9 @@ class Instance:
 
 
 class Supervisor:
-    """The instances of one model."""
+    """The instances of one model. Once stopped it is of no more use, and refers to nothing: a model
+    that is unloaded must be freed without waiting for the garbage collector, which may not look at
+    long-lived objects for hours."""
 
     def __init__(
         self,
@@ -293,18 +335,45 @@ class Supervisor:
         self._config = config
         self._listener = listener
         self._input_spill = input_spill
-        self._start_life = start_life
+        self._start_life = limited(start_life, config.memory_bytes)
         self._loop = asyncio.get_running_loop()
-        self._buffer = bytearray(frames.MAX_FRAME_BYTES)
+        # Mapped, not allocated: only the pages that frames touch cost memory, and all of them go
+        # back to the system at the end.
+        self._buffer = mmap.mmap(-1, frames.MAX_FRAME_BYTES)
         self._view = memoryview(self._buffer)
         self._slabs: list[Slab] = []
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._timer_ids = itertools.count()
         self._is_stopping = False
         self._all_dead = asyncio.Event()
         self.last_reason = ""
         # What workers that start from now on need not try out again.
         self.proof: frames.Proof | None = None
         self.instances = [Instance(index, *worker) for index, worker in enumerate(config.workers)]
+        self._spares: list[Instance] = []
+        self._spare_plan = SparePlan()
+        # Spares that died before they were needed, since the last one that was.
+        self._num_lost_spares = 0
+
+    @property
+    def num_spares(self) -> int:
+        """Workers that are loaded, or being loaded, to take the place of others."""
+        return len(self._spares)
+
+    @property
+    def has_all_spares(self) -> bool:
+        """Whether as many are ready as are wanted."""
+        num_ready = sum(spare.is_ready and not spare.is_leaving for spare in self._spares)
+        return num_ready > 0 and num_ready >= self._num_spares_wanted
+
+    @property
+    def _num_spares_wanted(self) -> int:
+        start_s = max((each.start_s for each in self._all if each.is_ready), default=0.0)
+        return self._spare_plan.num_wanted(self._loop.time(), start_s)
+
+    @property
+    def _all(self) -> list[Instance]:
+        return [*self.instances, *self._spares]
 
     def start(self) -> None:
         for instance in self.instances:
@@ -314,26 +383,29 @@ class Supervisor:
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Workers finish what they run and go; who does not go in time is killed."""
         self._is_stopping = True
-        for timer in self._timers:
+        for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        for instance in self.instances:
+        for instance in self._all:
             if instance.life is not None:
                 self.send(instance, frames.Stop())
-        if any(instance.life is not None for instance in self.instances):
+        if any(instance.life is not None for instance in self._all):
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._all_dead.wait()
             except TimeoutError:
-                for instance in self.instances:
+                for instance in self._all:
                     if instance.life is not None:
                         instance.life.kill()
                 await self._all_dead.wait()
+        self._view.release()
+        self._buffer.close()
+        del self._listener
 
     def add_slab(self, slab: Slab) -> None:
         """All workers of the model map all its slabs."""
         self._slabs.append(slab)
-        for instance in self.instances:
+        for instance in self._all:
             if instance.life is not None:
                 self._send_slab(instance, slab)
 
@@ -346,6 +418,11 @@ class Supervisor:
         if instance.sender is not None:
             instance.sender.send(data, fds)
 
+    def excuse(self, index: int) -> None:
+        """A death that counted towards a crash loop turned out to be the fault of a request."""
+        self.instances[index].crashes.excuse()
+        self._spare_plan.killed(self._loop.time())
+
     def _start(self, instance: Instance) -> None:
         """A start that fails counts as a death: what was missing may be there the next time."""
         try:
@@ -357,10 +434,11 @@ class Supervisor:
                 instance.life.kill()
                 return
             self._close_spill(instance)
-            self._restart(instance, False, reason)
+            self._go_on(instance, False, False, reason)
 
     def _launch(self, instance: Instance) -> None:
         instance.load_error = ""
+        instance.started_at = self._loop.time()
         instance.is_hung = instance.is_leaving = False
         instance.output_spill = spill = Segment(self._config.memory.spill_bytes)
         life = self._start_life(self._loop, lambda reason: self._died(instance, reason))
@@ -370,7 +448,8 @@ class Supervisor:
         spill_bytes = self._config.memory.spill_bytes
         # A worker knows its own device only.
         config = self._config.of_worker(instance.device, instance.num_slots)
-        load = frames.Load(frames.VERSION, config, spill_bytes, self.proof)
+        environment = asked_for(os.environ, config.env)
+        load = frames.Load(frames.VERSION, config, spill_bytes, self.proof, environment)
         self.send(instance, load, (self._input_spill.fd, spill.fd))
         for slab in self._slabs:
             self._send_slab(instance, slab)
@@ -417,10 +496,12 @@ class Supervisor:
                     instance.pid,
                     extra=self._labels(instance),
                 )
-                self._listener.instance_ready(instance)
+                if not instance.is_spare:
+                    self._listener.instance_ready(instance)
+                self._prepare_spares()
             case frames.LoadFailed():
                 instance.load_error = "; ".join(frame.problems)
-                if instance.ready is None:
+                if instance.ready is None and not instance.is_spare:
                     self._listener.load_failed(frame.problems)
             case frames.Leaving():
                 instance.is_leaving = True
@@ -459,44 +540,116 @@ class Supervisor:
         instance.life = instance.sender = None
         was_ready, instance.is_ready = instance.is_ready, False
         # Its answers are read: the spill goes only after the model has seen the death.
-        self._listener.instance_died(instance, reason)
+        is_excused = not instance.is_spare and self._listener.instance_died(instance, reason)
         self._close_spill(instance)
         if self._is_stopping:
-            if all(other.life is None for other in self.instances):
+            if all(other.life is None for other in self._all):
                 self._all_dead.set()
             return
-        self._restart(instance, was_ready, reason)
+        self._go_on(instance, was_ready, is_excused, reason)
+
+    def _go_on(self, instance: Instance, was_ready: bool, is_excused: bool, reason: str) -> None:
+        """After a death."""
+        if instance.is_spare:
+            self._lose_spare(instance, reason)
+            return
+        if is_excused:
+            self._spare_plan.killed(self._loop.time())
+        else:
+            self._count(instance, was_ready)
+        self._restart(instance, reason, is_excused)
+
+    def _count(self, instance: Instance, was_ready: bool) -> None:
+        well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
+        # One that wants to leave as soon as it has come is as good as dead.
+        if instance.is_leaving and well_s >= HEALTHY_S:
+            instance.crashes.recovered()
+        else:
+            instance.crashes.died(well_s)
 
     def _close_spill(self, instance: Instance) -> None:
         if instance.output_spill is not None:
             instance.output_spill.close()
             instance.output_spill = None
 
-    def _restart(self, instance: Instance, was_ready: bool, reason: str) -> None:
-        well_s = self._loop.time() - instance.ready_at if was_ready else 0.0
-        # One that wants to leave as soon as it has come is as good as dead.
-        is_well = instance.is_leaving and well_s >= HEALTHY_S
-        instance.num_deaths = 0 if is_well else deaths_in_a_row(instance.num_deaths, well_s)
-        if instance.ready is None and instance.num_deaths >= MAX_LOAD_DEATHS:
+    def _restart(self, instance: Instance, reason: str, is_excused: bool) -> None:
+        if instance.ready is None and instance.crashes.num_deaths >= MAX_LOAD_DEATHS:
             text = f"the worker {reason} while loading, {MAX_LOAD_DEATHS} times"
+            if self._config.memory_bytes is not None:
+                limit = self._config.memory_bytes
+                text += f"; parameters.penstock.memory_bytes limits it to {limit} bytes"
             self._listener.load_failed((instance.load_error or text,))
             return
         self.last_reason = instance.load_error or f"its worker {reason}"
-        delay_s = backoff_s(instance.num_deaths)
+        delay_s = 0.0 if is_excused else instance.crashes.delay_s
+        instance.num_restarts += 1
+        spare = self._pick_spare() if delay_s == 0 else None
         log.warning(
-            "%s/%s instance %d: worker %s; restart in %.1f s",
+            "%s/%s instance %d: worker %s; %s",
             self._config.name,
             self._config.version,
             instance.index,
             reason,
-            delay_s,
+            "a spare takes over" if spare is not None else f"restart in {delay_s:.1f} s",
             extra={**self._labels(instance), "reason": reason},
         )
-        instance.num_restarts += 1
-        if delay_s == 0:
+        if spare is not None:
+            self._adopt(instance, spare)
+        elif delay_s == 0:
             self._start(instance)
         else:
             self._later(delay_s, self._start, instance)
+
+    def _pick_spare(self) -> Instance | None:
+        """One that is ready, or else the one that has been loading for longest: it is ready sooner
+        than a worker that has not begun."""
+        able = [each for each in self._spares if each.life is not None and not each.is_leaving]
+        return min(able, key=lambda each: (not each.is_ready, each.started_at), default=None)
+
+    def _adopt(self, dead: Instance, spare: Instance) -> None:
+        """Put the spare in the place of a dead worker, and start the next spare."""
+        self._spares.remove(spare)
+        spare.is_spare = False
+        spare.index = dead.index
+        spare.crashes, spare.num_restarts = dead.crashes, dead.num_restarts
+        # It loaded before: what happens to it now is no failure of the model's load.
+        spare.ready = spare.ready or dead.ready
+        self.instances[dead.index] = spare
+        self._num_lost_spares = 0
+        if spare.is_ready:
+            self._listener.instance_ready(spare)
+        self._prepare_spares()
+
+    def _prepare_spares(self) -> None:
+        """Start the next spare that is wanted, if there is memory for it and nothing else loads: a
+        worker that is needed now must not share the processor with one that is needed later. Only
+        on CPUs: the plan for GPU memory knows of no spare."""
+        if self._is_stopping or self._config.uses_gpu or not all(e.is_ready for e in self._all):
+            return
+        life = self.instances[0].life
+        if life is None or len(self._spares) >= self._num_spares_wanted:
+            return
+        if self._num_lost_spares < MAX_LOAD_DEATHS and life.has_room_for_another():
+            spare = Instance(len(self.instances) + len(self._spares), CPU)
+            spare.is_spare = True
+            self._spares.append(spare)
+            self._start(spare)
+
+    def _lose_spare(self, spare: Instance, reason: str) -> None:
+        self._spares.remove(spare)
+        if spare.is_leaving:
+            return
+        self._num_lost_spares += 1
+        name, version = self._config.name, self._config.version
+        why = spare.load_error or f"it {reason}"
+        log.warning("%s/%s lost its spare worker: %s", name, version, why)
+
+    def _dismiss_spares(self) -> None:
+        """Give their memory back once no request has killed a worker for a while."""
+        for spare in self._spares:
+            if spare.is_ready and not spare.is_leaving:
+                spare.is_leaving = True
+                self._let_go(spare)
 
     def _tick(self) -> None:
         """Look for hangs; SIGKILL turns one into a death."""
@@ -514,7 +667,25 @@ class Supervisor:
                 )
                 instance.is_hung = True
                 instance.life.kill()
+        for instance in self._all:
+            self._end_if_too_slow(instance)
+        if self._num_spares_wanted:
+            self._prepare_spares()
+        else:
+            self._dismiss_spares()
         self._later(TICK_S, self._tick)
+
+    def _end_if_too_slow(self, instance: Instance) -> None:
+        """A worker that is started again may take as long to load as the first, whose time is
+        limited by whoever loads the model."""
+        limit_s = self._config.load_timeout_s
+        is_late = self._loop.time() - instance.started_at > limit_s
+        if instance.life is None or instance.is_ready or not is_late or instance.load_error:
+            return
+        instance.load_error = load_timeout_text(limit_s)
+        name, version = self._config.name, self._config.version
+        log.error("%s/%s instance %d: %s", name, version, instance.index, instance.load_error)
+        instance.life.kill()
 
     def _labels(self, instance: Instance) -> dict[str, object]:
         """What a line of the log says about whom it concerns."""
@@ -527,9 +698,10 @@ class Supervisor:
         }
 
     def _later(self, delay_s: float, call: Callable[..., None], *args: object) -> None:
+        number = next(self._timer_ids)
+
         def run() -> None:
-            self._timers.discard(timer)
+            del self._timers[number]
             call(*args)
 
-        timer = self._loop.call_later(delay_s, run)
-        self._timers.add(timer)
+        self._timers[number] = self._loop.call_later(delay_s, run)

@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import queue
+import re
 import signal
 import socket
 import sys
@@ -55,6 +56,8 @@ MAX_VIEWS = 256
 LONG_WARM_UP_S = 0.25
 # Of one error's text; it travels in a frame.
 MAX_ERROR_CHARS = 4096
+# As numpy, torch and C++ libraries say it.
+OUT_OF_MEMORY = re.compile(r"MemoryError|bad_alloc|allocate|out of memory", re.IGNORECASE)
 Values = Sequence[tuple[TensorSpec, Array]]
 Spilled = tuple[tuple[frames.Extent, ...], ...]
 log = logging.getLogger("penstock.worker")
@@ -187,7 +190,7 @@ class Worker:
     def __init__(
         self,
         channel: Channel,
-        on_load: Callable[[ModelConfig], None] | None = None,
+        on_load: Callable[[frames.Load], None] | None = None,
         on_ready: Callable[[], None] | None = None,
         die: Callable[[], None] | None = None,
     ) -> None:
@@ -248,7 +251,7 @@ class Worker:
         try:
             self._config = config = frame.model
             if self._on_load is not None:
-                self._on_load(config)
+                self._on_load(frame)
             self._memory = Memory(config, frame.spill_bytes, fds)
             self._runner = runner = _checked_backend(config)(config)
             self._proof = proof = frame.proof or prove(config, runner)
@@ -259,8 +262,7 @@ class Worker:
             self._channel.send(frames.LoadFailed((text,)))
             return False
         except Exception as error:  # Whatever a backend raises is the answer to Load.
-            problems = error.problems if isinstance(error, ConfigError) else (_explain(error),)
-            self._channel.send(frames.LoadFailed(problems))
+            self._channel.send(frames.LoadFailed(_load_problems(error, frame.model)))
             return False
         if self._on_ready is not None:
             self._on_ready()
@@ -587,7 +589,8 @@ def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:
     if runner.needs_requests or not all(spec.is_fixed for spec in config.inputs):
         return {}
     shapes = [spec.shape for spec in config.inputs]
-    return _warm_up_rungs(config, runner, shapes, config.max_batch_size)
+    # Without inputs each request is a batch of one row.
+    return _warm_up_rungs(config, runner, shapes, config.max_batch_size if shapes else 1)
 
 
 def warm_up_buckets(config: ModelConfig, runner: Runner) -> dict[int, dict[int, float]]:
@@ -640,6 +643,14 @@ def _warm_up_batch(config: ModelConfig, runner: Runner, batch: Batch) -> float:
     return took_s
 
 
+def _load_problems(error: Exception, config: ModelConfig) -> tuple[str, ...]:
+    problems = error.problems if isinstance(error, ConfigError) else (_explain(error),)
+    if config.memory_bytes is None or not OUT_OF_MEMORY.search("; ".join(problems)):
+        return problems
+    limit = f"parameters.penstock.memory_bytes limits it to {config.memory_bytes} bytes"
+    return (*problems, limit)
+
+
 def _explain(error: Exception) -> str:
     if isinstance(error, PenstockError):
         return str(error)[:MAX_ERROR_CHARS]
@@ -674,8 +685,10 @@ def begin_life() -> socket.socket | None:
     return socket.socket(fileno=fd)
 
 
-def _describe(model: ModelConfig) -> None:
-    logs.describe(model.name, model.version)
+def _prepare(load: frames.Load) -> None:
+    """Make the process the model's own, before any of its code runs."""
+    logs.describe(load.model.name, load.model.version)
+    os.environ.update(load.environment)
 
 
 def main() -> None:
@@ -689,7 +702,7 @@ def main() -> None:
     # A model's folder is read, never written to.
     sys.dont_write_bytecode = True
     channel = Channel(sock)
-    Worker(channel, _describe, take_part, lambda: os._exit(1)).serve()
+    Worker(channel, _prepare, take_part, lambda: os._exit(1)).serve()
     channel.close()
     sys.stdout.flush()
     os._exit(0)

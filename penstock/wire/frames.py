@@ -80,6 +80,8 @@ class Load(Frame, tag="load"):
     model: ModelConfig
     spill_bytes: int
     proof: Proof | None = None
+    # Variables for the model's code beside those that the process was started with.
+    environment: dict[str, str] = {}
 
 
 class MapSlab(Frame, tag="map"):
@@ -258,6 +260,8 @@ class Infer(Frame, tag="inf"):
     classes: dict[str, int] = {}
     # The reply is to say where the time went.
     wants_timings: bool = False
+    # As `Request.caller`.
+    caller: bytes = b""
 
 
 class Cancel(Frame, tag="infc"):

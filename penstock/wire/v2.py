@@ -453,8 +453,6 @@ def _parse(head: Buffer) -> InferBody:
         raise InvalidRequest(f"failed to parse the request JSON: {error}") from None
     except (RecursionError, UnicodeDecodeError):
         raise InvalidRequest("failed to parse the request JSON: too deep, or not UTF-8") from None
-    if not wire.inputs:
-        raise InvalidRequest("the request has no inputs")
     if len(wire.inputs) > MAX_TENSORS or len(wire.outputs) > MAX_TENSORS:
         raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
     _check_integers(wire.parameters)

@@ -61,8 +61,6 @@ def parse(message_type: Any, data: bytes) -> Any:
 
 def decode_infer(message: Any, sink: ReplySink, received: float) -> Request:
     """A ModelInferRequest as a request."""
-    if not message.inputs:
-        raise InvalidRequest("the request has no inputs")
     if len(message.inputs) > MAX_TENSORS or len(message.outputs) > MAX_TENSORS:
         raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
     for item in message.inputs:
@@ -140,6 +138,8 @@ def _raw(message: Any) -> list[Tensor]:
             f"input '{inputs[len(contents)].name}' has none"
             if len(contents) < len(inputs)
             else f"the last input is '{inputs[-1].name}'"
+            if inputs
+            else "there are no inputs"
         )
         raise InvalidRequest(
             f"expected {len(inputs)} raw_input_contents, one for each input, "

@@ -259,7 +259,7 @@ def test_a_request_shows_its_id_parameters_outputs_and_rows(tmp_path: Path) -> N
         "model_name": "model",
         "model_version": "1",
         "model_repository": str(tmp_path),
-        "model_instance_name": "model_0",
+        "model_instance_name": "model_0_0",
         "model_instance_kind": "CPU",
         "model_instance_device_id": "0",
     }

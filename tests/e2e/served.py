@@ -123,8 +123,15 @@ class Served:
         code = self.process.wait(timeout=40)
         self.process.stdout.close()
         self.errors.close()
-        assert not any(each.is_running() for each in processes), "a process was left behind"
+        assert not any(map(is_alive, processes)), "a process was left behind"
         return code
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie has ended; whoever adopted it has not noticed yet."""
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def num_sockets(process: psutil.Process, status: str = psutil.CONN_ESTABLISHED) -> int:

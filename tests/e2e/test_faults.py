@@ -258,3 +258,27 @@ def test_canaries_under_load_on_the_example(num_fronts: str):
     assert served.terminate() == 0
     check_nothing_lost(load)
     print(f"\n{load.tally.num_good} answers, every bit checked")
+
+
+@pytest.mark.timeout(1200)
+def test_500_cycles_of_unload_and_load_cost_the_core_at_most_2_mb(tmp_path: Path):
+    """Grew by 350 KiB a cycle while unloaded models waited for the garbage collector."""
+    null_model(tmp_path, "model")
+    served = Served(tmp_path, "--model-control-mode", "explicit", "--load-model", "model")
+    core = psutil.Process(served.process.pid)
+
+    def cycle(count: int) -> int:
+        """The core's memory after so many cycles."""
+        for _ in range(count):
+            for verb in ("unload", "load"):
+                status, answer = served.post(f"/v2/repository/models/model/{verb}")
+                assert status == 200, answer
+        return core.memory_info().rss
+
+    before = cycle(20)
+    num_fds = core.num_fds()
+    grown = cycle(500) - before
+    print(f"\n500 cycles: {grown / 1e6:+.2f} MB, from {before / 1e6:.1f} MB")
+    assert core.num_fds() <= num_fds + 1, "but for one that is being closed"
+    assert served.terminate() == 0
+    assert grown <= 2e6

@@ -6,6 +6,7 @@ from textwrap import dedent
 
 import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from served import EXAMPLES, Served
 from tritonclient.utils import InferenceServerException
@@ -105,4 +106,55 @@ def test_a_model_that_ends_its_process_is_replaced(tmp_path):
     assert status == 500
     assert "twice" in answer["error"]
     assert served.infer("mortal", "x", "INT32", [8])[1]["outputs"][0]["data"] == [8]
+    assert served.terminate() == 0
+
+
+COUNTS = """
+    count = 0
+    def infer(inputs):
+        global count
+        count += 1
+        import numpy as np
+        return {"y": np.full(SHAPE, count, np.int32)}
+    """
+TRITONS = """
+    import numpy as np
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.name = args["model_instance_name"]
+
+        def execute(self, requests):
+            assert all(request.inputs() == [] for request in requests)
+            value = np.full((1, 1), len(self.name), np.int32)
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", value)]) for _ in requests]
+    """
+
+
+@pytest.mark.parametrize("num_fronts", ["0", "1"])
+def test_models_without_inputs_are_served(tmp_path: Path, num_fronts: str):
+    output = 'output { name: "y" data_type: TYPE_INT32 dims: 1 }'
+    for name, code, batching in (
+        ("whole", COUNTS.replace("SHAPE", "(1,)"), ""),
+        ("rows", COUNTS.replace("SHAPE", "(1, 1)"), "max_batch_size: 4 dynamic_batching {}"),
+        ("tritons", TRITONS, "max_batch_size: 4"),
+    ):
+        add_model(tmp_path, name, code)
+        (tmp_path / name / "config.pbtxt").write_text(f'backend: "python" {batching} {output}')
+    served = Served(tmp_path, "--fronts", num_fronts, grpc=True)
+    with (
+        httpclient.InferenceServerClient(served.address) as http,
+        grpcclient.InferenceServerClient(served.grpc_address) as grpc,
+    ):
+        for client in (http, grpc):
+            assert client.get_model_metadata("whole")
+            first, second = (client.infer("whole", []).as_numpy("y") for _ in range(2))
+            assert first.shape == (1,) and second[0] == first[0] + 1
+            assert client.infer("rows", []).as_numpy("y").shape == (1, 1)
+            assert client.infer("tritons", []).as_numpy("y").tolist() == [[len("tritons_0_0")]]
+            tensor = (httpclient if client is http else grpcclient).InferInput("x", [1], "INT32")
+            tensor.set_data_from_numpy(np.zeros(1, np.int32))
+            with pytest.raises(InferenceServerException, match="unexpected inference input 'x'"):
+                client.infer("whole", [tensor])
     assert served.terminate() == 0

@@ -1,7 +1,13 @@
 """Loading, swapping and unloading models, with workers on strings."""
 
 import asyncio
+import contextlib
+import gc
+import os
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -378,3 +384,46 @@ def test_a_model_that_is_ready_has_its_memory_though_others_of_its_load_have_not
         assert sorted(model.config.name for model in stage.catalog) == ["a", "b", "slow"]
 
     run(scenario)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """The garbage collector of a server may not look at a model that is unloaded for hours."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def holdings() -> tuple[int, int, int]:
+    """Objects that the collector knows, mappings and descriptors of this process."""
+    maps = Path("/proc/self/maps").read_text().count("\n")
+    return len(gc.get_objects()), maps, len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("config", [CONFIG, BROKEN], ids=["loads", "cannot be loaded"])
+def test_cycles_of_unload_and_load_leave_nothing_behind(config):
+    """With real workers, whose sockets, pidfds and segments count too."""
+
+    async def main() -> None:
+        catalog = Catalog()
+        models: list[weakref.ref] = []
+        counts = []
+        for _ in range(6):
+            await catalog.load(Found([config]))
+            models += [weakref.ref(model) for model in catalog]
+            await catalog.unload("echo")
+            while asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.sleep(0.01)
+            counts.append(holdings())
+        assert [model() for model in models] == [None] * len(models)
+        assert bool(models) is (config is CONFIG)
+        (first_objects, *first), (last_objects, *last) = counts[1], counts[-1]
+        assert first == last, "mappings and descriptors"
+        assert last_objects - first_objects < 40, "of four cycles"
+        await catalog.close()
+
+    with without_collector():
+        asyncio.run(main())

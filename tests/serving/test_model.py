@@ -30,11 +30,14 @@ from penstock.errors import (
     NotReady,
     Overloaded,
     PenstockError,
+    Quarantined,
     TooLarge,
 )
 from penstock.metrics import ModelMetrics
-from penstock.serving import supervisor, worker
+from penstock.serving import model as serving_model
+from penstock.serving import quarantine, restarts, supervisor, worker
 from penstock.serving.model import Model
+from penstock.serving.quarantine import QUARANTINE_S
 from penstock.serving.slab import Segment
 from penstock.testing import FakeClock, Puppets, RecordingSink, settle
 from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
@@ -564,7 +567,7 @@ def test_answers_sent_before_the_death_count():
 
 
 def test_who_kills_its_worker_twice_fails_alone(monkeypatch):
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(restarts, "FIRST_BACKOFF_S", 0.0)
 
     async def scenario(model, puppets):
         requests = [ask(FIXED, canary(i, (1, 4))) for i in range(3)]
@@ -638,7 +641,7 @@ class TestSharedWorker:
         run(SHARED, scenario)
 
     def test_who_runs_again_has_the_worker_for_itself(self, monkeypatch):
-        monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+        monkeypatch.setattr(restarts, "FIRST_BACKOFF_S", 0.0)
 
         async def scenario(model, puppets):
             requests = [ask(SHARED, canary(i, (1, 4))) for i in range(3)]
@@ -888,7 +891,7 @@ def test_a_model_that_cannot_load_says_why():
 
 
 def test_three_deaths_while_loading_fail_the_load(monkeypatch):
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(restarts, "FIRST_BACKOFF_S", 0.0)
 
     async def main() -> None:
         puppets = Puppets()
@@ -1079,7 +1082,7 @@ class Chaos:
 @given(seed=st.integers(0, 2**32))
 def test_law_every_admitted_request_ends_exactly_once_with_its_own_bytes(config, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+        patch.setattr(restarts, "FIRST_BACKOFF_S", 0.0)
         run(config, Chaos(config, seed))
 
 
@@ -1300,5 +1303,324 @@ def test_a_worker_that_wants_to_leave_is_replaced_and_nothing_is_lost(monkeypatc
         assert "its memory is in pieces" in caplog.text
 
     # Those that leave soon after they came wait before they start again; not here.
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(restarts, "FIRST_BACKOFF_S", 0.0)
     run(config, scenario)
+
+
+TWO = replace(FIXED, num_instances=2)
+
+
+class Poisoned:
+    """A model whose workers die, before they run them, of the requests that were sent as poison."""
+
+    def __init__(self, config: ModelConfig, *, has_room: bool = False) -> None:
+        self.clock = FakeClock()
+        self.puppets = Puppets(has_room=has_room)
+        self.config = config
+        self._deadly: set[Request] = set()
+        # Workers that died so far.
+        self.num_killed = 0
+
+    async def __aenter__(self) -> "Poisoned":
+        self.model = Model(self.config, start_life=self.puppets, clock=self.clock)
+        starting = asyncio.ensure_future(self.model.start())
+        await self.puppets.step_all()
+        await starting
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._deadly.clear()
+        closing = asyncio.ensure_future(self.model.close())
+        while not closing.done():
+            await self.puppets.step_all()
+        await closing
+
+    def send(self, number: int, *, kills: bool = False, key: bytes = b"") -> Request:
+        shape = (4,) if self.config.inputs[0].is_fixed else (3,)
+        if self.config.max_batch_size:
+            shape = (1, *shape)
+        datatype = self.config.inputs[0].datatype
+        request = ask(self.config, canary(number, shape, datatype))
+        request.caller = key
+        if kills:
+            self._deadly.add(request)
+        self.model.submit(request)
+        return request
+
+    async def run(self) -> None:
+        """Until nothing moves any more. Restarts with a delay do not happen here."""
+        for _ in range(500):
+            await settle()
+            while self._kill():
+                await settle()
+            busy = [life for life in self.puppets.alive if life.has_work]
+            if not busy:
+                return
+            for life in busy:
+                life.step()
+        raise AssertionError("the workers never came to rest")
+
+    def _kill(self) -> int:
+        """Returns how many died now."""
+        num_before = self.num_killed
+        for instance in self.model.instances:
+            running = {each for flight in instance.batches for each in flight.requests}
+            if instance.life is not None and running & self._deadly:
+                instance.life.kill("was killed by SIGSEGV")
+                self.num_killed += 1
+        return self.num_killed - num_before
+
+    async def answer_some(self) -> None:
+        request = self.send(1)
+        await self.run()
+        assert request.sink.error is None
+
+
+@pytest.mark.parametrize(
+    "config", [TWO, PADDED, TEXT, UNBATCHED], ids=["rows", "padded", "text", "unbatched"]
+)
+def test_a_body_that_killed_two_workers_is_refused_before_it_runs(config, caplog):
+    async def main() -> None:
+        async with Poisoned(config) as poisoned:
+            await poisoned.answer_some()
+            first = poisoned.send(7, kills=True)
+            await poisoned.run()
+            assert isinstance(first.sink.error, BackendFailed) and poisoned.num_killed == 2
+            again = poisoned.send(7, kills=True)
+            again.id = "another id"
+            other = poisoned.send(8)
+            await poisoned.run()
+            assert isinstance(again.sink.error, Quarantined)
+            assert "killed its worker of model 'echo' 2 times" in str(again.sink.error)
+            assert "refuses it for 600 s more" in str(again.sink.error)
+            assert poisoned.num_killed == 2 and other.sink.error is None
+            assert poisoned.model.metrics.num_refused["quarantined"] == 1
+            poisoned.clock.advance(QUARANTINE_S)
+            later = poisoned.send(7)
+            await poisoned.run()
+            assert later.sink.error is None
+            assert poisoned.model.num_slabs_held == poisoned.model.num_extents_held == 0
+
+    asyncio.run(main())
+    assert "a request is quarantined: it killed 2 workers" in caplog.text
+
+
+def test_bodies_are_hashed_only_while_one_is_quarantined(monkeypatch):
+    hashed = []
+    real = quarantine.fingerprint
+
+    def count(*args: object) -> bytes:
+        hashed.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(serving_model, "fingerprint", count)
+
+    async def main() -> None:
+        async with Poisoned(TWO) as poisoned:
+            for _ in range(3):
+                await poisoned.answer_some()
+            assert hashed == []
+            poisoned.send(7, kills=True)
+            await poisoned.run()
+            assert len(hashed) == 2, "once for each death"
+            await poisoned.answer_some()
+            assert len(hashed) == 3
+            poisoned.clock.advance(QUARANTINE_S)
+            poisoned.model.tick()
+            await poisoned.answer_some()
+            assert len(hashed) == 3
+
+    asyncio.run(main())
+
+
+def test_deaths_that_a_request_caused_restart_at_once_and_count_as_no_crash_loop():
+    async def main() -> None:
+        async with Poisoned(TWO) as poisoned:
+            for number in range(20):
+                await poisoned.answer_some()
+                poison = poisoned.send(100 + number, kills=True)
+                await poisoned.run()
+                assert isinstance(poison.sink.error, BackendFailed)
+                assert [each.is_ready for each in poisoned.model.instances] == [True, True]
+                assert [each.crashes.num_deaths for each in poisoned.model.instances] == [0, 0]
+            assert poisoned.num_killed == 40
+
+    asyncio.run(main())
+
+
+def test_a_death_in_company_is_excused_once_the_culprit_is_found():
+    async def main() -> None:
+        async with Poisoned(TWO) as poisoned:
+            for number in range(20):
+                await poisoned.answer_some()
+                requests = [poisoned.send(1000 + 10 * number + i, kills=i == 1) for i in range(4)]
+                await poisoned.run()
+                errors = [type(request.sink.error) for request in requests]
+                assert errors == [type(None), BackendFailed, type(None), type(None)]
+                assert [each.crashes.num_deaths for each in poisoned.model.instances] == [0, 0]
+            assert poisoned.num_killed == 40
+
+    asyncio.run(main())
+
+
+def test_a_model_that_dies_on_any_request_backs_off_and_blames_nobody():
+    async def main() -> None:
+        async with Poisoned(FIXED) as poisoned:
+            await poisoned.answer_some()
+            requests = [poisoned.send(100, kills=True)]
+            while poisoned.model.is_ready:
+                await poisoned.run()
+                requests.append(poisoned.send(100 + len(requests), kills=True))
+                assert len(requests) < 20
+            (instance,) = poisoned.model.instances
+            assert instance.crashes.delay_s > 0
+            assert not any(isinstance(each.sink.error, Quarantined) for each in requests)
+
+    asyncio.run(main())
+
+
+def test_a_key_whose_requests_killed_five_times_is_refused(caplog):
+    async def main() -> None:
+        async with Poisoned(TWO) as poisoned:
+            for number in range(3):
+                await poisoned.answer_some()
+                poisoned.send(100 + number, kills=True, key=b"team-a")
+                await poisoned.run()
+            await poisoned.answer_some()
+            refused = poisoned.send(1, key=b"team-a")
+            answered = poisoned.send(1, key=b"team-b")
+            await poisoned.run()
+            assert isinstance(refused.sink.error, Quarantined)
+            assert "API key" in str(refused.sink.error) and "5 times" in str(refused.sink.error)
+            assert answered.sink.error is None
+
+    asyncio.run(main())
+    assert "an API key is quarantined" in caplog.text and "team-a" not in caplog.text
+
+
+@pytest.mark.parametrize("slo_s", [None, 1.0])
+def test_equal_requests_that_wait_are_refused_with_the_first(slo_s):
+    config = replace(
+        TWO, max_batch_size=1, batching=BatchPolicy(1, is_dynamic=True, slo_latency_s=slo_s)
+    )
+
+    async def main() -> None:
+        async with Poisoned(config) as poisoned:
+            await poisoned.answer_some()
+            twins = [poisoned.send(7, kills=True) for _ in range(6)]
+            await poisoned.run()
+            kinds = {type(twin.sink.error) for twin in twins}
+            assert kinds <= {BackendFailed, Quarantined} and Quarantined in kinds
+            assert poisoned.num_killed <= 4, "two that ran at the same time, twice"
+            await poisoned.answer_some()
+            assert poisoned.model.num_waiting == 0 and poisoned.model.num_slabs_held == 0
+
+    asyncio.run(main())
+
+
+def test_a_poison_request_whose_client_leaves_counts_too():
+    async def main() -> None:
+        async with Poisoned(TWO) as poisoned:
+            for _ in range(2):
+                await poisoned.answer_some()
+                poison = poisoned.send(7, kills=True)
+                await settle()
+                poisoned.model.cancel(poison)
+                await poisoned.run()
+            again = poisoned.send(7, kills=True)
+            await poisoned.run()
+            assert isinstance(again.sink.error, Quarantined)
+            assert poisoned.num_killed == 2
+
+    asyncio.run(main())
+
+
+def test_a_spare_takes_the_place_of_a_worker_that_a_request_killed(caplog):
+    async def main() -> None:
+        async with Poisoned(TWO, has_room=True) as poisoned:
+            model, puppets = poisoned.model, poisoned.puppets
+            await poisoned.answer_some()
+            assert len(puppets.alive) == 2, "no spare without a reason for one"
+            for number in range(5):
+                poisoned.send(100 + number, kills=True)
+                await poisoned.run()
+                await poisoned.answer_some()
+                assert len(puppets.alive) == 3 and len(model.instances) == 2
+            assert [each.index for each in model.instances] == [0, 1]
+            assert model.num_running == 0 and model.is_ready
+            # With a spare the place is never empty, so nothing has to wait for a load.
+            spare_lives = set(puppets.alive) - {each.life for each in model.instances}
+            assert len(spare_lives) == 1
+            spare_lives.pop().kill()
+            await poisoned.run()
+            assert len(puppets.alive) == 2 and all(each.is_ready for each in model.instances)
+
+    asyncio.run(main())
+    assert "a spare takes over" in caplog.text and "lost its spare worker" in caplog.text
+
+
+def test_slabs_made_while_a_spare_waits_are_known_to_it():
+    config = replace(TWO, memory=MemoryPolicy(max_slabs=8, spill_bytes=1 << 16))
+
+    async def main() -> None:
+        async with Poisoned(config, has_room=True) as poisoned:
+            await poisoned.answer_some()
+            poisoned.send(100, kills=True)
+            await poisoned.run()
+            # More rows than the slabs so far have.
+            many = [poisoned.send(200 + i) for i in range(40)]
+            poisoned.send(101, kills=True)
+            await poisoned.run()
+            more = [poisoned.send(300 + i) for i in range(40)]
+            await poisoned.run()
+            for number, request in [*enumerate(many, 200), *enumerate(more, 300)]:
+                np.testing.assert_array_equal(request.sink.outputs[0]["y"], canary(number, (1, 4)))
+
+    asyncio.run(main())
+
+
+def test_without_memory_for_it_there_is_no_spare():
+    async def main() -> None:
+        async with Poisoned(TWO, has_room=False) as poisoned:
+            await poisoned.answer_some()
+            poisoned.send(100, kills=True)
+            await poisoned.run()
+            assert len(poisoned.puppets.alive) == 2
+
+    asyncio.run(main())
+
+
+def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
+    """Two instances, no memory for spares: while one of them starts, nothing that may kill runs on
+    the other; what is known to be harmless does."""
+
+    async def main() -> None:
+        async with Poisoned(TWO) as poisoned:
+            model = poisoned.model
+            await poisoned.answer_some()
+            poisoned.send(100, kills=True)
+            await poisoned.run()
+            await poisoned.answer_some()
+            # A new poison kills one of them; its next worker is not let load.
+            poison = poisoned.send(101, kills=True)
+            await settle()
+            (dead,) = [each for each in model.instances if each.batches]
+            dead.life.kill("was killed by SIGSEGV")
+            await settle()
+            (left,) = [each for each in model.instances if each.is_ready]
+            monkeypatch.setattr(type(left), "start_s", 1e9)
+            assert not poison.is_done and model.num_running == 0 and model.num_waiting == 1
+            for number in range(5):
+                other = poisoned.send(200 + number)
+                await settle()
+                while left.life.has_work:
+                    left.life.step()
+                await settle()
+                assert other.sink.error is None and other.is_done
+            assert not poison.is_done and left.is_ready and model.num_waiting == 1
+            # With both back it gets its second try, and only one more worker dies.
+            await poisoned.run()
+            assert isinstance(poison.sink.error, BackendFailed)
+            assert model.num_waiting == 0
+
+    asyncio.run(main())

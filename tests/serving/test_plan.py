@@ -211,3 +211,17 @@ def test_what_has_run_before_shares_its_geometry_also_after_the_cache_was_full(m
         plans.fit(ask(x(1), n(1, width)))
     same_shape = plans.fit(ask(x(2), n(2, 3)))
     assert plans.fit(known).plan.geometry is same_shape.plan.geometry
+
+
+def test_without_inputs_a_request_is_one_row_where_the_model_takes_none():
+    plan = planner(inputs=()).plan(ask())
+    assert (plan.num_rows, plan.order) == (1, ())
+    with pytest.raises(InvalidRequest, match="unexpected inference input 'x'"):
+        planner(inputs=()).plan(ask(x()))
+
+
+@pytest.mark.parametrize("is_optional", [False, True])
+def test_without_inputs_a_request_is_refused_where_the_model_takes_some(is_optional: bool):
+    inputs = tuple(replace(spec, is_optional=is_optional) for spec in CONFIG.inputs)
+    with pytest.raises(InvalidRequest, match="the request has no inputs; model 'm' takes"):
+        planner(inputs=inputs).plan(ask())

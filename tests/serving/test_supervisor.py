@@ -16,7 +16,6 @@ import pytest
 from penstock.config import BatchPolicy, MemoryPolicy, ModelConfig
 from penstock.errors import BackendFailed
 from penstock.serving.model import Model
-from penstock.serving.supervisor import backoff_s, deaths_in_a_row
 from penstock.testing import RecordingSink
 from penstock.types import Request, TensorSpec, from_array
 
@@ -43,6 +42,12 @@ async def until(condition, limit_s: float = 20.0) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def workers() -> set[int]:
+    """Process ids of this process's workers, without the reaper that watches over them."""
+    children = psutil.Process().children()
+    return {each.pid for each in children if "penstock.serving.worker" in each.cmdline()}
 
 
 def run(scenario, config: ModelConfig = CONFIG) -> None:
@@ -182,7 +187,7 @@ def test_a_restart_that_fails_is_tried_again_and_leaves_nothing(call, monkeypatc
             assert instance.pid == 0
         await until(lambda: instance.is_ready)
         assert len(os.listdir("/proc/self/fd")) == before
-        assert psutil.Process().children() == [psutil.Process(instance.pid)]
+        assert workers() == {instance.pid}
 
     run(scenario)
 
@@ -201,6 +206,88 @@ def test_a_worker_that_cannot_be_told_what_to_load_is_started_again(monkeypatch)
         raise OSError(105, "No buffer space available")
 
     run(scenario)
+
+
+def test_model_code_sees_no_secrets_of_the_server_but_what_it_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither in its environment nor in that of the processes it starts."""
+    (tmp_path / "model.py").write_text(
+        "import os, subprocess, sys\n"
+        "from pathlib import Path\n"
+        "here = Path(__file__).parent\n"
+        "(here / 'own').write_text(' '.join(os.environ))\n"
+        "child = subprocess.run(['env'], capture_output=True, text=True)\n"
+        "(here / 'child').write_text(child.stdout)\n"
+        "def infer(inputs):\n    return {'y': inputs['x']}\n"
+    )
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("MODEL_TOKEN", "wanted")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    async def scenario(model):
+        names = (tmp_path / "own").read_text().split()
+        assert "AWS_SECRET_ACCESS_KEY" not in names
+        assert {"MODEL_TOKEN", "OMP_NUM_THREADS", "PATH", "CUDA_DEVICE_ORDER"} <= set(names)
+        assert "hidden" not in (tmp_path / "child").read_text()
+        assert "MODEL_TOKEN=wanted" in (tmp_path / "child").read_text()
+        initial = Path(f"/proc/{model.instances[0].pid}/environ").read_bytes()
+        assert b"hidden" not in initial
+
+    config = replace(CONFIG, backend="python", artifact=str(tmp_path / "model.py"), options={})
+    run(scenario, replace(config, env=("MODEL_TOKEN",)))
+
+
+def test_a_worker_that_does_not_load_again_in_time_is_killed_and_tried_again(tmp_path: Path):
+    (tmp_path / "model.py").write_text(
+        "import pathlib, time\n"
+        "while (pathlib.Path(__file__).parent / 'wait').exists():\n    time.sleep(0.01)\n"
+        "def infer(inputs):\n    return {'y': inputs['x']}\n"
+    )
+
+    async def scenario(model):
+        (instance,) = model.instances
+        (tmp_path / "wait").touch()
+        os.kill(instance.pid, signal.SIGKILL)
+        await until(lambda: instance.num_restarts == 2)
+        request = ask(1)
+        model.submit(request)
+        (tmp_path / "wait").unlink()
+        await until(lambda: request.is_done)
+        assert request.sink.error is None
+
+    config = replace(CONFIG, backend="python", artifact=str(tmp_path / "model.py"), options={})
+    run(scenario, replace(config, load_timeout_s=2.0))
+
+
+def test_after_a_poison_request_a_spare_process_is_kept_and_takes_over():
+    async def poison(model, number: int) -> None:
+        values = np.array([[13, number, 2, 3]])
+        request = Request(RecordingSink(), [from_array("x", "INT64", values)], time.monotonic())
+        model.submit(request)
+        await until(lambda: request.is_done)
+        assert isinstance(request.sink.error, BackendFailed)
+
+    async def scenario(model):
+        (instance,) = model.instances
+        assert workers() == {instance.pid}
+        await poison(model, 1)
+        # How many spares are wanted depends on how long they take to start.
+        await until(lambda: model.has_spare)
+        spares = workers() - {model.instances[0].pid}
+        await poison(model, 2)
+        # A spare took over after the first death, and died of the same request.
+        assert spares - workers()
+        await until(lambda: model.has_spare)
+        request = ask(1)
+        model.submit(request)
+        await until(lambda: request.is_done)
+        assert request.sink.outputs[0]["y"].tolist() == [[1, 1, 2, 3]]
+
+    before = len(os.listdir("/proc/self/fd"))
+    run(scenario)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert psutil.Process().children() == []
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
@@ -227,16 +314,3 @@ def test_workers_die_with_the_core(end, tmp_path: Path):
     while psutil.pid_exists(worker) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(worker)
-
-
-def test_deaths_in_a_row_cost_more_and_more_patience():
-    delays = [backoff_s(num_deaths) for num_deaths in range(1, 11)]
-    assert delays == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
-    assert backoff_s(100_000) == 10.0, "after days of crashes still a number"
-
-
-def test_a_process_that_was_well_for_a_while_begins_anew():
-    num_deaths = 0
-    for well_s, expected in [(0.0, 1), (1.0, 2), (9.9, 3), (10.0, 1), (0.0, 2), (3600.0, 1)]:
-        num_deaths = deaths_in_a_row(num_deaths, well_s)
-        assert num_deaths == expected

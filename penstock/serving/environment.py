@@ -1,0 +1,63 @@
+"""Which environment variables reach a model's code. Pure: the environment is an argument.
+
+The server's own environment may hold secrets (cloud credentials, tokens) that a model has no use
+for. Workers get what programs and numeric libraries are configured with, and what the model's
+`penstock.env` names beside that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+NAMES = frozenset(
+    {
+        # The system.
+        "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "TZ", "TZDIR",
+        "TMPDIR", "TEMP", "TMP", "LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES",
+        "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV",
+        # Compilers that torch.compile and Triton call.
+        "CC", "CXX", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH",
+        # GPUs, as containers name them.
+        "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_TF32_OVERRIDE",
+        # Caches of models, without the token that fills them.
+        "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HUGGINGFACE_HUB_CACHE",
+        "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "SENTENCE_TRANSFORMERS_HOME",
+        "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS",
+        "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+    }
+)  # fmt: skip
+PREFIXES = (
+    "LC_", "XDG_", "PYTHON", "PENSTOCK_", "MALLOC_", "MIMALLOC_",
+    "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "DNNL_", "ONEDNN_",
+    "CUDA_", "CUDNN_", "CUBLAS_", "CUBLASLT_", "NCCL_", "HIP_", "ROCR_", "HSA_",
+    "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "TRITON_", "ORT_", "OV_", "OPENVINO_",
+    "TF_", "XLA_", "JAX_",
+)  # fmt: skip
+# A prefix lets no name through that looks like one of a secret.
+SECRETS = ("SECRET", "TOKEN", "PASSW", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE")
+
+
+def allowed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The part of an environment that every worker gets."""
+    return {name: value for name, value in environment.items() if _is_allowed(name)}
+
+
+def asked_for(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """The variables that a model's configuration names: NAME, or PREFIX_*."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if any(_matches(name, pattern) for pattern in patterns)
+    }
+
+
+def _is_allowed(name: str) -> bool:
+    if name in NAMES:
+        return True
+    return name.startswith(PREFIXES) and not any(secret in name for secret in SECRETS)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if pattern.endswith("*"):
+        return name.startswith(pattern[:-1])
+    return name == pattern

@@ -1,0 +1,101 @@
+"""Ends the process groups of workers when the core is killed before it can do so.
+
+A worker leads a process group, which holds whatever its model forks; the core kills the group when
+the worker ends. A core that is itself killed by SIGKILL cannot, and the kernel only ends the worker
+(PR_SET_PDEATHSIG), not its children. So one small process beside the core knows the groups and
+kills them when its pipe from the core closes. Children that leave their group (setsid) escape.
+Run as a script, without the package: it must be small and start fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+
+class Reaper:
+    """The core's side. The process runs while there is a group to look after."""
+
+    def __init__(self) -> None:
+        self._groups: set[int] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """0: it does not run."""
+        return self._process.pid if self._process is not None else 0
+
+    def watch(self, group: int) -> None:
+        """From now on the group ends with this process. Without a reaper it is left alone: a model
+        can be served all the same."""
+        self._groups.add(group)
+        if self._process is None or not self._send(f"+{group}"):
+            self._restart()
+
+    def forget(self, group: int) -> None:
+        self._groups.discard(group)
+        if not self._groups:
+            self._stop()
+        elif not self._send(f"-{group}"):
+            self._restart()
+
+    def _send(self, line: str) -> bool:
+        if self._process is None or self._process.stdin is None:
+            return False
+        try:
+            os.write(self._process.stdin.fileno(), f"{line}\n".encode())
+        except OSError:
+            return False
+        return True
+
+    def _restart(self) -> None:
+        self._stop()
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={},
+                bufsize=0,
+            )
+            for group in self._groups:
+                self._send(f"+{group}")
+
+    def _stop(self) -> None:
+        """Nothing is left to kill unless it was told so."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def kill_group(group: int) -> None:
+    """End every process of a group that is left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def main() -> None:
+    # Whoever ends all processes of a service ends the core too: this one goes last.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        group = int(line[1:])
+        if line.startswith("+"):
+            groups.add(group)
+        else:
+            groups.discard(group)
+    for group in groups:
+        kill_group(group)
+
+
+if __name__ == "__main__":
+    main()

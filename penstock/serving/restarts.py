@@ -1,0 +1,88 @@
+"""When a process that died is started again, and whether a spare is kept for it.
+
+Back-off after deaths in a row, deaths that do not count, and the memory a spare worker may take.
+Knows no process and no clock. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
+# An instance that has run this long has recovered; its next death restarts it at once.
+HEALTHY_S = 10.0
+# How long a spare is kept after the last death that a request caused.
+SPARE_S = 600.0
+MAX_SPARES = 4
+# Deaths per second are counted over this long.
+RATE_WINDOW_S = 10.0
+# The share of the machine's memory that a spare leaves free.
+SPARE_RESERVE = 0.1
+
+
+def deaths_in_a_row(before: int, well_s: float) -> int:
+    """The number of deaths in a row, with that of a process that just died after `well_s`."""
+    return 1 if well_s >= HEALTHY_S else before + 1
+
+
+def backoff_s(num_deaths: int) -> float:
+    """How long to wait after so many deaths in a row: after the first not at all."""
+    if num_deaths <= 1:
+        return 0.0
+    # Far beyond the limit, a float must still not overflow.
+    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_deaths - 2, 32))
+
+
+@dataclass(slots=True)
+class CrashLoop:
+    """The deaths in a row of one instance."""
+
+    num_deaths: int = 0
+
+    @property
+    def delay_s(self) -> float:
+        return backoff_s(self.num_deaths)
+
+    def died(self, well_s: float) -> None:
+        self.num_deaths = deaths_in_a_row(self.num_deaths, well_s)
+
+    def excuse(self) -> None:
+        """One of the deaths turned out to be the fault of a request."""
+        self.num_deaths = max(0, self.num_deaths - 1)
+
+    def recovered(self) -> None:
+        self.num_deaths = 0
+
+
+def spare_fits(worker_bytes: int, available_bytes: int, total_bytes: int) -> bool:
+    """Whether one more worker of this size leaves enough memory for everything else."""
+    return available_bytes - worker_bytes >= SPARE_RESERVE * total_bytes
+
+
+class SparePlan:
+    """How many spares are worth their memory: for a while after a request killed a worker, one, and
+    as many more as die while a worker starts (Little's law)."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._deaths: deque[float] = deque()
+        self._most = 0
+
+    def killed(self, now: float) -> None:
+        """A request killed a worker; more may follow."""
+        self._until = now + SPARE_S
+        self._deaths.append(now)
+
+    def num_wanted(self, now: float, start_s: float) -> int:
+        """`start_s` is how long a worker takes to get ready. The number does not fall before the
+        last spare goes, so that one quiet moment does not waste what was loaded."""
+        while self._deaths and self._deaths[0] <= now - RATE_WINDOW_S:
+            self._deaths.popleft()
+        if now >= self._until:
+            self._most = 0
+            return 0
+        rate = len(self._deaths) / RATE_WINDOW_S
+        self._most = max(self._most, min(MAX_SPARES, 1 + round(rate * start_s)))
+        return self._most

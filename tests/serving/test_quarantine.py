@@ -1,0 +1,143 @@
+"""Which requests and keys are refused for having killed workers, on a clock of its own."""
+
+import pytest
+
+from penstock.serving.quarantine import (
+    MAX_REMEMBERED,
+    MAX_SUSPECTS,
+    QUARANTINE_S,
+    Part,
+    Quarantine,
+    fingerprint,
+)
+from penstock.testing import FakeClock
+
+NO_KEY = b""
+
+
+def kill(quarantine: Quarantine, body: bytes, clock: FakeClock, key: bytes = NO_KEY):
+    """A pinned death between two answers of other requests."""
+    quarantine.answered()
+    return quarantine.died(body, key, clock())
+
+
+def test_a_body_that_killed_twice_is_quarantined_for_ten_minutes():
+    quarantine, clock = Quarantine(), FakeClock()
+    first = kill(quarantine, b"poison", clock)
+    assert first.is_excused and not first.quarantines_body
+    assert not quarantine.is_active and not quarantine.has_bodies, "no body is hashed yet"
+    clock.advance(5)
+    second = kill(quarantine, b"poison", clock)
+    assert second.is_excused and second.quarantines_body
+    assert quarantine.has_bodies
+    assert quarantine.body_left_s(b"poison", clock()) == QUARANTINE_S == 600
+    assert quarantine.body_left_s(b"other", clock()) == 0
+    clock.advance(QUARANTINE_S - 1)
+    assert quarantine.body_left_s(b"poison", clock()) == 1
+    clock.advance(1)
+    assert quarantine.body_left_s(b"poison", clock()) == 0
+    quarantine.expire(clock())
+    assert not quarantine.is_active, "bodies are hashed no longer"
+
+
+def test_after_its_quarantine_a_body_starts_anew():
+    quarantine, clock = Quarantine(), FakeClock()
+    for _ in range(2):
+        kill(quarantine, b"poison", clock)
+    clock.advance(QUARANTINE_S)
+    assert not kill(quarantine, b"poison", clock).quarantines_body
+    assert kill(quarantine, b"poison", clock).quarantines_body
+
+
+def test_deaths_that_are_long_ago_do_not_count():
+    quarantine, clock = Quarantine(), FakeClock()
+    for _ in range(10):
+        assert not kill(quarantine, b"poison", clock, b"key").quarantines_body
+        clock.advance(QUARANTINE_S)
+    assert not quarantine.is_active
+
+
+def test_a_key_whose_requests_killed_five_times_is_quarantined():
+    quarantine, clock = Quarantine(), FakeClock()
+    for number in range(4):
+        assert not kill(quarantine, b"%d" % number, clock, b"key").quarantines_key
+    for number in range(10):
+        kill(quarantine, b"nameless %d" % number, clock)
+    assert not quarantine.is_active
+    assert kill(quarantine, b"last", clock, b"key").quarantines_key
+    assert quarantine.is_active and not quarantine.has_bodies
+    assert quarantine.key_left_s(b"key", clock()) == QUARANTINE_S
+    assert quarantine.key_left_s(b"other", clock()) == 0
+    assert quarantine.key_left_s(NO_KEY, clock()) == 0, "clients without a key are nobody"
+    clock.advance(QUARANTINE_S)
+    quarantine.expire(clock())
+    assert not quarantine.is_active
+
+
+def test_a_model_that_dies_on_any_request_is_at_fault_itself():
+    quarantine, clock = Quarantine(), FakeClock()
+    bodies = [b"%d" % number for number in range(MAX_SUSPECTS + 3)]
+    verdicts = [quarantine.died(body, b"key", clock()) for body in bodies for _ in range(2)]
+    excused = [verdict.is_excused for verdict in verdicts]
+    assert excused == [True] * 2 * MAX_SUSPECTS + [False] * 6
+    assert not quarantine.has_bodies, "those that were quarantined before are pardoned"
+    quarantine.answered()
+    assert quarantine.died(b"poison", NO_KEY, clock()).is_excused
+
+
+def test_a_new_poison_every_second_among_others_is_always_excused():
+    quarantine, clock = Quarantine(), FakeClock()
+    for number in range(1000):
+        for _ in range(2):
+            assert kill(quarantine, b"%d" % number, clock).is_excused
+        clock.advance(1)
+    assert quarantine.body_left_s(b"999", clock()) > 0
+    assert quarantine.body_left_s(b"1", clock()) == 0
+
+
+def test_what_is_remembered_is_bounded():
+    quarantine, clock = Quarantine(), FakeClock()
+    for number in range(2 * MAX_REMEMBERED):
+        for _ in range(2):
+            kill(quarantine, b"%d" % number, clock)
+    assert quarantine.body_left_s(b"%d" % (MAX_REMEMBERED - 1), clock()) == 0
+    assert quarantine.body_left_s(b"%d" % (MAX_REMEMBERED + 1), clock()) > 0
+    clock.advance(QUARANTINE_S)
+    quarantine.expire(clock())
+    assert not quarantine.is_active
+
+
+BASE = (Part("x", (1, 4), b"abcd"), Part("y", (1, 2), b"ef"))
+
+
+@pytest.mark.parametrize(
+    ("parts", "parameters"),
+    [
+        ((Part("x", (1, 4), b"abcx"), BASE[1]), None),
+        ((Part("x", (2, 2), b"abcd"), BASE[1]), None),
+        ((Part("z", (1, 4), b"abcd"), BASE[1]), None),
+        ((Part("x", (1, 5), b"abcde"), Part("y", (1, 1), b"f")), None),
+        (BASE, {"depth": 3}),
+        (BASE[:1], None),
+    ],
+)
+def test_everything_that_a_model_sees_is_in_the_fingerprint(parts, parameters):
+    assert fingerprint(parts, parameters) != fingerprint(BASE)
+
+
+def test_equal_requests_have_equal_fingerprints_wherever_their_bytes_are():
+    views = [Part(part.name, part.shape, memoryview(bytearray(part.data))) for part in BASE]
+    assert fingerprint(views) == fingerprint(BASE, {})
+    assert fingerprint(BASE, {"a": 1, "b": 2}) == fingerprint(BASE, {"b": 2, "a": 1})
+
+
+def test_deaths_in_company_are_excused_while_poison_is_about_and_answers_come():
+    quarantine, clock = Quarantine(), FakeClock()
+    assert not quarantine.died_in_company(), "nothing says that a request did it"
+    for _ in range(2):
+        kill(quarantine, b"poison", clock)
+    for _ in range(100):
+        quarantine.answered()
+        assert quarantine.died_in_company()
+    verdicts = [quarantine.died_in_company() for _ in range(MAX_SUSPECTS + 2)]
+    assert verdicts[0] and not verdicts[-1], "without any answer the model is at fault"
