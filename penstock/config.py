@@ -77,6 +77,10 @@ class BatchPolicy:
     # The most tokens of a batch, beside its most rows; whoever has more by itself runs alone. For
     # models whose batches take as long as they have tokens, not rows.
     max_tokens: int | None = None
+    # How long a request may wait before it is refused, without an SLO. None: the larger of 1 s and
+    # ten times the largest batch, where the queue has no limit of its own; 0: for ever, as in
+    # Triton. Lower it below your clients' own time-out.
+    max_wait_s: float | None = None
 
     def policy(self, level: int) -> QueuePolicy:
         return self.policies[level] if level < len(self.policies) else self.policies[0]

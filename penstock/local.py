@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -169,7 +170,10 @@ class LocalModel:
 
 
 async def start(config: ModelConfig, start_life: StartLife) -> Model:
-    """On the running loop, with workers of this kind; ConfigError when they cannot load it."""
+    """On the running loop, with workers of this kind; ConfigError when they cannot load it. Callers
+    in this process wait as long as they like, unless the configuration says otherwise."""
+    if config.batching.max_wait_s is None:
+        config = replace(config, batching=replace(config.batching, max_wait_s=0.0))
     model = Model(config, start_life=start_life)
     try:
         await model.start()

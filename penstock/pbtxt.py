@@ -59,6 +59,7 @@ PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
 DEFAULT_MAX_BATCH = 64
 MAX_PRIORITIES = 256
 MAX_TOKENS = "penstock.max_tokens"
+MAX_WAIT = "penstock.max_wait_ms"
 # Keys under `parameters` that are ours, with the largest value that makes sense.
 NUMBERS = {
     "penstock.hang_s": 1e9,
@@ -68,7 +69,10 @@ NUMBERS = {
     "penstock.tolerance": 1.0,
     "penstock.gpu_memory_bytes": 1 << 50,
     MAX_TOKENS: 1 << 40,
+    MAX_WAIT: 1e12,
 }
+# Of those, the ones that may be 0.
+ZERO = (MAX_WAIT,)
 SLO = "penstock.slo"
 PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
 PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
@@ -121,6 +125,7 @@ FIELDS = (
     "penstock.tolerance",
     "penstock.gpu_memory_bytes",
     MAX_TOKENS,
+    MAX_WAIT,
     SLO,
     PAD,
     PAD_BUCKETS,
@@ -302,6 +307,8 @@ def _own_parameters(config: ModelConfig) -> dict[str, str]:
     ):
         if value != default:
             values[key] = repr(value)
+    if (max_wait_s := config.batching.max_wait_s) is not None:
+        values[MAX_WAIT] = f"{max_wait_s * 1e3:.12g}"
     if config.slo:
         values[SLO] = config.slo
     if config.preprocess is not None:
@@ -379,6 +386,7 @@ class _Resolver:
             self._batching(max_batch),
             slo_latency_s=self._slo_latency_s(promised),
             max_tokens=_whole(numbers.get(MAX_TOKENS)),
+            max_wait_s=numbers[MAX_WAIT] / 1e3 if MAX_WAIT in numbers else None,
         )
         if problem := _tokens_problem(batching, padding, is_sent=preprocess is None):
             self._problem(f"parameters.{MAX_TOKENS}", problem)
@@ -706,9 +714,11 @@ class _Resolver:
                 self._problem(f"parameters.{key}", f"unknown; expected one of {known}")
                 continue
             value = _number(text, is_whole=key in WHOLE)
-            if value is None or not 0 < value <= limit:
+            least = "from 0" if key in ZERO else "above 0"
+            if value is None or not 0 <= value <= limit or (value == 0 and key not in ZERO):
                 kind = "whole number" if key in WHOLE else "number"
-                self._problem(f"parameters.{key}", f"'{text}' is not a {kind} up to {limit:g}")
+                problem = f"'{text}' is not a {kind} {least} up to {limit:g}"
+                self._problem(f"parameters.{key}", problem)
                 continue
             numbers[key] = value
         return numbers

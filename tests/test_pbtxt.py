@@ -131,6 +131,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     preprocess = draw(st.none() | st.builds(Preprocess, functions, model_tensors))
     padding = draw(paddings(preprocess.inputs if preprocess else inputs))
     batching = draw(policies(max_batch, latency_s))
+    waits = st.none() | st.integers(0, 10**9).map(lambda number: number / 1e3)
+    batching = replace(batching, max_wait_s=draw(waits))
     if batching.is_dynamic and padding is not None and preprocess is None:
         most = draw(st.none() | st.integers(padding.buckets[-1], 1 << 40))
         batching = replace(batching, max_tokens=most)
@@ -163,7 +165,7 @@ def read_back(text: str, root: str) -> ModelConfig:
     return replace(pbtxt.resolve(pbtxt.parse(text), "model", folder), artifact="")
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(configs())
 def test_what_is_written_reads_back_to_an_equal_configuration(config: ModelConfig) -> None:
     with tempfile.TemporaryDirectory() as root:

@@ -429,8 +429,7 @@ class Model:
 
     def _ended(self, flight: InFlight) -> None:
         """No time can be learnt from this batch."""
-        if self._slo is not None:
-            self._slo.ended(flight.started)
+        self._batcher.ended(flight.started)
 
     def _shrink(self, flight: InFlight, geometry: Geometry) -> bool:
         """Halve a batch whose description is too long for one frame."""
@@ -555,10 +554,9 @@ class Model:
         now = instance.answered_at = self._clock()
         self._saturation.note(False, now)
         self._note_duration(flight.num_rows, now - flight.started)
-        if self._slo is not None:
-            geometry = flight.requests[0].fit.plan.geometry
-            size = flight.num_tokens or flight.num_rows
-            self._slo.observe(geometry, size, flight.started, now)
+        geometry = flight.requests[0].fit.plan.geometry
+        size = flight.num_tokens or flight.num_rows
+        self._batcher.observe(geometry, size, flight.started, now)
         extents = frame.outputs
         if not extents:
             # The next batch first: the worker computes while we encode. Not when its spill still
@@ -689,8 +687,7 @@ class Model:
             self._needs_parts = True
         for num_rows, duration_s in instance.ready.timings.items():
             self._note_duration(num_rows, duration_s)
-        if self._slo is not None:
-            self._slo.seed(instance.ready.timings)
+        self._batcher.seed(instance.ready.timings)
         self._saturation.note(False, self._clock())
         self._count_executors()
         if all(each.is_ready for each in self.instances) and not self._first_ready.done():
@@ -725,19 +722,19 @@ class Model:
         policy = replace(self.config.batching, is_dynamic=False)
         if self._slo is not None:
             self._slo = SloBatcher(policy, self.config.num_instances)
-            for each in ready:
-                self._slo.seed(each.timings)
-            self._count_executors()
         self._batcher = self._slo or Batcher(policy)
+        for each in ready:
+            self._batcher.seed(each.timings)
+        self._count_executors()
 
     def _seed_buckets(self, ready: Sequence[frames.Ready]) -> None:
         pads = self._planner.pads
-        if self._slo is None or pads is None:
+        if pads is None:
             return
         for each in ready:
             for bucket, timings in each.bucket_timings.items():
                 geometry = self._planner.bucket_geometry(bucket)
-                self._slo.seed(pads.warm_times(timings, bucket), geometry)
+                self._batcher.seed(pads.warm_times(timings, bucket), geometry)
 
     def instance_died(self, instance: Instance, reason: str) -> None:
         """The requests of its batches run again, each alone; who was alone already is to blame."""
@@ -769,9 +766,8 @@ class Model:
         self._rerun(flight)
 
     def _count_executors(self) -> None:
-        if self._slo is not None:
-            num_ready = sum(each.num_slots for each in self.instances if each.is_ready)
-            self._slo.num_executors = max(1, num_ready)
+        num_ready = sum(each.num_slots for each in self.instances if each.is_ready)
+        self._batcher.count_executors(num_ready, self._clock())
 
     def _rerun(self, flight: InFlight) -> None:
         """Each request of the batch again, alone."""
@@ -840,6 +836,8 @@ class Model:
 
     def tick(self) -> None:
         """Asked twice a second by the supervisor."""
+        # Requests may have waited too long although no instance got free.
+        self._pump_if_waiting()
         over = self._refusals.ended(self._clock())
         if over is not None:
             log.info(

@@ -162,6 +162,10 @@ class SloBatcher:
                 del self._running[index]
                 return
 
+    def count_executors(self, num_ready: int, now: float) -> None:
+        """So many batches can run at once from now on."""
+        self.num_executors = max(1, num_ready)
+
     def add(self, request: Request, geometry: object, now: float) -> None:
         """Queue the request, or raise Overloaded because it would be late."""
         if now >= self._refresh_at:
