@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from penstock.types import TensorSpec, TimeoutAction
 
@@ -140,6 +141,31 @@ class Postprocess:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmupInput:
+    """One tensor of a warm-up request, without the batch dimension. `file` has its bytes, if that
+    is its source."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    source: Literal["zero", "random", "file"] = "zero"
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """A batch that every instance runs before it is ready (Triton's ModelWarmup)."""
+
+    name: str
+    num_rows: int
+    inputs: tuple[WarmupInput, ...]
+    # How many times it runs.
+    count: int = 1
+    # Where the files are.
+    folder: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One version of one model, everything resolved: what `penstock inspect` prints."""
 
@@ -182,6 +208,13 @@ class ModelConfig:
     gpu_memory_bytes: int | None = None
     # The version's manifest.json, which a worker checks before it loads; empty: there is none.
     manifest: str = ""
+    # Further labels of the model's metrics.
+    metric_tags: Mapping[str, str] = field(default_factory=dict)
+    # Run before an instance is ready, beside the warm-up of every batch size.
+    warmups: tuple[Warmup, ...] = ()
+    # config.pbtxt as it was read, for `/config`; and what in it has no effect.
+    written: str = field(default="", compare=False)
+    warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def unkept_note(self) -> str:

@@ -107,7 +107,7 @@ class Model:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.metrics = ModelMetrics(config.name, config.version)
+        self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.history = History()
         # How it is served and why, where that is not plain from its configuration.
         self.notes: tuple[str, ...] = ()
@@ -711,8 +711,8 @@ class Model:
             self._seed_buckets(ready)
         if self.config.unkept_note:
             notes.append(self.config.unkept_note)
-        self.notes = tuple(notes)
-        for note in self.notes:
+        self.notes = (*notes, *self.config.warnings)
+        for note in notes:
             # What was not checked is served as configured.
             level = logging.INFO if note in proof.notes else logging.WARNING
             where = (self.config.name, self.config.version)
