@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.history import History, Record
 from penstock.serving.padding import Pads
 from penstock.serving.plan import Geometry, Plan, Planner, column_bytes
+from penstock.serving.processor_wait import ProcessorWait
 from penstock.serving.proof import agreed
 from penstock.serving.refusals import Refusals
 from penstock.serving.saturation import Saturation
@@ -53,6 +55,9 @@ MAX_DISPATCH_BYTES = 128 * 1024
 UNAVAILABLE_AFTER_S = 30.0
 LOAD_FACTOR = 2
 HANG_FACTOR = 20
+# How often it is looked at how long the event loop waited for a processor; what was added up over
+# a longer time than the second says nothing about one request.
+LOOK_EVERY_S, LOOK_WITHIN_S = 0.001, 0.5
 QUEUE_TIMEOUT = Overloaded("Request timeout expired", reason="queue_timeout")
 DROPPED = Overloaded(
     "Request timeout expired: the answer would have been late", reason="dropped_late"
@@ -122,6 +127,9 @@ class Model:
         self._slo: SloBatcher | None = None
         if config.batching.slo_latency_s is not None:
             self._slo = SloBatcher(config.batching, config.num_instances)
+        self._processor_wait = ProcessorWait()
+        self._looked_at = -math.inf
+        self._waited_s = 0.0
         self._batcher: Batcher | SloBatcher = self._slo or Batcher(config.batching)
         self._sequencer: Sequencer[tuple[Request, Response | PenstockError]] | None = None
         if config.batching.preserve_ordering:
@@ -225,6 +233,7 @@ class Model:
         self._fail_waiting(NotReady(f"model '{self.config.name}' is being unloaded"))
         self._pool.close()
         self._input_spill.close()
+        self._processor_wait.close()
 
     # Requests.
 
@@ -242,6 +251,8 @@ class Model:
             timings = request.timings
             timings.queued = now = self._clock()
             timings.saturated_s = self._saturation.at(now)
+            if self._slo is not None and now >= self._looked_at + LOOK_EVERY_S:
+                self._note_processor_wait(self._slo, now)
             self._batcher.add(request, geometry, now)
         except PenstockError as error:
             self.refused(error, request.timings.received)
@@ -258,6 +269,12 @@ class Model:
                 self._cannot_place(request)
                 return
         self._wake()
+
+    def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
+        total_s = self._processor_wait.total_s()
+        if now - self._looked_at <= LOOK_WITHIN_S:
+            slo.note_wait(total_s - self._waited_s)
+        self._waited_s, self._looked_at = total_s, now
 
     def refused(self, error: PenstockError, received: float) -> None:
         """Count a request that was not admitted, by this model or by a protocol that could not
