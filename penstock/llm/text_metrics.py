@@ -191,7 +191,8 @@ class TextMetrics:
 
     @property
     def _labels(self) -> dict[str, str]:
-        return {"model_name": self._model.name, "version": self._model.version}
+        model = self._model
+        return {"model_name": model.name, "version": model.version, **model.tags}
 
     def _gauges(self) -> list[Family]:
         return [

@@ -76,7 +76,7 @@ class TextModel:
 
     def __init__(self, config: ModelConfig, start_life: StartLife = EngineLife) -> None:
         self.config = config
-        self.metrics = ModelMetrics(config.name, config.version)
+        self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         # When it was loaded, in seconds since 1970.
         self.loaded_at = 0
         self._settings = settings_of(config)
@@ -180,7 +180,7 @@ class TextModel:
             verdicts=[],
             paces=[],
             refused={name: count for name, count in self.metrics.num_refused.items() if count},
-            notes=[],
+            notes=list(self.config.warnings),
         )
 
     @property

@@ -204,7 +204,7 @@ class Desk:
 
     async def _model_config(self, ask: frames.Ask) -> bytes:
         config = self.catalog.find(ask.model_name, ask.model_version).config
-        return bytes(pbtxt.to_message(config).SerializeToString())
+        return bytes(pbtxt.to_served(config).SerializeToString())
 
     async def _model_statistics(self, ask: frames.Ask) -> bytes:
         models = self.catalog.find_all(ask.model_name, ask.model_version)
