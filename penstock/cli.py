@@ -159,7 +159,8 @@ def main() -> None:
     "--tls-key",
     default="",
     metavar="FILE",
-    help="PEM private key of --tls-cert, unencrypted.",
+    help="PEM private key of --tls-cert. Required with it. The file must not be encrypted: a server "
+    "that restarts at night has no one to type a password.",
 )
 @click.option(
     "--tls-client-ca",
