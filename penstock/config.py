@@ -351,6 +351,17 @@ class GrpcConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files for every port of the server; read again when they change."""
+
+    # The certificate and those of its issuers.
+    cert: str
+    key: str
+    # Issuers of client certificates, which every client then needs; empty: no client needs one.
+    client_ca: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """How the server listens and stops."""
 
@@ -376,6 +387,8 @@ class ServerConfig:
     gpu_memory_reserve: float = GPU_MEMORY_RESERVE
     # The path is the configuration of a language model, whose weights are drawn.
     has_random_weights: bool = False
+    # None: plain text.
+    tls: TlsConfig | None = None
     # A TOML file of API keys; empty: nobody needs one.
     api_keys: str = ""
     # Further names under which clients may address the server, beside the loopback ones.

@@ -30,6 +30,7 @@ from penstock.protocols.http import HttpServer
 from penstock.protocols.line import listen_problem, reserve, why_not_listen
 from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.openai_http import OpenAiHttp
+from penstock.protocols.tls import TlsFiles, watch
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import Found
@@ -105,7 +106,9 @@ class Server:
         self.routes = V2Routes(self.catalog, path, config.is_explicit, config.allows_hard_links)
         self._key_file = KeyFile(Path(config.api_keys)) if config.api_keys else None
         self._gate = gate = make_gate(config, self._key_file)
-        self._watching: asyncio.Task[None] | None = None
+        self._tls = None if config.tls is None else TlsFiles(config.tls)
+        self._context = None if self._tls is None else self._tls.load()
+        self._watching: list[asyncio.Task[None]] = []
         self.routes.tells_reasons = gate.keys is None
         self.routes.server_id = config.id
         if config.logs_requests:
@@ -141,7 +144,8 @@ class Server:
         self._fronts: list[Front] = []
         self.grpc: Front | None = None
         if config.grpc is not None:
-            self.grpc = Front(self._desk, grpc_trade(config.host, config.grpc, gate))
+            trade = grpc_trade(config.host, config.grpc, gate, tls=config.tls)
+            self.grpc = Front(self._desk, trade)
             self._fronts.append(self.grpc)
         self.routes.fronts = self._fronts
 
@@ -155,7 +159,12 @@ class Server:
         if self._metrics_http is not None and self.metrics_port is not None:
             self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
         if self._key_file is not None:
-            self._watching = asyncio.create_task(self._watch_keys(self._key_file))
+            self._watching.append(asyncio.create_task(self._watch_keys(self._key_file)))
+        if self._tls is not None:
+            servers = [] if self._config.num_fronts else [self.http]
+            if self._metrics_http is not None:
+                servers.append(self._metrics_http)
+            self._watching.append(asyncio.create_task(watch(self._tls, servers)))
         await asyncio.to_thread(self.routes.usage.begin)
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -173,6 +182,10 @@ class Server:
         gc.collect()
         gc.freeze()
         self.routes.is_loading = False
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self._tls is None else "https"
 
     async def run_until_stopped(self) -> None:
         await self._stop.wait()
@@ -197,8 +210,8 @@ class Server:
                     await asyncio.sleep(0.005)
         except TimeoutError:
             log.warning("still running after %.0f s; stopping anyway", self._config.drain_s)
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._watching:
+            task.cancel()
         await asyncio.gather(*(front.close() for front in self._fronts))
         if self._reserved is not None:
             self._reserved.close()
@@ -264,7 +277,12 @@ class Server:
             ) from None
         self.http_port = self._reserved.getsockname()[1]
         opening = http_opening(
-            config.host, self.http_port, config.limits, self._gate, config.logs_requests
+            config.host,
+            self.http_port,
+            config.limits,
+            self._gate,
+            config.logs_requests,
+            config.tls,
         )
         self._fronts += [
             Front(self._desk, http_trade(number, opening, config.limits))
@@ -274,7 +292,7 @@ class Server:
     async def _listen(self, http: HttpServer, port: int, what: str) -> int:
         host = self._config.host
         try:
-            return await http.start(host, port)
+            return await http.start(host, port, tls=self._context)
         except OSError as error:
             raise ConfigError([cannot_listen(host, port, what, listen_problem(error))]) from None
 
@@ -286,7 +304,11 @@ def cannot_listen(host: str, port: int, what: str, reason: str) -> str:
 def check(config: ServerConfig, is_insecure: bool) -> None:
     """Check flags and ports before anything starts: CommandLineError for flags that contradict each
     other, ConfigError for ports that are taken."""
-    problems = [*_host_problems(config, is_insecure), *_port_problems(config)]
+    problems = [
+        *_host_problems(config, is_insecure),
+        *_port_problems(config),
+        *_tls_problems(config),
+    ]
     if problems:
         raise CommandLineError(problems)
     problems = _front_problems(config)
@@ -311,11 +333,12 @@ def _front_problems(config: ServerConfig) -> list[str]:
 
 def _host_problems(config: ServerConfig, is_insecure: bool) -> list[str]:
     """Only this machine, unless there are keys or the operator says otherwise."""
-    if is_insecure or config.api_keys or is_loopback(config.host):
+    has_client_ca = config.tls is not None and config.tls.client_ca
+    if is_insecure or config.api_keys or has_client_ca or is_loopback(config.host):
         return []
     return [
         f"--host {config.host}: everybody who reaches this address could use the models; "
-        "give --api-keys, or --insecure if that is what you want"
+        "give --api-keys, --tls-client-ca, or --insecure if that is what you want"
     ]
 
 
@@ -333,6 +356,13 @@ def _port_problems(config: ServerConfig) -> list[str]:
         for port, names in flags.items()
         if port and len(names) > 1
     ]
+
+
+def _tls_problems(config: ServerConfig) -> list[str]:
+    if config.tls is None:
+        return []
+    given = {"--tls-cert": config.tls.cert, "--tls-key": config.tls.key}
+    return [f"{flag} is required for TLS" for flag, path in given.items() if not path]
 
 
 def is_loopback(host: str) -> bool:

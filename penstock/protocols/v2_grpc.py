@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -25,6 +26,7 @@ from grpc_health.v1 import health_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from penstock.errors import (
+    ConfigError,
     NotAllowed,
     NotFound,
     NotReady,
@@ -37,6 +39,7 @@ from penstock.protocols.gate import Gate, Keys, headers_of
 from penstock.protocols.line import status_name, why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import RPC_SCOPES
+from penstock.protocols.tls import TlsFiles
 from penstock.serving.slab import Segment
 from penstock.serving.worker import take_part
 from penstock.types import Request, Response
@@ -403,6 +406,23 @@ def _check_repository(message: Any) -> None:
         raise Unsupported("'repository_name' is not supported: this server has one repository")
 
 
+def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """ConfigError where the files cannot be used. gRPC asks before each handshake whether there is
+    another certificate."""
+    files.load()
+    config = files.config
+
+    def current() -> Any:
+        issuers = Path(config.client_ca).read_bytes() if config.client_ca else None
+        pair = (Path(config.key).read_bytes(), Path(config.cert).read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=issuers)
+
+    def changed() -> Any:
+        return None if files.load_if_changed() is None else current()
+
+    return grpc.dynamic_ssl_server_credentials(current(), changed, bool(config.client_ca))
+
+
 async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) -> None:
     """Listen, answer until the core says Stop, let what is accepted finish, say goodbye."""
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
@@ -422,9 +442,13 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
     reason = why_not_listen(settings.host, settings.port)
+    port = 0
     try:
-        port = 0 if reason else server.add_insecure_port(address)
-    except RuntimeError as error:
+        if not reason and settings.tls is not None:
+            port = server.add_secure_port(address, tls_credentials(TlsFiles(settings.tls)))
+        elif not reason:
+            port = server.add_insecure_port(address)
+    except (RuntimeError, ConfigError) as error:
         reason = str(error)
     if reason:
         remote.send(frames.LoadFailed((f"cannot listen on {address} for gRPC: {reason}",)))
