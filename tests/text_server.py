@@ -5,7 +5,7 @@ import json
 from contextlib import asynccontextmanager
 
 import tiny_llm as tiny
-from engine_thread import EngineThread
+from engine_thread import EngineThread, RendererThread
 from tiny_text import TOKENIZER
 
 from penstock import repository
@@ -46,9 +46,14 @@ def write_model(folder, parameters=None, max_length=256):
     return folder
 
 
+def text_model(config):
+    """Its engine and its renderer are threads."""
+    return TextModel(config, EngineThread, RendererThread)
+
+
 class TextServer:
     def __init__(self, gate=None):
-        self.catalog = Catalog(makers={LLM: lambda config: TextModel(config, EngineThread)})
+        self.catalog = Catalog(makers={LLM: text_model})
         self.routes = V2Routes(self.catalog, "", is_explicit=False)
         openai = OpenAiHttp(
             TextModels(self.catalog),

@@ -29,7 +29,7 @@ def generation_of(
         )
     stops = frozenset(wishes.stop_tokens)
     if not wishes.ignores_end:
-        stops |= model.text.stop_tokens
+        stops |= model.vocabulary.stop_tokens
     sampling = Sampling(
         temperature=wishes.temperature,
         top_p=wishes.top_p,

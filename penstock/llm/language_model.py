@@ -30,8 +30,8 @@ from penstock.llm import messages
 from penstock.llm.generation import Generation, Going, Part
 from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.stops import StopTexts
-from penstock.llm.text import Text
 from penstock.llm.text_metrics import Death, TextMetrics
+from penstock.llm.token_bytes import Vocabulary
 from penstock.metrics import ModelMetrics
 from penstock.serving.supervisor import (
     Life,
@@ -66,7 +66,7 @@ class LlmModel:
         self,
         name: str,
         settings: messages.Settings,
-        text: Text,
+        vocabulary: Vocabulary,
         start_life: StartLife = EngineLife,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -74,7 +74,7 @@ class LlmModel:
     ) -> None:
         self.name = name
         self.metrics = TextMetrics(metrics or ModelMetrics(name, ""))
-        self.text = text
+        self.vocabulary = vocabulary
         self.state: State = "LOADING"
         self.reason = ""
         self.ready: messages.Ready | None = None
@@ -189,7 +189,7 @@ class LlmModel:
         generation.arrived = generation.arrived or generation.admitted
         data = self._encoded(generation)
         generation.going = [
-            Going(self.text.stream(generation.tokens), StopTexts(generation.stops))
+            Going(self.vocabulary.stream(generation.tokens), StopTexts(generation.stops))
             for _ in range(generation.num)
         ]
         if not self._open:
@@ -262,7 +262,7 @@ class LlmModel:
                 f"{ready.max_length - 1}"
             )
         # Of the model's own some may be of another tokenizer.
-        stops = generation.ending.stop_tokens - self.text.stop_tokens
+        stops = generation.ending.stop_tokens - self.vocabulary.stop_tokens
         tokens = [*generation.tokens, *generation.sampling.bias, *stops]
         if not 0 <= min(tokens) <= max(tokens) < ready.vocabulary:
             strange = next(each for each in tokens if not 0 <= each < ready.vocabulary)

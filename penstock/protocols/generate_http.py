@@ -89,7 +89,7 @@ class GenerateHttp:
             else:
                 begin(WholeAnswer(job) if match[3] is None else OneEventAnswer(job))
 
-        Reading(exchange, model, go_on, self._guarded).begin([asked.text])
+        Reading(exchange, model, go_on, self._guarded, "text_input").begin([asked.text])
 
     def _find(self, name: str, version: str) -> TextModel:
         model = self._catalog.find(name, version)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.errors import Cancelled, PenstockError
+from penstock.errors import Cancelled, InvalidRequest, PenstockError, TooLarge
 from penstock.llm.asking import generation_of
 from penstock.llm.generation import Generation, Part, Totals
 from penstock.llm.params import Likelihood
@@ -26,13 +26,18 @@ from penstock.protocols.http import Exchange
 from penstock.protocols.v2_http import reply_error, status_at
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
-from penstock.wire.openai_v1 import Choice, Invalid, TokenLogprob, Usage, Wishes
+from penstock.wire.openai_v1 import (
+    Choice,
+    Invalid,
+    TokenLogprob,
+    TooLargeField,
+    Usage,
+    Wishes,
+)
 
 if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
 
-# Characters whose tokens are found on the event loop: about a millisecond.
-MAX_AT_ONCE = 2000
 _JSON = b"Content-Type: application/json\r\n"
 _EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
 
@@ -53,29 +58,33 @@ Then = Callable[[Sequence[list[int]]], None]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The texts of a request on their way to tokens: at once, or in a thread where that would keep
-    others waiting. Whoever leaves meanwhile is not answered."""
+    """The texts of a request while the model's renderer makes tokens of them. A client that leaves
+    meanwhile gets no answer."""
 
     exchange: Exchange
     model: TextModel
     # Called with the tokens of each.
     then: Then
-    # Calls that when it is later, and tells the client of errors.
+    # Calls that later, and answers errors.
     guarded: Guarded
-    # Whether what is refused is the model's to count.
+    # The field that texts come from, for errors.
+    param: str
+    # Whether refusals count as the model's.
     is_counted: bool = True
 
     def begin(self, given: Sequence[str | list[int]], *, is_whole: bool = True) -> None:
         """Errors that are known at once are raised."""
         with self._counted():
-            self.model.check_lengths(given)
-            if sum(len(each) for each in given if isinstance(each, str)) <= MAX_AT_ONCE:
-                self.then(self.model.encoded(given, is_whole=is_whole))
+            if any(isinstance(each, str) for each in given):
+                self.model.encode(given, is_whole, self)
             else:
-                self.model.encode_aside(given, is_whole, self)
+                self.then([each for each in given if not isinstance(each, str)])
+
+    def begin_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+        with self._counted():
+            self.model.encode_chat(messages, options, self)
 
     def is_gone(self) -> bool:
-        """Of any thread."""
         return self.exchange.is_finished
 
     def encoded(self, tokens: Sequence[list[int]]) -> None:
@@ -94,9 +103,20 @@ class Reading:
                 raise Cancelled("the client left")
             self.then(tokens)
 
-    def _counted(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """What is wrong with a text is wrong with its field."""
         is_counted = self.is_counted
-        return counted(self.model, self.exchange.received) if is_counted else nullcontext()
+        with counted(self.model, self.exchange.received) if is_counted else nullcontext():
+            try:
+                yield
+            except TooLarge as error:
+                raise TooLargeField(str(error), self.param) from None
+            except InvalidRequest as error:
+                if isinstance(error, Invalid) and error.param:
+                    raise
+                code = error.code if isinstance(error, Invalid) else None
+                raise Invalid(str(error), self.param, code) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,14 +300,14 @@ class Answer:
 
     def _of_prompt(self, generation: Generation) -> list[TokenLogprob]:
         return [
-            TokenLogprob(self._model.text.token(token), math.nan)
+            TokenLogprob(self._model.vocabulary.token(token), math.nan)
             if likelihood is None
             else self._named(token, likelihood)
             for token, likelihood in zip_longest(generation.tokens, generation.prompt_likelihoods)
         ]
 
     def _named(self, token: int, likelihood: Likelihood) -> TokenLogprob:
-        text = self._model.text
+        text = self._model.vocabulary
         top = [
             (text.token(other), logprob)
             for other, logprob in zip(likelihood.top_tokens, likelihood.top_logprobs, strict=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, TooLarge
 
 Raw = bytes | bytearray | memoryview
 # One text, several, one list of tokens, or several.
@@ -49,6 +49,14 @@ class Invalid(InvalidRequest):
         super().__init__(text)
         self.param = param
         self.code = code
+
+
+class TooLargeField(TooLarge):
+    """With the field that is too large."""
+
+    def __init__(self, text: str, param: str) -> None:
+        super().__init__(text)
+        self.param = param
 
 
 # What is asked for.

@@ -12,11 +12,12 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 from text_server import NAME, posted, served
+from tiny_text import TOKENIZER
 
-from penstock.llm import text_model
+from penstock.llm import renderer
+from penstock.llm.renderer import MAX_SHORT, SLOTS
 from penstock.llm.text import Text
-from penstock.llm.text_model import NUM_ENCODERS
-from penstock.protocols.text_answers import MAX_AT_ONCE, salt_of
+from penstock.protocols.text_answers import salt_of
 
 # More than one token for a few characters.
 LONG = "the cat sat on the mat " * 120
@@ -42,7 +43,7 @@ def held(monkeypatch):
     encode = Text.encode
 
     def waiting(text, said, *, is_whole=True):
-        if len(said) > MAX_AT_ONCE:
+        if len(said) > MAX_SHORT:
             may_go.num_long += 1
             assert may_go.wait(20), "nobody runs meanwhile"
         return encode(text, said, is_whole=is_whole)
@@ -107,7 +108,7 @@ class TestLongTexts:
             both = json.loads(
                 (await posted(server, "/v1/completions", body | {"prompt": texts}))[2]
             )
-            tokens = [server.model.text.encode(each) for each in texts]
+            tokens = [TOKENIZER.encode(each).ids for each in texts]
             same = json.loads(
                 (await posted(server, "/v1/completions", body | {"prompt": tokens}))[2]
             )
@@ -140,8 +141,8 @@ class TestLongTexts:
         found, refused = run(tmp_path, scenario, max_length=1500)
         assert [status for status, _, _ in found] == [400, 400, 500, 500]
         assert json.loads(found[0][2])["error"]["code"] == "context_length_exceeded"
-        assert json.loads(found[2][2])["error"]["message"] == "internal error"
-        assert b"internal error" in found[3][2] and refused["invalid"] == 2
+        assert json.loads(found[2][2])["error"]["message"] == "the tokenizer failed"
+        assert b"the tokenizer failed" in found[3][2] and refused["invalid"] == 2
 
     def test_whoever_leaves_meanwhile_is_not_answered(self, tmp_path, held, caplog):
         caplog.set_level("INFO", logger="penstock.requests")
@@ -163,7 +164,7 @@ class TestLongTexts:
 
         async def scenario(server):
             writers = []
-            for _ in range(NUM_ENCODERS + 3):
+            for _ in range(SLOTS["long"] + 3):
                 writers.append(await asked_for_long(server))
                 await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
             for writer in writers:
@@ -173,10 +174,10 @@ class TestLongTexts:
             await server.model.drain()
 
         run(tmp_path, scenario)
-        assert held.num_long == NUM_ENCODERS
+        assert held.num_long == SLOTS["long"]
 
     def test_so_much_and_no_more_waits_for_it(self, tmp_path, held, monkeypatch):
-        monkeypatch.setattr(text_model, "MAX_WAITING_SIZE", 2 * len(LONG) + 1)
+        monkeypatch.setattr(renderer, "MAX_WAITING_SIZE", 2 * len(LONG) + 1)
 
         assert run(tmp_path, partial(three_at_once, held)) == [429, 200, 200]
 
