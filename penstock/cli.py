@@ -59,7 +59,7 @@ def main() -> None:
     help="Answer HTTP from N processes that share the port; 0: the core does it itself. Raise it "
     "when the core's event loop is the limit and cores are free: penstock explain says so, or its "
     "penstock_process_cpu_seconds grows by 1 a second while instances are idle. Otherwise fronts "
-    "only cost latency.",
+    "only cost latency. Not with language models, which they slow down.",
 )
 @click.option(
     "--grpc-port",
@@ -279,6 +279,7 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
     try:
         server.check(config, insecure)
         found = _found(path, config)
+        server.check_models(found, config)
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
         _check_gpus(found, config, exit_on_error)

@@ -343,6 +343,16 @@ def test_address_that_others_can_reach_is_refused_without_insecure(
     assert host in problem and "--insecure" in problem
 
 
+def test_fronts_are_refused_with_language_models(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ("--random-weights", "--fronts", "2")
+    ended = run_penstock("serve", *FREE_PORT, tmp_path / "config.json", *flags)
+    assert ended.code == ExitCode.USAGE
+    assert "--fronts does not work with language models" in ended.stderr
+    assert "28,940 without" in ended.stderr
+
+
 def test_address_that_others_can_reach_is_served_with_insecure(tmp_path: Path) -> None:
     with serving(add_model(tmp_path, "model"), "--host", "0.0.0.0", "--insecure") as server:
         assert server.get("/v2/health/ready")[0] == 200

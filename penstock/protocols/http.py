@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -586,6 +587,10 @@ class HttpServer:
         self._sweeper = self._loop.create_task(self._sweep())
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
+
+    @property
+    def listeners(self) -> Sequence[socket.socket]:
+        return () if self._listener is None else self._listener.sockets
 
     def drain(self) -> None:
         """From now on answers close their connections; idle connections close when next seen."""

@@ -26,9 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("text"), limits)
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["core", "fronts"])
-def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
-    served = Served(folder, "--fronts", str(request.param), "--drain-s", "5")
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    served = Served(folder, "--drain-s", "5")
     yield served
     assert served.terminate() == 0
 
