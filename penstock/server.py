@@ -183,7 +183,8 @@ class Server:
     def stop(self) -> None:
         """Begin to drain: not ready, new inferences refused, accepted ones finish."""
         if not self.routes.is_draining and not self.routes.is_loading:
-            log.info("draining: what is accepted may take %.0f s", self._config.drain_s)
+            text = "shutting down: requests in flight have %.0f s to finish"
+            log.info(text, self._config.drain_s)
         self.routes.is_draining = True
         self.http.drain()
         for front in self._fronts:
@@ -199,7 +200,9 @@ class Server:
                 while self.http.num_running or any(each.num_running for each in self._fronts):
                     await asyncio.sleep(0.005)
         except TimeoutError:
-            log.warning("still running after %.0f s; stopping anyway", self._config.drain_s)
+            log.warning("requests are cut off after %.0f s of draining", self._config.drain_s)
+            # Before connections are closed, so that their clients are told.
+            await self.catalog.close()
         await asyncio.gather(*(front.close() for front in self._fronts))
         if self._reserved is not None:
             self._reserved.close()

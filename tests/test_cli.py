@@ -624,7 +624,7 @@ def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:
     assert {line["level"] for line in lines} == {"INFO"}
     messages = [line["msg"] for line in lines]
     assert messages[0] == "model/1 loads 1 instance"
-    assert messages[-2:] == ["draining: what is accepted may take 30 s", "stopped"]
+    assert messages[-2:] == ["shutting down: requests in flight have 30 s to finish", "stopped"]
     model, http_port, metrics_port = (line for line in lines[:-2] if "server" in line["logger"])
     assert model["msg"] == "model/1 is READY"
     assert (model["state"], model["backend"], model["instances"]) == ("READY", "null", 1)

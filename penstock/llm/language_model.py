@@ -19,7 +19,6 @@ from typing import Literal
 
 from penstock.errors import (
     BackendFailed,
-    Cancelled,
     ConfigError,
     InvalidRequest,
     NotReady,
@@ -96,6 +95,7 @@ class LlmModel:
         self._ready_at = 0.0
         self._is_stopping = False
         self._restart: asyncio.TimerHandle | None = None
+        self._restart_at = 0.0
         self._hang_s = settings.hang_s
         self._slowest_s = 0.0
         # When the engine last said something, or had nothing to do, by the loop's clock.
@@ -126,7 +126,7 @@ class LlmModel:
         for timer in (self._restart, self._watch):
             if timer is not None:
                 timer.cancel()
-        self._fail_all(Cancelled("the model is unloaded"))
+        self._fail_all(NotReady(f"model '{self.name}' is unloaded; the answer is cut off"))
         if self._life is None:
             return
         self._send(messages.Stop())
@@ -145,6 +145,13 @@ class LlmModel:
     @property
     def pid(self) -> int:
         return 0 if self._life is None else self._life.pid
+
+    def not_ready(self) -> NotReady:
+        """Why it cannot answer, and when it may: an engine loads as long as the one before it."""
+        text = f"model '{self.name}' is not ready: {self.reason or 'it is loading'}"
+        if self._is_stopping or self.ready is None:
+            return NotReady(text)
+        return NotReady(text, max(0.0, self._restart_at - self._clock()) + self.ready.load_s)
 
     # Requests.
 
@@ -182,7 +189,7 @@ class LlmModel:
     def _admit(self, generation: Generation) -> None:
         ready = self.ready
         if self.state != "READY" or ready is None or self._sender is None:
-            raise NotReady(f"model '{self.name}' is not ready: {self.reason or 'it is loading'}")
+            raise self.not_ready()
         self._check(generation, ready)
         generation.id = next(self._ids)
         generation.admitted = self._clock()
@@ -425,7 +432,7 @@ class LlmModel:
             generation.sink.failed(error)
             self._check_idle()
 
-    def _fail_all(self, error: BackendFailed | Cancelled) -> None:
+    def _fail_all(self, error: BackendFailed | NotReady) -> None:
         generations, self._open = list(self._open.values()), {}
         for each in generations:
             each.is_ended = True
@@ -476,4 +483,5 @@ class LlmModel:
         text = "%s: the engine %s; restart in %.1f s"
         log.warning(text, self.name, reason, delay_s, extra={"model": self.name, "reason": reason})
         self._restart = self._loop.call_later(delay_s, self._launch)
+        self._restart_at = self._clock() + delay_s
         self.metrics.restarted()

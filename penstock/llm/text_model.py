@@ -248,9 +248,9 @@ class TextModel:
         return self._engine
 
     def _not_ready(self) -> NotReady:
-        return NotReady(
-            f"model '{self.config.name}' is not ready: {self.reason or 'it is loading'}"
-        )
+        if self._engine is not None:
+            return self._engine.not_ready()
+        return NotReady(f"model '{self.config.name}' is not ready: it is loading")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,12 +53,17 @@ def kind_of(error: PenstockError) -> tuple[int, str]:
 def reply_error(exchange: Exchange, error: PenstockError) -> None:
     status, kind = kind_of(error)
     headers = _JSON
-    if isinstance(error, Overloaded):
-        headers += b"Retry-After: %d\r\n" % max(1, ceil(error.retry_after_s))
+    headers += retry_after(error)
     if status == 401:
         headers += b"WWW-Authenticate: Bearer\r\n"
     param, code = place_of(error)
     exchange.reply(status, headers, (openai_v1.error(str(error), kind, param, code),))
+
+
+def retry_after(error: PenstockError) -> bytes:
+    """The header that says when to ask again; empty where nothing is known."""
+    delay_s = error.retry_after_s if isinstance(error, Overloaded | NotReady) else None
+    return b"" if delay_s is None else b"Retry-After: %d\r\n" % max(1, ceil(delay_s))
 
 
 def place_of(error: PenstockError) -> tuple[str | None, str | None]:

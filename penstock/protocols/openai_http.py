@@ -236,7 +236,7 @@ class CompletionForm:
         return told + openai_v1.DONE
 
     def error(self, error: PenstockError) -> bytes:
-        return error_event(error)
+        return error_event(error) + openai_v1.DONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,4 +259,4 @@ class ChatForm:
         return told + openai_v1.DONE
 
     def error(self, error: PenstockError) -> bytes:
-        return error_event(error)
+        return error_event(error) + openai_v1.DONE

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.errors import Cancelled, InvalidRequest, PenstockError, TooLarge
+from penstock.errors import Cancelled, InvalidRequest, NotReady, PenstockError, TooLarge
 from penstock.llm.asking import generation_of
 from penstock.llm.generation import Generation, Part, Totals
 from penstock.llm.params import Likelihood
@@ -196,7 +196,7 @@ class Form(Protocol):
         """After the last piece."""
 
     def error(self, error: PenstockError) -> bytes:
-        """Instead of what is missing of a stream."""
+        """Ends a stream that cannot be completed."""
 
 
 @dataclass(slots=True)
@@ -357,6 +357,7 @@ class StreamedAnswer(Answer):
         if new.text or new.reason or new.logprobs:
             data += self.form.piece(new, len(choice.text))
         choice.text += new.text
+        choice.reason = new.reason
         self.exchange.stream(data)
 
     def end(self) -> None:
@@ -367,5 +368,11 @@ class StreamedAnswer(Answer):
         if not self.exchange.is_streaming:
             reply_error(self.exchange, error)
             return
+        # A client sees that every choice has ended, why, and that nothing more comes.
+        reason = "abort" if isinstance(error, Cancelled | NotReady) else "error"
+        for place in range(len(self.generations) * self._num):
+            choice = self.choices.setdefault(place, Growing())
+            if choice.reason is None:
+                self.grow(choice, Choice(place, "", reason))
         self.exchange.stream(self.form.error(error))
         self.exchange.end_stream()
