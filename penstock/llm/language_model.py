@@ -12,7 +12,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from functools import partial
 from typing import Literal
@@ -42,6 +42,7 @@ from penstock.serving.supervisor import (
 )
 from penstock.types import CANCELLED
 from penstock.wire.frames import MAX_FRAME_BYTES
+from penstock.wire.openai_v1 import Invalid
 
 log = logging.getLogger("penstock.llm")
 MODULE = "penstock.llm.engine_main"
@@ -268,12 +269,11 @@ class LlmModel:
                 f"the prompt has {len(generation.tokens)} tokens; expected at most "
                 f"{ready.max_length - 1}"
             )
-        # Of the model's own some may be of another tokenizer.
+        # The model's own may be those of another tokenizer.
         stops = generation.ending.stop_tokens - self.vocabulary.stop_tokens
-        tokens = [*generation.tokens, *generation.sampling.bias, *stops]
-        if not 0 <= min(tokens) <= max(tokens) < ready.vocabulary:
-            strange = next(each for each in tokens if not 0 <= each < ready.vocabulary)
-            raise InvalidRequest(f"token {strange}; expected 0 to {ready.vocabulary - 1}")
+        _check_tokens(generation.tokens, "", ready.vocabulary)
+        _check_tokens(generation.sampling.bias, "logit_bias", ready.vocabulary)
+        _check_tokens(stops, "stop_token_ids", ready.vocabulary)
 
     def _send_given_up(self) -> None:
         requests, self._given_up = tuple(self._given_up), []
@@ -485,3 +485,11 @@ class LlmModel:
         self._restart = self._loop.call_later(delay_s, self._launch)
         self._restart_at = self._clock() + delay_s
         self.metrics.restarted()
+
+
+def _check_tokens(tokens: Collection[int], field: str, vocabulary: int) -> None:
+    """Invalid with the field, or where that is the prompt's business without one."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        strange = next(each for each in tokens if not 0 <= each < vocabulary)
+        text = f"token {strange}; expected 0 to {vocabulary - 1}"
+        raise Invalid(f"{field}: {text}" if field else text, field or None)

@@ -181,6 +181,7 @@ class OpenAiHttp:
         def go_on(found: Sequence[list[int]]) -> None:
             prompts = [Prompt(tokens) for tokens in found]
             job = Job(exchange, model, form, asked.wishes, prompts, form.head.id, self._is_logged)
+            job = replace(job, param="messages")
             begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
 
         reading = Reading(exchange, model, go_on, self._guarded, "messages")
@@ -228,8 +229,8 @@ class CompletionForm:
     def begin(self, index: int) -> bytes:
         return b""
 
-    def piece(self, choice: Choice, offset: int) -> bytes:
-        return openai_v1.completion_piece(self.head, choice, offset)
+    def piece(self, choice: Choice) -> bytes:
+        return openai_v1.completion_piece(self.head, choice)
 
     def end(self, usage: Usage) -> bytes:
         told = openai_v1.completion_usage(self.head, usage) if self.has_usage else b""
@@ -251,7 +252,7 @@ class ChatForm:
     def begin(self, index: int) -> bytes:
         return openai_v1.chat_begin(self.head, index)
 
-    def piece(self, choice: Choice, offset: int) -> bytes:
+    def piece(self, choice: Choice) -> bytes:
         return openai_v1.chat_piece(self.head, choice)
 
     def end(self, usage: Usage) -> bytes:
