@@ -67,7 +67,7 @@ def main() -> None:
     help="Answer HTTP from N processes that share the port; 0: the core does it itself. Raise it "
     "when the core's event loop is the limit and cores are free: penstock explain says so, or its "
     "penstock_process_cpu_seconds grows by 1 a second while instances are idle. Otherwise fronts "
-    "only cost latency.",
+    "only cost latency. Not with language models, which they slow down.",
 )
 @click.option(
     "--grpc-port",
@@ -159,8 +159,8 @@ def main() -> None:
     "--tls-key",
     default="",
     metavar="FILE",
-    help="PEM private key of --tls-cert. Required with it. The file must not be encrypted: a server "
-    "that restarts at night has no one to type a password.",
+    help="PEM private key of --tls-cert. Required with it. The file must not be encrypted: nobody "
+    "types a password when a server restarts at night.",
 )
 @click.option(
     "--tls-client-ca",
@@ -326,6 +326,7 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
         found = _found(path, config)
         if not config.allows_hard_links:
             found = repository.refuse_hard_links(found)
+        server.check_models(found, config)
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
         _check_gpus(found, config, exit_on_error)

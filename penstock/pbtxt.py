@@ -128,6 +128,8 @@ BACKEND_OPTIONS = {
         "penstock.max_num_seqs",
         "penstock.max_waiting",
         "penstock.random_weights",
+        "penstock.text_timeout_s",
+        "penstock.parse_special_tokens",
         "penstock.threads",
         "penstock.tpot_ms",
         "penstock.ttft_ms",

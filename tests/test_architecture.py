@@ -29,7 +29,7 @@ ORDER = [
     {"optimizer"},
     {"protocols"},
     {"dashboard", "deploy"},
-    {"server", "testing"},
+    {"server", "testing", "watchdog"},
     {"ask", "terminal", "commands"},
     {"cli", "bench_cli", "optimize_cli", "profile_cli"},
     {"__main__"},

@@ -674,6 +674,10 @@ class HttpServer:
         """Every head is looked at again, because what a handler noted may not hold any more."""
         self.known_heads.clear()
 
+    @property
+    def listeners(self) -> list[socket.socket]:
+        return [each for listener in self._listeners for each in listener.sockets]
+
     def drain(self) -> None:
         """From now on answers close their connections; idle connections close when next seen."""
         self.is_draining = True

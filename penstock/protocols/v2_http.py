@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from math import ceil
 from typing import TYPE_CHECKING, Protocol, cast
 
 from penstock.config import HttpLimits
@@ -421,10 +420,8 @@ def reply_error(exchange: Exchange, error: PenstockError) -> None:
     if openai_errors.is_openai(exchange.head.path):
         openai_errors.reply_error(exchange, error)
         return
-    headers = b""
-    if isinstance(error, Overloaded):
-        headers = b"Retry-After: %d\r\n" % max(1, ceil(error.retry_after_s))
-    elif isinstance(error, NotAllowed) and error.needs_key:
+    headers = openai_errors.retry_after(error)
+    if isinstance(error, NotAllowed) and error.needs_key:
         headers = b"WWW-Authenticate: Bearer\r\n"
     exchange.reply_error(status_of(error), str(error), headers)
 
