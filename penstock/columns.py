@@ -9,6 +9,7 @@ the one is everything to the other. Knows no model and no tolerance.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,11 +21,43 @@ from penstock.types import Array
 FLOOR = 1e-3
 # The same of the output's largest magnitude: zeros among numbers are zeros up to rounding.
 TINY = 1e-6
+# A column's range leaves out this share of its values at either end: a few outliers must not make
+# room for errors in all other rows.
+TAIL = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnScales:
+    """What differences in each column are a share of: `spreads`, or the distance of a value from
+    the middle of its column (`centres`) where that is larger."""
+
+    centres: Array
+    spreads: Array
+
+    def widened(self, least: Array) -> ColumnScales:
+        """Return scales with spreads of at least this, by column."""
+        return ColumnScales(self.centres, np.maximum(self.spreads, least))
+
+    def narrowed(self, most: Array) -> ColumnScales:
+        """Return scales that are at most this, by column, also for values far from the middle."""
+        is_free = np.isinf(most)
+        centres = np.where(is_free, self.centres, np.nan)
+        return ColumnScales(centres, np.minimum(self.spreads, most))
+
+    def scaled(self, factor: float) -> ColumnScales:
+        """Return scales with spreads times this."""
+        return ColumnScales(self.centres, self.spreads * factor)
+
+    def of(self, table: Array) -> Array:
+        """Return the scale of each value of a table."""
+        distances = np.abs(np.where(np.isfinite(table), table, self.centres) - self.centres)
+        scales: Array = np.maximum(np.nan_to_num(distances, nan=0.0), self.spreads)
+        return scales
 
 
 def column_differences(before: Array, after: Array) -> Array:
     """Return one number per column of two arrays [rows, ...] of the same shape: the largest
-    absolute difference divided by the scale of the column in `before` (`column_scales`).
+    absolute difference divided by the scale of its value in `before` (`column_scales`).
 
     A value that is not finite equals only itself (NaN equals NaN); any other pair with it counts
     as infinity, and so does a difference in a column of scale 0.
@@ -33,31 +66,54 @@ def column_differences(before: Array, after: Array) -> Array:
     return scaled_differences(one, other, column_scales(one))
 
 
-def column_scales(table: Array, own_floor: float = FLOOR) -> Array:
-    """Return the scale of each column of a table: its range over all finite values (its largest
-    magnitude where the range is 0), but at least `own_floor` of its own largest magnitude, `FLOOR`
-    of the table's median magnitude, and `TINY` of the table's largest."""
+def column_scales(table: Array, own_floor: float = FLOOR) -> ColumnScales:
+    """Return the scales of the columns of a table. A spread is the range of the column's finite
+    values without its tails (the whole range where that is 0, its largest magnitude where that is
+    0, too), but at least `own_floor` of its own largest magnitude, `FLOOR` of the table's median
+    magnitude, and `TINY` of the table's largest."""
     is_finite = np.isfinite(table)
     magnitudes = np.abs(np.where(is_finite, table, 0.0))
-    lows = np.where(is_finite, table, np.inf).min(axis=0, initial=np.inf)
-    highs = np.where(is_finite, table, -np.inf).max(axis=0, initial=-np.inf)
-    ranges = np.subtract(highs, lows, out=np.zeros_like(lows), where=lows < highs)
+    centres, middles, ranges = _ranges(table, is_finite)
     largest = magnitudes.max(axis=0, initial=0.0)
-    own = np.maximum(np.where(ranges > 0, ranges, largest), own_floor * largest)
+    own = np.where(middles > 0, middles, np.where(ranges > 0, ranges, largest))
+    own = np.maximum(own, own_floor * largest)
     median = float(np.median(magnitudes[is_finite])) if is_finite.any() else 0.0
-    scales: Array = np.maximum(own, max(FLOOR * median, TINY * largest.max(initial=0.0)))
-    return scales
+    spreads = np.maximum(own, max(FLOOR * median, TINY * largest.max(initial=0.0)))
+    return ColumnScales(centres, spreads)
 
 
-def scaled_differences(before: Array, after: Array, scales: Array) -> Array:
-    """Return the largest difference of each column of two tables, divided by its scale."""
+def _ranges(table: Array, is_finite: Array) -> tuple[Array, Array, Array]:
+    """Return the middle of each column, its range without tails, and its whole range."""
+    if len(table) and is_finite.all():
+        return _sorted_ranges(table)
+    found = np.zeros((3, table.shape[1]))
+    for column in range(table.shape[1]):
+        values = table[is_finite[:, column], column]
+        if len(values):
+            found[:, column] = np.ravel(_sorted_ranges(values[:, None]))
+    return found[0], found[1], found[2]
+
+
+def _sorted_ranges(table: Array) -> tuple[Array, Array, Array]:
+    num_rows = len(table)
+    cut = int(TAIL * num_rows)
+    first, middle, last = cut, num_rows // 2, num_rows - 1 - cut
+    ordered = np.partition(table, sorted({first, middle, last}), axis=0)
+    return ordered[middle], ordered[last] - ordered[first], np.ptp(table, axis=0)
+
+
+def scaled_differences(before: Array, after: Array, scales: ColumnScales) -> Array:
+    """Return the largest difference of each column of two tables, each divided by the scale of its
+    value in `before`."""
     both_finite = np.isfinite(before) & np.isfinite(after)
     is_same = (before == after) | (np.isnan(before) & np.isnan(after))
     gaps = np.abs(np.where(both_finite, before, 0.0) - np.where(both_finite, after, 0.0))
-    gaps = np.where(both_finite | is_same, gaps, np.inf).max(axis=0, initial=0.0)
+    gaps = np.where(both_finite | is_same, gaps, np.inf)
+    sizes = scales.of(before)
     shares: Array = np.where(gaps > 0, np.inf, 0.0)
-    np.divide(gaps, scales, out=shares, where=scales > 0)
-    return shares
+    np.divide(gaps, sizes, out=shares, where=sizes > 0)
+    worst: Array = shares.max(axis=0, initial=0.0)
+    return worst
 
 
 def as_table(values: Array) -> Array:

@@ -600,7 +600,8 @@ def test_slow_loading_is_told(tmp_path: Path) -> None:
             process.wait(timeout=10)
             process.stdout.close()
         log.seek(0)
-        assert "1 of 2 models loaded; loading slow" in log.read()
+        # On a busy machine the quick one may not be loaded either.
+        assert re.search(r"[01] of 2 models loaded; loading .*slow", log.read())
 
 
 def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_one_kind_of_not_finite_is_not_another() -> None:
 
 def test_a_mask_of_infinities_does_not_change_the_scale() -> None:
     before = rows_of([-np.inf, 1.0, 3.0])
-    assert column_scales(as_table(before)).tolist() == [2.0]
+    assert column_scales(as_table(before)).spreads.tolist() == [2.0]
     assert column_differences(before, rows_of([-np.inf, 1.0, 2.0])).tolist() == [0.5]
 
 
@@ -100,3 +100,24 @@ def test_sequences_of_several_lengths_share_their_columns() -> None:
     assert (one.shape, other.shape) == ((3, 4), (5, 4))
     one, other = as_tables([np.zeros((1, 3)), np.zeros((1, 5))])
     assert (one.shape, other.shape) == ((3, 1), (5, 1))
+
+
+def test_a_few_outliers_make_no_room_for_errors_in_other_rows() -> None:
+    random = np.random.default_rng(0)
+    before = random.normal(30.0, 4.0, size=(200, 1))
+    before[:6] *= 400
+    after = before.copy()
+    after[50] += 8.0
+    assert column_differences(before, after)[0] > 0.4
+    # The outliers themselves may differ by a share of their own distance.
+    after = before.copy()
+    after[0] += 8.0
+    assert column_differences(before, after)[0] < 1e-3
+
+
+def test_a_column_that_is_mostly_constant_has_its_whole_range() -> None:
+    before = np.zeros((100, 1))
+    before[3] = 10.0
+    after = before.copy()
+    after[50] = 1.0
+    assert column_differences(before, after).tolist() == [pytest.approx(0.1)]

@@ -16,7 +16,13 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from penstock.columns import FLOOR, as_tables, column_scales, scaled_differences
+from penstock.columns import (
+    FLOOR,
+    ColumnScales,
+    as_tables,
+    column_scales,
+    scaled_differences,
+)
 from penstock.config import CPU, ModelConfig
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Build
@@ -41,6 +47,10 @@ MIN_EXAMPLES = 6
 # ones in fewer batches, largest first.
 CHECK_S = 6.0
 MAX_CHECK_S = 20.0
+# Time and rows for the survey of the original: all other examples, until the time is over. It finds
+# the rows that influence others without looking extreme.
+SURVEY_S = 3.0
+MAX_SURVEYED = 2000
 # How often each example is computed: twice alone, padded, and in batches.
 RUNS_PER_EXAMPLE = 8
 SIZES = (2, 8, 32)
@@ -122,6 +132,7 @@ class _Check:
     ) -> None:
         self._child = child
         self._build = build
+        self._data = rows
         # Indices of the data, which messages name.
         self._examples = choose_rows(rows, MAX_EXAMPLES)
         chosen = [rows[index] for index in self._examples]
@@ -148,7 +159,45 @@ class _Check:
         if padding_problem:
             self._child.rules = TrialLimits(self._child.rules.max_rows, may_pad=False)
         served = as_served(self._child, config, self._rows)
-        return RowCheck(self._batching_problem(served), padding_problem)
+        problem = self._batching_problem(served)
+        if problem or self._build.candidate.steps:
+            return RowCheck(problem, padding_problem)
+        found = self._survey()
+        return RowCheck(found.batching_problem, padding_problem or found.padding_problem)
+
+    def _survey(self) -> RowCheck:
+        """Run the examples that were not chosen, alone and in batches, as far as time allows."""
+        ends_at = time.perf_counter() + SURVEY_S
+        chosen = set(self._examples)
+        order = np.random.default_rng(SEED).permutation(len(self._data))
+        left = [int(index) for index in order if index not in chosen][:MAX_SURVEYED]
+        size = min(SIZES[-1], self._build.config.max_batch_size)
+        for begin in range(0, len(left), size):
+            if time.perf_counter() > ends_at:
+                break
+            found = self._survey_batch(left[begin : begin + size])
+            if found is not None:
+                return found
+        return RowCheck()
+
+    def _survey_batch(self, examples: Sequence[int]) -> RowCheck | None:
+        config = self._build.config
+        rows = list(fitted([self._data[index] for index in examples], config))
+        whole = ServedRows(rows, [0] * len(rows), ())
+        served = as_served(self._child, config, rows)
+        alone = [self._run(whole, [index])[0] for index in range(len(rows))]
+        for group in shape_groups(config, served.rows, len(rows)):
+            for index, answer in zip(group, self._run(served, group), strict=True):
+                moved = self._comparison.difference(alone[index], answer)
+                if moved is None:
+                    continue
+                text = moved.text(examples[index])
+                padded = self._run(served, [index])[0] if served.lengths[index] else alone[index]
+                if self._comparison.difference(alone[index], padded) is not None:
+                    return RowCheck(padding_problem=f"padding changes answers: {text}")
+                where = f"in a batch of {len(group)}"
+                return RowCheck(f"answers depend on other rows in the batch: {text} {where}")
+        return None
 
     @property
     def _indices(self) -> range:
@@ -273,7 +322,7 @@ class Comparison:
             if alone and spec.datatype in self._tolerances
         }
 
-    def _scales_of(self, spec: TensorSpec, arrays: Sequence[Array]) -> Array:
+    def _scales_of(self, spec: TensorSpec, arrays: Sequence[Array]) -> ColumnScales:
         """What differences in each column are a share of."""
         tables = as_tables([to_float64(spec, array) for array in arrays])
         table = np.concatenate(tables)
@@ -282,17 +331,18 @@ class Comparison:
         # Rounding alone stays within the tolerance.
         # TF32 rounds values, not ranges.
         own_floor = 1.0 if self._is_on_gpu else FLOOR
-        scales: Array = np.maximum(
-            column_scales(table, own_floor), rounding / self._tolerances[spec.datatype]
-        )
-        return scales
+        return column_scales(table, own_floor).widened(rounding / self._tolerances[spec.datatype])
 
     def moved(self, index: int, answer: Answer) -> Moved | None:
         """The output that moved the most, if any moved by more than its tolerance."""
+        return self.difference(self._alone[index], answer)
+
+    def difference(self, before: Answer, answer: Answer) -> Moved | None:
+        """The same for a row that is not one of those that scales were taken from."""
         found = [
             Moved(spec.name, share)
             for spec in self._specs
-            if (share := self._share(spec, self._alone[index][spec.name], answer[spec.name]))
+            if (share := self._share(spec, before[spec.name], answer[spec.name]))
             > self._tolerances.get(spec.datatype, 0.0)
         ]
         return max(found, key=lambda each: each.share, default=None)
@@ -306,7 +356,7 @@ class Comparison:
             return float("inf")
         scales = self._scales[spec.name]
         one, other = as_tables([to_float64(spec, each) for each in (before, after)])
-        if one.shape[1] != len(scales):
+        if one.shape[1] != len(scales.spreads):
             # Rows have no columns in common: all values are one.
             one, other = one.reshape(-1, 1), other.reshape(-1, 1)
         return float(scaled_differences(one, other, scales).max(initial=0.0))

@@ -7,6 +7,7 @@ pixels next to scores do not hide what happens to the scores.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,6 +29,8 @@ MAX_SHOWN = 3
 # Share of the examples whose whole numbers and texts may differ after a lossless step: rounding
 # breaks ties.
 MAX_UNEQUAL = 0.01
+# Floats that are whole numbers, such as ids, stay the same numbers after a lossless step.
+WHOLE = 0.5
 
 
 class Numerics(msgspec.Struct):
@@ -65,7 +68,7 @@ def compare(
     if misfits:
         return _incomparable(len(original), *misfits)
     differences = {
-        name: _difference(name, original, candidate, own_floor)
+        name: _difference(name, original, candidate, own_floor, tolerance)
         for name, array in original[0].items()
         if array.dtype.kind == "f"
     }
@@ -167,7 +170,13 @@ def _free_outputs(original: Answers) -> set[str]:
     }
 
 
-def _difference(name: str, original: Answers, candidate: Answers, own_floor: float) -> _Difference:
+def _difference(
+    name: str,
+    original: Answers,
+    candidate: Answers,
+    own_floor: float,
+    tolerance: float | None = None,
+) -> _Difference:
     pairs = [
         (one[name], other[name])
         for one, other in zip(original, candidate, strict=True)
@@ -190,13 +199,26 @@ def _difference(name: str, original: Answers, candidate: Answers, own_floor: flo
     if not before.size:
         return _Difference(0.0, 0.0)
     scales = column_scales(before, own_floor)
+    if tolerance:
+        exact = _whole_columns(before, np.asarray(pairs[0][0]).dtype)
+        scales = scales.narrowed(np.where(exact, 0.99 * WHOLE / tolerance, np.inf))
     shares = scaled_differences(before, after, scales)
     column = int(np.argmax(shares))
     absolute = float(np.abs(before[is_known] - after[is_known]).max(initial=0.0))
     relative = float(shares[column])
     return _Difference(
-        absolute, relative if np.isfinite(relative) else FAR, column, float(scales[column])
+        absolute, relative if np.isfinite(relative) else FAR, column, float(scales.spreads[column])
     )
+
+
+def _whole_columns(table: Array, dtype: np.dtype[Any]) -> Array:
+    """Whether each column holds whole numbers that its datatype tells apart: ids, counts, labels.
+    Beyond that every float is whole."""
+    known = np.where(np.isfinite(table), table, 0.0)
+    is_whole = (known == np.rint(known)).all(axis=0)
+    largest = np.abs(known).max(axis=0, initial=0.0)
+    exact: Array = is_whole & (np.spacing(largest.astype(dtype)) <= WHOLE)
+    return exact
 
 
 def _same(before: Array, after: Array) -> Array:

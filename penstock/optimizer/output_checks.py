@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from penstock.columns import as_tables
+from penstock.columns import as_tables, column_scales
 from penstock.optimizer.numerics import FAR, Answers, cosine, score_outputs
 from penstock.types import Array
 
@@ -28,6 +28,11 @@ MAX_MEDIAN_ERROR = 0.3
 # A column's root mean square error over its standard deviation. A healthy INT8 build has 0.02 to
 # 0.2, a column that carries nothing any more 1.
 MAX_COLUMN_ERROR = 0.5
+# Share of a column's values that are off by more than the column's usual spread, or than their own
+# distance from its middle. Outliers raise the standard deviation above; they do not raise this.
+MAX_COLUMN_LOST = 0.05
+# The range without tails of a normal distribution, in standard deviations.
+DEVIATIONS = 3.3
 # A column that hardly varies is compared with this share of its own magnitude, or of the output's
 # median magnitude, whichever is larger.
 OWN_FLOOR, OUTPUT_FLOOR = 0.01, 1e-3
@@ -55,6 +60,9 @@ class OutputCheck(msgspec.Struct):
     agreement: float | None = None
     worst_column: int | None = None
     worst_column_error: float | None = None
+    # Share of the values of one column that are off by more than its usual spread.
+    lost_column: int | None = None
+    lost_column_share: float | None = None
     # The same along the first axis of outputs with two: one token of a sequence.
     worst_position: int | None = None
     worst_position_error: float | None = None
@@ -104,6 +112,7 @@ def _check(name: str, original: Answers, candidate: Answers, is_scores: bool) ->
     # Probabilities of classes that never come up are next to nothing, and any noise is large.
     if not is_scores or not _are_shares(before):
         check.worst_column, check.worst_column_error = _worst_column(before, after)
+        check.lost_column, check.lost_column_share = _lost_column(before, after)
         if before[0].ndim == 2 and len({each.shape for each in before}) == 1:
             turned = [[each.T for each in arrays] for arrays in (before, after)]
             check.worst_position, check.worst_position_error = _worst_column(*turned)
@@ -207,6 +216,27 @@ def _worst_column(
     return worst
 
 
+def _lost_column(
+    before: Sequence[Array], after: Sequence[Array]
+) -> tuple[int | None, float | None]:
+    """The column with the largest share of values that say nothing any more, and that share."""
+    one, other = (
+        np.concatenate(as_tables([each[None] for each in arrays])) for arrays in (before, after)
+    )
+    if len(one) < MIN_COLUMN_VALUES or not one.shape[1]:
+        return None, None
+    is_known = np.isfinite(one)
+    known = np.where(is_known, one, 0.0)
+    scales = column_scales(np.where(is_known, one, np.nan), own_floor=0.0).scaled(1 / DEVIATIONS)
+    usual = np.median(np.abs(known), axis=0)
+    sizes = scales.widened(OWN_FLOOR * usual).of(known)
+    with np.errstate(invalid="ignore"):
+        is_lost = is_known & ~(np.abs(other - known) <= sizes)
+    shares = is_lost.sum(axis=0) / np.maximum(is_known.sum(axis=0), 1)
+    column = int(np.argmax(shares))
+    return column, float(shares[column])
+
+
 def _problem(check: OutputCheck) -> str:
     found = [_scale_problem(check)]
     if not check.is_judged:
@@ -248,4 +278,9 @@ def _column_problem(check: OutputCheck) -> str:
         if error is not None and error > MAX_COLUMN_ERROR:
             shown = f"{min(error, 1e6):.2g} of its standard deviation, at most {MAX_COLUMN_ERROR}"
             return f"{name} {place} is off by {shown}"
+    if check.lost_column_share is not None and check.lost_column_share > MAX_COLUMN_LOST:
+        return (
+            f"column {check.lost_column} is off by more than its usual spread in "
+            f"{check.lost_column_share:.1%} of its values, at most {MAX_COLUMN_LOST:.0%}"
+        )
     return ""

@@ -319,3 +319,17 @@ def test_kernels_of_a_gpu_round_otherwise_for_other_batches(device: str, is_move
     found = compared.moved(0, {"y": alone[0]["y"] * np.float32(1.008)})
     assert (found is not None) is is_moved
     assert compared.moved(0, {"y": alone[0]["y"] * np.float32(1.2)}) is not None
+
+
+def test_a_row_that_does_not_look_special_is_found_by_the_survey(tmp_path: Path) -> None:
+    """One row in fifty moves its neighbours; what marks it lies among usual values."""
+    build = python_build(tmp_path, "x + np.float32(5) * (np.abs(x[:, 1] - 0.5) < 0.01).any()")
+    rows = np.random.default_rng(4).uniform(-1, 1, (1000, 3)).astype(np.float32)
+    rows[:, 1] = np.where(np.abs(rows[:, 1] - 0.5) < 0.02, 0.0, rows[:, 1])
+    rows[27::50, 1] = 0.5
+    chosen = influence.choose_rows([{"x": row} for row in rows], influence.MAX_EXAMPLES)
+    assert not any(index % 50 == 27 for index in chosen), "the survey would not be needed"
+    found = check(build, [{"x": row} for row in rows])
+    assert found.batching_problem.startswith("answers depend on other rows in the batch")
+    step = replace(build, candidate=Candidate((Step("some"),)))
+    assert not check(step, [{"x": row} for row in rows]).batching_problem

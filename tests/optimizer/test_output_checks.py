@@ -185,3 +185,15 @@ def test_a_candidate_that_loses_rows_fails() -> None:
 
 def test_no_examples_no_checks() -> None:
     assert check_outputs([], [], ["y"]) == []
+
+
+def test_outliers_do_not_hide_what_happens_to_all_other_rows() -> None:
+    """One positive number per row: its cosine is always 1, and outliers make the deviation huge."""
+    prices = (29.5 + 4 * RANDOM.normal(size=(NUM, 1))).astype(np.float32)
+    prices[:6] *= 400
+    broken = prices.copy()
+    broken[20:60] = 20.0
+    found = check(prices, broken, "price")
+    assert found.median_cosine == 1 and found.worst_column_error < 0.5
+    assert "column 0 is off by more than its usual spread in" in found.problem
+    assert not check(prices, prices * np.float32(1.02), "price").problem
