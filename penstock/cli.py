@@ -159,7 +159,8 @@ def main() -> None:
     "--tls-key",
     default="",
     metavar="FILE",
-    help="PEM private key of --tls-cert, unencrypted.",
+    help="PEM private key of --tls-cert. Give it whenever --tls-cert is given. It must not be "
+    "encrypted, because no one is there to type a password when the server restarts.",
 )
 @click.option(
     "--tls-client-ca",
