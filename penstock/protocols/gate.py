@@ -55,12 +55,12 @@ class Gate:
         self.hosts = hosts
 
     def caller(self, headers: Mapping[bytes, bytes]) -> str:
-        """Who sent a message, for logs."""
+        """Name of the sender of a message, for logs."""
         secret = secret_of(headers)
         return self.name_of(b"" if secret is None else digest_secret(secret))
 
     def name_of(self, digest: bytes) -> str:
-        """Of the key with this digest; empty means that no key was sent."""
+        """Name of the key with this digest. An empty digest means that no key was sent."""
         if self.keys is None or not digest:
             return "anonymous"
         return self.keys.names.get(digest) or f"key {digest.hex()[:8]}"
@@ -122,7 +122,7 @@ class KeyFile:
 
 
 def file_stamp(path: Path) -> tuple[int, ...] | None:
-    """Differs after every change of a file; None where there is none."""
+    """Identity of a file's content: differs after every change. None if the file is missing."""
     try:
         found = path.stat()
     except OSError:
