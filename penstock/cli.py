@@ -159,8 +159,8 @@ def main() -> None:
     "--tls-key",
     default="",
     metavar="FILE",
-    help="PEM private key of --tls-cert. Required with it. The file must not be encrypted: nobody "
-    "types a password when a server restarts at night.",
+    help="PEM private key of --tls-cert. Give it whenever --tls-cert is given. It must not be "
+    "encrypted, because no one is there to type a password when the server restarts.",
 )
 @click.option(
     "--tls-client-ca",

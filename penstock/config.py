@@ -365,7 +365,7 @@ class TlsConfig:
 class ServerConfig:
     """How the server listens and stops."""
 
-    # What the server's metadata call it. Give it where clients tell servers apart.
+    # Name in the server's metadata. Change it where clients tell servers apart by it.
     id: str = "penstock"
     host: str = "127.0.0.1"
     http_port: int = 8000

@@ -1,4 +1,4 @@
-"""What an ONNX file says about its tensors and where its weights are, read without loading them."""
+"""Signature and weight files of an ONNX model, read without loading its weights."""
 
 from __future__ import annotations
 

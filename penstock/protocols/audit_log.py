@@ -19,7 +19,7 @@ MAX_TEXT = 500
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """Who (`Gate.caller`) asks for what."""
+    """An administrative request; `caller` as `Gate.caller` names it."""
 
     protocol: str
     caller: str

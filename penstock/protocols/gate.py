@@ -126,7 +126,7 @@ class KeyFile:
 
 
 def file_stamp(path: Path) -> tuple[int, ...] | None:
-    """Differs after every change of a file; None where there is none."""
+    """Identity of a file's content: differs after every change. None if the file is missing."""
     try:
         found = path.stat()
     except OSError:

@@ -22,7 +22,7 @@ JSON = "application/json"
 
 @dataclass(frozen=True, slots=True)
 class RouteCall:
-    """What a handler sees of a request."""
+    """Input of a handler: the matched row and the body."""
 
     match: Match
     body: Buffer = b""
@@ -30,7 +30,7 @@ class RouteCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a handler answers with."""
+    """Answer of a handler."""
 
     body: bytes
     status: int = 200
@@ -66,7 +66,7 @@ class HandlerTasks:
             reply = await handler(RouteCall(match, exchange.body))
         except PenstockError as error:
             self._reply_error(exchange, error)
-        except Exception:  # The protocol edge: the client is told, the server lives on.
+        except Exception:  # The protocol edge: answer 500 and keep serving.
             log.exception("while answering %r", exchange.head.path)
             exchange.reply_error(500, "internal error")
         else:

@@ -55,7 +55,7 @@ _ONCE = frozenset(
     )
 )
 _JSON = b"Content-Type: application/json\r\n"
-# What a segment of a path may contain unescaped (RFC 3986, pchar).
+# Characters that need no escape in a segment of a path (RFC 3986, pchar).
 _PATH_CHARACTERS = "!$&'()*+,;=:@"
 # Control characters of ASCII and of Unicode in a normalized path.
 _CONTROL = re.compile(rb"%(?:[01][0-9A-F]|7F|C2%[89][0-9A-F])")
@@ -452,7 +452,7 @@ class Connection(asyncio.Protocol):
         self._body = bytearray()
 
     def _path_and_query(self) -> bytes:
-        """Of the target. One in absolute form also sets the host."""
+        """Return path and query of the target; a target in absolute form also sets the host."""
         target = self._target
         if self._parser.get_method() == b"CONNECT":
             self._refuse(400, "this server is not a proxy: CONNECT is not supported")

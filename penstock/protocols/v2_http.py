@@ -358,7 +358,7 @@ def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Matc
         raise
     methods, method = match.route.methods, head.method.decode("latin-1")
     if method not in methods:
-        text = f"{_shown(exchange)} takes {' or '.join(methods)}, not {method}"
+        text = f"{_short_path(exchange)} takes {' or '.join(methods)}, not {method}"
         raise WrongHead(405, text, f"Allow: {', '.join(methods)}\r\n".encode())
     return match
 
@@ -367,7 +367,7 @@ def audited(handler: RouteHandler, caller: str) -> RouteHandler:
     """The same with a line in the audit log for each call."""
 
     async def run(call: RouteCall) -> Reply:
-        # What a client that leaves would have got.
+        # For clients that disconnect before the answer.
         result, reason = STATUS[Cancelled], ""
         try:
             reply = await handler(call)
@@ -390,10 +390,10 @@ def _admin_call(match: Match, caller: str) -> AdminCall:
 
 
 def no_route(exchange: Exchange) -> WrongHead:
-    return WrongHead(404, f"Not Found: there is no {_shown(exchange)} here")
+    return WrongHead(404, f"Not Found: there is no {_short_path(exchange)} here")
 
 
-def _shown(exchange: Exchange) -> str:
+def _short_path(exchange: Exchange) -> str:
     return exchange.head.path[:MAX_PATH].decode("latin-1")
 
 

@@ -83,7 +83,7 @@ class V2Routes:
         self.is_draining = False
 
     def handlers(self) -> Mapping[str, RouteHandler]:
-        """By the names that the table has."""
+        """Return the handlers by their names in the route table."""
         return {
             "live": self.live,
             "ready": self.ready,

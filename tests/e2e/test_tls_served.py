@@ -56,7 +56,7 @@ def is_live(address: str, made: grpc.ChannelCredentials) -> bool:
 
 
 def names(port: int, folder: Path, name: str = "") -> str:
-    """Who a server on this port says it is."""
+    """Common name in the certificate of the server on this port."""
     plain = socket.create_connection(("127.0.0.1", port), timeout=20)
     context = context_of(folder, name)
     # gRPC speaks nothing else.

@@ -1,4 +1,4 @@
-"""A line for every administrative call, whoever made it and however it ended."""
+"""The audit log has a line for every administrative call, with caller and result."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One table for gate and router: every route has the scope that somebody thought of, and no way to
-spell a path reaches a handler without the scope of its route."""
+"""One table for gate and router: every route has a reviewed scope, and no spelling of a path
+reaches a handler without it."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def example(path: str) -> str:
     return re.sub(r"\{\w+(:path)?\}", "m", path)
 
 
-def test_every_route_has_the_scope_that_somebody_thought_of():
+def test_every_route_has_its_reviewed_scope():
     assert {route.path: route.scope for route in ROUTES} == SCOPES
     assert len(ROUTES) == len(SCOPES)
 
@@ -248,7 +248,7 @@ class Recording:
 
 
 class Forwarding(Recording):
-    """The door of a front: everything goes on to the core, which looks at it again."""
+    """The door of a front: everything is forwarded to the core, which checks it again."""
 
     def __init__(self, core: V2Http) -> None:
         self._core = core
@@ -364,7 +364,7 @@ def test_a_row_is_found_by_its_decoded_segments_and_nothing_else(route, names):
 
 
 def matches(pattern: str, segments: list[str]) -> bool:
-    """What the docstring of Route says, written another way."""
+    """Reference implementation of the docstring of Route."""
     parts = pattern.split("/")[1:]
     if parts[-1].endswith(":path}"):
         start = len(parts) - 1
