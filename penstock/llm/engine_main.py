@@ -6,6 +6,7 @@ there is nothing to do it sleeps until a message comes. It dies with the core.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -36,6 +37,8 @@ MAX_ERROR_CHARS = 500
 MAX_TOLD = 1024
 # Steps in a row, after which a new process may do better: a GPU may be lost to this one.
 MAX_FAILURES = 3
+# Prompts that show how long steps take, as shares of the largest step, and tokens after each.
+PROMPT_SHARES, NUM_LEARNT = (0.1, 0.5, 1.0, 0.25, 1.0), 3
 
 
 class EngineProcess:
@@ -226,12 +229,15 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
     max_length = min(settings.max_length, shape.max_length)
     limits = StepLimits(settings.max_sequences, settings.max_tokens, max_length)
     cache, num_blocks = loading.room(settings, decoder, limits)
-    scheduler = Scheduler(BlockPool(num_blocks, settings.block_size), limits)
+    blocks = BlockPool(num_blocks, settings.block_size)
+    scheduler = Scheduler(blocks, limits, shares_prompts=settings.ttft_s is not None)
     pace = Pace(Targets(settings.ttft_s, settings.tpot_s))
     waiting = Limits(max_waiting=settings.max_waiting)
     opened = loading.open_runner(settings, decoder, cache, limits)
     clock = time.monotonic
     engine = Engine(scheduler, opened.runner, pace, clock, waiting, opened.num_ahead)
+    if settings.ttft_s is not None:
+        learn_pace(engine)
     built = {
         "torch": str(torch.__version__),
         "device": settings.device,
@@ -242,6 +248,22 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
         **opened.facts,
     }
     return engine, built
+
+
+def learn_pace(engine: Engine) -> None:
+    """Run prompts of several sizes, so that the first requests are judged by what was measured."""
+    limits, pool = engine.scheduler.limits, engine.scheduler.pool
+    targets, engine.pace.targets = engine.pace.targets, Targets()
+    for number, share in enumerate(PROMPT_SHARES):
+        size = max(1, min(int(limits.max_tokens * share), limits.max_length - NUM_LEARNT))
+        asked = Asked(-1 - number, [0] * size, Sampling(), Ending(NUM_LEARNT), salt=f"{number}")
+        with contextlib.suppress(PenstockError):  # A cache that holds no such prompt.
+            engine.add(asked)
+        while not engine.is_idle:
+            engine.step()
+    engine.pace.targets = targets
+    engine.scheduler.num_computed = pool.counts.num_asked = pool.counts.num_found = 0
+    engine.scheduler.take_waits()
 
 
 def _check_files(manifest: str) -> None:
