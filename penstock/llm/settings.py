@@ -52,7 +52,7 @@ NUMBERS: Mapping[str, Number] = {
     "ttft_ms": Number(0, 0.001, 1e9),
     "tpot_ms": Number(0, 0.001, 1e9),
 }
-FLAGS = ("random_weights", "parse_special_tokens")
+FLAGS = ("random_weights", "parse_special_tokens", "follow_links")
 TEXTS = ("dtype", *FLAGS)
 # Where nobody says: (on a CPU, on a GPU).
 MAX_SEQUENCES, MAX_TOKENS = (16, 256), (256, 8192)
