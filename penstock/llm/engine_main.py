@@ -221,10 +221,13 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
 
         checked.result()
 
-    from penstock.llm import loading
+    from penstock.llm import dtype_choice, loading
 
     torch.set_num_threads(settings.num_threads)
-    decoder = loading.open_decoder(settings)
+    choice = dtype_choice.choose(settings, loading.open_decoder)
+    settings, decoder = choice.settings, choice.decoder
+    if choice.reason:
+        log.info("dtype: %s", choice.reason)
     shape = decoder.shape
     max_length = min(settings.max_length, shape.max_length)
     limits = StepLimits(settings.max_sequences, settings.max_tokens, max_length)

@@ -104,6 +104,7 @@ def settings_of(config: ModelConfig) -> Settings:
         tpot_s=numbers["tpot_ms"] / 1e3 or None,
         is_made_up=flags["random_weights"],
         parses_special=flags["parse_special_tokens"],
+        is_dtype_free=dtype == "auto" and config.device == CPU,
         text_timeout_s=numbers["text_timeout_s"],
         manifest=config.manifest,
         hang_s=config.hang_s,
