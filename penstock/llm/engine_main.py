@@ -13,13 +13,14 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.config import CPU
 from penstock.errors import ConfigError, Overloaded, PenstockError
-from penstock.llm import messages
+from penstock.llm import messages, wait_policy
 from penstock.llm.blocks import BlockPool
 from penstock.llm.engine import Asked, Engine, Limits, Piece
 from penstock.llm.pace import Pace, Targets
@@ -44,8 +45,12 @@ PROMPT_SHARES, NUM_LEARNT = (0.1, 0.5, 1.0, 0.25, 1.0), 3
 class EngineProcess:
     """Single thread."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(
+        self, sock: socket.socket, set_policy: Callable[[int], str] = lambda num_threads: ""
+    ) -> None:
+        """`set_policy`: how threads wait for each other, set before torch is loaded."""
         self._sock = sock
+        self._set_policy = set_policy
         self._buffer = bytearray(MAX_FRAME_BYTES)
         self._engine: Engine | None = None
         self._num_failures = 0
@@ -92,8 +97,13 @@ class EngineProcess:
             text = f"the core speaks version {message.version}, the engine {messages.VERSION}"
             self._send(messages.LoadFailed((text,)))
             return False
+        settings = message.settings
         try:
-            self._engine, built = load(message.settings)
+            policy = self._set_policy(settings.num_threads) if settings.device == CPU else ""
+            self._engine, built = load(settings)
+            if policy:
+                built["wait_policy"] = policy
+                log.info("wait policy of threads: %s", policy)
         except ConfigError as error:
             self._send(messages.LoadFailed(error.problems))
             return False
@@ -278,7 +288,7 @@ def main() -> None:
     sock = begin_life()
     if sock is None:
         return
-    EngineProcess(sock).serve()
+    EngineProcess(sock, wait_policy.apply).serve()
     sock.close()
     os._exit(0)
 
