@@ -57,7 +57,7 @@ class Invalid(InvalidRequest):
 class TooLargeField(TooLarge):
     """With the field that is too large."""
 
-    def __init__(self, text: str, param: str) -> None:
+    def __init__(self, text: str, param: str = "") -> None:
         super().__init__(text)
         self.param = param
 
