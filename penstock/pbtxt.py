@@ -107,6 +107,8 @@ WHOLE = (
     MEMORY,
     MAX_TOKENS,
 )
+# Whether files of a language model may be links out of its folder.
+FOLLOW_LINKS = "penstock.follow_links"
 # Ours as well, and the backend's business.
 BACKEND_OPTIONS = {
     "pytorch": (
@@ -130,6 +132,7 @@ BACKEND_OPTIONS = {
         "penstock.random_weights",
         "penstock.text_timeout_s",
         "penstock.parse_special_tokens",
+        FOLLOW_LINKS,
         "penstock.threads",
         "penstock.tpot_ms",
         "penstock.ttft_ms",
@@ -545,10 +548,13 @@ class _Resolver:
         usual = FILES.get(backend, ("",))
         there = [name for name in usual if (base / name).exists()]
         file = self._message.default_model_filename or (there or usual)[0]
-        path = _inside(base, file, base)
+        path = _inside(base, file, base) or self._linked(backend, base, file)
         if path is None:
             path = base
-            self._problem("default_model_filename", f"'{file}' leaves the version folder")
+            problem = f"'{file}' leaves the version folder"
+            if backend == LLM and (base / file).is_symlink():
+                problem += f" through a link; parameters.{FOLLOW_LINKS} 'true' allows that"
+            self._problem("default_model_filename", problem)
         elif file and not path.exists():
             self._problem(f"{self._folder.name}/{file}", "no such file")
         elif backend in FILES and not path.is_file():
@@ -556,6 +562,16 @@ class _Resolver:
         elif backend == "pytorch" and path.suffix in (".pt", ".pth", ".bin"):
             self._problem(f"{self._folder.name}/{file}", f"is TorchScript or {pt2_file.PICKLE}")
         return path
+
+    def _linked(self, backend: str, base: Path, file: str) -> Path | None:
+        """The file of a language model that is a link: within the model's folder always, anywhere
+        where the configuration says so, as in the cache of Hugging Face. Not resolved: other files
+        are found beside it."""
+        if backend != LLM or Path(file).name != file:
+            return None
+        if follows_links(self._message):
+            return base / file
+        return base / file if _inside(base, file, self._folder.parent.resolve()) else None
 
     def _tensors(
         self, backend: str, artifact: Path
@@ -866,6 +882,12 @@ def _is_set(message: Any, path: str) -> bool:
     if head not in present:
         return False
     return _is_set(getattr(message, head), rest) if rest else True
+
+
+def follows_links(message: Any) -> bool:
+    """Whether links of a language model may lead out of its folder."""
+    given = message.parameters
+    return FOLLOW_LINKS in given and given[FOLLOW_LINKS].string_value == "true"
 
 
 def _inside(base: Path, file: str, limit: Path) -> Path | None:

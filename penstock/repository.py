@@ -237,7 +237,8 @@ def _read_model(folder: Path, root: Path) -> list[ModelConfig]:
     configs: list[ModelConfig] = []
     for version in versions:
         try:
-            if not (folder / version).resolve().is_relative_to(root.resolve()):
+            is_inside = (folder / version).resolve().is_relative_to(root.resolve())
+            if not is_inside and not pbtxt.follows_links(message):
                 raise ConfigError([f"{version}: a link that leads out of the repository"])
             configs.append(read_version(folder, version, message))
         except ConfigError as error:

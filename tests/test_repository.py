@@ -1698,6 +1698,49 @@ class TestLanguageModels:
         (config,) = read(snapshot).configs
         assert config.name == "abc"
 
+    @pytest.mark.parametrize("links", ["files", "folder"])
+    def test_a_version_may_link_to_a_cache_where_its_configuration_says_so(
+        self, tmp_path: Path, links: str
+    ) -> None:
+        cache = tmp_path / "cache"
+        blobs = self.folder(cache / "blobs")
+        snapshot = cache / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (snapshot / name).symlink_to(blobs / name)
+        model = tmp_path / "models" / "smol"
+        model.mkdir(parents=True)
+        if links == "folder":
+            (model / "1").symlink_to(snapshot)
+        else:
+            (model / "1").mkdir()
+            for name in ("config.json", "model.safetensors"):
+                (model / "1" / name).symlink_to(snapshot / name)
+        (model / "config.pbtxt").write_text('backend: "llm"')
+        (problem,) = read(tmp_path / "models").problems["smol"]
+        assert "link" in problem
+        (model / "config.pbtxt").write_text(
+            'backend: "llm" parameters { key: "penstock.follow_links" '
+            'value { string_value: "true" } }'
+        )
+        (config,) = read(tmp_path / "models").configs
+        # Where its other files lie too.
+        assert Path(config.artifact) == (model / "1").resolve() / "config.json"
+
+    def test_a_version_may_link_within_its_model(self, tmp_path: Path) -> None:
+        model = tmp_path / "smol"
+        shared = self.folder(model / "shared")
+        (model / "1").mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (model / "1" / name).symlink_to(shared / name)
+        (model / "config.pbtxt").write_text('backend: "llm"')
+        (config,) = read(tmp_path).configs
+        assert Path(config.artifact) == model / "1" / "config.json"
+        (model / "config.pbtxt").write_text(
+            'backend: "llm" default_model_filename: "../shared/config.json"'
+        )
+        assert "leaves the version folder" in read(tmp_path).problems["smol"][0]
+
     def test_they_stand_beside_others_in_a_repository(self, tmp_path: Path, examples: Path) -> None:
         self.folder(tmp_path / "smol")
         version = self.folder(tmp_path / "versioned" / "3")

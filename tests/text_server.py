@@ -37,7 +37,9 @@ def write_model(folder, parameters=None, max_length=256, template=TEMPLATE):
     TOKENIZER.save(str(folder / "tokenizer.json"))
     settings = {"chat_template": template, "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    told = {"penstock.threads": "1", "penstock.kv_cache_bytes": str(1 << 20), **(parameters or {})}
+    told = {"penstock.threads": "1", "penstock.kv_cache_bytes": str(1 << 20)}
+    # Texts that tests hold back must not be ended on a busy machine.
+    told |= {"penstock.text_timeout_s": "60", **(parameters or {})}
     lines = (
         f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
         for key, value in told.items()

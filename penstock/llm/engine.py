@@ -24,6 +24,7 @@ from penstock.llm.scheduler import Scheduler, Step
 from penstock.llm.sequence import Ending, Reason, Sequence
 
 Clock = Callable[[], float]
+PROBE_EVERY = 50
 # What the last sequence counts in what is usual.
 NEWEST = 0.1
 
@@ -123,6 +124,8 @@ class Engine:
     # Request and number of each sequence, by the sequence's id.
     _places: dict[int, tuple[int, int]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
+    # Requests that were too slow even alone.
+    _num_too_slow: int = 0
     # The request that was refused last, and why: those that came with it are, too.
     _refused: tuple[int | None, PenstockError | None] = None, None
 
@@ -255,10 +258,14 @@ class Engine:
         if promised_s is None or not self.pace.is_known:
             return None
         before = [*self.scheduler.running, *self.scheduler.waiting]
-        if not before:
-            # It would come no sooner later; and how long it takes is learnt anew.
-            return None
-        left = sum(each.num_left for each in before if not each.num_generated)
+        if (refusal := self._refusal_alone(asked, promised_s)) is not None or not before:
+            return refusal
+        lefts = [each.num_left for each in before if not each.num_generated]
+        if self.scheduler.shares_prompts:
+            # While it is computed, others get as much as it does.
+            own = len(asked.tokens) + asked.num_following
+            lefts = [min(each, own) for each in lefts]
+        left = sum(lefts)
         work = self._work()
         first_s = self.pace.first_token_s(left, len(asked.tokens) + asked.num_following, work)
         first_s += self._steps_to_a_place() * self.pace.step_s(work)
@@ -266,6 +273,34 @@ class Engine:
             return None
         text = f"the first token would come after {first_s:.2g} s"
         return Overloaded(text, first_s - promised_s, "predicted_late")
+
+    def _refusal_alone(self, asked: Asked, promised_s: float) -> PenstockError | None:
+        """Where its prompt takes too long even alone, so that it makes no sense to ask again. One
+        in `PROBE_EVERY` is let pass, for the machine may have become faster."""
+        num_prompt = len(asked.tokens)
+        alone_s = self.pace.first_token_s(0, num_prompt, Work(0, 0))
+        if alone_s <= promised_s:
+            return None
+        num_new = num_prompt - self._num_cached(asked)
+        alone_s = self.pace.first_token_s(0, num_new, Work(0, 0))
+        if alone_s <= promised_s:
+            return None
+        self._num_too_slow += 1
+        if self._num_too_slow % PROBE_EVERY == 0:
+            return None
+        return InvalidRequest(
+            f"a prompt of {num_prompt} tokens takes {alone_s:.2g} s until its first token, also "
+            f"on an idle server; expected at most {promised_s:.3g} s (penstock.ttft_ms); send a "
+            "shorter prompt"
+        )
+
+    def _num_cached(self, asked: Asked) -> int:
+        """Tokens of its prompt that are in the cache."""
+        if asked.sampling.num_prompt_logprobs is not None:
+            return 0
+        size = self.scheduler.pool.block_size
+        keys = Sequence(-1, list(asked.tokens), asked.ending, salt=asked.salt)
+        return len(self.scheduler.pool.found(keys.keys(len(asked.tokens) - 1, size))) * size
 
     def _steps_to_a_place(self) -> float:
         """Until one that comes now may run: those that run end one after the other, and those

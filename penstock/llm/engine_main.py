@@ -6,19 +6,21 @@ there is nothing to do it sleeps until a message comes. It dies with the core.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.config import CPU
 from penstock.errors import ConfigError, Overloaded, PenstockError
-from penstock.llm import messages
+from penstock.llm import messages, wait_policy
 from penstock.llm.blocks import BlockPool
 from penstock.llm.engine import Asked, Engine, Limits, Piece
 from penstock.llm.pace import Pace, Targets
@@ -36,13 +38,19 @@ MAX_ERROR_CHARS = 500
 MAX_TOLD = 1024
 # Steps in a row, after which a new process may do better: a GPU may be lost to this one.
 MAX_FAILURES = 3
+# Prompts that show how long steps take, as shares of the largest step, and tokens after each.
+PROMPT_SHARES, NUM_LEARNT = (0.1, 0.5, 1.0, 0.25, 1.0), 3
 
 
 class EngineProcess:
     """Single thread."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(
+        self, sock: socket.socket, set_policy: Callable[[int], str] = lambda num_threads: ""
+    ) -> None:
+        """`set_policy`: how threads wait for each other, set before torch is loaded."""
         self._sock = sock
+        self._set_policy = set_policy
         self._buffer = bytearray(MAX_FRAME_BYTES)
         self._engine: Engine | None = None
         self._num_failures = 0
@@ -89,8 +97,13 @@ class EngineProcess:
             text = f"the core speaks version {message.version}, the engine {messages.VERSION}"
             self._send(messages.LoadFailed((text,)))
             return False
+        settings = message.settings
         try:
-            self._engine, built = load(message.settings)
+            policy = self._set_policy(settings.num_threads) if settings.device == CPU else ""
+            self._engine, built = load(settings)
+            if policy:
+                built["wait_policy"] = policy
+                log.info("wait policy of threads: %s", policy)
         except ConfigError as error:
             self._send(messages.LoadFailed(error.problems))
             return False
@@ -218,20 +231,26 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
 
         checked.result()
 
-    from penstock.llm import loading
+    from penstock.llm import dtype_choice, loading
 
     torch.set_num_threads(settings.num_threads)
-    decoder = loading.open_decoder(settings)
+    choice = dtype_choice.choose(settings, loading.open_decoder)
+    settings, decoder = choice.settings, choice.decoder
+    if choice.reason:
+        log.info("dtype: %s", choice.reason)
     shape = decoder.shape
     max_length = min(settings.max_length, shape.max_length)
     limits = StepLimits(settings.max_sequences, settings.max_tokens, max_length)
     cache, num_blocks = loading.room(settings, decoder, limits)
-    scheduler = Scheduler(BlockPool(num_blocks, settings.block_size), limits)
+    blocks = BlockPool(num_blocks, settings.block_size)
+    scheduler = Scheduler(blocks, limits, shares_prompts=settings.ttft_s is not None)
     pace = Pace(Targets(settings.ttft_s, settings.tpot_s))
     waiting = Limits(max_waiting=settings.max_waiting)
     opened = loading.open_runner(settings, decoder, cache, limits)
     clock = time.monotonic
     engine = Engine(scheduler, opened.runner, pace, clock, waiting, opened.num_ahead)
+    if settings.ttft_s is not None:
+        learn_pace(engine)
     built = {
         "torch": str(torch.__version__),
         "device": settings.device,
@@ -244,6 +263,22 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
     return engine, built
 
 
+def learn_pace(engine: Engine) -> None:
+    """Run prompts of several sizes, so that the first requests are judged by what was measured."""
+    limits, pool = engine.scheduler.limits, engine.scheduler.pool
+    targets, engine.pace.targets = engine.pace.targets, Targets()
+    for number, share in enumerate(PROMPT_SHARES):
+        size = max(1, min(int(limits.max_tokens * share), limits.max_length - NUM_LEARNT))
+        asked = Asked(-1 - number, [0] * size, Sampling(), Ending(NUM_LEARNT), salt=f"{number}")
+        with contextlib.suppress(PenstockError):  # A cache that holds no such prompt.
+            engine.add(asked)
+        while not engine.is_idle:
+            engine.step()
+    engine.pace.targets = targets
+    engine.scheduler.num_computed = pool.counts.num_asked = pool.counts.num_found = 0
+    engine.scheduler.take_waits()
+
+
 def _check_files(manifest: str) -> None:
     if manifest:
         check_digests(Path(manifest).parent)
@@ -253,7 +288,7 @@ def main() -> None:
     sock = begin_life()
     if sock is None:
         return
-    EngineProcess(sock).serve()
+    EngineProcess(sock, wait_policy.apply).serve()
     sock.close()
     os._exit(0)
 

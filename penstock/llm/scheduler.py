@@ -10,7 +10,7 @@ the last in rank gives its up and computes them again later.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -19,6 +19,8 @@ from penstock.llm.blocks import BlockPool
 from penstock.llm.sequence import Reason, Sequence
 
 RANK = attrgetter("rank")
+# Tokens of a prompt in a step, where prompts share it: fewer are not worth a chunk.
+MIN_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,10 @@ class Scheduler:
     """Invariant: a sequence is in `waiting` and has no blocks, or in `running`, both by rank, or it
     has ended."""
 
-    def __init__(self, pool: BlockPool, limits: Limits) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits, *, shares_prompts: bool = False) -> None:
+        """`shares_prompts`: prompts share the tokens of a step evenly, so that short ones need not
+        wait for a long one; otherwise they are computed in order."""
+        self.shares_prompts = shares_prompts
         self.pool = pool
         self.limits = limits
         self.waiting: list[Sequence] = []
@@ -119,9 +124,11 @@ class Scheduler:
         most = self.limits.max_tokens if max_tokens is None else max_tokens
         num_before = self.num_preemptions
         self._plan_tokens(step)
-        self._plan_prompts(step, min(most, self.limits.max_tokens))
+        most = min(most, self.limits.max_tokens)
+        shares = self._shares(most - step.num_tokens)
+        self._plan_prompts(step, most, shares)
         if self.num_preemptions == num_before:
-            self._admit(step, min(most, self.limits.max_tokens))
+            self._admit(step, most, shares)
         return step
 
     def commit(self, step: Step, sampled: Many[int]) -> list[New]:
@@ -154,22 +161,36 @@ class Scheduler:
             if sequence.state == "running" and _is_generating(sequence) and sequence.num_left:
                 self._plan_chunk(step, sequence, 1)
 
-    def _plan_prompts(self, step: Step, most: int) -> None:
+    def _plan_prompts(self, step: Step, most: int, shares: Mapping[int, int]) -> None:
         """What was computed once and lost to others is a prompt, too."""
         for sequence in list(self.running):
             if sequence.state != "running" or _is_generating(sequence):
                 continue
-            count = min(most - step.num_tokens, sequence.num_left)
+            share = shares.get(sequence.id, sequence.num_left)
+            count = min(most - step.num_tokens, sequence.num_left, share)
             if count > 0:
                 self._plan_chunk(step, sequence, count)
 
-    def _admit(self, step: Step, most: int) -> None:
+    def _admit(self, step: Step, most: int, shares: Mapping[int, int]) -> None:
         """In order: whoever does not fit holds up those behind him, or he might wait for ever."""
         while step.num_tokens < most and len(self.running) < self.limits.max_sequences:
             sequence = self._first_due()
             if sequence is None or not self._begin(sequence):
                 return
-            self._add_chunk(step, sequence, min(most - step.num_tokens, sequence.num_left))
+            share = max(1, shares.get(sequence.id, sequence.num_left))
+            count = min(most - step.num_tokens, sequence.num_left, share)
+            self._add_chunk(step, sequence, count)
+
+    def _shares(self, budget: int) -> dict[int, int]:
+        """Tokens of each prompt that shares a step, by the ids of sequences."""
+        if not self.shares_prompts or budget <= 0:
+            return {}
+        prompts = [each for each in self.running if not _is_generating(each) and each.num_left]
+        places = self.limits.max_sequences - len(self.running)
+        prompts += self.waiting[: max(0, places)]
+        prompts = prompts[: max(1, budget // MIN_SHARE)]
+        shares = fair_shares([each.num_left for each in prompts], budget)
+        return {each.id: share for each, share in zip(prompts, shares, strict=True)}
 
     def _first_due(self) -> Sequence | None:
         """Of those that wait; not one whose prompt another computes just now, nor one whose next
@@ -270,6 +291,18 @@ class Scheduler:
             keys = sequence.keys(num_computed, size)
             for number in range(first, len(keys)):
                 self.pool.name(sequence.blocks[number], keys[number])
+
+
+def fair_shares(wanted: Many[int], budget: int) -> list[int]:
+    """As much for each as for the others, and at most what it wants; what one does not want is for
+    the others. The first get what cannot be divided."""
+    shares = [0] * len(wanted)
+    # Those that want least first; of the others the first last, which gets the rest.
+    places = sorted(range(len(wanted)), key=lambda place: (wanted[place], -place))
+    for number, place in enumerate(places):
+        shares[place] = min(wanted[place], budget // (len(places) - number))
+        budget -= shares[place]
+    return shares
 
 
 def _is_generating(sequence: Sequence) -> bool:

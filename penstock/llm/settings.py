@@ -52,7 +52,7 @@ NUMBERS: Mapping[str, Number] = {
     "ttft_ms": Number(0, 0.001, 1e9),
     "tpot_ms": Number(0, 0.001, 1e9),
 }
-FLAGS = ("random_weights", "parse_special_tokens")
+FLAGS = ("random_weights", "parse_special_tokens", "follow_links")
 TEXTS = ("dtype", *FLAGS)
 # Where nobody says: (on a CPU, on a GPU).
 MAX_SEQUENCES, MAX_TOKENS = (16, 256), (256, 8192)
@@ -104,6 +104,7 @@ def settings_of(config: ModelConfig) -> Settings:
         tpot_s=numbers["tpot_ms"] / 1e3 or None,
         is_made_up=flags["random_weights"],
         parses_special=flags["parse_special_tokens"],
+        is_dtype_free=dtype == "auto" and config.device == CPU,
         text_timeout_s=numbers["text_timeout_s"],
         manifest=config.manifest,
         hang_s=config.hang_s,

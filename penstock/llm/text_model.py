@@ -150,7 +150,7 @@ class TextModel:
             policy={
                 "max_num_seqs": str(settings.max_sequences),
                 "max_num_batched_tokens": str(settings.max_tokens),
-                "dtype": settings.dtype,
+                "dtype": self._dtype,
             },
             instances=[
                 InstanceState(0, self._doing, place.pid, place.device, place.gpu_memory_bytes)
@@ -165,6 +165,12 @@ class TextModel:
             refused={name: count for name, count in self.metrics.num_refused.items() if count},
             notes=list(self.config.warnings),
         )
+
+    @property
+    def _dtype(self) -> str:
+        """As the engine has it, which may have chosen another."""
+        ready = None if self._engine is None else self._engine.ready
+        return self._settings.dtype if ready is None else ready.built["dtype"]
 
     @property
     def _doing(self) -> Literal["idle", "busy", "not ready"]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.llm.blocks import BlockPool
-from penstock.llm.engine import Asked, Engine, Limits
+from penstock.llm.engine import PROBE_EVERY, Asked, Engine, Limits
 from penstock.llm.pace import Pace, Targets, Work
 from penstock.llm.params import Sampling
 from penstock.llm.scheduler import Limits as StepLimits
@@ -168,12 +168,57 @@ class TestRefusals:
             engine.add(asked(2, prompt=range(40)))
         assert caught.value.reason == "predicted_late" and 0 < caught.value.retry_after_s < 1
         engine.give_up(1)
-        # Whoever is alone would have it no sooner later.
-        for number in range(1, 40):
-            engine.pace.add(Work(number * 10, 0), 10.0 + number)
-        engine.add(asked(3, prompt=range(40)))
-        engine.give_up(3)
         assert is_clean(engine)
+
+    def test_a_prompt_that_is_too_slow_even_alone(self):
+        """Whatever the load: to ask again would not help."""
+        engine = an_engine(Targets(ttft_s=0.5))
+        for number in range(1, 40):
+            engine.pace.add(Work(number * 10, 0), 0.01 + number * 0.1)
+        engine.add(asked(1, prompt=range(40)))
+        engine.give_up(1)
+        text = r"60 tokens takes 0\.61 s until its first token, also on an idle server"
+        with pytest.raises(InvalidRequest, match=text):
+            engine.add(asked(2, prompt=range(60), max_tokens=1))
+        # Some are let pass, so that a faster machine is noticed.
+        num_refused = 0
+        for number in range(2 * PROBE_EVERY):
+            try:
+                engine.add(asked(number, prompt=range(60), max_tokens=1, salt="x"))
+                engine.give_up(number)
+            except InvalidRequest:
+                num_refused += 1
+        assert num_refused == 2 * PROBE_EVERY - 2
+        assert is_clean(engine)
+
+    def test_what_is_cached_takes_no_time(self):
+        engine = an_engine(Targets(ttft_s=0.5))
+        engine.add(asked(1, prompt=range(60), max_tokens=1))
+        all_of(engine)
+        for number in range(1, 6000):
+            engine.pace.add(Work(number % 40 * 10, 0), 0.01 + number % 40 * 0.1)
+        with pytest.raises(InvalidRequest, match="also on an idle server"):
+            engine.add(asked(2, prompt=range(60), max_tokens=1, salt="other"))
+        engine.add(asked(3, prompt=range(60), max_tokens=1))
+        engine.give_up(3)
+
+    def test_a_short_prompt_is_not_late_behind_a_long_one(self):
+        """0.3 s of a long prompt are left; the two share each step."""
+        found = []
+        for is_shared in (False, True):
+            engine = an_engine(Targets(ttft_s=0.35))
+            engine.scheduler.shares_prompts = is_shared
+            engine.scheduler.limits = StepLimits(8, 32, 64)
+            for number in range(1, 40):
+                engine.pace.add(Work(number * 10, 0), 0.01 + number * 0.1)
+            engine.add(asked(1, prompt=range(30), max_tokens=1))
+            try:
+                engine.add(asked(2, prompt=range(5), max_tokens=1))
+                found.append("admitted")
+            except Overloaded:
+                found.append("refused")
+            assert all_of(engine)
+        assert found == ["refused", "admitted"]
 
 
 class TestSeveralPrompts:

@@ -202,3 +202,15 @@ def test_a_version_that_was_written_to_is_not_loaded(tmp_path, core):
     failed = core.load(tmp_path, manifest=str(path))
     assert isinstance(failed, messages.LoadFailed)
     assert "differs from what was committed" in failed.problems[0]
+
+
+def test_with_a_promise_the_pace_is_known_before_the_first_request(tmp_path):
+    from penstock.llm.engine_main import load
+
+    tiny.write_folder(tmp_path)
+    engine, _ = load(tiny.settings_of(tmp_path, ttft_s=0.5))
+    assert engine.pace.is_known and engine.is_idle and engine.scheduler.shares_prompts
+    assert engine.scheduler.num_computed == 0 and engine.scheduler.take_waits() == ()
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    without, _ = load(tiny.settings_of(tmp_path))
+    assert not without.pace.is_known and not without.scheduler.shares_prompts

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.llm.blocks import BlockPool
-from penstock.llm.scheduler import Limits, Scheduler, Step
+from penstock.llm.scheduler import Limits, Scheduler, Step, fair_shares
 from penstock.llm.sequence import Ending, Sequence
 
 SIZE = 4
@@ -366,3 +366,39 @@ def test_law_everybody_ends_with_what_it_would_have_generated_alone(
         else:
             assert found == wanted
     assert planner.pool.num_free == num_blocks
+
+
+class TestSharedSteps:
+    @pytest.mark.parametrize(
+        ("wanted", "budget", "expected"),
+        [
+            ([], 8, []),
+            ([5], 8, [5]),
+            ([100, 3], 8, [5, 3]),
+            ([100, 100], 9, [5, 4]),
+            ([1, 100, 2], 30, [1, 27, 2]),
+            ([4, 4, 4], 2, [1, 1, 0]),
+        ],
+    )
+    def test_what_one_does_not_want_is_for_the_others(self, wanted, budget, expected):
+        assert fair_shares(wanted, budget) == expected
+
+    def test_a_short_prompt_ends_before_a_long_one_that_came_first(self):
+        planner = scheduler(num_blocks=64, max_tokens=64, max_length=400)
+        planner.shares_prompts = True
+        long, short = a_sequence(0, range(200), 2), a_sequence(1, range(300, 340), 2)
+        planner.add(long)
+        planner.commit(planner.plan(), [])
+        planner.add(short)
+        step = planner.plan()
+        assert counts(step) == {0: 32, 1: 32}
+        planner.commit(step, [])
+        step = planner.plan()
+        # What the short one needs no more the long one has.
+        assert counts(step) == {0: 56, 1: 8}
+
+    def test_in_order_unless_it_is_asked_for(self):
+        planner = scheduler(num_blocks=64, max_tokens=64, max_length=400)
+        planner.add(a_sequence(0, range(200), 2))
+        planner.add(a_sequence(1, range(300, 340), 2))
+        assert counts(planner.plan()) == {0: 64}

@@ -361,18 +361,18 @@ class TestProblems:
             assert "Retry-After: " in head
             assert json.loads(body)["error"]["type"] == "rate_limit_error"
 
-    def test_several_prompts_are_not_late_for_each_other(self, tmp_path):
-        """However soon the first token is promised: nothing else is asked for."""
+    def test_a_prompt_that_is_too_slow_even_alone_is_the_clients_to_shorten(self, tmp_path):
+        """Known before the first request: the engine has measured its steps."""
 
         async def scenario(client, server):
-            body = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "ignore_eos": True}
-            await posted(server, "/v1/completions", body)
-            many = {**body, "prompt": ["the cat sat on the mat"] * 40, "max_tokens": 2}
-            return await posted(server, "/v1/completions", many)
+            body = {"model": NAME, "prompt": "the cat", "max_tokens": 20}
+            return await posted(server, "/v1/completions", body)
 
         limits = {"penstock.max_num_seqs": "4", "penstock.ttft_ms": "0.01"}
-        status, _, body = with_client(tmp_path, scenario, parameters=limits)
-        assert status == 200 and len(json.loads(body)["choices"]) == 40
+        status, head, body = with_client(tmp_path, scenario, parameters=limits)
+        error = json.loads(body)["error"]
+        assert status == 400 and "Retry-After" not in head
+        assert error["param"] == "prompt" and "also on an idle server" in error["message"]
 
     def test_a_key_is_asked_for_in_the_same_form(self, tmp_path):
         path = tmp_path / "keys.toml"

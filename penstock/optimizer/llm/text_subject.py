@@ -47,7 +47,7 @@ def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
     config, kind, files = _found(path)
     for name, file in files.items():
         folders.link(file, target / folders.VERSION / name)
-    config = folders.write_config(target, _on_device(config, device))
+    config = folders.write_config(target, _with_dtype(_on_device(config, device)))
     settings = settings_of(config)
     shape = _shape(settings.path)
     size = f"{shape.num_parameters / 1e6:,.0f} M parameters"
@@ -59,6 +59,14 @@ def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
         shape.num_parameters,
         min(settings.max_length, shape.max_length),
     )
+
+
+def _with_dtype(config: ModelConfig) -> ModelConfig:
+    """With the datatype named: an engine that chooses one would not be what is compared with."""
+    settings = settings_of(config)
+    if not settings.is_dtype_free or Path(settings.path).suffix != repository.GGUF:
+        return config
+    return replace(config, options={**config.options, f"{PREFIX}dtype": settings.dtype})
 
 
 def _found(path: Path) -> tuple[ModelConfig, str, dict[str, Path]]:

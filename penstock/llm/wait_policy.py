@@ -1,0 +1,113 @@
+"""Whether the threads of an engine spin or sleep while they wait for each other.
+
+OpenMP's threads spin, which is faster on cores of their own. Where others need the same cores, a
+spinning thread takes the time that the one it waits for would need, and steps take a hundred times
+as long. What others use is measured before torch is loaded, since OpenMP reads its policy then.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "OMP_WAIT_POLICY"
+SPIN, SLEEP = "ACTIVE", "PASSIVE"
+SAMPLE_S = 0.25
+# Cores that others may use beside the threads: less is what any machine does by the way.
+SPARE_CORES = 0.25
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Cores there are for the engine, and how many of them others use."""
+
+    num_cores: int
+    others: float
+    # Cores that the control group may use.
+    quota: float | None = None
+
+
+def choose(load: Load, num_threads: int) -> tuple[str, str]:
+    """The policy, and why."""
+    if load.quota is not None and load.quota < num_threads:
+        return SLEEP, f"{num_threads} threads share a quota of {load.quota:g} cores"
+    used = f"others use {load.others:.2f} of {load.num_cores} cores"
+    if num_threads > 1 and num_threads + load.others > load.num_cores + SPARE_CORES:
+        return SLEEP, used
+    return SPIN, used
+
+
+def apply(
+    num_threads: int,
+    environment: MutableMapping[str, str] = os.environ,
+    measure: Callable[[], Load] | None = None,
+) -> str:
+    """Set the policy for libraries that are loaded from now on, unless the operator did; what was
+    chosen and why."""
+    if VARIABLE in environment:
+        return f"{environment[VARIABLE]} (set by {VARIABLE})"
+    policy, reason = choose((measure or measure_load)(), num_threads)
+    environment[VARIABLE] = policy
+    return f"{policy} ({reason})"
+
+
+def measure_load() -> Load:
+    """The server's own processes do not count: they load now, and idle later."""
+    cores, own = os.sched_getaffinity(0), server_processes(os.getppid())
+    began, all_before, own_before = time.monotonic(), busy_s(cores), process_s(own)
+    time.sleep(SAMPLE_S)
+    took_s = time.monotonic() - began
+    others = busy_s(cores) - all_before - (process_s(own) - own_before)
+    return Load(len(cores), max(0.0, others / took_s), read_quota())
+
+
+def busy_s(cores: Iterable[int], path: Path = Path("/proc/stat")) -> float:
+    """Seconds that these cores have worked."""
+    names = {f"cpu{core}" for core in cores}
+    ticks = 0
+    for line in path.read_text().splitlines():
+        name, *fields = line.split()
+        if name in names:
+            user, nice, system, _, _, irq, softirq, *_ = map(int, fields)
+            ticks += user + nice + system + irq + softirq
+    return ticks / TICKS
+
+
+def server_processes(core: int, root: Path = Path("/proc")) -> list[Path]:
+    """The core and what it has started."""
+    found = [root / str(core)]
+    for entry in root.iterdir():
+        fields = _fields(entry) if entry.name.isdigit() else []
+        if fields and int(fields[1]) == core:
+            found.append(entry)
+    return found
+
+
+def process_s(processes: Iterable[Path]) -> float:
+    """Seconds that these have worked; those that are gone have not."""
+    ticks = 0
+    for each in processes:
+        fields = _fields(each)
+        ticks += int(fields[11]) + int(fields[12]) if fields else 0
+    return ticks / TICKS
+
+
+def _fields(process: Path) -> list[str]:
+    """Of /proc/PID/stat, from the state on: a name may hold anything."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def read_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
+    """Cores of the control group; None without a limit."""
+    try:
+        limit, period = path.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) / int(period)

@@ -1,0 +1,62 @@
+"""Whether threads spin or sleep, by what others use of the machine."""
+
+import os
+
+import pytest
+
+from penstock.llm import wait_policy
+from penstock.llm.wait_policy import SLEEP, SPIN, VARIABLE, Load, choose
+
+
+@pytest.mark.parametrize(
+    ("load", "num_threads", "expected"),
+    [
+        (Load(2, 0.0), 2, SPIN),
+        (Load(2, 0.2), 2, SPIN),
+        (Load(2, 0.9), 2, SLEEP),
+        (Load(8, 3.0), 4, SPIN),
+        (Load(8, 5.0), 4, SLEEP),
+        # One thread waits for nobody.
+        (Load(1, 3.0), 1, SPIN),
+        (Load(64, 0.0, quota=2.0), 64, SLEEP),
+        (Load(64, 0.0, quota=64.0), 64, SPIN),
+    ],
+)
+def test_threads_sleep_where_others_need_their_cores(load, num_threads, expected):
+    policy, reason = choose(load, num_threads)
+    assert policy == expected and "cores" in reason
+
+
+def test_it_is_set_unless_the_operator_has():
+    environment: dict[str, str] = {}
+    told = wait_policy.apply(2, environment, lambda: Load(2, 1.5))
+    assert environment == {VARIABLE: SLEEP} and told == "PASSIVE (others use 1.50 of 2 cores)"
+    environment = {VARIABLE: "ACTIVE"}
+    assert "set by" in wait_policy.apply(2, environment, lambda: Load(2, 1.5))
+    assert environment == {VARIABLE: "ACTIVE"}
+
+
+def test_times_of_cores_and_processes_are_read(tmp_path):
+    path = tmp_path / "stat"
+    path.write_text("cpu 9 9 9 9 9 9 9 9\ncpu0 100 10 50 999 9 5 5 0\ncpu1 7 0 0 0 0 0 0 0\n")
+    assert wait_policy.busy_s([0], path) == 170 / wait_policy.TICKS
+    assert wait_policy.busy_s([0, 1], path) == 177 / wait_policy.TICKS
+    assert wait_policy.process_s([tmp_path / "gone"]) == 0
+    own = wait_policy.server_processes(os.getppid())
+    assert any(each.name == str(os.getpid()) for each in own)
+    assert wait_policy.process_s(own) > 0
+
+
+def test_this_machine_is_measured(monkeypatch):
+    monkeypatch.setattr(wait_policy, "SAMPLE_S", 0.05)
+    found = wait_policy.measure_load()
+    assert found.num_cores == len(os.sched_getaffinity(0)) and found.others >= 0
+
+
+def test_quotas_of_control_groups(tmp_path):
+    path = tmp_path / "cpu.max"
+    assert wait_policy.read_quota(path) is None
+    path.write_text("max 100000\n")
+    assert wait_policy.read_quota(path) is None
+    path.write_text("150000 100000\n")
+    assert wait_policy.read_quota(path) == 1.5
