@@ -87,7 +87,7 @@ NUMBERS = {
     MAX_TOKENS: 1 << 40,
     MAX_WAIT: 1e12,
 }
-# Of those, the ones that may be 0.
+# Numbers that may be 0.
 ZERO = (MAX_WAIT,)
 SLO = "penstock.slo"
 PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"

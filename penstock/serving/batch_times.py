@@ -25,7 +25,7 @@ NUM_TRUSTED = 3
 # the last batches that is taken from: seconds of load, so that it follows a neighbour's.
 QUANTILE = 0.99
 SPREAD_WINDOW = 256
-MAX_INFLATION = 4.0
+MAX_INFLATION = 2.5
 # Half of this many batches at least this far off: the table is scaled and learnt anew.
 DRIFT_WINDOW = 20
 DRIFT = 0.10

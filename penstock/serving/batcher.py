@@ -81,7 +81,7 @@ class Batcher:
 
     def observe(self, geometry: object, size: int, started: float, now: float) -> None:
         """A batch is done."""
-        # Nothing needs T(b) while nobody waits.
+        # T(b) is needed only while requests wait.
         if self._lanes.num_waiting:
             self._wait.observe(size, started, now)
 

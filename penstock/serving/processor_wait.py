@@ -14,7 +14,7 @@ SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class ProcessorWait:
-    """Of the thread that makes it."""
+    """Counts for the thread that creates it."""
 
     def __init__(self, path: str = SCHEDSTAT) -> None:
         self._fd: int | None = None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.serving.batch_times import BatchTimes
 
-# The default limit: the larger of this and so many times the largest batch.
+# The default limit: the larger of this time and this number of the largest batches.
 MIN_WAIT_S = 1.0
 MAX_BATCHES = 10
 # Batches are timed at most this often: in fixed mode nothing else needs T(b).
@@ -86,7 +86,7 @@ class WaitLimit:
         return limit_s + self._delay_s + self.extra_s(now)
 
     def predicted_s(self, size_ahead: int, num_ahead: int) -> float:
-        """How long so many requests, of this size together, take until a new one can start."""
+        """How long a new request waits for `num_ahead` requests of `size_ahead` rows or tokens."""
         if not num_ahead:
             return 0.0
         size = max(self._batch_size, size_ahead / num_ahead)
