@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 import penstock
 from penstock import devices
@@ -158,6 +158,20 @@ def test_text_may_be_given_as_str(tmp_path: Path) -> None:
     with penstock.load(model_folder(tmp_path, TWO_INPUTS)) as model:
         inputs = {"a": np.zeros(1, np.int8), "b": np.array(["é"])}
         assert model.infer(inputs)["d"].tolist() == ["é".encode()]
+
+
+def test_a_text_for_each_row_is_an_output_without_dimensions(tmp_path: Path, write_onnx) -> None:
+    """The label of a classifier, as scikit-learn exports it."""
+    names = numpy_helper.from_array(np.array([b"cat", b"dog"], object), "names")
+    nodes = [
+        helper.make_node("ArgMax", ["x"], ["best"], axis=1, keepdims=0),
+        helper.make_node("Gather", ["names", "best"], ["name"]),
+    ]
+    inputs, outputs = {"x": ("FP32", ["batch", 2])}, {"name": ("BYTES", ["batch"])}
+    write_onnx(tmp_path / "m" / "1" / "model.onnx", nodes, inputs, outputs, [names])
+    with penstock.load(tmp_path / "m") as model:
+        answer = model.infer(np.eye(2, dtype=np.float32)[::-1])
+    assert answer["name"].tolist() == [b"dog", b"cat"]
 
 
 def test_numbers_of_the_same_kind_are_converted(digits: LocalModel) -> None:

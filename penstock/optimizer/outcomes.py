@@ -96,7 +96,7 @@ def against(one: Served, chosen: Served) -> str:
 
 def outcome_of(found: Optimization, *, is_interrupted: bool) -> str:
     is_met = found.after is not None and found.after.is_met
-    if is_interrupted and not is_met:
+    if is_interrupted and not (is_met and found.is_proven):
         return "interrupted"
     if found.disturbances:
         return "disturbed"

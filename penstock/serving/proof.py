@@ -314,14 +314,20 @@ def _rows_of(config: ModelConfig, answer: Outputs | PerRequest, num_rows: int) -
 def _check_varied(answers: Sequence[Outputs]) -> None:
     """Unproven, if all rows have the same answer: then it says nothing that it stayed the same."""
     for name in answers[0]:
-        rows = [row for answer in answers for row in answer[name]]
+        # A row of a 1-D output is no array.
+        rows = [np.asarray(row) for answer in answers for row in answer[name]]
         by_shape: dict[tuple[int, ...], set[bytes]] = {}
         for row in rows:
-            by_shape.setdefault(row.shape, set()).add(row.tobytes())
-        values = {np.unique(row).tobytes() for row in rows}
+            by_shape.setdefault(row.shape, set()).add(_content(row))
+        values = {_content(np.unique(row)) for row in rows}
         if len(values) > 1 or any(len(different) > 1 for different in by_shape.values()):
             return
     raise Unproven("it gives the same answer to all made-up inputs")
+
+
+def _content(values: Array) -> bytes:
+    """Bytes that are equal for equal values; those of an array of objects are addresses."""
+    return repr(values.tolist()).encode() if values.dtype.kind == "O" else values.tobytes()
 
 
 def _row(outputs: Outputs, position: int) -> dict[str, Array]:

@@ -655,6 +655,49 @@ def large_ids(folder: Path, random: Random) -> Planted:
     return Planted(str(path), flags, fresh, same_best(truth, "y", slice(None), 0.95), COMPILED)
 
 
+def account_numbers(folder: Path, random: Random) -> Planted:
+    """Numbers of nine digits in FP64, which a runtime that computes in FP32 rounds. Their range is
+    so large that the rounding is nothing to it."""
+    graph = net(random)
+    numbers = 350_000_000 + graph.random.permutation(1_000_000)[:5_000].astype(np.float64)
+    table = graph.weight("table", numbers[:, None])
+    value = graph.add("Gather", table, "ids")
+    outputs = {"account": (value, TensorProto.DOUBLE, ["b", 1])}
+    path = graph.save(folder / "m.onnx", {"ids": (INT64, ["b"])}, outputs)
+    data = random.integers(0, 5_000, NUM_ROWS)
+    fresh: list[Row] = [{"ids": np.array(each)} for each in random.integers(0, 5_000, 60)]
+    truth = run_onnx(path, fresh)
+    flags = ("--data", save_rows(folder / "data.npz", ids=data))
+    return Planted(str(path), flags, fresh, equal(truth, "account", 0.95), COMPILED)
+
+
+def prices_beside_outliers(folder: Path, random: Random) -> Planted:
+    """One positive number per row, whose cosine is always 1. A row in thirty is so large that its
+    neighbours in a batch become constant in dynamic INT8, and makes the column's range huge."""
+    graph = net(random)
+    weight = np.abs(graph.random.normal(size=(WIDTH, 1))) / WIDTH
+    price = graph.product(graph.relu("x"), weight, "price")
+    value = graph.add("Add", price, graph.constant(20.0))
+    path = graph.save(folder / "m.onnx", X, {"price": (value, FLOAT, ["b", 1])})
+
+    def draw(count: int) -> Array:
+        rows = draw_rows(random, count)
+        rows[random.random(count) < 0.03] *= 2_000
+        return rows
+
+    fresh = draw(400)
+    usual = np.flatnonzero(np.abs(fresh).max(axis=1) < 100)
+
+    def judge(truth: Answers) -> Judge:
+        def score(answers: Answers) -> float:
+            one, other = (stacked(each, "price")[usual] for each in (truth, answers))
+            return float(np.mean(np.abs(one - other) < one.std()))
+
+        return score_at_least(score, 0.95)
+
+    return onnx_case(folder, path, draw(NUM_ROWS), fresh, judge, passes=DYNAMIC)
+
+
 # Answers that agree by the number that is looked at.
 
 
@@ -848,6 +891,7 @@ def company(folder: Path, random: Random, *, kind: str, slo: str = EASY) -> Plan
             "CumSum", hidden, graph.constant(0, np.int64)
         ),
         "outlier": _outlier_in_batch,
+        "rare": _rare_row_in_batch,
         "position": _position_in_batch,
         "size": _size_of_batch,
         "noise": _noise_and_mean,
@@ -859,6 +903,8 @@ def company(folder: Path, random: Random, *, kind: str, slo: str = EASY) -> Plan
         rows = normal(random, count, SIZE).clip(-3.5, 3.5)
         if kind == "outlier":
             rows[random.random(count) < 0.1, 0] = 12.0
+        if kind == "rare":
+            rows[random.random(count) < 0.015, 0] = RARE
         return rows
 
     fresh = draw(320)
@@ -902,6 +948,16 @@ def _outlier_in_batch(graph: Net, hidden: str) -> str:
     return graph.add("Add", hidden, graph.add("Sub", most, row))
 
 
+def _rare_row_in_batch(graph: Net, hidden: str) -> str:
+    """One usual value of the first element moves all other rows."""
+    bounds = [graph.constant([each], np.int64) for each in (0, 1, 1)]
+    off = graph.add("Abs", graph.add("Sub", graph.add("Slice", "x", *bounds), graph.constant(RARE)))
+    near = graph.add("Relu", graph.add("Sub", graph.constant(0.001), off))
+    row = graph.add("Mul", near, graph.constant(5_000.0))
+    most = graph.add("ReduceMax", row, axes=[0], keepdims=1)
+    return graph.add("Add", hidden, graph.add("Sub", most, row))
+
+
 def _positions(graph: Net, hidden: str) -> str:
     """0, 1, 2, ... down the batch."""
     zeros = graph.add(
@@ -934,6 +990,7 @@ def _noise_and_mean(graph: Net, hidden: str) -> str:
 
 
 PADDED_LENGTHS = (3, 40)
+RARE = 0.25
 
 
 def padded_length(folder: Path, random: Random, *, is_faulty: bool) -> Planted:
@@ -1436,6 +1493,20 @@ def _adversaries() -> list[Adversary]:
             "the original's rows are looked up",
             large_ids,
         ),
+        Adversary(
+            "account-numbers",
+            "numbers of nine digits in FP64, which OpenVINO computes in FP32",
+            "every number stays the same",
+            account_numbers,
+            breaks_a_build=True,
+        ),
+        Adversary(
+            "prices-beside-outliers",
+            "one number per row; dynamic INT8 loses it next to large rows, which hide the error",
+            "every step that breaks it is refused",
+            prices_beside_outliers,
+            breaks_a_build=True,
+        ),
         # Answers that agree by the number that is looked at.
         plant(
             "small-values",
@@ -1493,6 +1564,12 @@ def _adversaries() -> list[Adversary]:
             unbatched,
             partial(company, kind="outlier"),
             is_quick=True,
+        ),
+        Adversary(
+            "company-of-rare-rows",
+            "one row in seventy moves the others and looks like all of them",
+            unbatched,
+            partial(company, kind="rare"),
         ),
         Adversary(
             "place-in-batch",
