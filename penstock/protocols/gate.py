@@ -103,14 +103,14 @@ class Gate:
             return
         self._check_key(RPC_SCOPES.get(method, "infer"), _headers(metadata))
 
-    def caller(self, headers: Mapping[bytes, bytes]) -> bytes:
+    def caller_digest(self, headers: Mapping[bytes, bytes]) -> bytes:
         """Digest of the API key of a message, to tell callers apart; empty where none is needed."""
         secret = None if self.keys is None else secret_of(headers)
         return b"" if secret is None else _digest(secret)
 
-    def rpc_caller(self, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+    def rpc_caller_digest(self, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
         """The same for a gRPC call."""
-        return b"" if self.keys is None else self.caller(_headers(metadata))
+        return b"" if self.keys is None else self.caller_digest(_headers(metadata))
 
     def _check_key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         if self.keys is None or scope == "open":

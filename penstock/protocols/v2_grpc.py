@@ -168,7 +168,7 @@ class Service:
             raise
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        CALLER.set(self._gate.rpc_caller(context.invocation_metadata() or ()))
+        CALLER.set(self._gate.rpc_caller_digest(context.invocation_metadata() or ()))
         stream = Stream(self._infer, messages, context)
         try:
             async with asyncio.TaskGroup() as group:
@@ -355,7 +355,7 @@ def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
 
     async def call(data: bytes, context: Any) -> Any:
         try:
-            CALLER.set(gate.rpc_caller(context.invocation_metadata() or ()))
+            CALLER.set(gate.rpc_caller_digest(context.invocation_metadata() or ()))
             return await answer(parse(request_type, data))
         except PenstockError as error:
             await _abort(context, error)

@@ -313,7 +313,7 @@ class V2Http:
             raise WrongHead(405, text, b"Allow: POST\r\n")
         name, version = unquote(match[1].decode("latin-1")), (match[2] or b"").decode()
         call = InferCall(name, version, head.headers)
-        call.caller = self._gate.caller(head.headers)
+        call.caller = self._gate.caller_digest(head.headers)
         return call
 
     def _json_bytes(self, exchange: Exchange) -> int | None:

@@ -298,8 +298,10 @@ def test_callers_are_told_apart_by_their_key_and_only_where_keys_are_needed(tmp_
     bearer = {b"authorization": b"Bearer " + SECRET.encode()}
     plain = {b"x-api-key": SECRET.encode()}
     other = {b"x-api-key": SECRET[::-1].encode()}
-    assert gate.caller(bearer) == gate.caller(plain) != gate.caller(other)
-    assert SECRET.encode() not in gate.caller(plain)
-    assert gate.rpc_caller([("authorization", f"Bearer {SECRET}")]) == gate.caller(plain)
-    assert gate.caller({}) == gate.rpc_caller([]) == b""
-    assert Gate().caller(bearer) == Gate().rpc_caller([("x-api-key", SECRET)]) == b""
+    assert gate.caller_digest(bearer) == gate.caller_digest(plain) != gate.caller_digest(other)
+    assert SECRET.encode() not in gate.caller_digest(plain)
+    assert gate.rpc_caller_digest([("authorization", f"Bearer {SECRET}")]) == gate.caller_digest(
+        plain
+    )
+    assert gate.caller_digest({}) == gate.rpc_caller_digest([]) == b""
+    assert Gate().caller_digest(bearer) == Gate().rpc_caller_digest([("x-api-key", SECRET)]) == b""
