@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 
+from penstock.benchmark.targets.http_messages import parse_url
 from penstock.errors import CommandLineError, ConfigError
 from penstock.serving.explain import Explanation
 
@@ -18,8 +19,10 @@ WRONG_PORT = "is this a Penstock server's HTTP port?"
 
 def explanation(url: str, model: str, version: str = "", api_key: str = "") -> Explanation:
     """What the server says about a model; ConfigError if it says nothing of use."""
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise CommandLineError([f"--url {url}: expected http://host:port"])
+    try:
+        parse_url(url)
+    except ConfigError as error:
+        raise CommandLineError([f"--url {error}"]) from None
     path = f"/v2/models/{quote(model, safe='')}"
     if version:
         path += f"/versions/{quote(version, safe='')}"

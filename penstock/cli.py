@@ -37,6 +37,14 @@ def main() -> None:
 @main.command()
 @click.argument("path", type=click.Path())
 @click.option(
+    "--id",
+    "server_id",
+    default="penstock",
+    show_default=True,
+    metavar="NAME",
+    help="Name of this server in its metadata. Change it where clients tell servers apart by it.",
+)
+@click.option(
     "--host",
     default="127.0.0.1",
     show_default=True,
@@ -163,6 +171,12 @@ def main() -> None:
     "Repeatable.",
 )
 @click.option(
+    "--allow-hard-links",
+    is_flag=True,
+    help="Accept ONNX weights in files that have further hard links. Give it where storage is "
+    "deduplicated by hard links and only trusted people write to the repository.",
+)
+@click.option(
     "--gpu-memory-reserve",
     default=0.05,
     show_default=True,
@@ -206,6 +220,7 @@ def main() -> None:
 )
 def serve(
     path: str,
+    server_id: str,
     host: str,
     http_port: int,
     fronts: int,
@@ -223,6 +238,7 @@ def serve(
     allow_host: tuple[str, ...],
     model_control_mode: str,
     load_model: tuple[str, ...],
+    allow_hard_links: bool,
     gpu_memory_reserve: float,
     random_weights: bool,
     exit_on_error: bool,
@@ -235,6 +251,7 @@ def serve(
 
     _configure_logs(log_level, log_format)
     config = ServerConfig(
+        id=server_id,
         host=host,
         http_port=http_port,
         num_fronts=fronts,
@@ -248,6 +265,7 @@ def serve(
         gpu_memory_reserve=gpu_memory_reserve,
         api_keys=api_keys,
         allow_hosts=allow_host,
+        allows_hard_links=allow_hard_links,
         logs_requests=log_requests,
         limits=HttpLimits(max_body_bytes, max_json_bytes),
         has_random_weights=random_weights,
@@ -279,6 +297,8 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
     try:
         server.check(config, insecure)
         found = _found(path, config)
+        if not config.allows_hard_links:
+            found = repository.refuse_hard_links(found)
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
         _check_gpus(found, config, exit_on_error)

@@ -317,6 +317,8 @@ class GrpcConfig:
 class ServerConfig:
     """How the server listens and stops."""
 
+    # What the server's metadata call it. Give it where clients tell servers apart.
+    id: str = "penstock"
     host: str = "127.0.0.1"
     http_port: int = 8000
     # Processes that answer HTTP on that port; 0: the core does it itself. Raise it when the core's
@@ -341,6 +343,8 @@ class ServerConfig:
     api_keys: str = ""
     # Further names under which clients may address the server, beside the loopback ones.
     allow_hosts: tuple[str, ...] = ()
+    # Accept ONNX weights in files that have further hard links.
+    allows_hard_links: bool = False
     # One line per inference; costs time on every one.
     logs_requests: bool = False
     limits: HttpLimits = field(default_factory=HttpLimits)

@@ -1,7 +1,8 @@
-"""What an ONNX file says about its tensors, read without loading its weights."""
+"""What an ONNX file says about its tensors and where its weights are, read without loading them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Signature, TensorSpec
 
 if TYPE_CHECKING:
-    from onnx import ValueInfoProto
+    from onnx import GraphProto, TensorProto, ValueInfoProto
 
 NAMES = {
     "FLOAT": "FP32",
@@ -22,13 +23,7 @@ NAMES = {
 
 def read_signature(path: Path) -> Signature:
     """ConfigError, in one line, for whatever is not a model with tensors in and out."""
-    import onnx
-
-    try:
-        graph = onnx.load(str(path), load_external_data=False).graph
-    except Exception as error:  # onnx and protobuf raise many types for a broken file.
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError([f"cannot be read as ONNX: {text}"]) from None
+    graph = _read_graph(path)
     weights = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in weights]
     if not inputs or not graph.output:
@@ -38,6 +33,53 @@ def read_signature(path: Path) -> Signature:
         names = ", ".join(f"'{name}'" for name in strange)
         raise ConfigError([f"{names}: not a tensor of a datatype that the protocol has"])
     return Signature(tuple(map(_spec, inputs)), tuple(map(_spec, graph.output)))
+
+
+def find_hard_links(path: Path) -> list[str]:
+    """Files with weights of this model that have further hard links, by the names the model uses.
+    A hard link makes any file of the file system part of the model's folder. The model is only
+    parsed where its folder holds such a file."""
+    linked = [file for file in path.parent.rglob("*") if file.is_file() and _is_shared(file)]
+    if not linked or linked == [path]:
+        return []
+    return sorted(
+        {
+            entry.value
+            for tensor in _tensors(_read_graph(path))
+            for entry in tensor.external_data
+            if entry.key == "location" and _is_shared(path.parent / entry.value)
+        }
+    )
+
+
+def _is_shared(file: Path) -> bool:
+    try:
+        return file.stat().st_nlink > 1
+    except OSError:
+        return False
+
+
+def _read_graph(path: Path) -> GraphProto:
+    import onnx
+
+    try:
+        return onnx.load(str(path), load_external_data=False).graph
+    except Exception as error:  # onnx and protobuf raise many types for a broken file.
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError([f"cannot be read as ONNX: {text}"]) from None
+
+
+def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
+    """All weights, also sparse ones, attributes, and those of branches and loop bodies."""
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield attribute.t
+            yield from attribute.tensors
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _tensors(inner)
 
 
 def _datatype(value: ValueInfoProto) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import manifest as manifests
-from penstock import pbtxt
+from penstock import onnx_file, pbtxt
 from penstock.config import LLM, ModelConfig
 from penstock.errors import ConfigError, NotFound
 from penstock.slo import Slo
@@ -91,6 +91,31 @@ def _read_all(folders: Sequence[Path], root: Path) -> Found:
             where = os.path.relpath(error.filename or folder, folder.parent)
             found.problems[folder.name] = [f"{where}: cannot be read: {error.strerror}"]
     return found
+
+
+def refuse_hard_links(found: Found) -> Found:
+    """The same without models whose ONNX weights are in hard links: such a file may be any file of
+    the file system under a harmless name."""
+    problems = {name: list(each) for name, each in found.problems.items()}
+    for config in found.configs:
+        if linked := _linked_weights(config):
+            problems.setdefault(config.name, []).extend(linked)
+    configs = [config for config in found.configs if config.name not in problems]
+    return Found(configs, problems, found.folders)
+
+
+def _linked_weights(config: ModelConfig) -> list[str]:
+    if not config.artifact.endswith(".onnx"):
+        return []
+    try:
+        names = onnx_file.find_hard_links(Path(config.artifact))
+    except ConfigError as error:
+        return [f"{config.version}/{Path(config.artifact).name}: {error}"]
+    return [
+        f"{config.version}/{name}: has further hard links and may be a file from outside the "
+        "model; copy it, or allow hard links with --allow-hard-links"
+        for name in names
+    ]
 
 
 def read_made_up(path: str | os.PathLike[str]) -> Found:

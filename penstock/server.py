@@ -24,7 +24,7 @@ from penstock.exit_codes import ExitCode
 from penstock.protocols import access_log
 from penstock.protocols.embeddings_http import EmbeddingsHttp
 from penstock.protocols.fronts import Desk, Front, grpc_trade, http_opening, http_trade
-from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, read_keys
+from penstock.protocols.gate import LOOPBACK_HOSTS, Gate, KeyFile
 from penstock.protocols.generate_http import GenerateHttp
 from penstock.protocols.http import HttpServer
 from penstock.protocols.line import listen_problem, reserve, why_not_listen
@@ -46,6 +46,8 @@ log = logging.getLogger("penstock.server")
 SWITCH_S = 0.0005
 
 PROGRESS_S = 1.0
+# How often files that may change while the server runs are looked at.
+WATCH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +102,12 @@ class Server:
         self.catalog = Catalog(
             fleet=Fleet(config.gpu_memory_reserve), makers={LLM: make_text_model}
         )
-        self.routes = V2Routes(self.catalog, path, config.is_explicit)
-        self._gate = gate = make_gate(config)
+        self.routes = V2Routes(self.catalog, path, config.is_explicit, config.allows_hard_links)
+        self._key_file = KeyFile(Path(config.api_keys)) if config.api_keys else None
+        self._gate = gate = make_gate(config, self._key_file)
+        self._watching: asyncio.Task[None] | None = None
         self.routes.tells_reasons = gate.keys is None
+        self.routes.server_id = config.id
         if config.logs_requests:
             access_log.log.setLevel(logging.INFO)  # Asked for, whatever else is kept quiet.
         is_logged = config.logs_requests
@@ -113,7 +118,7 @@ class Server:
             embeddings=EmbeddingsHttp(self.catalog, is_logged),
         )
         generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, is_logged)
-        models = Models(self.catalog, self.routes, is_logged, openai.handle, generate.handle)
+        models = Models(self.catalog, self.routes, is_logged, openai.handle, generate.handle, gate)
         self.v2 = V2Http(models, config.limits, gate, config.logs_requests)
         self.http = HttpServer(self.v2.handle, config.limits)
         self.http_port = config.http_port
@@ -129,6 +134,8 @@ class Server:
             config.logs_requests,
             self.v2.handle,
         )
+        self._desk.server_id = config.id
+        self._desk.gate = gate
         # Holds the port that the HTTP fronts share.
         self._reserved: socket.socket | None = None
         self._fronts: list[Front] = []
@@ -147,6 +154,8 @@ class Server:
             self.http_port = await self._listen(self.http, self._config.http_port, "HTTP")
         if self._metrics_http is not None and self.metrics_port is not None:
             self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
+        if self._key_file is not None:
+            self._watching = asyncio.create_task(self._watch_keys(self._key_file))
         await asyncio.to_thread(self.routes.usage.begin)
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -188,6 +197,8 @@ class Server:
                     await asyncio.sleep(0.005)
         except TimeoutError:
             log.warning("still running after %.0f s; stopping anyway", self._config.drain_s)
+        if self._watching is not None:
+            self._watching.cancel()
         await asyncio.gather(*(front.close() for front in self._fronts))
         if self._reserved is not None:
             self._reserved.close()
@@ -199,6 +210,22 @@ class Server:
             await self._metrics_http.close()
         if not self.routes.is_loading:
             log.info("stopped")
+
+    async def _watch_keys(self, key_file: KeyFile) -> None:
+        """Keys that cannot be read leave those before them in place."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                keys = await asyncio.to_thread(key_file.read_if_changed)
+            except ConfigError as error:
+                log.error("the API keys stay as they are: %s", error)
+                continue
+            if keys is not None:
+                self._gate.keys = keys
+                self.http.forget_heads()
+                for front in self._fronts:
+                    front.set_keys(self._gate)
+                log.info("API keys reloaded: %d", len(keys.scopes))
 
     async def _tell(self, found: Found, on_progress: Callable[[Progress], None]) -> None:
         names = list(dict.fromkeys(config.name for config in found.configs))
@@ -316,8 +343,8 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def make_gate(config: ServerConfig) -> Gate:
-    keys = read_keys(Path(config.api_keys)) if config.api_keys else None
+def make_gate(config: ServerConfig, key_file: KeyFile | None) -> Gate:
+    keys = None if key_file is None else key_file.read()
     hosts = LOOPBACK_HOSTS | {host.lower() for host in (config.host, *config.allow_hosts)}
     return Gate(keys, frozenset(hosts) if is_loopback(config.host) else None)
 

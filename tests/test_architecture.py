@@ -41,6 +41,7 @@ PURE = [
     "benchmark/inputs/lengths.py",
     "benchmark/targets/http_messages.py",
     "benchmark/targets/v2_requests.py",
+    "protocols/route_table.py",
     "llm/blocks.py",
     "llm/pace.py",
     "llm/params.py",

@@ -48,6 +48,13 @@ def complaint(url: str, status: int = 200, body: object = b"") -> str:
     return problem
 
 
+def test_no_error_shows_a_password():
+    for url in ("http://me:hunter2@127.0.0.1:1", "ftp://me:hunter2@x", "http://me:hunter2@x:y"):
+        with pytest.raises(ConfigError) as caught:
+            ask.explanation(url, "m")
+        assert "hunter2" not in str(caught.value)
+
+
 def test_nobody_is_there():
     with pytest.raises(ConfigError, match=r"cannot be reached: .*refused"):
         ask.explanation("http://127.0.0.1:1", "m")

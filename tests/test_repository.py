@@ -27,7 +27,7 @@ from penstock.config import (
 from penstock.devices import Gpu
 from penstock.errors import ConfigError, NotFound
 from penstock.pbtxt import describe
-from penstock.repository import about, names, read, read_made_up, read_one
+from penstock.repository import about, names, read, read_made_up, read_one, refuse_hard_links
 from penstock.types import DATATYPES, TensorSpec
 
 WriteOnnx = Callable[..., Path]
@@ -1391,6 +1391,62 @@ def test_weights_kept_outside_the_file_are_not_read(
         [weight],
     )
     assert versions_of(folder) == ["1"]
+
+
+def external(location: str) -> TensorProto:
+    weight = TensorProto(name="weight", data_type=TensorProto.FLOAT, dims=[1])
+    weight.data_location = TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value=location)
+    return weight
+
+
+def write_adding(
+    write_onnx: WriteOnnx, folder: Path, location: str, is_inner: bool = False
+) -> None:
+    """A model whose weight, of the graph or of a branch in it, lies in a file beside it."""
+    add = helper.make_node("Add", ["x", "weight"], ["y"])
+    nodes, weights = [add], [external(location)]
+    if is_inner:
+        inner = helper.make_graph(
+            nodes, "inner", [], [helper.make_tensor_value_info("y", 1, None)], weights
+        )
+        yes = helper.make_node("Constant", [], ["yes"], value=helper.make_tensor("c", 9, [], [1]))
+        nodes = [yes, helper.make_node("If", ["yes"], ["y"], then_branch=inner, else_branch=inner)]
+        weights = []
+    tensors = {"x": ("FP32", ["batch", 1])}, {"y": ("FP32", ["batch", 1])}
+    write_onnx(folder / "1" / "model.onnx", nodes, *tensors, weights)
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("name", ["weights.bin", "below/weights.bin"])
+def test_weights_in_a_hard_link_are_refused(
+    tmp_path: Path, write_onnx: WriteOnnx, name: str, is_inner: bool
+) -> None:
+    (tmp_path / "secret.bin").write_bytes(bytes(4))
+    folder = add_model(tmp_path, "model", None)
+    write_adding(write_onnx, folder, name, is_inner)
+    place = folder / "1" / name
+    place.parent.mkdir(exist_ok=True)
+    place.hardlink_to(tmp_path / "secret.bin")
+    found = refuse_hard_links(read(folder))
+    assert found.configs == []
+    [problem] = found.problems["model"]
+    assert problem.startswith(f"1/{name}: has further hard links")
+    place.unlink()
+    place.write_bytes(bytes(4))
+    found = refuse_hard_links(read(folder))
+    assert [config.name for config in found.configs] == ["model"]
+
+
+def test_hard_links_that_hold_no_weights_are_allowed(tmp_path: Path, write_onnx: WriteOnnx) -> None:
+    folder = add_model(tmp_path, "model", None)
+    write_adding(write_onnx, folder, "weights.bin")
+    (folder / "1" / "weights.bin").write_bytes(bytes(4))
+    (tmp_path / "labels.txt").write_text("a")
+    (folder / "1" / "labels.txt").hardlink_to(tmp_path / "labels.txt")
+    (tmp_path / "model.onnx").hardlink_to(folder / "1" / "model.onnx")
+    found = refuse_hard_links(read(folder))
+    assert (len(found.configs), found.problems) == (1, {})
 
 
 # describe

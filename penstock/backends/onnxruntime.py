@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 # Before the import: the only switch that keeps the library from reporting home.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
@@ -70,6 +72,12 @@ ELEMENT_TYPES = {
     "tensor(string)": "BYTES",
 }
 ONNX_BFLOAT16 = 16
+# Where in the library's sources an error was raised, with the name or signature of the function.
+_SOURCE = re.compile(
+    r"(?:/[\w.+-]+)*/?\b[\w.+-]+\.(?:cc|cpp|cxx|cu|cuh|h|hpp):\d+ "
+    r"(?:(?:[\w:<>~*&,]+ )*?[\w:<>~]+\([^()]*(?:\([^()]*\)[^()]*)*\)(?: const)? |\w+ )?"
+)
+_CODE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : ")
 CPU = "CPUExecutionProvider"
 
 
@@ -89,9 +97,8 @@ class OnnxRunner:
         try:
             self._session = ort.InferenceSession(config.artifact, options, providers=providers)
         except Exception as error:  # The library raises its own types, some of them bare.
-            raise BackendFailed(
-                f"ONNX Runtime cannot load the model: {first_line(error)}"
-            ) from None
+            reason = shown_error(error, config)
+            raise BackendFailed(f"ONNX Runtime cannot load the model: {reason}") from None
         self.inputs = _specs(self._session.get_inputs())
         self.outputs = _specs(self._session.get_outputs())
         check_signature(config, self.inputs, self.outputs)
@@ -120,13 +127,18 @@ class OnnxRunner:
         return built
 
     def start(self, batch: Batch) -> Execution:
-        feeds = batch.inputs
+        try:
+            return Finished(self._run(batch.inputs))
+        except Exception as error:  # The library raises its own types, some of them bare.
+            raise BackendFailed(shown_error(error, self._config)) from error
+
+    def _run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         if self._has_bf16:
-            return Finished(self._run_with_ort_values(feeds))
+            return self._run_with_ort_values(feeds)
         if self._special:
             feeds = {name: _text(array) for name, array in feeds.items()}
         arrays = self._session.run(self._output_names, feeds)
-        return Finished(dict(zip(self._output_names, arrays, strict=True)))
+        return dict(zip(self._output_names, arrays, strict=True))
 
     def close(self) -> None:
         del self._session
@@ -158,6 +170,16 @@ class OnnxRunner:
 
 def load(config: ModelConfig) -> OnnxRunner:
     return OnnxRunner(config)
+
+
+def shown_error(error: Exception, config: ModelConfig) -> str:
+    """An error of the library in one line, without places in its sources or on this machine."""
+    text = _CODE.sub("", _SOURCE.sub("", first_line(error)))
+    version_folder, *outer = Path(config.artifact).parents
+    text = text.replace(f"{version_folder}/", "")
+    for folder in outer[:-1]:
+        text = text.replace(str(folder), "…")
+    return text.replace(" failed:", " failed: ")
 
 
 def session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOptions:

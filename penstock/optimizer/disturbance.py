@@ -22,12 +22,12 @@ from penstock.optimizer.results import Conditions, Served, Turn
 TIMED = ("s", "%", "/s", "per million")
 # The generator was late: by so much, or by this share of the latency limit.
 LATE_S, LATE_SHARE = 0.02, 0.2
-# After such a time, windows until latency is back at so many times its median belong to it, up to
-# this many.
+# A disturbance also covers the windows after it, until latency is back at RECOVERED times its
+# median, but at most MAX_RECOVERY windows.
 RECOVERED, MAX_RECOVERY = 1.5, 12
 # Without this share of the time nothing is said of the rest.
 MIN_CALM = 0.3
-# A highest rate that is so many times away from a rate that was kept or missed contradicts it.
+# A highest rate contradicts a kept or missed rate that is this factor away from it.
 RATE_MARGIN = 1.25
 # A highest rate below this share of what was just answered in time is void.
 VOID_SHARE = 0.5
@@ -40,8 +40,8 @@ MIN_SLOWER, GROWTH = 1.05, 8
 PREDICTION_MARGIN = 4.0
 # Overloaded: less than this share of what arrives is answered.
 KEPT_UP = 0.95
-# A queue that pauses leave behind may last longer than is seen: a latency so many times its limit
-# is missed without them, too.
+# A queue that builds up during a pause can outlast the window: only a latency above this multiple
+# of its limit counts as missed without the pause.
 PAUSE_EXCESS = 3.0
 # Shares of the CPU that are worth naming.
 MIN_FOREIGN, MIN_STEAL, MIN_LATE = 0.05, 0.01, 0.01

@@ -144,9 +144,12 @@ def _read_onnx(path: Path, facts: Facts) -> None:
             for each in weights.values()
         ),
     )
-    facts.quantised = _quantised(nodes)
+    # A layer that no output needs is never quantised: preparation for INT8 removes it.
+    onnx_model.remove_dead(graph)
+    alive = list(onnx_model.nodes(graph))
+    facts.quantised = _quantised(alive)
     facts.quantisable = dict(
-        Counter(node.op_type for node in nodes if onnx_model.can_gain(node, weights))
+        Counter(node.op_type for node in alive if onnx_model.can_gain(node, weights))
     )
 
 

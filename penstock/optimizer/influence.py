@@ -37,8 +37,8 @@ from penstock.types import Array, TensorSpec
 
 MAX_EXAMPLES = 32
 MIN_EXAMPLES = 6
-# Of one check. Slow models are checked with fewer examples, down to MIN_EXAMPLES; very slow ones in
-# fewer batches, the largest of which come first.
+# Time for one check. Slow models are checked with fewer examples, down to MIN_EXAMPLES; very slow
+# ones in fewer batches, largest first.
 CHECK_S = 6.0
 MAX_CHECK_S = 20.0
 # How often each example is computed: twice alone, padded, and in batches.
@@ -46,8 +46,8 @@ RUNS_PER_EXAMPLE = 8
 SIZES = (2, 8, 32)
 # Batches of each size, each time in another order.
 NUM_ORDERS = 2
-# Of a build in less precision than FP32, at least: a value at the edge of a quantisation step falls
-# to either side with the order in which sums are made. Its parent in FP32 is held to less.
+# The least tolerance for builds below FP32: a value at the edge of a quantisation step falls to
+# either side depending on the order of summation. The FP32 parent has a smaller tolerance.
 ROUNDED_TOLERANCE = 0.05
 # What rounding in the output's own datatype may do, in units of the last place.
 NUM_ULPS = 4
@@ -56,7 +56,7 @@ SEED = 12
 
 
 class RowCheck(msgspec.Struct):
-    """What was found; empty texts: nothing."""
+    """Result of the check; an empty text means no problem."""
 
     # Why rows must not share a batch.
     batching_problem: str = ""

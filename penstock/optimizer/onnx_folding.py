@@ -131,7 +131,7 @@ def fold(model: Any, shapes: Mapping[str, Dims] | None = None) -> Any:
         walk.visit(copy.graph, node)
     _replace(copy.graph, walk.folded)
     tidy_pads(copy.graph)
-    # What was inferred before may contradict what is known now.
+    # Earlier shape inference may contradict the sizes that are fixed now.
     del copy.graph.value_info[:]
     return copy
 
@@ -281,7 +281,7 @@ class _Walk:
     # Values.
 
     def _shape(self, node: Any) -> dict[str, Partial]:
-        """Of Shape and Size, from the type of their input."""
+        """Return the output of Shape or Size, from the type of its input."""
         if node.op_type not in ("Shape", "Size"):
             return {}
         dims = self._dims(node.input[0])
@@ -296,7 +296,7 @@ class _Walk:
         return {node.output[0]: known(np.array(dims.elements.prod(), np.int64))}
 
     def _computed(self, node: Any) -> dict[str, Partial]:
-        """Of any other node, as far as its inputs are known; empty where nothing is."""
+        """Return the outputs of any other node whose inputs are all known, else nothing."""
         names = [name for name in node.input if name]
         if any(name not in self.values for name in names) or not self._is_small(node):
             return {}
@@ -399,7 +399,7 @@ class _Walk:
 
 
 def _reshaped(sizes: Partial, dims: Partial | None) -> Array | None:
-    """A shape for Reshape without anything unknown; None where there is none."""
+    """Return a shape for Reshape that is fully known, or None if there is no such shape."""
     fixed = sizes.elements.astype(np.int64)
     left: list[int] = []
     for place, symbol in enumerate(sizes.symbols.tolist()):
@@ -422,12 +422,12 @@ def _reshaped(sizes: Partial, dims: Partial | None) -> Array | None:
 
 @dataclass(frozen=True, slots=True)
 class _Padding:
-    """What a Pad adds before and behind each axis but batch and channels."""
+    """The padding that a Pad adds to each axis except batch and channels."""
 
     source: str
     sizes: Array
     value: float
-    # Of the input: never below zero.
+    # The input is never below zero.
     is_positive: bool
 
 
@@ -456,8 +456,8 @@ def tidy_pads(graph: Any) -> None:
 
 
 def _pad_sizes(node: Any, constants: Mapping[str, Any]) -> Array | None:
-    """Of a Pad, before and behind each axis; None where it is no Pad, or its sizes are computed or
-    for some axes only."""
+    """Return the padding before and behind each axis, or None if the node is no Pad, its sizes are
+    computed at run time, or it pads only some axes."""
     import onnx
 
     if node.op_type != "Pad" or not 2 <= len(node.input) <= 3:

@@ -62,8 +62,8 @@ def settle_served(tries: Sequence[Try], chosen: Candidate, proofs: Mapping[str, 
 
 
 def _settle(each: Try, chosen: Served, chosen_proof: Served | None, proof: Served | None) -> None:
-    """Like with like: what was proven by its proof, all else as measured in the search. Where the
-    search had it ahead of the chosen one, the proof of that counts."""
+    """Compare proof with proof and search with search. If the search had this candidate ahead of
+    the chosen one, compare it with the proof of the chosen one."""
     assert each.served is not None
     one, other = each.served, chosen
     if proof is not None and chosen_proof is not None:
@@ -116,7 +116,7 @@ def is_refused(found: Optimization) -> bool:
 
 
 def _is_faster(attempt: Try, found: Optimization) -> bool:
-    """By prediction, else as measured; False where nobody knows."""
+    """Whether the attempt is faster than the choice: as predicted, else as measured, else False."""
     candidate = found.chosen or Candidate()
     model, own = (try_of(found.tries, key) for key in (candidate.model.key, candidate.key))
     if model is not None and model.predicted_rate is not None:

@@ -22,8 +22,8 @@ MIN_MEDIAN_COSINE = 0.99
 MIN_WORST_COSINE = 0.95
 # Share of the examples with the same best class, whole numbers or text.
 MIN_AGREEMENT = 0.95
-# Of the median row, the length of the error over that of the row. Cosines do not see a scale, and
-# labels only the best class.
+# The median row's error norm over the row's norm. Cosines do not see a change of scale, and labels
+# see only the best class.
 MAX_MEDIAN_ERROR = 0.3
 # A column's root mean square error over its standard deviation. A healthy INT8 build has 0.02 to
 # 0.2, a column that carries nothing any more 1.

@@ -53,7 +53,7 @@ def _chain(chosen: Candidate | None) -> Iterator[tuple[str, Candidate]]:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What a run knows of the candidates of a chain."""
+    """Measurements of one run, looked up by candidate."""
 
     found: Optimization
 
@@ -108,8 +108,8 @@ class _Known:
         return None if price is None or not rate > 0 else goals.cost_per_million(rate, price)
 
     def _score(self, candidate: Candidate) -> float | None:
-        """By the examples that candidates are chosen by: of the last step that was judged, since
-        others lose nothing. Where none was, by the held-out examples."""
+        """Return the score on the selection examples of the last step that was judged: lossless
+        steps after it change nothing. If no step was judged, return the held-out score."""
         judged = [each.accuracy for each in self.found.tries if each.accuracy is not None]
         held_out = self.found.held_out
         if not judged:

@@ -270,6 +270,8 @@ class Endpoint:
     def __enter__(self) -> Self:
         self._output = Output()
         flags = ["--http-port", "0", "--no-grpc", "--no-metrics", "--drain-s", "1"]
+        # Builds share the files that they do not change.
+        flags.append("--allow-hard-links")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "penstock", "serve", str(self.build.folder), *flags],
             stdin=subprocess.DEVNULL,

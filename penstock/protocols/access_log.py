@@ -98,9 +98,14 @@ def refused(
 
 
 def _write(protocol: str, fields: dict[str, object]) -> None:
+    write(log, protocol, fields)
+
+
+def write(logger: logging.Logger, protocol: str, fields: dict[str, object]) -> None:
+    """One line, without the fields that are empty."""
     fields = {key: value for key, value in fields.items() if value != ""}
     text = " ".join(f"{key}={_quoted(value)}" for key, value in fields.items())
-    log.info("%s %s", protocol, text, extra={"protocol": protocol, **fields})
+    logger.info("%s %s", protocol, text, extra={"protocol": protocol, **fields})
 
 
 def _milliseconds(timings: Timings) -> dict[str, float]:

@@ -15,11 +15,10 @@ import functools
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-import penstock
 from penstock import pbtxt
 from penstock.config import MIB, GrpcConfig, HttpLimits
 from penstock.errors import (
@@ -29,12 +28,13 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
 )
-from penstock.protocols import access_log
+from penstock.protocols import access_log, audit_log
+from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.http import Exchange, Handler, Head
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES, Line, Outbox, status_name, unpack
 from penstock.protocols.v2_http import status_of
-from penstock.protocols.v2_routes import EXTENSIONS
+from penstock.protocols.v2_routes import describe_server
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.served import Served
@@ -68,6 +68,12 @@ STOP_TIMEOUT_S = 5.0
 PING_S = 1.0
 # How long a front may take until it listens.
 START_S = 60.0
+# Questions that are administrative calls, and what HTTP and the audit log call them.
+ADMIN_ACTIONS: Mapping[frames.AskKind, str] = {
+    "repository_index": "index",
+    "model_load": "load",
+    "model_unload": "unload",
+}
 # Of an error over gRPC; what quotes the client's own names may be of any length.
 MAX_TEXT = 2000
 # The same over HTTP, which has no limit of its own: what surely fits a frame.
@@ -151,6 +157,9 @@ class Desk:
         self.logs_requests = logs_requests
         self._is_serving = is_serving
         self.is_draining = False
+        self.server_id = "penstock"
+        # Knows the names of callers.
+        self.gate = Gate()
         self._answers: Mapping[frames.AskKind, Callable[[frames.Ask], Awaitable[bytes]]] = {
             "server_ready": self._server_ready,
             "server_metadata": self._server_metadata,
@@ -164,15 +173,30 @@ class Desk:
         }
 
     async def answer(self, ask: frames.Ask) -> bytes:
-        return await self._answers[ask.kind](ask)
+        action = ADMIN_ACTIONS.get(ask.kind)
+        if action is None:
+            return await self._answers[ask.kind](ask)
+        call = AdminCall("grpc", self.gate.name_of(ask.key), action, ask.model_name)
+        result, reason = "CANCELLED", ""
+        try:
+            answer = await self._answers[ask.kind](ask)
+            result = "OK"
+            return answer
+        except PenstockError as error:
+            result, reason = status_name(error), str(error)
+            raise
+        except Exception:
+            result, reason = "INTERNAL", "internal error"
+            raise
+        finally:
+            audit_log.record(call, result, reason)
 
     async def _server_ready(self, ask: frames.Ask) -> bytes:
         is_ready = self._is_serving() and self.catalog.is_ready
         return _json({"ready": is_ready and not self.is_draining})
 
     async def _server_metadata(self, ask: frames.Ask) -> bytes:
-        version = penstock.__version__
-        return _json({"name": "penstock", "version": version, "extensions": EXTENSIONS})
+        return describe_server(self.server_id)
 
     async def _model_ready(self, ask: frames.Ask) -> bytes:
         model = self.catalog.find(ask.model_name, ask.model_version)
@@ -341,6 +365,9 @@ class Session:
 
     def ping(self) -> None:
         self._line.send(frames.Ping())
+
+    def set_keys(self, keys: dict[bytes, tuple[str, ...]]) -> None:
+        self._line.send(frames.SetKeys(keys))
 
     def read(self) -> None:
         """What the front has said by now."""
@@ -620,6 +647,15 @@ class Front:
     async def listening(self) -> None:
         """ConfigError if it cannot."""
         await self._first_listening
+
+    def set_keys(self, gate: Gate) -> None:
+        """The API keys have changed: for this front, and for those that take its place."""
+        keys = _keys(gate)
+        assert keys is not None
+        opening = msgspec.structs.replace(self._trade.opening, keys=keys)
+        self._trade = replace(self._trade, opening=opening)
+        if self._session is not None:
+            self._session.set_keys(keys)
 
     def drain(self) -> None:
         """New inferences are refused, accepted ones finish."""

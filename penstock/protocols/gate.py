@@ -19,11 +19,10 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from penstock.errors import ConfigError, NotAllowed
+from penstock.protocols.route_table import RPC_SCOPES, Scope
 
-Scope = Literal["open", "infer", "metrics", "admin"]
 SCOPES = ("infer", "metrics", "admin")
 FIELDS = ("name", "secret", "scopes")
 EXAMPLE = '  [[key]]\n  secret = "at least 16 characters"\n  scopes = ["infer"]'
@@ -31,88 +30,62 @@ MIN_SECRET = 16
 # They travel to a front in one frame.
 MAX_KEYS = 4096
 LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
-_HEALTH = re.compile(r"/v2/health/(live|ready)")
-_EXPLAIN = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/explain")
-_ADMIN = re.compile(
-    r"/v2/((repository|trace|logging|(system|cuda)sharedmemory)(/.*)?"
-    r"|models/[^/]+(/versions/[^/]+)?/trace/setting)"
-)
-# What each RPC needs: the same as the route of HTTP that does its work.
-_RPCS: Mapping[str, Mapping[Scope, tuple[str, ...]]] = {
-    "inference.GRPCInferenceService": {
-        "open": ("ServerLive", "ServerReady"),
-        "infer": (
-            "ServerMetadata",
-            "ModelReady",
-            "ModelMetadata",
-            "ModelConfig",
-            "ModelStatistics",
-            "ModelInfer",
-            "ModelStreamInfer",
-        ),
-        "admin": (
-            "RepositoryIndex",
-            "RepositoryModelLoad",
-            "RepositoryModelUnload",
-            "SystemSharedMemoryStatus",
-            "SystemSharedMemoryRegister",
-            "SystemSharedMemoryUnregister",
-            "CudaSharedMemoryStatus",
-            "CudaSharedMemoryRegister",
-            "CudaSharedMemoryUnregister",
-            "TraceSetting",
-            "LogSettings",
-        ),
-    },
-    # Asked about a model it needs what ModelReady does (`v2_grpc`).
-    "grpc.health.v1.Health": {"open": ("Check", "Watch")},
-}
-RPC_SCOPES: Mapping[str, Scope] = {
-    f"/{service}/{name}": scope
-    for service, scopes in _RPCS.items()
-    for scope, names in scopes.items()
-    for name in names
-}
+# RFC 9110, section 7.2: a name or an address, and perhaps a port.
+_HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/\[\]]+))(?::[0-9]*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Scopes by the digest of the secret; the secrets themselves are not kept."""
+    """Scopes by the digest of the secret; the secrets themselves are not kept. `names` are for
+    logs; front processes have none."""
 
     scopes: Mapping[bytes, frozenset[str]] = field(default_factory=dict)
+    names: Mapping[bytes, str] = field(default_factory=dict)
 
     def of(self, secret: bytes) -> frozenset[str]:
-        return self.scopes.get(_digest(secret), frozenset())
+        return self.scopes.get(digest_secret(secret), frozenset())
 
 
 class Gate:
-    """`keys` None: nobody needs one. `hosts` None: any Host will do."""
+    """`keys` None: no key is needed; they may be replaced at any time. `hosts` None: any Host is
+    accepted."""
 
     def __init__(self, keys: Keys | None = None, hosts: frozenset[str] | None = None) -> None:
         self.keys = keys
         self.hosts = hosts
 
-    def check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """NotAllowed, saying what was missing."""
-        self._check_host(headers)
-        self._check_key(scope_of(path), headers)
+    def caller(self, headers: Mapping[bytes, bytes]) -> str:
+        """Who sent a message, for logs."""
+        secret = secret_of(headers)
+        return self.name_of(b"" if secret is None else digest_secret(secret))
 
-    def check_rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-        """The same for a gRPC call; what is not known is inference here too."""
-        if self.keys is None:
-            return
-        self._check_key(RPC_SCOPES.get(method, "infer"), _headers(metadata))
+    def name_of(self, digest: bytes) -> str:
+        """Of the key with this digest; empty means that no key was sent."""
+        if self.keys is None or not digest:
+            return "anonymous"
+        return self.keys.names.get(digest) or f"key {digest.hex()[:8]}"
 
     def caller_digest(self, headers: Mapping[bytes, bytes]) -> bytes:
         """Digest of the API key of a message, to tell callers apart; empty where none is needed."""
         secret = None if self.keys is None else secret_of(headers)
-        return b"" if secret is None else _digest(secret)
+        return b"" if secret is None else digest_secret(secret)
 
-    def rpc_caller_digest(self, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
-        """The same for a gRPC call."""
-        return b"" if self.keys is None else self.caller_digest(_headers(metadata))
+    def check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        """NotAllowed for a Host that this server does not have. Only HTTP/1.0 may send none, which
+        no browser speaks."""
+        if self.hosts is None:
+            return
+        given = headers.get(b"host")
+        if given is None:
+            return
+        text = given.decode("latin-1")
+        match = _HOST.fullmatch(text)
+        name = "" if match is None else match["address"] or match["name"]
+        if name.lower() not in self.hosts:
+            raise NotAllowed(f"Host '{text}' is not served here; add it with --allow-host")
 
-    def _check_key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+    def check_scope(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """NotAllowed, saying what was missing."""
         if self.keys is None or scope == "open":
             return
         secret = secret_of(headers)
@@ -126,26 +99,52 @@ class Gate:
         if scope not in scopes:
             raise NotAllowed(f"This protocol is restricted: the API key has no scope '{scope}'")
 
-    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
-        if self.hosts is None:
-            return
-        given = headers.get(b"host", b"").decode("latin-1")
-        name = given.rpartition("]")[0].lstrip("[") if given.startswith("[") else given
-        if not given.startswith("["):
-            name = given.rpartition(":")[0] if ":" in given else given
-        if given and name.lower() not in self.hosts:
-            raise NotAllowed(f"Host '{given}' is not served here; --allow-host adds one")
+    def check_rpc(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """The same for a gRPC call. False: there is no such method, for anybody."""
+        scope = RPC_SCOPES.get(method)
+        if scope is None:
+            return False
+        if self.keys is not None:
+            self.check_scope(scope, headers_of(metadata))
+        return True
+
+    def rpc_caller_digest(self, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+        """As `caller_digest`, for a gRPC call."""
+        return b"" if self.keys is None else self.caller_digest(headers_of(metadata))
 
 
-def scope_of(path: str) -> Scope:
-    """What a path needs. Whatever is not known to be open, metrics or admin is inference."""
-    if _HEALTH.fullmatch(path):
-        return "open"
-    if path == "/metrics" or path.startswith("/metrics/") or _EXPLAIN.fullmatch(path):
-        return "metrics"
-    if _ADMIN.fullmatch(path):
-        return "admin"
-    return "infer"
+class KeyFile:
+    """The key file of a running server, read again when it has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: tuple[int, ...] | None = None
+
+    def read(self) -> Keys:
+        """ConfigError with every problem."""
+        self._stamp = file_stamp(self._path)
+        return read_keys(self._path)
+
+    def read_if_changed(self) -> Keys | None:
+        """None: it has not changed. ConfigError once for each change that cannot be used."""
+        return None if file_stamp(self._path) == self._stamp else self.read()
+
+
+def file_stamp(path: Path) -> tuple[int, ...] | None:
+    """Differs after every change of a file; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def headers_of(metadata: Iterable[tuple[str, str | bytes]]) -> dict[bytes, bytes]:
+    """The metadata of a gRPC call as headers."""
+    return {
+        name.encode(): value if isinstance(value, bytes) else value.encode()
+        for name, value in metadata
+    }
 
 
 def read_keys(path: Path) -> Keys:
@@ -171,17 +170,19 @@ def read_keys(path: Path) -> Keys:
     problems = [f"{path}: {name}: no such field; expected [[key]]" for name in strange]
     first: dict[bytes, int] = {}
     scopes: dict[bytes, frozenset[str]] = {}
+    names: dict[bytes, str] = {}
     for index, entry in enumerate(entries):
         found = _key_problems(entry)
         if not found:
-            digest = _digest(entry["secret"].encode())
+            digest = digest_secret(entry["secret"].encode())
             scopes[digest] = frozenset(entry["scopes"])
+            names[digest] = entry.get("name", "")
             if first.setdefault(digest, index) != index:
                 found.append(f".secret: the same as that of key[{first[digest]}]")
         problems += [f"{path}: key[{index}]{problem}" for problem in found]
     if problems:
         raise ConfigError(problems)
-    return Keys(scopes)
+    return Keys(scopes, names)
 
 
 def _key_problems(entry: Mapping[str, object]) -> list[str]:
@@ -210,13 +211,6 @@ def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
     return headers.get(b"x-api-key")
 
 
-def _headers(metadata: Iterable[tuple[str, str | bytes]]) -> dict[bytes, bytes]:
-    return {
-        name.encode(): value if isinstance(value, bytes) else value.encode()
-        for name, value in metadata
-    }
-
-
-def _digest(secret: bytes) -> bytes:
+def digest_secret(secret: bytes) -> bytes:
     """Looking a digest up takes the same time however much of the secret was right."""
     return hashlib.sha256(secret).digest()

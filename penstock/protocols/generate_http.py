@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
-from urllib.parse import unquote
 
 from penstock.config import LLM
 from penstock.errors import NotReady, PenstockError, Unsupported
 from penstock.protocols import access_log
 from penstock.protocols.http import Exchange
+from penstock.protocols.route_table import find
 from penstock.protocols.text_answers import (
     Job,
     OneEventAnswer,
@@ -27,7 +27,7 @@ from penstock.protocols.text_answers import (
     begin,
     counted,
 )
-from penstock.protocols.v2_http import GENERATE, reply_error, status_of
+from penstock.protocols.v2_http import reply_error, status_of
 from penstock.serving.catalog import Catalog
 from penstock.wire import generate_v2
 from penstock.wire.generate_v2 import AnswerHead
@@ -69,16 +69,14 @@ class GenerateHttp:
             exchange.reply_error(500, "internal error")
 
     def _handle(self, exchange: Exchange) -> None:
-        match = GENERATE.fullmatch(exchange.head.path)
+        match = find(exchange.head.path)
         assert match is not None
-        if exchange.head.method != b"POST":
-            exchange.reply_error(405, "generate takes POST", b"Allow: POST\r\n")
-            return
-        model = self._find(unquote(match[1].decode("latin-1")), (match[2] or b"").decode())
+        is_stream = match.route.handler == "generate_stream"
+        model = self._find(match.model_name, match.model_version)
         with counted(model, exchange.received):
             if self._is_draining():
                 raise NotReady("the server is shutting down")
-            asked = generate_v2.read(exchange.body, match[3] is not None)
+            asked = generate_v2.read(exchange.body, is_stream)
         form = GenerateForm(AnswerHead(model.config.name, model.config.version, asked))
 
         def go_on(found: Sequence[list[int]]) -> None:
@@ -87,7 +85,7 @@ class GenerateHttp:
             if asked.is_streamed:
                 begin(StreamedAnswer(job))
             else:
-                begin(WholeAnswer(job) if match[3] is None else OneEventAnswer(job))
+                begin(OneEventAnswer(job) if is_stream else WholeAnswer(job))
 
         Reading(exchange, model, go_on, self._guarded).begin([asked.text])
 

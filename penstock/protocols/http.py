@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
+from urllib.parse import quote, unquote_to_bytes
 
 import httptools
 
@@ -48,11 +50,18 @@ _ONCE = frozenset(
     )
 )
 _JSON = b"Content-Type: application/json\r\n"
+# What a segment of a path may contain unescaped (RFC 3986, pchar).
+_PATH_CHARACTERS = "!$&'()*+,;=:@"
+# Control characters of ASCII and of Unicode in a normalized path.
+_CONTROL = re.compile(rb"%(?:[01][0-9A-F]|7F|C2%[89][0-9A-F])")
+# RFC 9112, section 3.2.2: servers must accept the absolute form, and its host goes before Host.
+_ABSOLUTE = re.compile(rb"https?://([^/?#@]+)([/?][^#]*)?", re.IGNORECASE)
 
 
 class Head:
     """The parsed start of a message. Header names are lower case; a repeated header keeps its last
-    value, except those whose repetition is refused."""
+    value, except those whose repetition is refused. `path` is normalized: one spelling for every
+    way to percent-encode the same segments."""
 
     __slots__ = (
         "content_length",
@@ -67,7 +76,8 @@ class Head:
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes]) -> None:
         self.method = method
-        self.path, _, self.query = target.partition(b"?")
+        path, _, self.query = target.partition(b"?")
+        self.path = normalize_path(path)
         self.headers = headers
         self.keep_alive = True
         self.is_http_1_0 = False
@@ -244,6 +254,7 @@ class Connection(asyncio.Protocol):
         self._header_bytes = 0
         self._head_bytes = 0
         self._chunk_bytes = 0
+        self._is_upgrade = False
         self._owes_continue = False
         self._is_advancing = False
         self._num_written = self._num_sent = 0
@@ -303,16 +314,13 @@ class Connection(asyncio.Protocol):
             self.since = self.received
         self._num_complete = 0
         try:
-            self._parser.feed_data(data)
+            self._feed(data)
         except httptools.HttpParserCallbackError:
             rejection = self._rejection
             if rejection is None:
                 log.exception("while parsing a message")
                 rejection = Rejection(500, "internal error; this is a bug")
             self._reject(rejection)
-            return
-        except httptools.HttpParserUpgrade:
-            self._reject(Rejection(400, "protocol upgrades are not supported"))
             return
         except httptools.HttpParserError as error:
             self._reject(Rejection(400, f"malformed HTTP: {error}"))
@@ -323,9 +331,30 @@ class Connection(asyncio.Protocol):
             self._is_paused = True
             self._transport.pause_reading()
 
+    def _feed(self, data: bytes) -> None:
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._without_upgrade() + data[upgrade.args[0] :]
+
+    def _without_upgrade(self) -> bytes:
+        """Start the message again without its offer to upgrade, which servers may ignore (RFC 9110,
+        section 7.8). The parser would take what follows for another protocol, also a body."""
+        parser = self._parser
+        start = (parser.get_method(), self._target, parser.get_http_version().encode())
+        lines = [b"%b: %b\r\n" % item for item in self._headers.items() if item[0] != b"upgrade"]
+        self._parser = httptools.HttpRequestParser(self)
+        self._is_upgrade = False
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (*start, b"".join(lines))
+
     def _check_unfinished(self, num_bytes: int) -> None:
-        """What the parser swallows without a word: lines that do not end."""
+        """Limit what the parser buffers without a callback: lines that do not end."""
         if not self._has_head:
+            if self._num_complete:
+                # The head began somewhere in this read; its later reads count in full.
+                return
             self._head_bytes += num_bytes
             if self._head_bytes > 2 * self._limits.max_header_bytes:
                 self._reject(_too_many_headers(self._limits))
@@ -387,19 +416,20 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         headers = self._headers
+        if b"upgrade" in headers and self._parser.should_upgrade():
+            self._is_upgrade = True
+            return
         version = self._parser.get_http_version()
         if version not in ("1.0", "1.1"):
             self._refuse(505, f"HTTP/{version} is not supported")
-        if self._parser.should_upgrade():
-            self._refuse(400, "protocol upgrades are not supported")
         coding = headers.get(b"transfer-encoding")
         if coding is not None and coding.strip().lower() != b"chunked":
             self._refuse(400, "the only Transfer-Encoding is chunked")
         if b"host" not in headers and version != "1.0":
             self._refuse(400, "the Host header is missing")
-        if not self._target.startswith(b"/"):
-            self._refuse(400, "the request target must be a path that starts with '/'")
-        head = Head(self._parser.get_method(), self._target, headers)
+        head = Head(self._parser.get_method(), self._path_and_query(), headers)
+        if b"%" in head.path and _CONTROL.search(head.path):
+            self._refuse(400, "the path contains an encoded control character")
         head.is_http_1_0 = version == "1.0"
         head.keep_alive = self._parser.should_keep_alive()
         length = headers.get(b"content-length")
@@ -416,6 +446,20 @@ class Connection(asyncio.Protocol):
         self._has_head = True
         self._body = bytearray()
 
+    def _path_and_query(self) -> bytes:
+        """Of the target. One in absolute form also sets the host."""
+        target = self._target
+        if self._parser.get_method() == b"CONNECT":
+            self._refuse(400, "this server is not a proxy: CONNECT is not supported")
+        if target.startswith(b"/"):
+            return target
+        absolute = _ABSOLUTE.fullmatch(target)
+        if absolute is None:
+            self._refuse(400, "the request target must be a path that starts with '/', or a URL")
+        self._headers[b"host"] = absolute[1]
+        rest: bytes = absolute[2] or b""
+        return rest if rest.startswith(b"/") else b"/" + rest
+
     def on_body(self, part: bytes) -> None:
         head = self._head
         assert head is not None
@@ -427,6 +471,8 @@ class Connection(asyncio.Protocol):
             self._refuse_body()
 
     def on_message_complete(self) -> None:
+        if self._is_upgrade:
+            return
         assert self._head is not None
         self._at_boundary = True
         self._owes_continue = False
@@ -553,7 +599,7 @@ class Connection(asyncio.Protocol):
         self.write(_refusal(rejection.status, str(rejection)))
         self.close()
 
-    def _refuse(self, status: int, text: str) -> None:
+    def _refuse(self, status: int, text: str) -> NoReturn:
         self._rejection = Rejection(status, text)
         raise self._rejection
 
@@ -586,6 +632,10 @@ class HttpServer:
         self._sweeper = self._loop.create_task(self._sweep())
         bound: int = self._listener.sockets[0].getsockname()[1]
         return bound
+
+    def forget_heads(self) -> None:
+        """Every head is looked at again, because what a handler noted may not hold any more."""
+        self.known_heads.clear()
 
     def drain(self) -> None:
         """From now on answers close their connections; idle connections close when next seen."""
@@ -632,6 +682,15 @@ class HttpServer:
             now = self.now()
             for connection in list(self._connections):
                 connection.sweep(now)
+
+
+def normalize_path(path: bytes) -> bytes:
+    """Escape exactly the bytes that need it, so that equal paths are equal bytes. An encoded slash
+    stays encoded: it is part of a segment, never a separator."""
+    if b"%" not in path:
+        return path
+    segments = [unquote_to_bytes(segment) for segment in path.split(b"/")]
+    return "/".join([quote(segment, safe=_PATH_CHARACTERS) for segment in segments]).encode()
 
 
 def _status_line(status: int) -> bytes:

@@ -20,9 +20,11 @@ import uvloop
 from penstock.config import HttpLimits
 from penstock.errors import PenstockError
 from penstock.protocols import access_log
+from penstock.protocols.gate import Keys
 from penstock.protocols.http import Exchange, HttpServer
 from penstock.protocols.line import MAX_SENT_BYTES, listen_problem
 from penstock.protocols.remote import Remote, begin, gate_of
+from penstock.protocols.route_table import Match
 from penstock.protocols.v2_http import InferCall, InferSink, V2Http, reply_error
 from penstock.serving.slab import Segment
 from penstock.serving.worker import take_part
@@ -114,7 +116,7 @@ class Core:
         exchange.waiter = sink
         model.submit(request)
 
-    def other(self, exchange: Exchange) -> None:
+    def other(self, exchange: Exchange, match: Match) -> None:
         Forwarding(self._remote, exchange).start()
 
     def _hand_over(self, exchange: Exchange) -> None:
@@ -147,8 +149,15 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
     remote = Remote(sock, requests, answers)
     limits = settings.limits or HttpLimits()
-    v2 = V2Http(Core(remote), limits, gate_of(settings), settings.logs_requests)
+    gate = gate_of(settings)
+    v2 = V2Http(Core(remote), limits, gate, settings.logs_requests)
     http = HttpServer(v2.handle, limits)
+
+    def use_keys(keys: Keys) -> None:
+        gate.keys = keys
+        http.forget_heads()
+
+    remote.on_keys = use_keys
     try:
         port = await http.start(settings.host, settings.port, shares_port=True)
     except OSError as error:

@@ -1,18 +1,17 @@
 """The metrics port: scrapes and health on a listener of their own, behind the same gate.
 
-So that scrapers need no way to the port that answers inference. `/metrics` is also there.
+Scrapers then need no access to the port that answers inference, which has these paths too.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
 from penstock.errors import PenstockError
-from penstock.protocols.asgi import AsgiBridge
 from penstock.protocols.gate import Gate
+from penstock.protocols.handler_tasks import HandlerTasks
 from penstock.protocols.http import Exchange
-from penstock.protocols.v2_http import reply_error
+from penstock.protocols.v2_http import WrongHead, admit, reply_error, reply_wrong_head
 
 if TYPE_CHECKING:
     from penstock.protocols.v2_routes import V2Routes
@@ -23,16 +22,16 @@ class MetricsHttp:
 
     def __init__(self, gate: Gate, routes: V2Routes) -> None:
         self._gate = gate
-        self._bridge = AsgiBridge(routes.metrics_application())
+        self._handlers = routes.handlers()
+        self._tasks = HandlerTasks(reply_error)
+        self.close = self._tasks.close
 
     def handle(self, exchange: Exchange) -> None:
-        head = exchange.head
         try:
-            self._gate.check(unquote(head.path.decode("latin-1")), head.headers)
+            match = admit(exchange, self._gate, is_metrics_port=True)
+        except WrongHead as wrong:
+            reply_wrong_head(exchange, wrong)
         except PenstockError as error:
             reply_error(exchange, error)
-            return
-        self._bridge.handle(exchange)
-
-    async def close(self) -> None:
-        await self._bridge.close()
+        else:
+            self._tasks.start(exchange, self._handlers[match.route.handler], match)

@@ -68,6 +68,12 @@ def reply_error(exchange: Exchange, error: PenstockError) -> None:
     exchange.reply(status, headers, (openai_v1.error(str(error), kind, param, code),))
 
 
+def reply_wrong_head(exchange: Exchange, status: int, text: str, headers: bytes) -> None:
+    """A path that does not exist, or a method that it does not take."""
+    kind = "not_found_error" if status == 404 else "invalid_request_error"
+    exchange.reply(status, _JSON + headers, (openai_v1.error(text, kind),))
+
+
 def error_event(error: PenstockError) -> bytes:
     """Instead of what is missing of a stream."""
     _, kind = kind_of(error)

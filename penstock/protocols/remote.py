@@ -71,7 +71,8 @@ class Remote:
     """Invariant: a request is in `_calls` from `submit` to its final answer, cancelled or not,
     because the core may read its tensors until then; so is a message in `_forwards`. `stopped` is
     set when the core says so or has gone, `on_drain` is called when it is about to stop;
-    `count_connections` is what it hears when it asks."""
+    `count_connections` is what it hears when it asks; `on_keys` takes the API keys whenever they
+    change."""
 
     def __init__(self, sock: socket.socket, requests: Segment, answers: Segment) -> None:
         self._loop = asyncio.get_running_loop()
@@ -84,6 +85,7 @@ class Remote:
         self.stopped = asyncio.Event()
         self.on_drain: Callable[[], None] = lambda: None
         self.count_connections: Callable[[], int] = lambda: 0
+        self.on_keys: Callable[[Keys], None] = lambda keys: None
         self._line: Line[frames.ToFront] = Line(
             sock, frames.decode_all_to_front, self._receive, self.stopped.set
         )
@@ -112,6 +114,7 @@ class Remote:
         name: str = "",
         version: str = "",
         parameters: Mapping[str, Parameter] = MappingProxyType({}),
+        key: bytes = b"",
     ) -> bytes:
         """The core's answer; raises what it refuses with. Whoever is cancelled here takes the
         question back."""
@@ -119,7 +122,7 @@ class Remote:
         question: asyncio.Future[bytes] = self._loop.create_future()
         self._questions[call] = question
         try:
-            self._line.send(frames.Ask(call, kind, name, version, dict(parameters)))
+            self._line.send(frames.Ask(call, kind, name, version, dict(parameters), key))
             return await question
         except asyncio.CancelledError:
             self._line.send(frames.Cancel(call))
@@ -212,6 +215,8 @@ class Remote:
                 self._line.send(frames.Pong(self.count_connections()))
             case frames.Drain():
                 self.on_drain()
+            case frames.SetKeys():
+                self.on_keys(_keys(frame.keys))
             case frames.Stop():
                 self.stopped.set()
             case frames.Open():
@@ -303,11 +308,13 @@ def _error(kind: str, text: str, retry_after_s: float = 1.0) -> PenstockError:
     return KINDS.get(kind, BackendFailed)(text)
 
 
+def _keys(sent: Mapping[bytes, Sequence[str]]) -> Keys:
+    return Keys({digest: frozenset(scopes) for digest, scopes in sent.items()})
+
+
 def gate_of(settings: frames.Open) -> Gate:
     """The core's gate, as it was sent."""
-    keys = None
-    if settings.keys is not None:
-        keys = Keys({digest: frozenset(scopes) for digest, scopes in settings.keys.items()})
+    keys = None if settings.keys is None else _keys(settings.keys)
     return Gate(keys, None if settings.hosts is None else frozenset(settings.hosts))
 
 

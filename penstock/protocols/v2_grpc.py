@@ -31,9 +31,12 @@ from penstock.errors import (
     PenstockError,
     Unsupported,
 )
-from penstock.protocols.gate import Gate
+from penstock.protocols import audit_log
+from penstock.protocols.audit_log import AdminCall
+from penstock.protocols.gate import Gate, Keys, digest_secret, headers_of, secret_of
 from penstock.protocols.line import status_name, why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
+from penstock.protocols.route_table import RPC_SCOPES
 from penstock.serving.slab import Segment
 from penstock.serving.worker import take_part
 from penstock.types import Request, Response
@@ -66,7 +69,8 @@ WATCH_S = 0.5
 # How long clients may take to read their last answers.
 STOP_GRACE_S = 2.0
 
-Answer = Callable[[Any], Awaitable[Any]]
+# Takes a message; those of administrative calls also the digest of the API key.
+Answer = Callable[..., Awaitable[Any]]
 # Who makes the call that is being answered, as `Request.caller`; each call is a task of its own.
 CALLER: ContextVar[bytes] = ContextVar("caller", default=b"")
 
@@ -97,10 +101,14 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def service(self, call: Any) -> grpc.RpcMethodHandler | None:
         try:
-            self._gate.check_rpc(call.method, call.invocation_metadata)
+            is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except NotAllowed as error:
+            if RPC_SCOPES[call.method] == "admin":
+                caller = self._gate.caller(headers_of(call.invocation_metadata))
+                denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
+                audit_log.record(denied, status_name(error), str(error))
             return _refusing(error)
-        return self._methods.get(call.method)
+        return self._methods.get(call.method) if is_known else None
 
 
 class Service:
@@ -145,6 +153,10 @@ class Service:
             self._watch, response_serializer=to_bytes
         )
         return Gated(self._gate, methods)
+
+    def use_keys(self, keys: Keys) -> None:
+        """For calls from now on; streams that are open stay so."""
+        self._gate.keys = keys
 
     def stop(self) -> None:
         """End what would never end by itself: streams read no further, watches are over."""
@@ -218,21 +230,22 @@ class Service:
 
     # The repository.
 
-    async def _repository_index(self, message: Any) -> Any:
+    async def _repository_index(self, message: Any, key: bytes) -> Any:
         _check_repository(message)
-        body = await self._remote.ask("repository_index", parameters={"ready": message.ready})
+        asked = {"ready": message.ready}
+        body = await self._remote.ask("repository_index", parameters=asked, key=key)
         return json_format.Parse(body, service_pb2.RepositoryIndexResponse())
 
-    async def _repository_load(self, message: Any) -> Any:
+    async def _repository_load(self, message: Any, key: bytes) -> Any:
         _check_repository(message)
         # Their values may be whole files, and are of no use.
         given = dict.fromkeys(message.parameters, True)
-        await self._remote.ask("model_load", message.model_name, parameters=given)
+        await self._remote.ask("model_load", message.model_name, parameters=given, key=key)
         return service_pb2.RepositoryModelLoadResponse()
 
-    async def _repository_unload(self, message: Any) -> Any:
+    async def _repository_unload(self, message: Any, key: bytes) -> Any:
         _check_repository(message)
-        await self._remote.ask("model_unload", message.model_name)
+        await self._remote.ask("model_unload", message.model_name, key=key)
         return service_pb2.RepositoryModelUnloadResponse()
 
     # Health.
@@ -352,11 +365,13 @@ def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
 def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
     """A handler that parses the request and turns errors into statuses."""
     request_type = GetMessageClass(method.input_type)
+    is_admin = RPC_SCOPES[f"/{SERVICE.full_name}/{method.name}"] == "admin"
 
     async def call(data: bytes, context: Any) -> Any:
         try:
             CALLER.set(gate.rpc_caller_digest(context.invocation_metadata() or ()))
-            return await answer(parse(request_type, data))
+            message = parse(request_type, data)
+            return await (answer(message, _key(context)) if is_admin else answer(message))
         except PenstockError as error:
             await _abort(context, error)
         except Exception:  # The protocol edge.
@@ -368,10 +383,16 @@ def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
     )
 
 
+def _key(context: Any) -> bytes:
+    """The digest of the API key that came with a call; empty where there was none."""
+    secret = secret_of(headers_of(context.invocation_metadata() or ()))
+    return b"" if secret is None else digest_secret(secret)
+
+
 def _missing(name: str) -> Answer:
     what = next((text for start, text in MISSING.items() if name.startswith(start)), f"{name} is")
 
-    async def refuse(message: Any) -> Any:
+    async def refuse(message: Any, key: bytes = b"") -> Any:
         raise Unsupported(f"{what} not supported by this server")
 
     return refuse
@@ -387,6 +408,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
     remote = Remote(sock, requests, answers)
     service = Service(remote, gate_of(settings))
+    remote.on_keys = service.use_keys
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),

@@ -1,18 +1,17 @@
-"""KServe v2 / Triton over HTTP: infer on the short path, everything else through Starlette.
+"""KServe v2 / Triton over HTTP: the router, and inference on its shortest path.
 
-Translates and nothing more: paths to Servables, bytes to requests (`wire.v2`), errors to statuses
-by one table. The same in the core and in a front process; `Door` is what differs.
+Translates and nothing more: paths to rows of `route_table` and to Servables, bytes to requests
+(`wire.v2`), errors to statuses by one table. The same in the core and in a front process; `Door` is
+what differs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Protocol, cast
-from urllib.parse import unquote
 
 from penstock.config import HttpLimits
 from penstock.errors import (
@@ -29,10 +28,12 @@ from penstock.errors import (
     TooLarge,
     Unsupported,
 )
-from penstock.protocols import access_log, openai_errors
-from penstock.protocols.asgi import AsgiBridge
+from penstock.protocols import access_log, audit_log, openai_errors, route_table
+from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
+from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
 from penstock.protocols.http import Exchange, Handler
+from penstock.protocols.route_table import Match
 from penstock.serving.catalog import Catalog
 from penstock.serving.served import Served
 from penstock.types import Request, Response, Servable, TensorSpec
@@ -59,9 +60,8 @@ STATUS: dict[type[PenstockError], int] = {
 }
 # Below this an answer is not worth compressing.
 MIN_COMPRESSED_BYTES = 1024
-MAX_PATH_LOGGED = 200
-_INFER = re.compile(rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?/infer")
-GENERATE = re.compile(rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?/generate(_stream)?")
+# How much of a path errors and logs show.
+MAX_PATH = 200
 _JSON = b"Content-Type: application/json\r\n"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 
@@ -72,9 +72,9 @@ class InferCall:
 
     __slots__ = ("accepts", "caller", "json_bytes", "model_name", "model_version", "wants_timing")
 
-    def __init__(self, name: str, version: str, headers: Mapping[bytes, bytes]) -> None:
-        self.model_name = name
-        self.model_version = version
+    def __init__(self, match: Match, headers: Mapping[bytes, bytes]) -> None:
+        self.model_name = match.model_name
+        self.model_version = match.model_version
         self.json_bytes: int | None = None
         # As `Request.caller`.
         self.caller = b""
@@ -163,7 +163,7 @@ class Door(Protocol):
 
     def infer(self, call: InferCall, exchange: Exchange) -> None: ...
 
-    def other(self, exchange: Exchange) -> None:
+    def other(self, exchange: Exchange, match: Match) -> None:
         """What is not inference."""
 
     async def close(self) -> None: ...
@@ -180,23 +180,33 @@ class Models:
         logs_requests: bool = False,
         handle_openai: Handler | None = None,
         handle_generate: Handler | None = None,
+        gate: Gate | None = None,
     ) -> None:
+        """`gate` knows the names of callers."""
+        self._gate = gate or Gate()
         self._make_sink = LoggedSink if logs_requests else InferSink
         self._catalog = catalog
         self._routes = routes
         self._codec = Codec()
-        self._bridge = AsgiBridge(routes.application())
-        self._handle_openai = handle_openai or self._bridge.handle
-        self._handle_generate = handle_generate or self._bridge.handle
-        self.close = self._bridge.close
+        self._tasks = HandlerTasks(reply_error)
+        self._handlers = routes.handlers()
+        self._direct = {
+            "openai": handle_openai,
+            "generate": handle_generate,
+            "generate_stream": handle_generate,
+        }
+        self.close = self._tasks.close
 
-    def other(self, exchange: Exchange) -> None:
-        if openai_errors.is_openai(exchange.head.path):
-            self._handle_openai(exchange)
-        elif GENERATE.fullmatch(exchange.head.path):
-            self._handle_generate(exchange)
+    def other(self, exchange: Exchange, match: Match) -> None:
+        name = match.route.handler
+        if (handler := self._handlers.get(name)) is not None:
+            if match.route.scope == "admin":
+                handler = audited(handler, self._gate.caller(exchange.head.headers))
+            self._tasks.start(exchange, handler, match)
+        elif (direct := self._direct[name]) is not None:
+            direct(exchange)
         else:
-            self._bridge.handle(exchange)
+            raise no_route(exchange)
 
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         model = self._catalog.find(call.model_name, call.model_version)
@@ -242,7 +252,7 @@ class V2Http:
             assert isinstance(call, InferCall)
             self._infer(call, exchange)
         except WrongHead as wrong:
-            exchange.reply_error(wrong.status, str(wrong), wrong.headers)
+            reply_wrong_head(exchange, wrong)
             self._note_refusal(exchange, call, wrong.status, "WrongHead")
         except PenstockError as error:
             reply_error(exchange, error)
@@ -254,7 +264,7 @@ class V2Http:
             if isinstance(call, InferCall):
                 what = {"model": call.model_name}
             else:
-                what = {"path": exchange.head.path[:MAX_PATH_LOGGED].decode("latin-1")}
+                what = {"path": exchange.head.path[:MAX_PATH].decode("latin-1")}
             access_log.refused("http", status, what, exchange.received, error)
 
     async def close(self) -> None:
@@ -267,15 +277,14 @@ class V2Http:
         """A head that was not seen before: first the gate, then where it leads. None when the
         message is not inference or has to be inflated first."""
         head = exchange.head
-        self._gate.check(unquote(head.path.decode("latin-1")), head.headers)
-        match = _INFER.fullmatch(head.path)
-        if match is None:
-            is_text = openai_errors.is_openai(head.path) or GENERATE.fullmatch(head.path)
-            if is_text and len(exchange.body) > self._limits.max_json_bytes:
+        match = admit(exchange, self._gate)
+        if match.route.handler != "infer":
+            if len(exchange.body) > self._limits.max_json_bytes:
                 raise self._too_much_json()
-            self._door.other(exchange)
+            self._door.other(exchange, match)
             return None
-        call = self._call(match, exchange)
+        call = InferCall(match, head.headers)
+        call.caller = self._gate.caller_digest(head.headers)
         encoding = head.headers.get(b"content-encoding", b"identity").lower()
         if encoding == b"identity":
             call.json_bytes = self._json_bytes(exchange)
@@ -305,17 +314,6 @@ class V2Http:
             log.exception("while handling %r", exchange.head.path)
             exchange.reply_error(500, "internal error")
 
-    def _call(self, match: re.Match[bytes], exchange: Exchange) -> InferCall:
-        """What the head of an infer message says; depends on nothing else."""
-        head = exchange.head
-        if head.method != b"POST":
-            text = f"infer takes POST, not {head.method.decode('latin-1')}"
-            raise WrongHead(405, text, b"Allow: POST\r\n")
-        name, version = unquote(match[1].decode("latin-1")), (match[2] or b"").decode()
-        call = InferCall(name, version, head.headers)
-        call.caller = self._gate.caller_digest(head.headers)
-        return call
-
     def _json_bytes(self, exchange: Exchange) -> int | None:
         """The length of the JSON part; None when it is the whole body."""
         text = exchange.head.headers.get(b"inference-header-content-length")
@@ -342,6 +340,70 @@ class V2Http:
         return TooLarge(
             f"the JSON of a request may have {most} bytes; {advice}raise --max-json-bytes"
         )
+
+
+def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Match:
+    """The row of the table for a message that has passed the gate. NotAllowed by the gate,
+    WrongHead where there is no such path or method."""
+    head = exchange.head
+    gate.check_host(head.headers)
+    match = route_table.find(head.path)
+    if match is None or (is_metrics_port and not match.route.is_on_metrics_port):
+        raise no_route(exchange)
+    try:
+        gate.check_scope(match.route.scope, head.headers)
+    except NotAllowed as error:
+        if match.route.scope == "admin":
+            call = _admin_call(match, gate.caller(head.headers))
+            audit_log.record(call, status_of(error), str(error))
+        raise
+    methods, method = match.route.methods, head.method.decode("latin-1")
+    if method not in methods:
+        text = f"{_shown(exchange)} takes {' or '.join(methods)}, not {method}"
+        raise WrongHead(405, text, f"Allow: {', '.join(methods)}\r\n".encode())
+    return match
+
+
+def audited(handler: RouteHandler, caller: str) -> RouteHandler:
+    """The same with a line in the audit log for each call."""
+
+    async def run(call: RouteCall) -> Reply:
+        # What a client that leaves would have got.
+        result, reason = STATUS[Cancelled], ""
+        try:
+            reply = await handler(call)
+            result = reply.status
+            return reply
+        except PenstockError as error:
+            result, reason = status_of(error), str(error)
+            raise
+        except Exception:
+            result, reason = 500, "internal error"
+            raise
+        finally:
+            audit_log.record(_admin_call(call.match, caller), result, reason)
+
+    return run
+
+
+def _admin_call(match: Match, caller: str) -> AdminCall:
+    return AdminCall("http", caller, match.route.handler, match.model_name)
+
+
+def no_route(exchange: Exchange) -> WrongHead:
+    return WrongHead(404, f"Not Found: there is no {_shown(exchange)} here")
+
+
+def _shown(exchange: Exchange) -> str:
+    return exchange.head.path[:MAX_PATH].decode("latin-1")
+
+
+def reply_wrong_head(exchange: Exchange, wrong: WrongHead) -> None:
+    """In the form of the protocol that the path belongs to."""
+    if openai_errors.is_openai(exchange.head.path):
+        openai_errors.reply_wrong_head(exchange, wrong.status, str(wrong), wrong.headers)
+    else:
+        exchange.reply_error(wrong.status, str(wrong), wrong.headers)
 
 
 def status_of(error: PenstockError) -> int:

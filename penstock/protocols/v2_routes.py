@@ -1,5 +1,5 @@
 """Everything of v2 over HTTP that is not inference: health, metadata, configuration, statistics,
-the repository, and metrics, as a Starlette application.
+the repository, and metrics: the handlers that `route_table` names.
 
 Reads the catalog; the only thing it changes is which models are loaded, and only in explicit mode.
 """
@@ -9,28 +9,24 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response as HttpResponse
-from starlette.routing import Route
 
 import penstock
-from penstock.errors import InvalidRequest, PenstockError, Unsupported
+from penstock.errors import InvalidRequest, NotReady, Unsupported
 from penstock.metrics import FrontUse, expose
 from penstock.pbtxt import to_json
-from penstock.protocols.v2_http import status_of
+from penstock.protocols.handler_tasks import Reply, RouteCall, RouteHandler
+from penstock.protocols.route_table import MISSING
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
 from penstock.serving.explain import ProcessState, who_is_busy
 from penstock.serving.served import Served
 from penstock.usage import Member, Usage, cpu_s
-from penstock.wire.v2 import encode_error, encode_metadata
+from penstock.wire.v2 import IndexBody, LoadBody, UnloadBody, encode_metadata
 
 EXTENSIONS = (
     "classification",
@@ -40,19 +36,12 @@ EXTENSIONS = (
     "binary_tensor_data",
     "parameters",
     "statistics",
+    # The request header Penstock-Timing, whatever the server is called.
+    "penstock_timing",
 )
-# Paths of the protocol that are refused with a sentence, and what they are about.
-MISSING = {
-    "/v2/models/{name}/trace/setting": "trace settings are",
-    "/v2/trace/setting": "trace settings are",
-    "/v2/logging": "log settings are",
-    "/v2/systemsharedmemory/{rest:path}": "system shared memory regions are",
-    "/v2/cudasharedmemory/{rest:path}": "CUDA shared memory regions are",
-}
 # How long it is watched how busy processes are.
 BUSY_S = 0.25
-# Of a path, in an error.
-MAX_PATH_TOLD = 200
+Body = TypeVar("Body")
 
 
 class FrontProcess(Protocol):
@@ -80,75 +69,54 @@ class V2Routes:
     """`path` is the repository; `is_explicit` allows loading and unloading over the API; `fronts`
     are the processes that speak to clients for this one."""
 
-    def __init__(self, catalog: Catalog, path: str, is_explicit: bool) -> None:
+    def __init__(
+        self, catalog: Catalog, path: str, is_explicit: bool, allows_hard_links: bool = False
+    ) -> None:
         self._catalog = catalog
-        self.control = Control(catalog, path, is_explicit)
+        self.control = Control(catalog, path, is_explicit, allows_hard_links)
         self.usage = Usage()
         self.fronts: Sequence[FrontProcess] = ()
+        self.server_id = "penstock"
         self.is_loading = True
         # Health is open to all; where others need a key, it gives names only.
         self.tells_reasons = True
         self.is_draining = False
 
-    def application(self) -> Starlette:
-        model = "/v2/models/{name}"
-        version = model + "/versions/{version}"
-        change = "/v2/repository/models/{name}"
-        routes = [
-            *self._watch_routes(),
-            Route("/v2", self.server_metadata),
-            Route("/v2/models/stats", self.statistics),
-            Route("/v2/repository/index", self.index, methods=["POST"]),
-            Route(change + "/load", self.load, methods=["POST"]),
-            Route(change + "/unload", self.unload, methods=["POST"]),
-        ]
-        for prefix in (model, version):
-            routes += [
-                Route(prefix, self.metadata),
-                Route(prefix + "/ready", self.model_ready),
-                Route(prefix + "/config", self.config),
-                Route(prefix + "/stats", self.statistics),
-                Route(prefix + "/explain", self.explain),
-            ]
-            routes += [
-                _missing(path.replace(model, prefix), what)
-                for path, what in MISSING.items()
-                if path.startswith(model)
-            ]
-        routes += [
-            _missing(path, what) for path, what in MISSING.items() if not path.startswith(model)
-        ]
-        return _application(routes)
+    def handlers(self) -> Mapping[str, RouteHandler]:
+        """By the names that the table has."""
+        return {
+            "live": self.live,
+            "ready": self.ready,
+            "metrics": self.metrics,
+            "server_metadata": self.server_metadata,
+            "metadata": self.metadata,
+            "model_ready": self.model_ready,
+            "config": self.config,
+            "statistics": self.statistics,
+            "explain": self.explain,
+            "index": self.index,
+            "load": self.load,
+            "unload": self.unload,
+            **{name: _missing(what) for name, what in MISSING.items()},
+        }
 
-    def metrics_application(self) -> Starlette:
-        """What the metrics port serves."""
-        return _application(self._watch_routes())
+    async def server_metadata(self, call: RouteCall) -> Reply:
+        return Reply(describe_server(self.server_id))
 
-    def _watch_routes(self) -> list[Route]:
-        return [
-            Route("/v2/health/live", self.live),
-            Route("/v2/health/ready", self.ready),
-            Route("/metrics", self.metrics),
-        ]
+    async def live(self, call: RouteCall) -> Reply:
+        return _json({"live": True})
 
-    async def server_metadata(self, request: HttpRequest) -> HttpResponse:
-        body = {"name": "penstock", "version": penstock.__version__, "extensions": EXTENSIONS}
-        return _json(body)
-
-    async def live(self, request: HttpRequest) -> HttpResponse:
-        return HttpResponse(b"")
-
-    async def ready(self, request: HttpRequest) -> HttpResponse:
+    async def ready(self, call: RouteCall) -> Reply:
         if self.is_draining:
-            return _error("the server is shutting down", 503)
+            raise NotReady("the server is shutting down")
         if self.is_loading:
-            return _error("models are loading", 503)
+            raise NotReady("models are loading")
         if not self._catalog.is_ready:
-            return _error(self._why_not_ready(), 503)
-        return HttpResponse(b"")
+            raise NotReady(self._why_not_ready())
+        return _json({"ready": True})
 
-    async def metadata(self, request: HttpRequest) -> HttpResponse:
-        config = self._find(request).config
+    async def metadata(self, call: RouteCall) -> Reply:
+        config = self._find(call).config
         body = encode_metadata(
             config.name,
             self._catalog.versions(config.name),
@@ -157,48 +125,47 @@ class V2Routes:
             config.outputs,
             config.max_batch_size > 0,
         )
-        return HttpResponse(body, media_type="application/json")
+        return Reply(body)
 
-    async def model_ready(self, request: HttpRequest) -> HttpResponse:
-        model = self._find(request)
+    async def model_ready(self, call: RouteCall) -> Reply:
+        model = self._find(call)
         if self.is_draining or not model.is_ready:
             reason = "the server is shutting down" if self.is_draining else model.reason
-            return _error(f"Model version not ready: {reason}".removesuffix(": "), 503)
-        return HttpResponse(b"")
+            raise NotReady(f"Model version not ready: {reason}".removesuffix(": "))
+        return _json({"name": model.config.name, "ready": True})
 
-    async def config(self, request: HttpRequest) -> HttpResponse:
-        return _json(to_json(self._find(request).config))
+    async def config(self, call: RouteCall) -> Reply:
+        return _json(to_json(self._find(call).config))
 
-    async def statistics(self, request: HttpRequest) -> HttpResponse:
-        name = request.path_params.get("name", "")
-        models = self._catalog.find_all(name, request.path_params.get("version", ""))
+    async def statistics(self, call: RouteCall) -> Reply:
+        match = call.match
+        models = self._catalog.find_all(match.model_name, match.model_version)
         return _json({"model_stats": [model.metrics.statistics() for model in models]})
 
-    async def explain(self, request: HttpRequest) -> HttpResponse:
-        explanation = self._find(request).explain()
+    async def explain(self, call: RouteCall) -> Reply:
+        explanation = self._find(call).explain()
         processes = await self._processes()
         verdicts = [*explanation.verdicts, *who_is_busy(processes)]
         return _json(replace(explanation, verdicts=verdicts, processes=processes))
 
-    async def metrics(self, request: HttpRequest) -> HttpResponse:
+    async def metrics(self, call: RouteCall) -> Reply:
         # Reading /proc takes a moment for each process: not on the event loop.
         host = await asyncio.to_thread(self.usage.read, list(self._members()))
         text = expose(self._catalog.pending(), host, [_use(front) for front in self.fronts])
-        return HttpResponse(text, media_type="text/plain; version=0.0.4")
+        return Reply(text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def index(self, request: HttpRequest) -> HttpResponse:
-        only_ready = (await _body(request)).get("ready", False)
-        return _json(await self.control.index(only_ready))
+    async def index(self, call: RouteCall) -> Reply:
+        return _json(await self.control.index(_body(call, IndexBody).ready))
 
-    async def load(self, request: HttpRequest) -> HttpResponse:
-        body = await _body(request)
-        await self.control.load(request.path_params["name"], body.get("parameters") or ())
-        return HttpResponse(b"")
+    async def load(self, call: RouteCall) -> Reply:
+        parameters = _body(call, LoadBody).parameters or ()
+        await self.control.load(call.match.model_name, parameters)
+        return Reply(b"")
 
-    async def unload(self, request: HttpRequest) -> HttpResponse:
-        await _body(request)
-        await self.control.unload(request.path_params["name"])
-        return HttpResponse(b"")
+    async def unload(self, call: RouteCall) -> Reply:
+        _body(call, UnloadBody)
+        await self.control.unload(call.match.model_name)
+        return Reply(b"")
 
     async def _processes(self) -> list[ProcessState]:
         """Those between clients and batchers, and how busy they are for a moment."""
@@ -239,10 +206,15 @@ class V2Routes:
             told = [f"{name} ({reasons[name]})" if reasons[name] else name for name in told]
         return f"not ready: {', '.join(told)}"
 
-    def _find(self, request: HttpRequest) -> Served:
-        return self._catalog.find(
-            request.path_params["name"], request.path_params.get("version", "")
-        )
+    def _find(self, call: RouteCall) -> Served:
+        return self._catalog.find(call.match.model_name, call.match.model_version)
+
+
+def describe_server(server_id: str) -> bytes:
+    """The server's metadata, for every protocol."""
+    return msgspec.json.encode(
+        {"name": server_id, "version": penstock.__version__, "extensions": EXTENSIONS}
+    )
 
 
 def _use(front: FrontProcess) -> FrontUse:
@@ -255,57 +227,21 @@ def _num_connections(front: FrontProcess) -> int | None:
     return None if front.protocol == "grpc" else front.num_connections
 
 
-def _application(routes: list[Route]) -> Starlette:
-    handlers: dict[Any, Any] = {
-        HTTPException: _http_error,
-        PenstockError: _penstock_error,
-        Exception: _our_error,
-    }
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    app.router.redirect_slashes = False
-    return app
-
-
-def _missing(path: str, what: str) -> Route:
-    async def refuse(request: HttpRequest) -> HttpResponse:
+def _missing(what: str) -> RouteHandler:
+    async def refuse(call: RouteCall) -> Reply:
         raise Unsupported(f"{what} not supported by this server")
 
-    return Route(path, refuse, methods=["GET", "POST"])
+    return refuse
 
 
-async def _body(request: HttpRequest) -> dict[str, Any]:
-    """An optional JSON object."""
-    data = await request.body()
-    if not data:
-        return {}
+def _body(call: RouteCall, schema: type[Body]) -> Body:
+    """The JSON object of a request; an empty body counts as an empty object."""
+    assert call.match.route.body is schema
     try:
-        body = msgspec.json.decode(data, type=dict[str, Any])
+        return msgspec.json.decode(call.body or b"{}", type=schema)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"failed to parse the request JSON: {error}") from None
-    return body
 
 
-def _json(body: object, status: int = 200) -> HttpResponse:
-    return HttpResponse(msgspec.json.encode(body), status, media_type="application/json")
-
-
-def _error(text: str, status: int) -> HttpResponse:
-    return HttpResponse(encode_error(text), status, media_type="application/json")
-
-
-async def _http_error(request: HttpRequest, error: HTTPException) -> HttpResponse:
-    text = error.detail
-    if error.status_code == 404:
-        path = request.scope["path"][:MAX_PATH_TOLD]
-        text += f": there is no {path} here"
-    reply = _error(text, error.status_code)
-    reply.headers.update(error.headers or {})
-    return reply
-
-
-async def _our_error(request: HttpRequest, error: Exception) -> HttpResponse:
-    return _error("internal error", 500)
-
-
-async def _penstock_error(request: HttpRequest, error: PenstockError) -> HttpResponse:
-    return _error(str(error), status_of(error))
+def _json(body: object) -> Reply:
+    return Reply(msgspec.json.encode(body))

@@ -14,12 +14,16 @@ from penstock.serving.catalog import Catalog, IndexEntry
 
 
 class Control:
-    """`path` is the repository; `is_explicit` allows loading and unloading."""
+    """`path` is the repository; `is_explicit` allows loading and unloading, `allows_hard_links`
+    ONNX weights that have further hard links."""
 
-    def __init__(self, catalog: Catalog, path: str, is_explicit: bool) -> None:
+    def __init__(
+        self, catalog: Catalog, path: str, is_explicit: bool, allows_hard_links: bool = False
+    ) -> None:
         self._catalog = catalog
         self._path = path
         self._is_explicit = is_explicit
+        self._allows_hard_links = allows_hard_links
 
     async def index(self, only_ready: object = False) -> list[dict[str, str]]:
         """One row per version, without the fields that are empty."""
@@ -34,11 +38,15 @@ class Control:
         self._check_explicit()
         if parameters:
             raise Unsupported("load takes no parameters here: the repository is what is loaded")
-        found = await asyncio.to_thread(repository.read_one, self._path, name)
+        found = await asyncio.to_thread(self._read, name)
         await self._catalog.load(found)
         failure = self._catalog.failure(name)
         if failure is not None:
             raise InvalidRequest(f"failed to load '{name}': {'; '.join(failure.problems)}")
+
+    def _read(self, name: str) -> repository.Found:
+        found = repository.read_one(self._path, name)
+        return found if self._allows_hard_links else repository.refuse_hard_links(found)
 
     async def unload(self, name: str) -> None:
         self._check_explicit()

@@ -14,7 +14,15 @@ from penstock.config import ModelConfig
 from penstock.errors import InvalidRequest
 from penstock.serving.padding import Pads, Shapes
 from penstock.serving.slab import Layout
-from penstock.types import DATATYPES, Buffer, Request, Tensor, TensorSpec, num_elements
+from penstock.types import (
+    DATATYPES,
+    Buffer,
+    Request,
+    Tensor,
+    TensorSpec,
+    num_elements,
+    split_bytes,
+)
 
 MAX_PLANS = 1024
 MAX_RANK = 32
@@ -87,6 +95,8 @@ class Planner:
         self._has_rows = config.max_batch_size > 0 and all(
             spec.datatype != "BYTES" for spec in config.inputs
         )
+        # ONNX strings are UTF-8; a function before the model may take any bytes.
+        self._needs_utf8 = config.backend == "onnxruntime" and config.preprocess is None
         self._inputs = {spec.name: index for index, spec in enumerate(config.inputs)}
         self._outputs = {spec.name: index for index, spec in enumerate(config.outputs)}
         self._num_required = sum(not spec.is_optional for spec in config.inputs)
@@ -329,6 +339,11 @@ class Planner:
                 f"expected {expected} string elements for inference input '{tensor.name}' "
                 f"for model '{self._config.name}', got {count}"
             )
+        if self._needs_utf8 and (index := _find_invalid_utf8(tensor.data)) is not None:
+            raise InvalidRequest(
+                f"input '{tensor.name}': element {index} is not valid UTF-8, which model "
+                f"'{self._config.name}' needs"
+            )
 
     def _size_mismatch(self, tensor: Tensor, expected: int) -> InvalidRequest:
         return InvalidRequest(
@@ -350,6 +365,19 @@ def _count_bytes(data: Buffer, expected: int) -> str | int:
         if count > expected:
             return f"more than {expected}"
     return count
+
+
+def _find_invalid_utf8(data: Buffer) -> int | None:
+    """The first element of a BYTES buffer that is not UTF-8."""
+    whole = bytes(data)
+    if whole.isascii():
+        return None  # Also the lengths, which are then short.
+    for index, element in enumerate(split_bytes(whole)):
+        try:
+            element.decode()
+        except UnicodeDecodeError:
+            return index
+    return None
 
 
 def _dims(shape: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ A front has a frame per request, so there a datagram is an array of the frames t
 
     core → worker   Load, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
     worker → core   Ready, LoadFailed, Done, Failed, StreamResponse, Upcall
-    core → front    Open, InferReply, Answer, Forwarded, Ping, Drain, Stop
+    core → front    Open, SetKeys, InferReply, Answer, Forwarded, Ping, Drain, Stop
     front → core    Listening, LoadFailed, Infer, Cancel, Release, Ask, Forward, Pong
 """
 
@@ -229,6 +229,12 @@ class Open(Frame, tag="open"):
     logs_requests: bool = False
 
 
+class SetKeys(Frame, tag="keys"):
+    """The API keys have changed; `keys` as in Open."""
+
+    keys: dict[bytes, tuple[str, ...]]
+
+
 class Listening(Frame, tag="lis"):
     """The front takes connections."""
 
@@ -331,6 +337,8 @@ class Ask(Frame, tag="ask"):
     model_version: str = ""
     # `ready` for the index; of a load only which ones were given.
     parameters: dict[str, Parameter] = {}
+    # The digest of the API key that came with a change; empty where there was none.
+    key: bytes = b""
 
 
 class Answer(Frame, tag="ans"):
@@ -361,7 +369,7 @@ class Drain(Frame, tag="drn"):
 ToWorker = Load | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
 FromWorker = Ready | LoadFailed | Done | Failed | Leaving | StreamResponse | Upcall
 FromFront = Listening | LoadFailed | Infer | Cancel | Release | Ask | Forward | Pong
-ToFront = Open | InferReply | Answer | Forwarded | Ping | Drain | Stop
+ToFront = Open | SetKeys | InferReply | Answer | Forwarded | Ping | Drain | Stop
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

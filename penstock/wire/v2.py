@@ -40,6 +40,7 @@ MAX_SHAPE = 1 << 62
 MAX_RANK = 32
 # Of one output. Each class becomes a text while all other requests wait; clients show a handful.
 MAX_CLASSES = 1000
+RESERVED = "triton_"
 MIN_INT, MAX_INT = -(1 << 63), (1 << 64) - 1
 
 
@@ -51,11 +52,31 @@ class _Input(msgspec.Struct):
     data: msgspec.Raw = msgspec.Raw()
 
 
-class _Infer(msgspec.Struct):
+class InferBody(msgspec.Struct):
+    """The JSON of an inference request."""
+
     inputs: list[_Input]
     outputs: list[RequestedOutput] = []
     id: str = ""
     parameters: dict[str, Parameter] = {}
+
+
+class IndexBody(msgspec.Struct):
+    """The JSON of a request for the repository's index."""
+
+    ready: bool = False
+
+
+class LoadBody(msgspec.Struct):
+    """The JSON of a request to load a model."""
+
+    parameters: dict[str, msgspec.Raw] | None = None
+
+
+class UnloadBody(msgspec.Struct):
+    """The JSON of a request to unload a model. Its parameters are ignored."""
+
+    parameters: dict[str, msgspec.Raw] | None = None
 
 
 class _Output(msgspec.Struct, omit_defaults=True):
@@ -94,7 +115,7 @@ _FORMATS = {
 MAX_PACKED = 256
 _packers: dict[tuple[str, int], struct.Struct] = {}
 
-_decode = msgspec.json.Decoder(_Infer).decode
+_decode = msgspec.json.Decoder(InferBody).decode
 _encode = msgspec.json.Encoder().encode
 
 # How JSON elements are read, by the kind of numpy type ('O' is BYTES).
@@ -371,13 +392,13 @@ def _split_id(head: bytes) -> tuple[str, bytes]:
     return "", head if head.startswith(b"{") else b""
 
 
-def _is_plain(wire: _Infer, id: str, around: bytes) -> bool:
+def _is_plain(wire: InferBody, id: str, around: bytes) -> bool:
     """Whether the id that stands in front is the one that counts, whatever it is: no second one
     follows, and no key is spelled in another way."""
     return wire.id == id and b"\\" not in around and _SECOND_ID.search(around) is None
 
 
-def _has_one_list(wire: _Infer, data: bytes, around: bytes) -> bool:
+def _has_one_list(wire: InferBody, data: bytes, around: bytes) -> bool:
     """Whether the one input is given by this flat list of numbers, and nothing else is called data:
     then another list in its place changes nothing but the values."""
     if len(wire.inputs) != 1 or b'"data"' in around[around.find(_DATA) + len(_DATA) :]:
@@ -390,7 +411,7 @@ def _has_one_list(wire: _Infer, data: bytes, around: bytes) -> bool:
 
 def _read(
     head: Buffer, tail: memoryview, sink: ReplySink, received: float
-) -> tuple[_Infer, Request]:
+) -> tuple[InferBody, Request]:
     wire = _parse(head)
     request = _decode_parsed(wire, tail, sink, received)
     # The decoder does not look into what it skips.
@@ -403,7 +424,7 @@ def _read(
     return wire, request
 
 
-def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: float) -> Request:
+def _decode_parsed(wire: InferBody, tail: memoryview, sink: ReplySink, received: float) -> Request:
     inputs: list[Tensor] = []
     position = 0
     for item in wire.inputs:
@@ -425,7 +446,7 @@ def _decode_parsed(wire: _Infer, tail: memoryview, sink: ReplySink, received: fl
     return request
 
 
-def _parse(head: Buffer) -> _Infer:
+def _parse(head: Buffer) -> InferBody:
     try:
         wire = _decode(head)
     except msgspec.DecodeError as error:
@@ -557,7 +578,7 @@ def _packer(datatype: Datatype, nbytes: int) -> struct.Struct:
 
 
 def _elements(item: _Input, kind: str) -> list[Any]:
-    """The elements of `data` in row-major order: given flat, or nested exactly as the shape."""
+    """The elements of `data` in row-major order: given flat, or nested."""
     try:
         return _flat_lists[kind](item.data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as flat_error:
@@ -574,18 +595,22 @@ def _elements(item: _Input, kind: str) -> list[Any]:
 
 
 def _flatten(item: _Input, level: list[Any], element: type) -> list[Any]:
-    for depth, size in enumerate(item.shape):
-        if len(level) != num_elements(item.shape[: depth + 1]):
-            break
-        if depth + 1 == len(item.shape):
-            return _typed(item, level, element)
-        inner = item.shape[depth + 1]
-        if not all(isinstance(each, list) and len(each) == inner for each in level):
-            break
+    """The elements of regular nesting: at each depth all are lists of one length, or none is. As in
+    Triton the nesting need not be that of the shape; the number of elements is checked later."""
+    while level and isinstance(level[0], list):
+        size = len(level[0])
+        if not all(isinstance(each, list) and len(each) == size for each in level):
+            raise _ragged(item)
         level = [each for row in level for each in row]
-        del size
-    raise InvalidRequest(
-        f"input '{item.name}': 'data' is nested differently from shape {list(item.shape)}"
+    if any(isinstance(each, list) for each in level):
+        raise _ragged(item)
+    return _typed(item, level, element)
+
+
+def _ragged(item: _Input) -> InvalidRequest:
+    return InvalidRequest(
+        f"input '{item.name}': 'data' is ragged; expected {num_elements(item.shape)} elements in "
+        "one list, or in nested lists of equal lengths"
     )
 
 
@@ -654,7 +679,13 @@ def _check_integers(parameters: Mapping[str, Parameter]) -> None:
 
 
 def apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None:
-    """Move what Penstock understands into the request."""
+    """Move what Penstock understands into the request. Names that begin with triton_ are reserved,
+    as in Triton."""
+    for name in parameters:
+        if name.startswith(RESERVED):
+            raise InvalidRequest(
+                f"parameter '{name:.100}': names that begin with '{RESERVED}' are reserved"
+            )
     is_binary = parameters.pop("binary_data_output", False)
     if not isinstance(is_binary, bool):
         raise InvalidRequest("parameter 'binary_data_output' must be true or false")

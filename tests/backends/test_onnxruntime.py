@@ -385,6 +385,54 @@ def test_weights_that_lie_past_the_end_of_their_file_are_refused(
         load_with_weights("weights.bin", offset)
 
 
+@pytest.mark.parametrize("location", ["../secret.bin", "{absolute}", "missing.bin", "past"])
+def test_errors_of_loading_show_no_path_of_any_machine(
+    tmp_path: Path, load_with_weights: Callable[..., object], location: str
+) -> None:
+    absolute = tmp_path / "secret.bin"
+    name, offset = ("weights.bin", 4) if location == "past" else (location, 0)
+    with pytest.raises(BackendFailed) as caught:
+        load_with_weights(name.format(absolute=absolute), offset)
+    check_shown(str(caught.value), tmp_path)
+
+
+@pytest.mark.parametrize(("version", "words"), [(99, "IR version: 99"), (8, "opset")])
+def test_errors_of_unknown_versions_say_what_is_supported(
+    tmp_path: Path, identity: Path, version: int, words: str
+) -> None:
+    model = onnx.load(str(identity))
+    if version == 99:
+        model.ir_version = version
+    else:
+        model.opset_import[0].version = 99
+    onnx.save(model, str(tmp_path / "new.onnx"))
+    with pytest.raises(BackendFailed, match=words) as caught:
+        backend("onnxruntime")(onnx_config(tmp_path / "new.onnx", *echo_specs("FP32", (3,))))
+    check_shown(str(caught.value), tmp_path)
+
+
+def test_errors_of_running_show_no_path_of_the_library(
+    tmp_path: Path, write_onnx: WriteOnnx
+) -> None:
+    artifact = write_onnx(
+        tmp_path / "model.onnx",
+        [helper.make_node("Reshape", ["x0", "shape"], ["y0"])],
+        {"x0": ("FP32", ["batch", 3])},
+        {"y0": ("FP32", ["batch", 3])},
+        [helper.make_tensor("shape", TensorProto.INT64, [2], [-1, 7])],
+    )
+    runner = backend("onnxruntime")(onnx_config(artifact, *echo_specs("FP32", (3,))))
+    with pytest.raises(BackendFailed, match="cannot be reshaped") as caught:
+        run(runner, {"x0": np.zeros((1, 3), np.float32)}, 1)
+    check_shown(str(caught.value), tmp_path)
+
+
+def check_shown(text: str, folder: Path) -> None:
+    assert "onnxruntime_src" not in text and "::" not in text and ".cc:" not in text
+    assert "[ONNXRuntimeError]" not in text
+    assert str(folder) not in text
+
+
 SPY = """
 import os, sys
 

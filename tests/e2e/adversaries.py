@@ -71,7 +71,8 @@ class Planted:
     # Empty: all passes of the command.
     passes: tuple[str, ...] = ()
     slo: str = MISSED
-    budget_s: int = 66
+    # Enough for every step on a busy machine, too little for a search for the highest rate.
+    budget_s: int = 110
     has_batch: bool = True
     # Rows in a batch when builds are judged: 1 where it is known that they must not share one.
     batch_rows: int = 16
@@ -862,7 +863,7 @@ def company(folder: Path, random: Random, *, kind: str, slo: str = EASY) -> Plan
 
     fresh = draw(320)
     judge = lambda truth: close(truth, "y", 0.2)  # noqa: E731
-    passes, budget_s = (INT8, 66) if slo == MISSED else ((), 30)
+    passes, budget_s = (INT8, 110) if slo == MISSED else ((), 30)
     return onnx_case(
         folder,
         path,
@@ -1111,7 +1112,7 @@ def python_case(
         ("--data", save_rows(folder / "data.npz", **arrays), *more.pop("flags", ())),
         fresh,
         judge(truth),
-        **{"passes": (step, *SERVING), "slo": FASTER, "budget_s": 66, **more},
+        **{"passes": (step, *SERVING), "slo": FASTER, "budget_s": 110, **more},
     )
 
 

@@ -106,7 +106,8 @@ class Call:
     id: str = ""
     is_grpc: bool = False
     is_raw: bool = True
-    is_nested: bool = False
+    # "", or "as the shape", or in another way that is regular too.
+    nesting: str = ""
 
     def __str__(self) -> str:
         tensors = ", ".join(f"{t.name}{list(t.shape)}" for t in self.inputs)
@@ -146,7 +147,8 @@ class Calls:
         if model not in ("plain", "batched") and rng.random() < 0.4:
             outputs = {}
         id = rng.choice(["", "7", "a b", "ü", 'a"\\b'])
-        return Call(model, tuple(inputs), outputs, default, id, is_grpc, is_raw, rng.random() < 0.4)
+        nesting = rng.choice(["", "", "", "as the shape", "other"])
+        return Call(model, tuple(inputs), outputs, default, id, is_grpc, is_raw, nesting)
 
     def _signature(self) -> tuple[str, list[tuple[str, int]]]:
         rng = self.random
@@ -203,7 +205,7 @@ def pack(words: list[bytes]) -> bytes:
 def http_message(call: Call) -> tuple[bytes, int | None]:
     """The body, and the length of its JSON part where something follows it."""
     message: dict[str, Any] = {"id": call.id} if call.id else {}
-    message["inputs"] = [_http_input(item, call.is_nested) for item in call.inputs]
+    message["inputs"] = [_http_input(item, call.nesting) for item in call.inputs]
     if call.outputs:
         message["outputs"] = [
             {"name": name} | ({} if asked is None else {"parameters": {"binary_data": asked}})
@@ -217,7 +219,7 @@ def http_message(call: Call) -> tuple[bytes, int | None]:
     return head + tail, len(head) if has_tail else None
 
 
-def _http_input(item: Given, is_nested: bool) -> dict[str, Any]:
+def _http_input(item: Given, nesting: str) -> dict[str, Any]:
     wire: dict[str, Any] = {
         "name": item.name,
         "datatype": item.datatype,
@@ -227,10 +229,11 @@ def _http_input(item: Given, is_nested: bool) -> dict[str, Any]:
         wire["parameters"] = {"binary_data_size": len(item.data)}
         return wire
     assert item.elements is not None
-    if is_nested and 0 not in item.shape:
+    if nesting and 0 not in item.shape:
         array = np.empty(len(item.elements), dtype=object)
         array[:] = item.elements
-        wire["data"] = array.reshape(item.shape).tolist()
+        shape = item.shape if nesting == "as the shape" else (1, *item.shape[::-1])
+        wire["data"] = array.reshape(shape).tolist()
     else:
         wire["data"] = item.elements
     return wire
@@ -355,7 +358,7 @@ class WrongCalls:
         if any(item.elements is None for item in call.inputs):
             return None
         inputs = tuple(replace(item, is_binary=False) for item in call.inputs)
-        return replace(call, inputs=inputs, is_nested=False)
+        return replace(call, inputs=inputs, nesting="")
 
     def _binary_only(self, call: Call) -> Call:
         return replace(call, inputs=tuple(replace(item, is_binary=True) for item in call.inputs))

@@ -63,6 +63,10 @@ class Served:
             num_told = len(texts)
             time.sleep(0.05)
 
+    def logged(self) -> str:
+        """All of its stderr so far."""
+        return os.pread(self.errors.fileno(), 1 << 22, 0).decode()
+
     def processes(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 

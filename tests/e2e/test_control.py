@@ -3,13 +3,17 @@
 import asyncio
 import json
 import shutil
+import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from load import Load
 from served import EXAMPLES, Served, null_model
@@ -84,6 +88,100 @@ def test_the_control_api_is_off_by_default(tmp_path):
             with pytest.raises(InferenceServerException, match="load / unload is not allowed"):
                 change("model")
         assert client.is_model_ready("model")
+    assert served.terminate() == 0
+
+
+# Ways to spell a path that means the same to a careless server.
+SPELLINGS = ("{}", "{}%0a", "{}%0d%0a", "{}%00", "{}%20", "{}%09", "{}/", "{}/.", "{}%2f", "{}%23")
+SPELLINGS += ("{}%3f", "{};", "{}?", "{}%250a", "/{}", "/.{}", "/v2/health/live/..{}")
+SPELLINGS += ("http://localhost{}", "http://localhost{}%0a")
+
+
+@pytest.mark.parametrize("fronts", ["0", "2"])
+def test_no_spelling_of_a_path_gets_around_a_scope(tmp_path, fronts):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(
+        '[[key]]\nsecret = "only-for-inference"\nscopes = ["infer"]\n'
+        '[[key]]\nsecret = "for-the-operator"\nscopes = ["infer", "metrics", "admin"]\n'
+    )
+    flags = ["--api-keys", str(keys), "--fronts", fronts, "--model-control-mode", "explicit"]
+    served = Served(null_model(tmp_path / "models", "model"), *flags, "--load-model", "*")
+    metrics_port = int(served.metrics_url.rpartition(":")[2].partition("/")[0])
+
+    def status(port: int, method: str, target: str, version: str, secret: str) -> int:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            lines = [f"{method} {target} HTTP/{version}", "Host: localhost", "Content-Length: 0"]
+            lines += [f"X-API-Key: {secret}", "Connection: close", "", ""]
+            client.sendall("\r\n".join(lines).encode())
+            return int(client.makefile("rb").readline().split()[1])
+
+    model, change = "/v2/models/model", "/v2/repository/models/model"
+    restricted = [
+        (served.port, "POST", f"{change}/unload"),
+        (served.port, "POST", f"{change}/load"),
+        (served.port, "POST", "/v2/repository/index"),
+        (served.port, "GET", f"{model}/explain"),
+        (served.port, "GET", "/metrics"),
+        (metrics_port, "GET", "/metrics"),
+    ]
+    for port, method, path in restricted:
+        for spelling in SPELLINGS:
+            for version in ("1.0", "1.1"):
+                target = spelling.format(path)
+                found = status(port, method, target, version, "only-for-inference")
+                assert found in (400, 403, 404), f"{target} answers {found}"
+        assert status(port, method, path, "1.1", "only-for-inference") == 403
+        if not path.endswith("/unload"):
+            assert status(port, method, path, "1.1", "for-the-operator") == 200
+    assert status(served.port, "GET", f"{model}/ready", "1.1", "only-for-inference") == 200
+    assert served.terminate() == 0
+
+
+@pytest.mark.parametrize("fronts", ["0", "2"])
+def test_keys_are_reloaded_without_a_restart(tmp_path, fronts):
+    path = tmp_path / "keys.toml"
+
+    def write(name: str, *scopes: str) -> dict[str, str]:
+        listed = ", ".join(f'"{scope}"' for scope in scopes)
+        text = f'[[key]]\nname = "{name}"\nsecret = "secret of {name}"\nscopes = [{listed}]\n'
+        (tmp_path / "new.toml").write_text(text)
+        (tmp_path / "new.toml").rename(path)
+        return {"x-api-key": f"secret of {name}"}
+
+    first = write("one team", "infer")
+    flags = ["--api-keys", str(path), "--fronts", fronts, "--model-control-mode", "explicit"]
+    served = Served(null_model(tmp_path / "models", "m"), *flags, "--load-model", "*", grpc=True)
+    rpcs = grpcclient.InferenceServerClient(served.grpc_address)
+    with client_of(served) as client, rpcs:
+
+        def allows(headers: dict[str, str], *clients: Any) -> bool:
+            answers = []
+            for each in clients:
+                try:
+                    answers.append(bool(each.get_model_metadata("m", headers=headers)))
+                except InferenceServerException:
+                    answers.append(False)
+            return all(answers)
+
+        assert allows(first, client, rpcs)
+        second = write("another team", "infer", "admin")
+        ends = time.monotonic() + 60
+        while not allows(second, client, rpcs):
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        assert not allows(first, client) and not allows(first, rpcs)
+        path.write_text("[[key")
+        time.sleep(2.5)  # Nothing tells a client that a file was not used.
+        assert allows(second, client, rpcs)
+        client.unload_model("m", headers=second)
+        with pytest.raises(InferenceServerException):
+            rpcs.unload_model("m", headers=first)
+        rpcs.load_model("m", headers=second)
+    log = served.logged()
+    assert "the API keys stay as they are: " in log
+    assert 'http caller="another team" action=unload model=m result=200' in log
+    assert 'grpc caller="another team" action=load model=m result=OK' in log
+    assert "action=RepositoryModelUnload result=UNAUTHENTICATED" in log
     assert served.terminate() == 0
 
 

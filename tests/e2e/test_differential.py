@@ -151,7 +151,7 @@ THEY_BLAME_THEMSELVES = {
     "http_too_many_elements",
 }
 # It takes what we refuse rather than guess (docs/protocols.md): literals that are not JSON, numbers
-# cut to fewer bits, lists nested otherwise than the shape, tensors that belong to no input; and a
+# cut to fewer bits, ragged lists, tensors that belong to no input; and a
 # request without any input where all are optional.
 THEY_TAKE_IT = {
     "grpc_no_optional_inputs",

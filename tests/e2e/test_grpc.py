@@ -555,6 +555,14 @@ def test_the_asyncio_client_controls_too(explicit):
     asyncio.run(scenario())
 
 
+def test_the_server_is_called_what_its_operator_says(tmp_path):
+    served = Served(null_model(tmp_path, "m"), "--id", "edge 7", grpc=True)
+    with grpcclient.InferenceServerClient(served.grpc_address) as client:
+        assert client.get_server_metadata().name == "edge 7"
+    assert json.loads(served.get("/v2")[1])["name"] == "edge 7"
+    assert served.terminate() == 0
+
+
 def test_keys_open_what_their_scopes_say(tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text(

@@ -39,6 +39,17 @@ def test_products_of_two_activations_are_not_quantisable(tmp_path: Path) -> None
     assert facts.is_transformer
 
 
+def test_a_layer_that_no_output_needs_is_not_quantisable(tmp_path: Path) -> None:
+    model = cnn()
+    (gemm,) = (node for node in model.graph.node if node.op_type == "Gemm")
+    unused = helper.make_node("Gemm", gemm.input, ["unused"], name="unused")
+    unused.attribute.extend(gemm.attribute)
+    model.graph.node.append(unused)
+    facts = file_facts(build_of(model, tmp_path / "m"))
+    assert facts.operators["Gemm"] == 2
+    assert facts.quantisable == {"Conv": 2, "Gemm": 1}
+
+
 def test_a_product_is_quantised_only_if_both_sides_are(tmp_path: Path) -> None:
     """Weights alone in INT8 are computed in float."""
     for name, source in (("both", "dequantised"), ("weights", "x")):

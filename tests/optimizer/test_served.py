@@ -226,6 +226,17 @@ class TestEndpoint:
         ):
             served.measure(build, a_plan(), numbers(3), silent)
 
+    def test_the_speed_of_the_processor_is_not_that_of_a_gpu(self, tmp_path: Path, monkeypatch):
+        """The model is served on the CPU here; its configuration, as read, says otherwise."""
+        monkeypatch.setattr(served, "WARM_UP_S", 0.3)
+        build = null_build(tmp_path)
+        plan = a_plan("p99 < 1s", duration_s=0.3)
+        (turn,) = served.measure(build, plan, numbers(3), silent).turns
+        assert turn.conditions.speed_s > 0
+        on_gpu = replace(build, config=replace(build.config, device="cuda"))
+        (turn,) = served.measure(on_gpu, plan, numbers(3), silent).turns
+        assert turn.conditions.speed_s == 0
+
     def test_nothing_is_left_when_somebody_interrupts(self, tmp_path: Path):
         def interrupt(text: str) -> None:
             raise KeyboardInterrupt

@@ -1,16 +1,13 @@
-"""Who may do what, and that no route is forgotten."""
+"""Keys, scopes and hosts. Which route needs which scope is in test_route_table.py."""
 
 from pathlib import Path
 
 import pytest
-from grpc_health.v1 import health_pb2
-from starlette.routing import Route
-from tritonclient.grpc import service_pb2
 
 from penstock.errors import ConfigError, NotAllowed
-from penstock.protocols.gate import MAX_KEYS, RPC_SCOPES, Gate, read_keys, scope_of
-from penstock.protocols.v2_routes import V2Routes
-from penstock.serving.catalog import Catalog
+from penstock.protocols.gate import MAX_KEYS, Gate, KeyFile, digest_secret, read_keys
+from penstock.protocols.line import MAX_SENT_BYTES
+from penstock.protocols.route_table import INFERENCE
 from penstock.serving.supervisor import socket_pair
 from penstock.wire import frames
 
@@ -25,66 +22,6 @@ name = "operator"
 secret = "{SECRET[::-1]}"
 scopes = ["metrics", "admin"]
 """
-# What each route needs. A new route must be entered here, with thought.
-ROUTES = {
-    "/v2": "infer",
-    "/v2/health/live": "open",
-    "/v2/health/ready": "open",
-    "/v2/models/stats": "infer",
-    "/v2/models/{name}": "infer",
-    "/v2/models/{name}/ready": "infer",
-    "/v2/models/{name}/config": "infer",
-    "/v2/models/{name}/stats": "infer",
-    "/v2/models/{name}/explain": "metrics",
-    "/v2/models/{name}/versions/{version}/explain": "metrics",
-    "/v2/models/{name}/versions/{version}": "infer",
-    "/v2/models/{name}/versions/{version}/ready": "infer",
-    "/v2/models/{name}/versions/{version}/config": "infer",
-    "/v2/models/{name}/versions/{version}/stats": "infer",
-    "/v2/repository/index": "admin",
-    "/v2/repository/models/{name}/load": "admin",
-    "/v2/repository/models/{name}/unload": "admin",
-    "/metrics": "metrics",
-    "/v2/models/{name}/trace/setting": "admin",
-    "/v2/models/{name}/versions/{version}/trace/setting": "admin",
-    "/v2/trace/setting": "admin",
-    "/v2/logging": "admin",
-    "/v2/systemsharedmemory/{rest:path}": "admin",
-    "/v2/cudasharedmemory/{rest:path}": "admin",
-}
-# What is not Starlette's.
-SHORT = [
-    "/v2/models/{name}/infer",
-    "/v2/models/{name}/generate",
-    "/v2/models/{name}/generate_stream",
-]
-SHORT += ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/models", "/tokenize"]
-# What each RPC needs, and the route of HTTP that does the same. A new RPC must be entered here.
-INFERENCE = "/inference.GRPCInferenceService/"
-RPCS = {
-    f"{INFERENCE}ServerLive": "/v2/health/live",
-    f"{INFERENCE}ServerReady": "/v2/health/ready",
-    f"{INFERENCE}ServerMetadata": "/v2",
-    f"{INFERENCE}ModelReady": "/v2/models/m/ready",
-    f"{INFERENCE}ModelMetadata": "/v2/models/m",
-    f"{INFERENCE}ModelConfig": "/v2/models/m/config",
-    f"{INFERENCE}ModelStatistics": "/v2/models/m/stats",
-    f"{INFERENCE}ModelInfer": "/v2/models/m/infer",
-    f"{INFERENCE}ModelStreamInfer": "/v2/models/m/infer",
-    f"{INFERENCE}RepositoryIndex": "/v2/repository/index",
-    f"{INFERENCE}RepositoryModelLoad": "/v2/repository/models/m/load",
-    f"{INFERENCE}RepositoryModelUnload": "/v2/repository/models/m/unload",
-    f"{INFERENCE}SystemSharedMemoryStatus": "/v2/systemsharedmemory/status",
-    f"{INFERENCE}SystemSharedMemoryRegister": "/v2/systemsharedmemory/region/r/register",
-    f"{INFERENCE}SystemSharedMemoryUnregister": "/v2/systemsharedmemory/unregister",
-    f"{INFERENCE}CudaSharedMemoryStatus": "/v2/cudasharedmemory/status",
-    f"{INFERENCE}CudaSharedMemoryRegister": "/v2/cudasharedmemory/region/r/register",
-    f"{INFERENCE}CudaSharedMemoryUnregister": "/v2/cudasharedmemory/unregister",
-    f"{INFERENCE}TraceSetting": "/v2/trace/setting",
-    f"{INFERENCE}LogSettings": "/v2/logging",
-    "/grpc.health.v1.Health/Check": "/v2/health/ready",
-    "/grpc.health.v1.Health/Watch": "/v2/health/ready",
-}
 
 
 @pytest.fixture
@@ -93,66 +30,12 @@ def keys(tmp_path: Path):
     return read_keys(tmp_path / "keys.toml")
 
 
-async def all_routes() -> list[str]:
-    routes = V2Routes(Catalog(), ".", is_explicit=True).application().routes
-    return [route.path for route in routes if isinstance(route, Route)]
-
-
-def test_every_route_has_a_scope_that_somebody_thought_of():
-    import asyncio
-
-    assert {path: scope_of(path) for path in asyncio.run(all_routes())} == ROUTES
-
-
-def test_what_computes_needs_a_key_that_may_infer():
-    assert {scope_of(path) for path in SHORT} == {"infer"}
-
-
-def test_every_rpc_has_the_scope_of_the_route_that_does_the_same():
-    services = [
-        *service_pb2.DESCRIPTOR.services_by_name.values(),
-        *health_pb2.DESCRIPTOR.services_by_name.values(),
-    ]
-    there = {f"/{each.full_name}/{m.name}" for each in services for m in each.methods}
-    assert RPCS.keys() == there
-    assert {method: scope_of(path) for method, path in RPCS.items()} == RPC_SCOPES
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v2/models/m/infer",
-        "/v2/unknown",
-        "/",
-        "/V2/health/live",
-        "/v2/health/live/",
-        "//v2/health/live",
-    ],
-)
-def test_what_is_not_known_needs_the_key_for_inference(path):
-    assert scope_of(path) == "infer"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/v2/repository",
-        "/v2/repository/",
-        "/v2/repository/models/x/load/",
-        "/v2/logging",
-        "/v2/trace/setting",
-    ],
-)
-def test_what_looks_like_administration_needs_its_key(path):
-    assert scope_of(path) == "admin"
-
-
 def test_without_keys_everything_is_allowed():
-    Gate().check("/v2/models/m/infer", {})
+    Gate().check_scope("admin", {})
 
 
 def test_health_is_open(keys):
-    Gate(keys).check("/v2/health/ready", {})
+    Gate(keys).check_scope("open", {})
 
 
 @pytest.mark.parametrize(
@@ -166,7 +49,7 @@ def test_health_is_open(keys):
 )
 def test_no_key_or_an_unknown_one_is_refused(keys, headers):
     with pytest.raises(NotAllowed) as caught:
-        Gate(keys).check("/v2/models/m/infer", headers)
+        Gate(keys).check_scope("infer", headers)
     assert caught.value.needs_key
 
 
@@ -175,10 +58,10 @@ def test_a_key_opens_its_scopes_and_no_others(keys, header):
     value = f"Bearer {SECRET}" if header == "authorization" else SECRET
     headers = {header.encode(): value.encode()}
     gate = Gate(keys)
-    gate.check("/v2/models/m/infer", headers)
-    for path in ("/metrics", "/v2/repository/models/m/load"):
+    gate.check_scope("infer", headers)
+    for scope in ("metrics", "admin"):
         with pytest.raises(NotAllowed, match="This protocol is restricted") as caught:
-            gate.check(path, headers)
+            gate.check_scope(scope, headers)
         assert not caught.value.needs_key
 
 
@@ -187,17 +70,22 @@ def test_an_rpc_is_opened_by_the_same_keys(keys, name):
     gate = Gate(keys)
     value = f"Bearer {SECRET}" if name == "authorization" else SECRET
     metadata = [("user-agent", "test"), (name, value), ("trace-bin", b"\xff")]
-    gate.check_rpc(f"{INFERENCE}ModelInfer", metadata)
+    assert gate.check_rpc(f"{INFERENCE}ModelInfer", metadata)
     with pytest.raises(NotAllowed, match="has no scope 'admin'") as caught:
         gate.check_rpc(f"{INFERENCE}RepositoryModelLoad", metadata)
     assert not caught.value.needs_key
     for wrong in ([], [(name, "nobody")], [(name, value + "x")], [(name, "é")]):
-        gate.check_rpc("/grpc.health.v1.Health/Check", wrong)
-        for method in (f"{INFERENCE}ModelInfer", "/unknown.Service/Method", ""):
-            with pytest.raises(NotAllowed) as caught:
-                gate.check_rpc(method, wrong)
-            assert caught.value.needs_key
-    Gate().check_rpc(f"{INFERENCE}RepositoryModelLoad", [])
+        assert gate.check_rpc("/grpc.health.v1.Health/Check", wrong)
+        with pytest.raises(NotAllowed) as caught:
+            gate.check_rpc(f"{INFERENCE}ModelInfer", wrong)
+        assert caught.value.needs_key
+    assert Gate().check_rpc(f"{INFERENCE}RepositoryModelLoad", [])
+
+
+@pytest.mark.parametrize("method", ["/unknown.Service/Method", "", f"{INFERENCE}ModelInfer\n"])
+def test_an_rpc_without_a_row_is_there_for_nobody(keys, method):
+    for gate in (Gate(), Gate(keys)):
+        assert not gate.check_rpc(method, [("x-api-key", SECRET)])
 
 
 @pytest.mark.parametrize(
@@ -212,15 +100,33 @@ def test_an_rpc_is_opened_by_the_same_keys(keys, name):
         (b"127.0.0.1.evil.example:80", False),
         (b"[::2]", False),
         (b":8000", False),
+        (b"", False),
+        (b" ", False),
+        (b"localhost:80.evil.com", False),
+        (b"localhost:80:80", False),
+        (b"localhost:", True),
+        (b"localhost:x", False),
+        (b"evil.com@localhost", False),
+        (b"localhost@evil.com", False),
+        (b"localhost/.evil.com", False),
+        (b"localhost\x00", False),
+        (b"[::1].evil.com", False),
+        (b"[::1]:80.evil.com", False),
+        (b"[::1", False),
+        (b"::1", False),
     ],
 )
 def test_a_page_cannot_reach_the_server_under_another_name(host, is_allowed):
     gate = Gate(hosts=frozenset(("localhost", "127.0.0.1", "::1")))
     if is_allowed:
-        gate.check("/v2", {b"host": host})
+        gate.check_host({b"host": host})
     else:
         with pytest.raises(NotAllowed, match="--allow-host"):
-            gate.check("/v2", {b"host": host})
+            gate.check_host({b"host": host})
+
+
+def test_a_message_of_http_1_0_may_have_no_host():
+    Gate(hosts=frozenset(("localhost",))).check_host({})
 
 
 @pytest.mark.parametrize(
@@ -276,6 +182,7 @@ def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
     path = tmp_path / "keys.toml"
     path.write_text("".join(entries[:-1]))
     keys = {digest: tuple(scopes) for digest, scopes in read_keys(path).scopes.items()}
+    assert len(frames.encode(frames.SetKeys(keys))) <= MAX_SENT_BYTES
     frame = frames.Open(frames.VERSION, "localhost", 0, 0, 0, keys=keys)
     ours, theirs = socket_pair()
     with ours, theirs:
@@ -285,6 +192,45 @@ def test_so_many_keys_fit_the_frame_that_opens_a_front(tmp_path):
     path.write_text("".join(entries))
     with pytest.raises(ConfigError, match="4097 keys; at most 4096"):
         read_keys(path)
+
+
+def test_a_key_file_is_read_again_when_it_has_changed(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    file = KeyFile(path)
+    assert file.read().of(SECRET.encode()) == {"infer"}
+    assert file.read_if_changed() is None
+    path.write_text(FILE.replace('["infer"]', '["metrics"]'))
+    changed = file.read_if_changed()
+    assert changed is not None and changed.of(SECRET.encode()) == {"metrics"}
+    assert file.read_if_changed() is None
+
+
+@pytest.mark.parametrize("broken", ["[[key", "", None])
+def test_a_change_that_cannot_be_used_is_told_once(tmp_path, broken):
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    file = KeyFile(path)
+    file.read()
+    if broken is None:
+        path.unlink()
+    else:
+        path.write_text(broken)
+    with pytest.raises(ConfigError):
+        file.read_if_changed()
+    assert file.read_if_changed() is None
+    (tmp_path / "new").write_text(FILE)
+    (tmp_path / "new").rename(path)
+    assert file.read_if_changed() is not None
+
+
+def test_callers_have_names_for_logs(keys):
+    gate = Gate(keys)
+    assert gate.caller({b"x-api-key": SECRET.encode()}) == "team-a"
+    assert gate.caller({}) == "anonymous"
+    unknown = gate.caller({b"x-api-key": b"some other secret"})
+    assert unknown == f"key {digest_secret(b'some other secret').hex()[:8]}"
+    assert Gate().caller({b"x-api-key": b"anything"}) == "anonymous"
 
 
 def test_a_missing_key_file_is_explained(tmp_path):

@@ -388,6 +388,28 @@ async def test_a_head_without_end_is_refused_while_it_arrives(serve: Any) -> Non
         assert answer.status == 431
 
 
+@pytest.mark.parametrize("request_", [get(), post(bytes(20_000))], ids=["GET", "POST"])
+async def test_pipelined_requests_are_not_taken_for_one_long_head(request_: bytes) -> None:
+    """Each read ends inside a head, which is short; what comes before it is not part of it."""
+    echo = Echo()
+    connection, wire = attach(HttpServer(echo, HttpLimits()))
+    data = request_ * 2000
+    size = 2 * len(request_) + 40_000
+    for start in range(0, len(data), size):
+        connection.data_received(data[start : start + size])
+    assert not wire.is_closed
+    assert len(echo.seen) == 2000
+
+
+async def test_a_head_without_end_behind_other_requests_is_refused() -> None:
+    connection, wire = attach(HttpServer(Echo(), HttpLimits()))
+    connection.data_received(get() * 10 + b"GET /a HTTP/1.1\r\nX: " + b"v" * 1000)
+    for _ in range(40):
+        connection.data_received(b"v" * 1000)
+    assert wire.is_closed
+    assert b"HTTP/1.1 431" in wire.sent
+
+
 @pytest.mark.parametrize("piece", [1, 1448, 9000])
 async def test_the_limit_does_not_depend_on_how_a_head_is_cut(piece: int) -> None:
     request = get("/a", *[f"X-{number}: {'v' * 150}" for number in range(80)])
@@ -447,7 +469,13 @@ BAD = {
     "no host": b"GET / HTTP/1.1\r\n\r\n",
     "two hosts": get("/", "Host: y"),
     "two authorizations": get("/", "Authorization: a", "Authorization: b"),
-    "an absolute target": get("http://x/a"),
+    "a target that is neither path nor URL": get("ftp://x/a"),
+    "an absolute target without a host": get("http:///a"),
+    "an absolute target with a user": get("http://me:secret@x/a"),
+    "an encoded line feed in the path": get("/a%0a"),
+    "an encoded NUL in the path": get("/a%00b"),
+    "an encoded DEL in the path": get("/a%7F"),
+    "an encoded control character of Unicode": get("/a%c2%85"),
     "an asterisk target": get("*"),
     "an authority target": b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
     "NUL in the target": get("/a\0"),
@@ -513,23 +541,85 @@ async def test_requests_before_a_malformed_one_are_answered_first(serve: Any, ba
         assert hold.arrived.empty()
 
 
+async def test_connect_is_refused_also_for_a_path(serve: Any) -> None:
+    echo = Echo()
+    async with serve(echo) as served:
+        for _ in range(2):
+            answer, rest = await served.last_words(get().replace(b"GET", b"CONNECT"))
+            assert (answer.status, rest) == (400, b"")
+    assert echo.seen == []
+
+
+H2C = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAB")
 UPGRADES = {
-    "websocket": get("/a", "Connection: Upgrade", "Upgrade: websocket"),
-    "h2c with a body": post(b"ab", "/a", "Connection: Upgrade", "Upgrade: h2c"),
-    "connect to a path": get().replace(b"GET", b"CONNECT"),
+    "websocket": (get("/a", "Connection: Upgrade", "Upgrade: websocket"), b""),
+    "h2c": (get("/a", *H2C), b""),
+    "h2c with a body": (post(b"ab", "/a", *H2C), b"ab"),
+    "h2c with chunks": (
+        chunked(b"ab").replace(b"\r\nHost", ("\r\n" + "\r\n".join(H2C) + "\r\nHost").encode()),
+        b"ab",
+    ),
+    "h2c in HTTP/1.0": (
+        get("/a", *H2C, "Connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0"),
+        b"",
+    ),
 }
 
 
-@pytest.mark.parametrize("request_", UPGRADES.values(), ids=UPGRADES.keys())
-async def test_an_upgrade_gets_one_answer_and_always_the_same(serve: Any, request_: bytes) -> None:
+@pytest.mark.parametrize(("request_", "body"), UPGRADES.values(), ids=UPGRADES.keys())
+@pytest.mark.parametrize("piece", [1, 7, 10_000])
+async def test_an_upgrade_is_ignored_and_the_connection_goes_on(
+    request_: bytes, body: bytes, piece: int
+) -> None:
+    echo = Echo()
+    connection, wire = attach(HttpServer(echo, HttpLimits()))
+    data = request_ + get("/b") + request_
+    for start in range(0, len(data), piece):
+        connection.data_received(data[start : start + piece])
+    assert echo.seen == [(b"/a", body), (b"/b", b""), (b"/a", body)]
+    assert wire.sent.count(b"HTTP/1.1 200") == 3
+    assert not wire.is_closed
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "query", "host"),
+    [
+        ("http://other:81/a?b=c", b"/a", b"b=c", b"other:81"),
+        ("HTTPS://other/a%41", b"/aA", b"", b"other"),
+        ("http://other", b"/", b"", b"other"),
+        ("http://other?b", b"/", b"b", b"other"),
+    ],
+)
+async def test_a_target_in_absolute_form_names_path_and_host(
+    serve: Any, target: str, path: bytes, query: bytes, host: bytes
+) -> None:
+    hold = Hold()
+    async with serve(hold) as served, served.connect() as client:
+        await client.send(get(target))
+        head = (await hold.arrived.get()).head
+    assert (head.path, head.query, head.headers[b"host"]) == (path, query, host)
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("/a%62c", b"/abc"),
+        ("/a%2Fb/%2e%2e", b"/a%2Fb/.."),
+        ("/a%2fb", b"/a%2Fb"),
+        ("/%250a", b"/%250a"),
+        ("/%zz/%", b"/%25zz/%25"),
+        ("/%ff", b"/%FF"),
+        ("/a%20b", b"/a%20b"),
+        ("/a;b=c%3B", b"/a;b=c;"),
+        ("//a", b"//a"),
+    ],
+)
+async def test_equal_paths_have_one_spelling(serve: Any, target: str, path: bytes) -> None:
     echo = Echo()
     async with serve(echo) as served:
-        for _ in range(3):
-            async with served.connect() as client:
-                await client.send(request_)
-                assert (await client.answer()).status == 400
-                assert await client.rest() == b""
-    assert echo.seen == []
+        assert (await served.ask(get(target))).status == 200
+    assert echo.seen == [(path, b"")]
+    assert http.normalize_path(path) == path
 
 
 # Learned heads: what was parsed once is not parsed again.

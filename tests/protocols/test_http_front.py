@@ -16,7 +16,7 @@ from penstock.config import BatchPolicy, HttpLimits, ModelConfig
 from penstock.errors import ConfigError
 from penstock.protocols import access_log
 from penstock.protocols.fronts import Desk, Front, http_opening, http_trade
-from penstock.protocols.gate import Gate, read_keys
+from penstock.protocols.gate import Gate, Keys, digest_secret, read_keys
 from penstock.protocols.http import Exchange
 from penstock.protocols.line import INLINE_BYTES, MAX_SENT_BYTES
 from penstock.protocols.v2_http import Models, V2Http
@@ -157,7 +157,7 @@ async def test_what_the_core_answers_itself_may_be_of_any_size(until: Until):
     async with serving(handler=echo) as served, served.connect() as client:
         for size in (0, 1, INLINE_BYTES + 1, 5_000_000):
             body = bytes(range(256)) * (size // 256 + 1)
-            answer = await client.ask("/any?where=1", body[:size], "POST")
+            answer = await client.ask("/v2/logging?where=1", body[:size], "POST")
             assert (answer.status, answer.body) == (200, body[:size] + b"where=1")
         await until(lambda: served.front.num_running == 0)
 
@@ -166,7 +166,7 @@ async def test_a_stream_arrives_as_it_is_made(until: Until):
     asked: list[Exchange] = []
 
     async with serving(handler=asked.append) as served, served.connect() as client:
-        client.writer.write(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.writer.write(b"GET /v2/logging HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await until(lambda: bool(asked))
         (exchange,) = asked
         exchange.start_stream(200, b"Content-Type: text/event-stream\r\n")
@@ -180,7 +180,7 @@ async def test_a_stream_arrives_as_it_is_made(until: Until):
         seen = await client.reader.readuntil(b"4\r\nlast\r\n0\r\n\r\n")
         assert seen.startswith(b"%x\r\n" % len(large) + large)
         # The connection is good for another.
-        client.writer.write(b"GET /again HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.writer.write(b"GET /v2/logging HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await until(lambda: len(asked) == 2)
         asked[1].reply(200, b"", (b"well",))
         assert (await client.reader.readuntil(b"well")).startswith(b"HTTP/1.1 200")
@@ -192,7 +192,7 @@ async def test_a_message_is_not_kept_while_its_answer_is_streamed(until: Until):
     body = bytes(4 * INLINE_BYTES)
 
     async with serving(handler=asked.append) as served, served.connect() as client:
-        head = f"POST /stream HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}"
+        head = f"POST /v2/logging HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: {len(body)}"
         client.writer.write(head.encode() + b"\r\n\r\n" + body)
         await until(lambda: bool(asked))
         assert len(asked[0].body) == len(body)
@@ -216,7 +216,7 @@ async def test_whoever_leaves_a_stream_is_reported_and_the_rest_goes_nowhere(unt
 
     async with serving(handler=asked.append) as served:
         async with served.connect() as client:
-            client.writer.write(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            client.writer.write(b"GET /v2/logging HTTP/1.1\r\nHost: localhost\r\n\r\n")
             await until(lambda: bool(asked))
             asked[0].waiter = Waiter()
             asked[0].start_stream(200, b"")
@@ -236,11 +236,11 @@ async def test_the_core_sees_the_message_as_it_came():
         exchange.reply(201, b"", ())
 
     async with serving(handler=note) as served:
-        answer = await served.ask("/a%20b?c", b"d", "PUT", {"X-Name": "ü"})
+        answer = await served.ask("/v2/models/a%20b?c", b"d", "GET", {"X-Name": "ü"})
         assert (answer.status, answer.body) == (201, b"")
     (exchange,) = seen
     head = exchange.head
-    assert (head.method, head.path, head.query) == (b"PUT", b"/a%20b", b"c")
+    assert (head.method, head.path, head.query) == (b"GET", b"/v2/models/a%20b", b"c")
     assert head.headers[b"x-name"] == "ü".encode()
     assert (head.keep_alive, head.is_http_1_0, exchange.received > 0) == (True, False, True)
 
@@ -266,7 +266,7 @@ async def test_a_client_that_leaves_is_reported_to_the_core(until: Until):
 
     async with serving(handler=hold) as served:
         async with served.connect() as client:
-            client.writer.write(message("/held", bytes(INLINE_BYTES + 1)))
+            client.writer.write(message("/v1/completions", bytes(INLINE_BYTES + 1)))
             await until(lambda: served.front.num_running == 1)
         await until(lambda: left)
         await until(lambda: served.front.num_running == 0)
@@ -292,7 +292,7 @@ async def test_an_answer_that_breaks_off_cuts_the_connection():
         exchange.abort()
 
     async with serving(handler=cut) as served, served.connect() as client:
-        client.writer.write(message("/broken"))
+        client.writer.write(message("/v2"))
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await client.answer()
 
@@ -305,7 +305,7 @@ async def test_an_answer_in_parts_arrives_whole():
         exchange.end_stream()
 
     async with serving(handler=stream) as served, served.connect() as client:
-        client.writer.write(b"GET /parts HTTP/1.0\r\n\r\n")
+        client.writer.write(b"GET /v2/logging HTTP/1.0\r\n\r\n")
         assert (await client.rest()).endswith(b"\r\n\r\none two")
 
 
@@ -457,3 +457,24 @@ async def test_a_front_that_cannot_listen_says_why():
         await front.listening()
     await front.close()
     taken.close()
+
+
+async def test_new_keys_hold_also_for_heads_that_were_seen_before(until: Until):
+    def keys(secret: bytes) -> Keys:
+        return Keys({digest_secret(secret): frozenset(["infer"])})
+
+    gate = Gate(keys(b"the first secret"))
+    async with serving(gate=gate) as served, served.connect() as client:
+        head, body = binary(b"abcd")
+
+        async def status(secret: str) -> int:
+            headers = {**head, "X-API-Key": secret}
+            return (await client.ask("/v2/models/echo/infer", body, headers=headers)).status
+
+        for _ in range(3):
+            assert await status("the first secret") == 200
+        gate.keys = keys(b"another secret")
+        served.front.set_keys(gate)
+        while await status("another secret") != 200:
+            await asyncio.sleep(0.001)
+        assert await status("the first secret") == 401

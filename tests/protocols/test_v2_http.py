@@ -611,6 +611,20 @@ def test_no_other_route_takes_a_version_that_is_not_there(
     assert reply.error
 
 
+@pytest.mark.parametrize(
+    ("method", "route"),
+    [("GET", ""), ("GET", "/ready"), ("GET", "/config"), ("GET", "/stats"), ("GET", "/explain")]
+    + [("POST", "/infer"), ("POST", "/generate"), ("POST", "/generate_stream")],
+)
+@pytest.mark.parametrize("version", ["AAA", "1.0", "01", "-1", "99"])
+def test_every_route_says_which_version_is_not_found(
+    api: Api, method: str, route: str, version: str
+) -> None:
+    reply = api.ask(method, f"/v2/models/echo/versions/{version}{route}", b"{}")
+    assert reply.status == 404
+    assert f"'echo' version {version} is not found; loaded: 1, 3, 20" in reply.error
+
+
 HOSTILE_NAMES = [
     "..",
     ".",
@@ -622,8 +636,6 @@ HOSTILE_NAMES = [
     "..;",
     "%20",
     "%20..",
-    "echo%00",
-    "echo%0d%0aX-Injected:%20yes",
     "%ff%fe",
     "%ed%a0%80",
     "%zz",
@@ -633,7 +645,6 @@ HOSTILE_NAMES = [
     "ECHO",
     "a" * 3000,
     "%22%5C%3Cscript%3E",
-    "%1b[31m",
 ]
 
 
@@ -649,6 +660,22 @@ def test_hostile_names_are_404_on_every_route_and_harm_nothing(api: Api, name: s
         assert reply.status == 404
         assert "x-injected" not in reply.headers
         assert reply.error
+    assert api.get("/v2/health/ready").status == 200
+
+
+@pytest.mark.parametrize(
+    "name", ["echo%00", "echo%0d%0aX-Injected:%20yes", "%1b[31m", "echo%0A", "echo%7f"]
+)
+def test_encoded_control_characters_are_400_on_every_route(api: Api, name: str) -> None:
+    path = f"/v2/models/{name}"
+    for reply in (
+        api.infer(name, ECHO),
+        api.infer(f"echo/versions/{name}", ECHO),
+        *(api.get(path + rest) for rest in ("", "/ready", "/versions/1", "/versions/1/ready")),
+    ):
+        assert reply.status == 400
+        assert "x-injected" not in reply.headers
+        assert "control character" in reply.error
     assert api.get("/v2/health/ready").status == 200
 
 
@@ -723,7 +750,7 @@ def test_a_wrong_method_is_told_the_right_one(api: Api, path: str, allowed: str)
     assert allowed in api.ask("DELETE", path).headers["allow"]
 
 
-@pytest.mark.parametrize("path", ["/v2/", "/v2/models/echo/", "/v2/health/live/"])
+@pytest.mark.parametrize("path", ["/v2//", "/v2/models/echo/", "/v2/health/live/"])
 def test_a_path_with_one_slash_too_many_is_not_redirected(api: Api, path: str) -> None:
     reply = api.ask("GET", path, headers={"Host": "evil.example"})
     assert "location" not in reply.headers
@@ -739,8 +766,9 @@ def test_head_of_an_error_has_no_body(api: Api) -> None:
 # Metadata, health, metrics.
 
 
-def test_server_metadata(api: Api) -> None:
-    message = api.get("/v2").json
+@pytest.mark.parametrize("path", ["/v2", "/v2/"])
+def test_server_metadata(api: Api, path: str) -> None:
+    message = api.get(path).json
     assert message["name"] == "penstock"
     assert message["version"] == penstock.__version__
     assert "binary_tensor_data" in message["extensions"]
@@ -761,18 +789,22 @@ def test_model_metadata(api: Api) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
+    ("path", "body"),
     [
-        "/v2/health/live",
-        "/v2/health/ready",
-        "/v2/models/echo/ready",
-        "/v2/models/echo/versions/1/ready",
+        ("/v2/health/live", {"live": True}),
+        ("/v2/health/ready", {"ready": True}),
+        ("/v2/models/echo/ready", {"name": "echo", "ready": True}),
+        ("/v2/models/echo/versions/1/ready", {"name": "echo", "ready": True}),
     ],
 )
-def test_what_is_well_says_so_with_an_empty_200(api: Api, path: str) -> None:
-    for method in ("GET", "HEAD"):
-        reply = api.ask(method, path)
-        assert (reply.status, reply.body) == (200, b"")
+def test_health_and_readiness_have_the_bodies_of_the_protocol(
+    api: Api, path: str, body: dict[str, object]
+) -> None:
+    reply = api.get(path)
+    assert (reply.status, reply.headers["content-type"]) == (200, "application/json")
+    assert reply.json == body
+    head = api.ask("HEAD", path)
+    assert (head.status, head.body) == (200, b"")
 
 
 def samples(api: Api) -> dict[tuple[str, ...], float]:

@@ -1,10 +1,11 @@
 """Which requests fit a model, in Triton's words, and how they lie in memory."""
 
+import struct
 from dataclasses import replace
 
 import pytest
 
-from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding
+from penstock.config import BatchPolicy, ModelConfig, PadAxis, Padding, Preprocess
 from penstock.errors import InvalidRequest
 from penstock.serving.padding import Pads
 from penstock.serving.plan import Planner
@@ -70,6 +71,35 @@ def test_a_request_of_more_rows_than_the_slab_holds_gets_extents():
     few, many = plans.plan(ask(x(1), n(1, 100))), plans.plan(ask(x(8), n(8, 100)))
     assert few.geometry.layout is not None
     assert many.geometry.layout is None
+
+
+@pytest.mark.parametrize(
+    ("text", "is_good"),
+    [
+        (b"plain", True),
+        ("größe 水 😀".encode(), True),
+        (b"x" * 200, True),
+        (b"", True),
+        (b"\xff", False),
+        (b"caf\xe9", False),
+        ("😀".encode()[:-1], False),
+        (b"\xed\xa0\x80", False),
+    ],
+)
+def test_strings_for_onnx_must_be_utf8(text, is_good):
+    def asked() -> Request:
+        data = b"".join(struct.pack("<I", len(each)) + each for each in (b"a", text))
+        return ask(Tensor("s", "BYTES", (1, 2), data))
+
+    strings = {"inputs": (TensorSpec("s", "BYTES", (2,)),)}
+    planner(**strings).plan(asked())
+    before = Preprocess("pre.py:f", strings["inputs"])
+    planner(**strings, backend="onnxruntime", preprocess=before).plan(asked())
+    if is_good:
+        planner(**strings, backend="onnxruntime").plan(asked())
+    else:
+        with pytest.raises(InvalidRequest, match="input 's': element 1 is not valid UTF-8"):
+            planner(**strings, backend="onnxruntime").plan(asked())
 
 
 class TestTokens:

@@ -171,15 +171,27 @@ def test_integers_are_valid_floats() -> None:
     assert values_of(tensor) == [1.0, 2.5]
 
 
-@pytest.mark.parametrize("data", [[1, 2, 3, 4, 5, 6], [[1, 2, 3], [4, 5, 6]]])
-def test_data_may_be_flat_or_nested_as_the_shape(data: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "data",
+    [
+        [1, 2, 3, 4, 5, 6],
+        [[1, 2, 3], [4, 5, 6]],
+        [[1, 2], [3, 4], [5, 6]],
+        [[1, 2, 3, 4, 5, 6]],
+        [[[[1, 2, 3, 4, 5, 6]]]],
+        [[1], [2], [3], [4], [5], [6]],
+        [[[1, 2, 3]], [[4, 5, 6]]],
+    ],
+)
+def test_data_may_be_flat_or_in_any_regular_nesting(data: list[Any]) -> None:
     [tensor] = decode_json(given_data(data, "INT16", [2, 3])).request.inputs
     assert tensor.shape == (2, 3)
     assert values_of(tensor) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
-    ("shape", "data"), [([0], []), ([2, 0], [[], []]), ([0, 2], []), ([3, 0, 2], [[], [], []])]
+    ("shape", "data"),
+    [([0], []), ([2, 0], [[], []]), ([2, 0], [[]]), ([0, 2], []), ([3, 0, 2], [[], [], []])],
 )
 def test_a_tensor_may_have_no_elements(shape: list[int], data: list[Any]) -> None:
     [tensor] = decode_json(given_data(data, "FP32", shape)).request.inputs
@@ -314,8 +326,8 @@ def json_tensors(draw: st.DrawFn) -> tuple[Tensor, Any]:
         data = b"".join(struct.pack("<I", len(v.encode())) + v.encode() for v in values)
     else:
         data = np.array(values, dtype=DATATYPES[datatype].numpy).tobytes()
-    nested = draw(st.booleans()) and shape
-    return Tensor("x", datatype, shape, data), _nest(values, shape) if nested else values
+    nesting = draw(st.sampled_from([(count,), shape, shape[::-1], (1, *shape), (*shape, 1)]))
+    return Tensor("x", datatype, shape, data), _nest(values, nesting or (count,))
 
 
 def _nest(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
@@ -380,19 +392,32 @@ def test_a_binary_answer_sent_back_as_a_request_has_the_same_bits(tensors: list[
         ("[2,2]", "[[1,2],3,4]"),
         ("[2,2]", "[1,2,[3,4]]"),
         ("[2,2]", "[[1,2],[[3,4]]]"),
-        ("[2,2]", "[[1,2]]"),
-        ("[2]", "[[1,2]]"),
-        ("[2,1]", "[[1,2]]"),
-        ("[2,0]", "[[]]"),
+        ("[2,2]", "[[1],[2,3,4]]"),
+        ("[2,2]", "[[],[1,2,3,4]]"),
+        ("[2,2]", "[[1,2,3,4],[]]"),
+        ("[2,2]", "[[[1,2],[3]],[[4]]]"),
         ("[2,2]", "[[1,2],[3,[4]]]"),
+        ("[1]", "[[],1]"),
+        ("[1]", "[1,[]]"),
     ],
 )
-def test_ragged_or_otherwise_nested_data_is_refused(shape: str, data: str) -> None:
-    assert names_input(refusal(one_input("INT32", shape, data)))
+def test_ragged_data_is_refused(shape: str, data: str) -> None:
+    error = refusal(one_input("INT32", shape, data))
+    assert names_input(error)
+    assert "ragged" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("shape", "data"), [("[2]", "[1]"), ("[2]", "[1,2,3]"), ("[]", "[]"), ("[0]", "[1]")]
+    ("shape", "data"),
+    [
+        ("[2]", "[1]"),
+        ("[2]", "[1,2,3]"),
+        ("[]", "[]"),
+        ("[0]", "[1]"),
+        ("[2,2]", "[[1,2]]"),
+        ("[2,2]", "[[1,2,3],[4,5,6]]"),
+        ("[2]", "[[]]"),
+    ],
 )
 def test_a_wrong_number_of_elements_is_refused(shape: str, data: str) -> None:
     assert names_input(refusal(one_input("INT32", shape, data)))
@@ -681,6 +706,18 @@ def test_a_parameter_of_the_protocol_beyond_64_bits_is_refused(name: str) -> Non
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**30])
 def test_a_free_parameter_beyond_64_bits_is_refused(value: int) -> None:
     refusal(with_field("parameters", f'{{"free":{value}}}'))
+
+
+@pytest.mark.parametrize("name", ["triton_", "triton_x", "triton_enable_empty_final_response"])
+def test_parameters_that_triton_reserves_are_refused(name: str) -> None:
+    error = refusal(with_field("parameters", json.dumps({name: True, "mine": 1})))
+    assert name in str(error) and "reserved" in str(error)
+
+
+@pytest.mark.parametrize("name", ["Triton_x", "my_triton_x", "triton"])
+def test_parameters_that_are_not_reserved_pass(name: str) -> None:
+    body = with_field("parameters", json.dumps({name: 1}))
+    assert decode(body).request.parameters == {name: 1}
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,7 @@ def test_malformed_requests_are_told_what_is_wrong(wire: Any, words: str) -> Non
         ("timeout", "soon", InvalidRequest),
         ("binary_data_output", 1, InvalidRequest),
         ("triton_enable_empty_final_response", "true", InvalidRequest),
+        ("triton_other", True, InvalidRequest),
         ("sequence_id", 7, Unsupported),
         ("sequence_start", True, Unsupported),
     ],

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.benchmark.exchange import Exchange
 from penstock.benchmark.inputs import RequestForm, Sample
+from penstock.benchmark.targets.http_messages import hide_password
 from penstock.errors import CommandLineError, ConfigError
 
 ADDRESSES = (
@@ -146,7 +147,8 @@ def kind_of(spec: TargetSpec) -> str:
     scheme, is_url, rest = spec.address.partition("://")
     if not is_url:
         if not spec.address or not Path(spec.address).exists():
-            raise ConfigError([f"{spec.address}: there is no such folder; expected {ADDRESSES}"])
+            where = hide_password(spec.address)
+            raise ConfigError([f"{where}: there is no such folder; expected {ADDRESSES}"])
         return "in process"
     if scheme in ("grpc", "grpcs"):
         return "v2 gRPC"
@@ -154,7 +156,8 @@ def kind_of(spec: TargetSpec) -> str:
         return "OpenAI"
     if scheme in ("http", "https"):
         return _kind_of_path(spec, "/" + rest.partition("/")[2].partition("?")[0])
-    raise CommandLineError([f"{spec.address}: unknown protocol '{scheme}'; expected {ADDRESSES}"])
+    where = hide_password(spec.address)
+    raise CommandLineError([f"{where}: unknown protocol '{scheme}'; expected {ADDRESSES}"])
 
 
 def _kind_of_path(spec: TargetSpec, path: str) -> str:

@@ -23,6 +23,7 @@ from penstock import pbtxt
 from penstock.benchmark.exchange import Exchange
 from penstock.benchmark.inputs import RequestForm, Sample
 from penstock.benchmark.targets import Counters, Description, TargetSpec
+from penstock.benchmark.targets.http_messages import check_no_credentials, hide_password
 from penstock.benchmark.targets.shared import (
     config_digest,
     counters_of,
@@ -321,12 +322,13 @@ class GrpcTarget:
 
 def parse_address(spec: TargetSpec) -> Address:
     """ConfigError with everything that is wrong."""
-    where = spec.address
+    check_no_credentials(spec.address)
+    where = hide_password(spec.address)
     try:
-        parts = urlsplit(where)
+        parts = urlsplit(spec.address)
         port = parts.port
-    except ValueError as error:
-        raise ConfigError([f"{where}: {error}"]) from None
+    except ValueError:
+        raise ConfigError([f"{where}: invalid host or port; expected grpc://host:port"]) from None
     problems: list[str] = []
     if parts.scheme not in ("grpc", "grpcs") or not parts.hostname or port is None:
         problems.append(f"{where}: expected grpc://host:port/model or grpc://host:port/model/1")
@@ -343,7 +345,7 @@ def parse_address(spec: TargetSpec) -> Address:
         problems.append(f"{where}: names no model; expected grpc://host:port/model, or --model")
     if problems:
         raise ConfigError(problems)
-    return Address(where, parts.netloc, model, version, parts.scheme == "grpcs")
+    return Address(spec.address, parts.netloc, model, version, parts.scheme == "grpcs")
 
 
 def failure_text(code: str, details: str, timeout_s: float) -> str:

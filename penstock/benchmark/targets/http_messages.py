@@ -18,6 +18,7 @@ MAX_TEXTS = 8
 MAX_TIMING = 1024
 WITHOUT_BODY = ("GET", "DELETE")
 _OURS = ("host", "content-length", "transfer-encoding", "connection")
+_CREDENTIALS = re.compile("^([^/:]*:(?://)?).*@", re.DOTALL)
 _WITH_DIGITS = re.compile(r"[\w-]*\d[\w-]*")
 # A name, other parameters, and the one that counts.
 _DURATION = re.compile(
@@ -54,19 +55,32 @@ class Answer(NamedTuple):
         return 200 <= self.status < 300
 
 
+def hide_password(address: str) -> str:
+    """An address as errors and logs may show it. Everything up to the last @ may be a password,
+    also where the address is malformed."""
+    return _CREDENTIALS.sub(r"\1***@", address)
+
+
+def check_no_credentials(address: str) -> None:
+    """ConfigError for a user or a password in an address: no target would send them."""
+    authority = re.split("[/?#]", address.partition("://")[2], maxsplit=1)[0]
+    if "@" in authority:
+        raise ConfigError([f"{hide_password(address)}: no user or password is allowed in a URL"])
+
+
 def parse_url(text: str) -> Url:
     """ConfigError unless it is http://host[:port][/path], or https."""
+    check_no_credentials(text)
+    shown = hide_password(text)
     try:
         parts = urlsplit(text)
         port = parts.port
-    except ValueError as error:
-        raise ConfigError([f"{text}: {error}"]) from None
+    except ValueError:
+        raise ConfigError([f"{shown}: invalid host or port; expected http://host:port/…"]) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError([f"{text}: expected http://host:port/…"])
-    if "@" in parts.netloc:
-        raise ConfigError([f"{text}: expected no user or password in the address"])
+        raise ConfigError([f"{shown}: expected http://host:port/…"])
     if not all(" " < character <= "~" for character in text):
-        raise ConfigError([f"{text}: expected plain characters; write others as %XX"])
+        raise ConfigError([f"{shown}: expected plain characters; write others as %XX"])
     is_tls = parts.scheme == "https"
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     default = 443 if is_tls else 80

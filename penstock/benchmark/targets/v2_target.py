@@ -113,7 +113,8 @@ class V2Http:
         metadata = await self._ask_model()
         config, digest = await self._ask_config()
         self._is_binary = self._spec.is_binary and "binary_tensor_data" in server.extensions
-        if server.name == "penstock" and self._spec.timing_every > 0:
+        has_timing = server.name == "penstock" or "penstock_timing" in server.extensions
+        if has_timing and self._spec.timing_every > 0:
             self._until_timing = self._spec.timing_every
         form = self._request_form = _request_form(metadata, config)
         self._check_form(form)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.benchmark.targets import TargetSpec, open_target
 from penstock.benchmark.targets.http_messages import (
     MAX_TEXT,
     MAX_TEXTS,
@@ -45,12 +46,35 @@ def test_an_address_is_taken_apart(text, host, port, is_tls, name, path):
         ("http://a/b c", "expected plain characters"),
         ("http://a/\u00e9", "expected plain characters"),
         ("http://a/b\r\nX: 1", "expected plain characters"),
-        ("http://[::1/", "IPv6"),
+        ("http://[::1/", "invalid host"),
     ],
 )
 def test_what_is_no_address_is_refused(text, problem):
     with pytest.raises(ConfigError, match=problem):
         parse_url(text)
+
+
+@pytest.mark.parametrize(
+    "scheme", ["http://", "https://", "grpc://", "openai+http://", "ftp://", "://", "http:", ""]
+)
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "me:hunter2@host:8000/v2/models/m",
+        "me:hunter2@host:99999/m",
+        "me:hunter2@host:port/m",
+        "me:hunt/er2:hunter2@host:8000/m",
+        "me:hunter2?x@host:8000/m",
+        "me:hunter2@[::1/m",
+        "me:@hunter2@host:1/m",
+        "me:hunter2\n@host:1/m",
+    ],
+)
+def test_no_error_shows_a_password(scheme, rest):
+    for options in ({}, {"model": "m"}, {"body": "{}"}):
+        with pytest.raises(ConfigError) as caught:
+            open_target(TargetSpec(f"{scheme}{rest}", **options))
+        assert "hunt" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Handlers that are coroutines behind the HTTP server: each request runs as a task of its own.
+
+Owns the tasks; knows neither paths nor models. Used for everything that is not inference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from penstock.errors import PenstockError
+from penstock.protocols.http import Exchange
+from penstock.protocols.route_table import Match
+from penstock.types import Buffer
+
+log = logging.getLogger("penstock.http")
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteCall:
+    """What a handler sees of a request."""
+
+    match: Match
+    body: Buffer = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a handler answers with."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = JSON
+
+
+RouteHandler = Callable[[RouteCall], Awaitable[Reply]]
+ReplyError = Callable[[Exchange, PenstockError], None]
+
+
+class HandlerTasks:
+    """Runs handlers and sends what they return. A client that leaves cancels its task; `close`
+    cancels all. `reply_error` answers what a handler refuses."""
+
+    def __init__(self, reply_error: ReplyError) -> None:
+        self._reply_error = reply_error
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, exchange: Exchange, handler: RouteHandler, match: Match) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(exchange, handler, match))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        exchange.waiter = _Cancelling(task)
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, exchange: Exchange, handler: RouteHandler, match: Match) -> None:
+        try:
+            reply = await handler(RouteCall(match, exchange.body))
+        except PenstockError as error:
+            self._reply_error(exchange, error)
+        except Exception:  # The protocol edge: the client is told, the server lives on.
+            log.exception("while answering %r", exchange.head.path)
+            exchange.reply_error(500, "internal error")
+        else:
+            headers = f"Content-Type: {reply.content_type}\r\n".encode() if reply.body else b""
+            exchange.reply(reply.status, headers, (reply.body,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancelling:
+    """The waiter of an exchange whose handler is a task."""
+
+    task: asyncio.Task[None]
+
+    def abandon(self) -> None:
+        self.task.cancel()

@@ -1,0 +1,26 @@
+"""Tests of the optimiser run beside other work. What they assert must not depend on it, so the run
+is told that the machine is quiet; the meter itself is tested in `test_conditions`."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.optimizer import run, served
+from penstock.optimizer.llm import text_run
+from penstock.optimizer.results import Conditions
+
+SPEED_S = 1e-3
+
+
+class QuietMachine:
+    def read(self) -> Conditions:
+        return Conditions(own_cpu=0.1, speed_s=SPEED_S, load_average=0.1, num_cores=2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_machine() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served, "CpuMeter", QuietMachine)
+        for module in (run, text_run):
+            patch.setattr(module, "machine_speed_s", lambda: SPEED_S)
+        yield

@@ -1,0 +1,121 @@
+"""A line for every administrative call, whoever made it and however it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config import HttpLimits
+from penstock.errors import NotFound
+from penstock.protocols import audit_log
+from penstock.protocols.audit_log import AdminCall, record
+from penstock.protocols.fronts import Desk
+from penstock.protocols.gate import Gate, Keys, digest_secret
+from penstock.protocols.v2_http import Models, V2Http
+from penstock.protocols.v2_routes import V2Routes
+from penstock.serving.catalog import Catalog
+from penstock.wire import frames
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "repository"
+SECRETS = {"operator": b"secret-of-operator", "team-a": b"secret-of-team-a"}
+SCOPES = {"operator": frozenset(["admin", "infer"]), "team-a": frozenset(["infer"])}
+DIGESTS = {name: digest_secret(secret) for name, secret in SECRETS.items()}
+GATE = Gate(
+    Keys(
+        {DIGESTS[name]: scopes for name, scopes in SCOPES.items()},
+        {digest: name for name, digest in DIGESTS.items()},
+    )
+)
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    caplog.set_level("INFO", logger=audit_log.log.name)
+    yield lambda: [r.getMessage() for r in caplog.records if r.name == audit_log.log.name]
+
+
+def test_a_line_says_who_what_and_the_result(lines: Any) -> None:
+    record(AdminCall("http", "operator", "load", "m"), 200)
+    record(AdminCall("grpc", "a b\n=", "index"), "PERMISSION_DENIED", 'no "scope"')
+    record(AdminCall("http", "x", "load", "m"), 400, "r" * 2000)
+    first, second, third = lines()
+    assert first == "http caller=operator action=load model=m result=200"
+    assert second == (
+        r'grpc caller="a b\n=" action=index result=PERMISSION_DENIED reason="no \"scope\""'
+    )
+    assert len(third) < 600
+
+
+def test_a_quiet_log_level_does_not_silence_it() -> None:
+    assert audit_log.log.isEnabledFor(20)
+
+
+async def test_administrative_calls_over_http_are_recorded(serve: Any, lines: Any) -> None:
+    catalog = Catalog()
+    routes = V2Routes(catalog, str(EXAMPLES), is_explicit=True)
+    v2 = V2Http(Models(catalog, routes, gate=GATE), HttpLimits(), GATE)
+
+    async def ask(path: str, name: str, method: str = "POST") -> int:
+        key = f"X-API-Key: {SECRETS[name].decode()}\r\n" if name else ""
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n{key}\r\n"
+        return (await served.ask(head.encode())).status
+
+    async with serve(v2.handle) as served:
+        change = "/v2/repository/models/m%20n"
+        assert await ask(f"{change}/unload", "operator") == 200
+        assert await ask(f"{change}/load", "operator") == 404
+        assert await ask(f"{change}/load", "team-a") == 403
+        assert await ask("/v2/repository/index", "") == 401
+        assert await ask("/v2/logging", "operator", "GET") == 501
+        assert await ask("/v2", "team-a", "GET") == 200
+        assert await ask("/v2/models/m", "team-a", "GET") == 404
+    await v2.close()
+    found = lines()
+    assert found[0] == 'http caller=operator action=unload model="m n" result=200'
+    assert found[1].startswith('http caller=operator action=load model="m n" result=404 reason=')
+    assert found[2].startswith('http caller=team-a action=load model="m n" result=403 reason=')
+    assert found[3].startswith("http caller=anonymous action=index result=401 reason=")
+    assert found[4].startswith("http caller=operator action=logging result=501 reason=")
+    assert len(found) == 5
+
+
+async def test_a_call_that_its_client_leaves_is_recorded(
+    serve: Any, lines: Any, until: Any
+) -> None:
+    routes = V2Routes(Catalog(), str(EXAMPLES), is_explicit=True)
+    started = asyncio.Event()
+
+    async def wait(name: str) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    routes.control.unload = wait  # type: ignore[method-assign]
+    v2 = V2Http(Models(Catalog(), routes, gate=GATE), HttpLimits(), GATE)
+    async with serve(v2.handle) as served:
+        async with served.connect() as client:
+            key = SECRETS["operator"].decode()
+            await client.send(
+                b"POST /v2/repository/models/m/unload HTTP/1.1\r\nHost: x\r\n"
+                + f"Content-Length: 0\r\nX-API-Key: {key}\r\n\r\n".encode()
+            )
+            await started.wait()
+        await until(lambda: lines() == ["http caller=operator action=unload model=m result=499"])
+    await v2.close()
+
+
+async def test_administrative_calls_of_the_grpc_front_are_recorded(lines: Any) -> None:
+    catalog = Catalog()
+    routes = V2Routes(catalog, str(EXAMPLES), is_explicit=True)
+    desk = Desk(catalog, routes.control, lambda: True)
+    desk.gate = GATE
+    await desk.answer(frames.Ask(1, "model_unload", "m", key=DIGESTS["operator"]))
+    with pytest.raises(NotFound):
+        await desk.answer(frames.Ask(2, "model_load", "m"))
+    await desk.answer(frames.Ask(3, "server_metadata"))
+    first, second = lines()
+    assert first == "grpc caller=operator action=unload model=m result=OK"
+    assert second.startswith("grpc caller=anonymous action=load model=m result=NOT_FOUND reason=")
