@@ -105,6 +105,8 @@ class Server:
         self.routes = V2Routes(self.catalog, path, config.is_explicit, config.allows_hard_links)
         self._key_file = KeyFile(Path(config.api_keys)) if config.api_keys else None
         self._gate = gate = make_gate(config, self._key_file)
+        if gate.keys is not None:
+            self.catalog.quotas.replace(gate.keys.quotas)
         self._watching: asyncio.Task[None] | None = None
         self.routes.tells_reasons = gate.keys is None
         self.routes.server_id = config.id
@@ -222,6 +224,7 @@ class Server:
                 continue
             if keys is not None:
                 self._gate.keys = keys
+                self.catalog.quotas.replace(keys.quotas)
                 self.http.forget_heads()
                 for front in self._fronts:
                     front.set_keys(self._gate)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -23,6 +23,7 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
     Quarantined,
+    QuotaExceeded,
     TooLarge,
 )
 from penstock.metrics import ModelMetrics, Waits
@@ -40,6 +41,7 @@ from penstock.serving.quarantine import (
     Verdict,
     fingerprint,
 )
+from penstock.serving.quotas import Quotas
 from penstock.serving.refusals import Refusals
 from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
@@ -116,8 +118,13 @@ class Model:
         *,
         start_life: StartLife = ProcessLife,
         clock: Callable[[], float] = time.monotonic,
+        quotas: Quotas | None = None,
     ) -> None:
         self.config = config
+        self._quotas = quotas or Quotas()
+        # Admitted requests of keys with a share of the queue, and how many each key has.
+        self._sharing: set[Request] = set()
+        self._num_shared: Counter[bytes] = Counter()
         self.metrics = ModelMetrics(config.name, config.version)
         self.history = History()
         # How it is served and why, where that is not plain from its configuration.
@@ -268,6 +275,8 @@ class Model:
                 self._check_spill(request)
             if self._quarantine.is_active:
                 self._check_quarantine(request)
+            if self._quotas.is_active:
+                self._check_quota(request.caller)
             timings = request.timings
             timings.queued = now = self._clock()
             timings.saturated_s = self._saturation.at(now)
@@ -276,17 +285,34 @@ class Model:
             self.refused(error, request.timings.received)
             request.respond(error)
             return
+        if self._quotas.is_active:
+            self._note_share(request)
         if self._sequencer is not None:
             request.turn = self._sequencer.enter()
-        if geometry.layout is not None:
-            try:
-                place = self._pool.place(geometry, geometry.layout, plan.num_rows)
-                if place is not None:
-                    self._fill(request, place)
-            except Exception:  # Whatever cannot be copied must not stay in the queue.
-                self._cannot_place(request)
-                return
-        self._wake()
+        if geometry.layout is None or self._place(request, plan, geometry.layout):
+            self._wake()
+
+    def _place(self, request: Request, plan: Plan, layout: Layout) -> bool:
+        """Copy the request into the open slab, if there is room. False: it ended with an error."""
+        try:
+            place = self._pool.place(plan.geometry, layout, plan.num_rows)
+            if place is not None:
+                self._fill(request, place)
+        except Exception:  # Whatever cannot be copied must not stay in the queue.
+            self._cannot_place(request)
+            return False
+        return True
+
+    def _note_share(self, request: Request) -> None:
+        if self._quotas.has_share(request.caller):
+            self._sharing.add(request)
+            self._num_shared[request.caller] += 1
+
+    def _check_quota(self, caller: bytes) -> None:
+        """The share first: a request that is refused for it does not use up the rate."""
+        max_pending = self.config.batching.max_pending
+        self._quotas.check_share(caller, self._num_shared[caller], max_pending)
+        self._quotas.check_rate(caller, self._clock())
 
     def refused(self, error: PenstockError, received: float) -> None:
         """Count a request that was not admitted, by this model or by a protocol that could not
@@ -813,6 +839,9 @@ class Model:
             self._finish(request, BackendFailed(text))
 
     def _finish(self, request: Request, answer: Response | PenstockError) -> None:
+        if self._sharing and request in self._sharing:
+            self._sharing.remove(request)
+            self._num_shared[request.caller] -= 1
         if isinstance(answer, PenstockError):
             request.timings.completed = now = self._clock()
             self.metrics.fail_s += now - request.timings.received
@@ -1015,7 +1044,8 @@ class Model:
         self._saturation.note(True, now)
 
     def _note_overload(self, error: PenstockError, now: float) -> None:
-        if isinstance(error, Overloaded) and self._refusals.refused(now):
+        is_quota = isinstance(error, QuotaExceeded)
+        if isinstance(error, Overloaded) and not is_quota and self._refusals.refused(now):
             log.warning(
                 "%s/%s is overloaded and refuses requests (%s)",
                 self.config.name,
