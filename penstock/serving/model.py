@@ -394,7 +394,7 @@ class Model:
 
     def _check_quarantine(self, request: Request) -> None:
         """Raise Quarantined for a request that would kill its worker, or whose key's requests do.
-        Bodies cost a hash each, so they are only looked at while one is quarantined."""
+        A body costs a hash, so only those as large as a quarantined one are looked at."""
         now = self._clock()
         quarantine, name = self._quarantine, self.config.name
         left_s = quarantine.key_left_s(request.caller, now)
@@ -403,7 +403,9 @@ class Model:
                 f"requests with this API key killed workers of model '{name}' "
                 f"{MAX_KEY_DEATHS} times; the model refuses the key for {left_s:.0f} s more"
             )
-        left_s = quarantine.body_left_s(self._body(request), now) if quarantine.has_bodies else 0.0
+        if not quarantine.has_body_of(self._num_body_bytes(request)):
+            return
+        left_s = quarantine.body_left_s(self._body(request), now)
         if left_s > 0:
             raise Quarantined(
                 f"this request killed its worker of model '{name}' {MAX_BODY_DEATHS} times; the "
@@ -414,6 +416,11 @@ class Model:
         """The fingerprint of a request, before or after its bytes went to shared memory."""
         parts = self._sent(request) if request.place is None else self._placed(request)
         return fingerprint(parts, request.parameters)
+
+    def _num_body_bytes(self, request: Request) -> int:
+        if request.place is None:
+            return sum(len(tensor.data) for tensor in request.inputs)
+        return sum(len(part.data) for part in self._placed(request))
 
     def _sent(self, request: Request) -> list[Part]:
         tensors = [request.inputs[index] for index in request.fit.plan.order]

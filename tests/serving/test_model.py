@@ -1427,6 +1427,10 @@ def test_bodies_are_hashed_only_while_one_is_quarantined(monkeypatch):
             assert len(hashed) == 2, "once for each death"
             await poisoned.answer_some()
             assert len(hashed) == 3
+            two_rows = ask(TWO, canary(9, (2, 4)))
+            poisoned.model.submit(two_rows)
+            await poisoned.run()
+            assert two_rows.sink.error is None and len(hashed) == 3, "it has another size"
             poisoned.clock.advance(QUARANTINE_S)
             poisoned.model.tick()
             await poisoned.answer_some()
