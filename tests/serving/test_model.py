@@ -1600,6 +1600,8 @@ def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
     """Two instances, no memory for spares: while one of them starts, nothing that may kill runs on
     the other; what is known to be harmless does."""
 
+    monkeypatch.setattr(supervisor.Instance, "start_s", 1e9)
+
     async def main() -> None:
         async with Poisoned(TWO) as poisoned:
             model = poisoned.model
@@ -1614,7 +1616,6 @@ def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
             dead.life.kill("was killed by SIGSEGV")
             await settle()
             (left,) = [each for each in model.instances if each.is_ready]
-            monkeypatch.setattr(type(left), "start_s", 1e9)
             assert not poison.is_done and model.num_running == 0 and model.num_waiting == 1
             for number in range(5):
                 other = poisoned.send(200 + number)
