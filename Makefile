@@ -27,9 +27,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Load, faults and timing: minutes, and sensitive to what else the machine does.
+# Load, faults and timing: minutes, and sensitive to what else the machine does. With ROW=11 that row
+# of docs/reliability.md, as often as it has to run; interrupted, the same command resumes.
 verify: $(READY)
+ifdef ROW
+	$(BIN)/python tests/scorecard.py $(ROW)
+else
 	$(BIN)/python -m pytest -m verify -v -s
+endif
 
 # Every parser under coverage guidance, this long each; atheris lives in an environment of its own.
 FUZZ := .bench/fuzz

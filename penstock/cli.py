@@ -67,7 +67,7 @@ def main() -> None:
     help="Answer HTTP from N processes that share the port; 0: the core does it itself. Raise it "
     "when the core's event loop is the limit and cores are free: penstock explain says so, or its "
     "penstock_process_cpu_seconds grows by 1 a second while instances are idle. Otherwise fronts "
-    "only cost latency.",
+    "only cost latency. Not with language models, which they slow down.",
 )
 @click.option(
     "--grpc-port",
@@ -147,6 +147,27 @@ def main() -> None:
     metavar="FILE",
     help="TOML file of API keys with scopes (infer, metrics, admin). Give it when others can "
     "reach the server.",
+)
+@click.option(
+    "--tls-cert",
+    default="",
+    metavar="FILE",
+    help="PEM certificate chain: HTTP, gRPC and metrics then speak TLS only. Give it when clients "
+    "come over a network that others can read. Needs --tls-key; changes are picked up.",
+)
+@click.option(
+    "--tls-key",
+    default="",
+    metavar="FILE",
+    help="PEM private key of --tls-cert. Required with it. The file must not be encrypted: nobody "
+    "types a password when a server restarts at night.",
+)
+@click.option(
+    "--tls-client-ca",
+    default="",
+    metavar="FILE",
+    help="PEM certificates of the issuers of client certificates, which every client then needs. "
+    "Give it to identify clients without API keys, or beside them.",
 )
 @click.option(
     "--allow-host",
@@ -235,6 +256,9 @@ def serve(
     drain_s: float,
     insecure: bool,
     api_keys: str,
+    tls_cert: str,
+    tls_key: str,
+    tls_client_ca: str,
     allow_host: tuple[str, ...],
     model_control_mode: str,
     load_model: tuple[str, ...],
@@ -247,7 +271,7 @@ def serve(
     log_requests: bool,
 ) -> None:
     """Serve PATH, a model repository or the folder of one model, over the v2 protocol."""
-    from penstock.config import GrpcConfig, HttpLimits, ServerConfig
+    from penstock.config import GrpcConfig, HttpLimits, ServerConfig, TlsConfig
 
     _configure_logs(log_level, log_format)
     config = ServerConfig(
@@ -264,6 +288,9 @@ def serve(
         load=load_model,
         gpu_memory_reserve=gpu_memory_reserve,
         api_keys=api_keys,
+        tls=TlsConfig(tls_cert, tls_key, tls_client_ca)
+        if tls_cert or tls_key or tls_client_ca
+        else None,
         allow_hosts=allow_host,
         allows_hard_links=allow_hard_links,
         logs_requests=log_requests,
@@ -299,6 +326,7 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
         found = _found(path, config)
         if not config.allows_hard_links:
             found = repository.refuse_hard_links(found)
+        server.check_models(found, config)
         if found.problems and exit_on_error:
             raise ConfigError(_flat(found.problems))
         _check_gpus(found, config, exit_on_error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from penstock.types import TensorSpec, TimeoutAction
 
@@ -78,6 +79,10 @@ class BatchPolicy:
     # The most tokens of a batch, beside its most rows; whoever has more by itself runs alone. For
     # models whose batches take as long as they have tokens, not rows.
     max_tokens: int | None = None
+    # How long a request may wait before it is refused, without an SLO. None: the larger of 1 s and
+    # ten times the largest batch, where the queue has no limit of its own; 0: for ever, as in
+    # Triton. Lower it below your clients' own time-out.
+    max_wait_s: float | None = None
 
     def policy(self, level: int) -> QueuePolicy:
         return self.policies[level] if level < len(self.policies) else self.policies[0]
@@ -137,6 +142,31 @@ class Postprocess:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmupInput:
+    """One tensor of a warm-up request, without the batch dimension. `file` has its bytes, if that
+    is its source."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    source: Literal["zero", "random", "file"] = "zero"
+    file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """A batch that every instance runs before it is ready (Triton's ModelWarmup)."""
+
+    name: str
+    num_rows: int
+    inputs: tuple[WarmupInput, ...]
+    # How many times it runs.
+    count: int = 1
+    # Where the files are.
+    folder: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One version of one model, everything resolved: what `penstock inspect` prints."""
 
@@ -186,6 +216,13 @@ class ModelConfig:
     gpu_memory_bytes: int | None = None
     # The version's manifest.json, which a worker checks before it loads; empty: there is none.
     manifest: str = ""
+    # Further labels of the model's metrics.
+    metric_tags: Mapping[str, str] = field(default_factory=dict)
+    # Run before an instance is ready, beside the warm-up of every batch size.
+    warmups: tuple[Warmup, ...] = ()
+    # config.pbtxt as it was read, for `/config`; and what in it has no effect.
+    written: str = field(default="", compare=False)
+    warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def unkept_note(self) -> str:
@@ -314,6 +351,17 @@ class GrpcConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files for every port of the server; read again when they change."""
+
+    # The certificate and those of its issuers.
+    cert: str
+    key: str
+    # Issuers of client certificates, which every client then needs; empty: no client needs one.
+    client_ca: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """How the server listens and stops."""
 
@@ -339,6 +387,8 @@ class ServerConfig:
     gpu_memory_reserve: float = GPU_MEMORY_RESERVE
     # The path is the configuration of a language model, whose weights are drawn.
     has_random_weights: bool = False
+    # None: plain text.
+    tls: TlsConfig | None = None
     # A TOML file of API keys; empty: nobody needs one.
     api_keys: str = ""
     # Further names under which clients may address the server, beside the loopback ones.

@@ -50,7 +50,13 @@ class NotAllowed(PenstockError):
 
 
 class NotReady(PenstockError):
+    """`retry_after_s` is when it may be ready, where that is known."""
+
     reason = "not_ready"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Overloaded(PenstockError):

@@ -4,11 +4,13 @@ own and a thread for a worker; `start` is for whoever has a loop."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +32,8 @@ from penstock.types import (
     from_array,
     to_array,
 )
+
+log = logging.getLogger("penstock.local")
 
 
 class LocalModel:
@@ -169,7 +173,12 @@ class LocalModel:
 
 
 async def start(config: ModelConfig, start_life: StartLife) -> Model:
-    """On the running loop, with workers of this kind; ConfigError when they cannot load it."""
+    """On the running loop, with workers of this kind; ConfigError when they cannot load it. Callers
+    in this process wait as long as they like, unless the configuration says otherwise."""
+    if config.batching.max_wait_s is None:
+        config = replace(config, batching=replace(config.batching, max_wait_s=0.0))
+    for warning in config.warnings:
+        log.warning("%s/%s: config.pbtxt: %s", config.name, config.version, warning)
     model = Model(config, start_life=start_life)
     try:
         await model.start()

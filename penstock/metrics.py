@@ -115,9 +115,11 @@ class Exposed(Protocol):
 class ModelMetrics:
     """Owned by the core's loop; `num_pending` is asked of the model at scrape time."""
 
-    def __init__(self, name: str, version: str) -> None:
+    def __init__(self, name: str, version: str, tags: Mapping[str, str] | None = None) -> None:
+        """`tags` are further labels of each of its metrics."""
         self.name = name
         self.version = version
+        self.tags = dict(tags or {})
         self.num_success = 0
         self.num_inferences = 0
         self.num_executions = 0
@@ -416,7 +418,8 @@ def _batch_tokens(items: Sequence[Pending]) -> list[str]:
 def _series(
     name: str, item: Pending, bounds: Sequence[float], counts: Sequence[int], total_sum: str
 ) -> list[str]:
-    labels = {"model": item.metrics.name, "version": item.metrics.version}
+    metrics = item.metrics
+    labels = {"model": metrics.name, "version": metrics.version, **metrics.tags}
     return histogram_lines(name, labels, bounds, counts, total_sum)
 
 
@@ -532,7 +535,8 @@ def _head(name: str, text: str, kind: str) -> list[str]:
 
 
 def _of(item: Pending, **more: str) -> str:
-    return label_text(model=item.metrics.name, version=item.metrics.version, **more)
+    metrics = item.metrics
+    return label_text(model=metrics.name, version=metrics.version, **metrics.tags, **more)
 
 
 def _front(front: FrontUse) -> str:

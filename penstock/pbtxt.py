@@ -17,7 +17,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from penstock import backends, devices, onnx_file, openvino_file, pt2_file, slo
+from penstock import (
+    backends,
+    devices,
+    onnx_file,
+    openvino_file,
+    pbtxt_fields,
+    pbtxt_warmup,
+    pt2_file,
+    slo,
+)
 from penstock.config import (
     CPU,
     DEFAULT_HANG_S,
@@ -34,6 +43,7 @@ from penstock.config import (
     Postprocess,
     Preprocess,
     QueuePolicy,
+    Warmup,
 )
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Signature, TensorSpec, TimeoutAction
@@ -57,11 +67,13 @@ EXAMPLE = (
     'output { name: "y" data_type: TYPE_FP32 dims: 2 }'
 )
 PLATFORMS = {"onnxruntime_onnx": "onnxruntime"}
+PLATFORM_NAMES = {backend: platform for platform, backend in PLATFORMS.items()}
 DEFAULT_MAX_BATCH = 64
 MAX_PRIORITIES = 256
 MAX_TOKENS = "penstock.max_tokens"
 LOAD_TIMEOUT, MEMORY, ENV = "penstock.load_timeout_s", "penstock.memory_bytes", "penstock.env"
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
+MAX_WAIT = "penstock.max_wait_ms"
 # Keys under `parameters` that are ours, with the largest value that makes sense.
 NUMBERS = {
     "penstock.hang_s": 1e9,
@@ -73,7 +85,10 @@ NUMBERS = {
     "penstock.tolerance": 1.0,
     "penstock.gpu_memory_bytes": 1 << 50,
     MAX_TOKENS: 1 << 40,
+    MAX_WAIT: 1e12,
 }
+# Of those, the ones that may be 0.
+ZERO = (MAX_WAIT,)
 SLO = "penstock.slo"
 PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
 PAD_AXIS = re.compile(r"\s*(?P<input>.+?)\s*\[\s*(?P<axis>\d{1,3})\s*\]\s*(=\s*(?P<value>.+?)\s*)?")
@@ -113,6 +128,8 @@ BACKEND_OPTIONS = {
         "penstock.max_num_seqs",
         "penstock.max_waiting",
         "penstock.random_weights",
+        "penstock.text_timeout_s",
+        "penstock.parse_special_tokens",
         "penstock.threads",
         "penstock.tpot_ms",
         "penstock.ttft_ms",
@@ -130,6 +147,7 @@ FIELDS = (
     "penstock.tolerance",
     "penstock.gpu_memory_bytes",
     MAX_TOKENS,
+    MAX_WAIT,
     SLO,
     PAD,
     PAD_BUCKETS,
@@ -144,18 +162,16 @@ TEXTS = (SLO, ENV, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS, POSTPROCESS, MODE
 GPU_BACKENDS = frozenset({"pytorch", "null", LLM})
 # Those that use a GPU without being asked to.
 AUTO_BACKENDS = frozenset({"pytorch", LLM})
-# Fields that change what a model does and that this version does not carry out.
-UNSUPPORTED = (
-    "sequence_batching",
-    "ensemble_scheduling",
-    "batch_input",
-    "batch_output",
-    "model_operations",
-    "model_transaction_policy.decoupled",
-    "response_cache.enable",
-    "optimization.execution_accelerators",
-    "model_repository_agents",
+# Refused as a whole; those of inputs and outputs are looked at one by one.
+UNSUPPORTED = tuple(
+    path for path in sorted(pbtxt_fields.REFUSED) if not path.startswith(("input.", "output."))
 )
+# Labels that metrics have already, and what a label's name is made of.
+LABELS = frozenset(
+    ("model", "version", "reason", "cause", "le", "instance", "device", "model_name", "quantile")
+    + ("finished_reason",)
+)
+LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 def parse(text: str, where: str = "config.pbtxt") -> Any:
@@ -214,6 +230,9 @@ def to_message(config: ModelConfig, base: Any = None) -> Any:
     _describe_tensors(message.output, config.outputs)
     _describe_instances(message.instance_group, config)
     _describe_batching(message, config.batching)
+    message.metric_tags.update(config.metric_tags)
+    if config.warmups:
+        _describe_warmups(message.model_warmup, config.warmups)
     message.parameters.clear()
     for key, value in {**config.options, **_own_parameters(config)}.items():
         message.parameters[key].string_value = value
@@ -221,9 +240,30 @@ def to_message(config: ModelConfig, base: Any = None) -> Any:
 
 
 def to_json(config: ModelConfig) -> dict[str, Any]:
-    """The resolved configuration as Triton gives it over its API: every plain field, numbers as
-    numbers (protobuf's own JSON writes 64-bit ones as text)."""
-    return to_dict(to_message(config))
+    """What `/config` returns: every plain field, numbers as numbers (protobuf's own JSON writes
+    64-bit ones as text)."""
+    return to_dict(to_served(config))
+
+
+def to_served(config: ModelConfig) -> Any:
+    """config.pbtxt as it was written, completed with what was worked out, as Triton gives it over
+    its API."""
+    written = parse(config.written)
+    message = to_message(config, written)
+    message.ClearField("version_policy")
+    if written.HasField("version_policy"):
+        message.version_policy.CopyFrom(written.version_policy)
+    else:
+        message.version_policy.latest.num_versions = 1
+    message.platform = written.platform or PLATFORM_NAMES.get(config.backend, "")
+    if written.HasField("dynamic_batching") and config.batching.is_dynamic:
+        message.dynamic_batching.CopyFrom(written.dynamic_batching)
+    if written.model_warmup:
+        del message.model_warmup[:]
+        message.model_warmup.extend(written.model_warmup)
+    for key, value in written.parameters.items():
+        message.parameters[key].CopyFrom(value)
+    return message
 
 
 def to_dict(message: Any) -> dict[str, Any]:
@@ -290,6 +330,24 @@ def _describe_instances(groups: Any, config: ModelConfig) -> None:
         group.gpus[:] = [int(index)] if index else []
 
 
+def _describe_warmups(target: Any, warmups: Sequence[Warmup]) -> None:
+    del target[:]
+    for warmup in warmups:
+        item = target.add()
+        item.name, item.batch_size, item.count = warmup.name, warmup.num_rows, warmup.count
+        for tensor in warmup.inputs:
+            value = item.inputs[tensor.name]
+            value.data_type = _type_number(tensor.datatype)
+            value.dims[:] = tensor.shape
+            match tensor.source:
+                case "file":
+                    value.input_data_file = tensor.file
+                case "random":
+                    value.random_data = True
+                case "zero":
+                    value.zero_data = True
+
+
 def _counts(config: ModelConfig) -> list[tuple[str, int]]:
     """The devices in the order in which they come up, and how many instances are on each."""
     devices = config.devices
@@ -313,6 +371,8 @@ def _own_parameters(config: ModelConfig) -> dict[str, str]:
     ):
         if value != default:
             values[key] = repr(value)
+    if (max_wait_s := config.batching.max_wait_s) is not None:
+        values[MAX_WAIT] = f"{max_wait_s * 1e3:.12g}"
     if config.slo:
         values[SLO] = config.slo
     if config.env:
@@ -392,6 +452,7 @@ class _Resolver:
             self._batching(max_batch),
             slo_latency_s=self._slo_latency_s(promised),
             max_tokens=_whole(numbers.get(MAX_TOKENS)),
+            max_wait_s=numbers[MAX_WAIT] / 1e3 if MAX_WAIT in numbers else None,
         )
         if not inputs:
             # Without inputs nothing says how many rows a batch has.
@@ -422,9 +483,26 @@ class _Resolver:
             slo="" if promised is None else promised.strip() or SLO_OFF,
         )
         placed = self._instances(backend)
+        self._check_tags()
+        warmups, skipped = pbtxt_warmup.read(
+            message.model_warmup, inputs, max_batch, self._folder.resolve().parent
+        )
         if self._problems:
             raise ConfigError(self._problems)
-        return config.on(placed)
+        return replace(
+            config.on(placed),
+            metric_tags=dict(message.metric_tags),
+            warmups=() if backend == LLM else warmups,
+            written=to_text(message),
+            warnings=(*pbtxt_fields.unused(message), *_ineffective(config, message), *skipped),
+        )
+
+    def _check_tags(self) -> None:
+        for tag in self._message.metric_tags:
+            if tag in LABELS:
+                self._problem(f"metric_tags.{tag}", "every metric has this label already")
+            elif LABEL.fullmatch(tag) is None or tag.startswith("__"):
+                self._problem(f"metric_tags.{tag}", "expected a name of letters, digits and _")
 
     def _env(self, text: str, backend: str) -> tuple[str, ...]:
         names = tuple(part.strip() for part in text.split(",") if part.strip())
@@ -739,12 +817,46 @@ class _Resolver:
                 self._problem(f"parameters.{key}", f"unknown; expected one of {known}")
                 continue
             value = _number(text, is_whole=key in WHOLE)
-            if value is None or not 0 < value <= limit:
+            least = "from 0" if key in ZERO else "above 0"
+            if value is None or not 0 <= value <= limit or (value == 0 and key not in ZERO):
                 kind = "whole number" if key in WHOLE else "number"
-                self._problem(f"parameters.{key}", f"'{text}' is not a {kind} up to {limit:g}")
+                problem = f"'{text}' is not a {kind} {least} up to {limit:g}"
+                self._problem(f"parameters.{key}", problem)
                 continue
             numbers[key] = value
         return numbers
+
+
+def _ineffective(config: ModelConfig, message: Any) -> list[str]:
+    """Warnings about what has an effect elsewhere, but not beside the rest of this file."""
+    found: list[tuple[str, str]] = []
+    policy = config.batching
+    is_text = config.backend == LLM
+    if message.platform and PLATFORMS.get(message.platform) != config.backend:
+        found.append(("platform", f"backend '{config.backend}' is given too, and decides"))
+    if is_text:
+        reasons = {
+            "model_warmup": "an engine warms up by itself",
+            "dynamic_batching": "an engine batches continuously",
+        }
+        found += [(field, why) for field, why in reasons.items() if _is_set(message, field)]
+    if policy.max_wait_s is not None and is_text:
+        found.append((f"parameters.{MAX_WAIT}", "see parameters.penstock.max_waiting"))
+    elif policy.max_wait_s is not None and policy.slo_latency_s is not None:
+        found.append((f"parameters.{MAX_WAIT}", f"parameters.{SLO} limits the time"))
+    if policy.slo_latency_s is not None and not is_text:
+        found += _not_in_slo_mode(message)
+    return [f"{path}: has no effect; {why}" for path, why in found]
+
+
+def _not_in_slo_mode(message: Any) -> list[tuple[str, str]]:
+    fields = (
+        "dynamic_batching.preferred_batch_size",
+        "dynamic_batching.max_queue_delay_microseconds",
+        "dynamic_batching.default_queue_policy.timeout_action",
+        "dynamic_batching.default_queue_policy.default_timeout_microseconds",
+    )
+    return [(path, f"parameters.{SLO} decides") for path in fields if _is_set(message, path)]
 
 
 def _is_set(message: Any, path: str) -> bool:

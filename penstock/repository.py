@@ -291,9 +291,16 @@ def read_version(folder: Path, version: str, message: Any) -> ModelConfig:
 def _resolve(folder: Path, version: str, message: Any) -> ModelConfig:
     if not has_own_config(folder, version):
         return pbtxt.resolve(message, folder.name, folder / version)
+    policy = message.version_policy if message.HasField("version_policy") else None
     message = read_message(folder, version)
+    ignored = message.HasField("version_policy")
+    # The model's chooses versions.
+    message.ClearField("version_policy")
+    if policy is not None:
+        message.version_policy.CopyFrom(policy)
     try:
-        return pbtxt.resolve(message, folder.name, folder / version)
+        config = pbtxt.resolve(message, folder.name, folder / version)
+        return _with_warning(config, version) if ignored else config
     except ConfigError as error:
         raise ConfigError(
             [
@@ -302,6 +309,12 @@ def _resolve(folder: Path, version: str, message: Any) -> ModelConfig:
                 for text in error.problems
             ]
         ) from None
+
+
+def _with_warning(config: ModelConfig, version: str) -> ModelConfig:
+    where = f"{version}/{CONFIG}: version_policy"
+    text = f"{where}: has no effect; {CONFIG} of the model chooses versions"
+    return replace(config, warnings=(*config.warnings, text))
 
 
 def about(folder: Path, config: ModelConfig) -> list[str]:
@@ -327,7 +340,7 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
         lines.append(f"slo: {config.slo}, from {source if config.is_slo_from_evidence else where}")
     elif note := config.unkept_note:
         lines.append(f"slo: none; {note}")
-    return lines
+    return lines + [f"warning: {warning}" for warning in config.warnings]
 
 
 def _with_promise(config: ModelConfig, promised: Slo | None, unkept: str) -> ModelConfig:

@@ -30,6 +30,7 @@ from penstock.protocols.http import HttpServer
 from penstock.protocols.line import listen_problem, reserve, why_not_listen
 from penstock.protocols.metrics_http import MetricsHttp
 from penstock.protocols.openai_http import OpenAiHttp
+from penstock.protocols.tls import TlsFiles, watch
 from penstock.protocols.v2_http import Models, V2Http
 from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import Found
@@ -37,6 +38,7 @@ from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
 from penstock.serving.served import Served
 from penstock.serving.supervisor import limited
+from penstock.watchdog import Watchdog
 from penstock.wire.openai_v1 import Known
 
 if TYPE_CHECKING:
@@ -60,8 +62,17 @@ class Progress:
     elapsed_s: float
 
 
-def make_text_model(config: ModelConfig) -> Served:
-    """ConfigError where what it needs is not installed."""
+# The core makes every piece of text either way; a front only passes it on.
+FRONTS_WITH_TEXT = (
+    "--fronts does not work with language models: they were slower with it (21,172 tokens/s with "
+    "4 fronts, 28,940 without); serve '{name}' from a server without --fronts"
+)
+
+
+def make_text_model(config: ModelConfig, num_fronts: int = 0) -> Served:
+    """ConfigError where what it needs is not installed, and where there are HTTP fronts."""
+    if num_fronts:
+        raise ConfigError([FRONTS_WITH_TEXT.replace("{name}", config.name)])
     try:
         from penstock.llm.language_model import EngineLife
         from penstock.llm.text_model import TextModel
@@ -96,18 +107,22 @@ class TextModels:
 class Server:
     """Ports open first (live at once, ready later), models load, and all ends in reverse order."""
 
-    def __init__(self, config: ServerConfig, path: str) -> None:
+    def __init__(self, config: ServerConfig, path: str, watchdog: Watchdog | None = None) -> None:
         self._config = config
+        self._watchdog = watchdog
         self._stop = asyncio.Event()
         self.catalog = Catalog(
-            fleet=Fleet(config.gpu_memory_reserve), makers={LLM: make_text_model}
+            fleet=Fleet(config.gpu_memory_reserve),
+            makers={LLM: lambda model: make_text_model(model, config.num_fronts)},
         )
         self.routes = V2Routes(self.catalog, path, config.is_explicit, config.allows_hard_links)
         self._key_file = KeyFile(Path(config.api_keys)) if config.api_keys else None
         self._gate = gate = make_gate(config, self._key_file)
         if gate.keys is not None:
             self.catalog.quotas.replace(gate.keys.quotas)
-        self._watching: asyncio.Task[None] | None = None
+        self._tls = None if config.tls is None else TlsFiles(config.tls)
+        self._context = None if self._tls is None else self._tls.load()
+        self._watching: list[asyncio.Task[None]] = []
         self.routes.tells_reasons = gate.keys is None
         self.routes.server_id = config.id
         if config.logs_requests:
@@ -143,7 +158,8 @@ class Server:
         self._fronts: list[Front] = []
         self.grpc: Front | None = None
         if config.grpc is not None:
-            self.grpc = Front(self._desk, grpc_trade(config.host, config.grpc, gate))
+            trade = grpc_trade(config.host, config.grpc, gate, tls=config.tls)
+            self.grpc = Front(self._desk, trade)
             self._fronts.append(self.grpc)
         self.routes.fronts = self._fronts
 
@@ -156,8 +172,15 @@ class Server:
             self.http_port = await self._listen(self.http, self._config.http_port, "HTTP")
         if self._metrics_http is not None and self.metrics_port is not None:
             self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
+            if self._watchdog is not None:
+                self._watchdog.cover(self._metrics_http.listeners)
         if self._key_file is not None:
-            self._watching = asyncio.create_task(self._watch_keys(self._key_file))
+            self._watching.append(asyncio.create_task(self._watch_keys(self._key_file)))
+        if self._tls is not None:
+            servers = [] if self._config.num_fronts else [self.http]
+            if self._metrics_http is not None:
+                servers.append(self._metrics_http)
+            self._watching.append(asyncio.create_task(watch(self._tls, servers)))
         await asyncio.to_thread(self.routes.usage.begin)
         loading = asyncio.ensure_future(self._load(found))
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -176,13 +199,18 @@ class Server:
         gc.freeze()
         self.routes.is_loading = False
 
+    @property
+    def scheme(self) -> str:
+        return "http" if self._tls is None else "https"
+
     async def run_until_stopped(self) -> None:
         await self._stop.wait()
 
     def stop(self) -> None:
         """Begin to drain: not ready, new inferences refused, accepted ones finish."""
         if not self.routes.is_draining and not self.routes.is_loading:
-            log.info("draining: what is accepted may take %.0f s", self._config.drain_s)
+            text = "shutting down: requests in flight have %.0f s to finish"
+            log.info(text, self._config.drain_s)
         self.routes.is_draining = True
         self.http.drain()
         for front in self._fronts:
@@ -198,9 +226,11 @@ class Server:
                 while self.http.num_running or any(each.num_running for each in self._fronts):
                     await asyncio.sleep(0.005)
         except TimeoutError:
-            log.warning("still running after %.0f s; stopping anyway", self._config.drain_s)
-        if self._watching is not None:
-            self._watching.cancel()
+            log.warning("requests are cut off after %.0f s of draining", self._config.drain_s)
+            # Before connections are closed, so that their clients are told.
+            await self.catalog.close()
+        for task in self._watching:
+            task.cancel()
         await asyncio.gather(*(front.close() for front in self._fronts))
         if self._reserved is not None:
             self._reserved.close()
@@ -208,6 +238,8 @@ class Server:
         await self.http.close()
         await self.catalog.close()
         await self._metrics.close()
+        if self._watchdog is not None:
+            self._watchdog.release()
         if self._metrics_http is not None:
             await self._metrics_http.close()
         if not self.routes.is_loading:
@@ -267,7 +299,12 @@ class Server:
             ) from None
         self.http_port = self._reserved.getsockname()[1]
         opening = http_opening(
-            config.host, self.http_port, config.limits, self._gate, config.logs_requests
+            config.host,
+            self.http_port,
+            config.limits,
+            self._gate,
+            config.logs_requests,
+            config.tls,
         )
         self._fronts += [
             Front(self._desk, http_trade(number, opening, config.limits))
@@ -277,7 +314,7 @@ class Server:
     async def _listen(self, http: HttpServer, port: int, what: str) -> int:
         host = self._config.host
         try:
-            return await http.start(host, port)
+            return await http.start(host, port, tls=self._context)
         except OSError as error:
             raise ConfigError([cannot_listen(host, port, what, listen_problem(error))]) from None
 
@@ -289,12 +326,23 @@ def cannot_listen(host: str, port: int, what: str, reason: str) -> str:
 def check(config: ServerConfig, is_insecure: bool) -> None:
     """Check flags and ports before anything starts: CommandLineError for flags that contradict each
     other, ConfigError for ports that are taken."""
-    problems = [*_host_problems(config, is_insecure), *_port_problems(config)]
+    problems = [
+        *_host_problems(config, is_insecure),
+        *_port_problems(config),
+        *_tls_problems(config),
+    ]
     if problems:
         raise CommandLineError(problems)
     problems = _front_problems(config)
     if problems:
         raise ConfigError(problems)
+
+
+def check_models(found: Found, config: ServerConfig) -> None:
+    """CommandLineError for flags that do not fit the models."""
+    names = [each.name for each in found.configs if each.backend == LLM]
+    if names and config.num_fronts:
+        raise CommandLineError([FRONTS_WITH_TEXT.replace("{name}", name) for name in names])
 
 
 def _front_problems(config: ServerConfig) -> list[str]:
@@ -314,11 +362,12 @@ def _front_problems(config: ServerConfig) -> list[str]:
 
 def _host_problems(config: ServerConfig, is_insecure: bool) -> list[str]:
     """Only this machine, unless there are keys or the operator says otherwise."""
-    if is_insecure or config.api_keys or is_loopback(config.host):
+    has_client_ca = config.tls is not None and config.tls.client_ca
+    if is_insecure or config.api_keys or has_client_ca or is_loopback(config.host):
         return []
     return [
         f"--host {config.host}: everybody who reaches this address could use the models; "
-        "give --api-keys, or --insecure if that is what you want"
+        "give --api-keys, --tls-client-ca, or --insecure if that is what you want"
     ]
 
 
@@ -336,6 +385,13 @@ def _port_problems(config: ServerConfig) -> list[str]:
         for port, names in flags.items()
         if port and len(names) > 1
     ]
+
+
+def _tls_problems(config: ServerConfig) -> list[str]:
+    if config.tls is None:
+        return []
+    given = {"--tls-cert": config.tls.cert, "--tls-key": config.tls.key}
+    return [f"{flag} is required for TLS" for flag, path in given.items() if not path]
 
 
 def is_loopback(host: str) -> bool:
@@ -362,9 +418,6 @@ async def serve(
     """Run until SIGTERM or SIGINT and return which it was; a second signal ends it at once."""
     # Threads that read repositories or inflate bodies give way to the event loop this soon.
     sys.setswitchinterval(SWITCH_S)
-    server = Server(config, path)
-    loop = asyncio.get_running_loop()
-
     received: list[signal.Signals] = []
 
     def asked_to_stop(number: signal.Signals) -> None:
@@ -374,8 +427,9 @@ async def serve(
         received.append(number)
         server.stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, asked_to_stop, number)
+    watchdog = Watchdog(config.drain_s, asked_to_stop)
+    server = Server(config, path, watchdog)
+    watchdog.start()
     try:
         await server.start(found, on_progress)
         if not server.routes.is_draining:
@@ -383,4 +437,5 @@ async def serve(
         await server.run_until_stopped()
     finally:
         await server.close()
+        watchdog.stop()
     return received[0]

@@ -112,11 +112,11 @@ def log_start(server: Server, host: str, names: Sequence[str]) -> None:
 
 def _addresses(server: Server, host: str) -> dict[str, str]:
     address = f"[{host}]" if ":" in host else host
-    found = {"HTTP": f"http://{address}:{server.http_port}/v2"}
+    found = {"HTTP": f"{server.scheme}://{address}:{server.http_port}/v2"}
     if server.grpc is not None:
         found["gRPC"] = f"{address}:{server.grpc.port}"
     if server.metrics_port is not None:
-        found["Metrics"] = f"http://{address}:{server.metrics_port}/metrics"
+        found["Metrics"] = f"{server.scheme}://{address}:{server.metrics_port}/metrics"
     return found
 
 

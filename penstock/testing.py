@@ -201,10 +201,9 @@ class _Simulation:
         while self._running and self._running[0][0] <= now:
             _, _, started, batch = heapq.heappop(self._running)
             self._num_idle += 1
-            if isinstance(self._batcher, SloBatcher):
-                has_budget = self._batcher.policy.max_tokens is not None
-                size = _tokens(batch) if has_budget else len(batch)
-                self._batcher.observe("shape", size, started, now)
+            has_budget = self._batcher.policy.max_tokens is not None
+            size = _tokens(batch) if has_budget else len(batch)
+            self._batcher.observe("shape", size, started, now)
             self.outcomes.latencies_s += [now - request.timings.queued for request in batch]
 
     def pump(self, now: float) -> None:

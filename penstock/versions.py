@@ -203,6 +203,9 @@ def _check_reads_back(draft: Path, config: ModelConfig) -> None:
         outputs=tuple(replace(spec, labels=()) for spec in config.outputs),
         manifest="",
         unkept_slo="",
+        # The model's own config.pbtxt may add to these.
+        metric_tags=found.metric_tags,
+        warmups=found.warmups,
     )
     if config.is_slo_from_evidence:
         batching = replace(config.batching, slo_latency_s=None)
@@ -212,7 +215,7 @@ def _check_reads_back(draft: Path, config: ModelConfig) -> None:
         f"{each.name}: {getattr(asked, each.name)} cannot be written to {CONFIG}, "
         f"which would give {getattr(found, each.name)}"
         for each in fields(ModelConfig)
-        if getattr(asked, each.name) != getattr(found, each.name)
+        if each.compare and getattr(asked, each.name) != getattr(found, each.name)
     ]
     if different:
         raise ConfigError(different)

@@ -1,9 +1,10 @@
-"""A language model's engine without a process to wait for."""
+"""A language model's engine and renderer without processes to wait for."""
 
 import socket
 import threading
 
 from penstock.llm.engine_main import EngineProcess
+from penstock.llm.renderer_main import RendererProcess
 from penstock.serving.supervisor import socket_pair
 
 
@@ -11,11 +12,12 @@ class EngineThread:
     """As `ProcessLife`, in a thread."""
 
     pid = 0
+    serves = EngineProcess
     # The one that was started last.
     last = None
 
     def __init__(self, loop, on_death):
-        EngineThread.last = self
+        type(self).last = self
         self.sock, theirs = socket_pair()
         self._loop, self._on_death, self._is_dead = loop, on_death, False
         self._thread = threading.Thread(target=self._serve, args=(theirs,), daemon=True)
@@ -32,8 +34,12 @@ class EngineThread:
 
     def _serve(self, sock):
         try:
-            EngineProcess(sock).serve()
+            self.serves(sock).serve()
         except OSError:
             pass
         finally:
             sock.close()
+
+
+class RendererThread(EngineThread):
+    serves = RendererProcess

@@ -20,6 +20,7 @@ ORDER = [
     {"errors", "exit_codes", "types", "slo", "config", "columns", "logs", "devices"},
     {"wire", "kernels"},
     {"repository", "manifest", "staging", "versions", "pbtxt", "onnx_file", "openvino_file"}
+    | {"pbtxt_fields", "pbtxt_warmup"}
     | {"pt2_file", "metrics", "usage", "kernels", "backends"},
     {"serving"},
     {"llm"},
@@ -28,7 +29,7 @@ ORDER = [
     {"optimizer"},
     {"protocols"},
     {"dashboard", "deploy"},
-    {"server", "testing"},
+    {"server", "testing", "watchdog"},
     {"ask", "terminal", "commands"},
     {"cli", "bench_cli", "optimize_cli", "profile_cli"},
     {"__main__"},
@@ -109,6 +110,7 @@ PURE = [
     "serving/plan.py",
     "serving/saturation.py",
     "serving/slo_batcher.py",
+    "serving/wait_limit.py",
 ]
 IMPURE_MODULES = {
     "asyncio",

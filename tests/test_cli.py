@@ -343,6 +343,16 @@ def test_address_that_others_can_reach_is_refused_without_insecure(
     assert host in problem and "--insecure" in problem
 
 
+def test_fronts_are_refused_with_language_models(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ("--random-weights", "--fronts", "2")
+    ended = run_penstock("serve", *FREE_PORT, tmp_path / "config.json", *flags)
+    assert ended.code == ExitCode.USAGE
+    assert "--fronts does not work with language models" in ended.stderr
+    assert "28,940 without" in ended.stderr
+
+
 def test_address_that_others_can_reach_is_served_with_insecure(tmp_path: Path) -> None:
     with serving(add_model(tmp_path, "model"), "--host", "0.0.0.0", "--insecure") as server:
         assert server.get("/v2/health/ready")[0] == 200
@@ -614,7 +624,7 @@ def test_log_level_and_format_are_those_of_the_flags(tmp_path: Path) -> None:
     assert {line["level"] for line in lines} == {"INFO"}
     messages = [line["msg"] for line in lines]
     assert messages[0] == "model/1 loads 1 instance"
-    assert messages[-2:] == ["draining: what is accepted may take 30 s", "stopped"]
+    assert messages[-2:] == ["shutting down: requests in flight have 30 s to finish", "stopped"]
     model, http_port, metrics_port = (line for line in lines[:-2] if "server" in line["logger"])
     assert model["msg"] == "model/1 is READY"
     assert (model["state"], model["backend"], model["instances"]) == ("READY", "null", 1)

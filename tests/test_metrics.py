@@ -526,3 +526,11 @@ def test_a_server_without_models_still_answers_a_scrape() -> None:
     types, samples = parse(expose([]))
     assert types.keys() >= TRITON_COUNTERS
     assert [sample.name for sample in samples] == ["penstock_build_info"]
+
+
+def test_tags_of_the_model_are_labels_of_all_its_metrics():
+    metrics = ModelMetrics("model", "1", {"team": "vision", "tier": 'a"b'})
+    text = expose([Pending(metrics, 0, 1)]).decode()
+    of_model = [line for line in text.splitlines() if 'model="model"' in line]
+    assert len(of_model) > 50
+    assert all('team="vision",tier="a\\"b"' in line for line in of_model)

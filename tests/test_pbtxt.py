@@ -4,6 +4,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from penstock.config import (
     Preprocess,
     QueuePolicy,
 )
+from penstock.errors import ConfigError
 from penstock.types import DATATYPES, TensorSpec
 
 MODEL = ModelConfig(
@@ -131,6 +133,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     preprocess = draw(st.none() | st.builds(Preprocess, functions, model_tensors))
     padding = draw(paddings(preprocess.inputs if preprocess else inputs))
     batching = draw(policies(max_batch, latency_s))
+    waits = st.none() | st.integers(0, 10**9).map(lambda number: number / 1e3)
+    batching = replace(batching, max_wait_s=draw(waits))
     if batching.is_dynamic and padding is not None and preprocess is None:
         most = draw(st.none() | st.integers(padding.buckets[-1], 1 << 40))
         batching = replace(batching, max_tokens=most)
@@ -262,3 +266,67 @@ def test_the_same_configuration_is_always_the_same_text() -> None:
 
 def test_an_escape_that_nobody_knows_is_no_warning() -> None:
     assert pbtxt.parse(r'name: "a\ b"').name == "a\\ b"
+
+
+class TestServed:
+    """What `/config` returns."""
+
+    text = """
+    platform: "onnxruntime_onnx"
+    max_batch_size: 8
+    version_policy { all { } }
+    input { name: "x" data_type: TYPE_FP32 dims: [ 4, 4, 4 ] format: FORMAT_NCHW }
+    output { name: "y" data_type: TYPE_FP32 dims: 4 }
+    dynamic_batching { preferred_batch_size: [ 8, 4 ] }
+    optimization { priority: PRIORITY_MAX }
+    metric_tags { key: "team" value: "vision" }
+    model_warmup { name: "w" inputs { key: "x" value {
+      data_type: TYPE_FP32 dims: [ 4, 4, 4 ] random_data: true } } }
+    parameters { key: "penstock.hang_s" value { string_value: "30" } }
+    parameters { key: "mine" value { string_value: "1" } }
+    """
+
+    def served(self, text: str, root: Path) -> model_config_pb2.ModelConfig:
+        folder = root / "model" / "1"
+        folder.mkdir(parents=True)
+        (folder / "model.onnx").write_bytes(b"")
+        return pbtxt.to_served(pbtxt.resolve(pbtxt.parse(text), "model", folder))
+
+    def test_it_says_what_is_written(self, tmp_path: Path) -> None:
+        served, written = self.served(self.text, tmp_path), parsed(self.text)
+        for field, value in written.ListFields():
+            if field.name not in ("input", "output"):
+                assert getattr(served, field.name) == value, field.name
+        assert served.input[0] == written.input[0]
+        assert served.output[0] == written.output[0]
+
+    def test_what_was_worked_out_is_added(self, tmp_path: Path) -> None:
+        served = self.served(self.text, tmp_path)
+        assert (served.name, served.backend) == ("model", "onnxruntime")
+        assert served.instance_group[0].count == 1
+
+    def test_without_a_word_it_is_as_in_triton(self, tmp_path: Path) -> None:
+        text = """max_batch_size: 8 backend: "onnxruntime"
+        input { name: "x" data_type: TYPE_FP32 dims: 4 }
+        output { name: "y" data_type: TYPE_FP32 dims: 4 }"""
+        served = self.served(text, tmp_path)
+        assert served.version_policy.latest.num_versions == 1
+        assert served.platform == "onnxruntime_onnx"
+
+    def test_an_slo_of_the_evidence_is_told(self, tmp_path: Path) -> None:
+        folder = tmp_path / "model" / "1"
+        folder.mkdir(parents=True)
+        (folder / "model.onnx").write_bytes(b"")
+        config = pbtxt.resolve(pbtxt.parse(self.text), "model", folder)
+        config = replace(config, slo="p99 < 20ms", is_slo_from_evidence=True)
+        assert pbtxt.to_served(config).parameters[pbtxt.SLO].string_value == "p99 < 20ms"
+
+
+@pytest.mark.parametrize("tag", ["model", "le", "my-team", "1st", "__name__", ""])
+def test_a_tag_that_is_no_label_is_refused(tag: str, tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    message = pbtxt.to_message(MODEL)
+    message.metric_tags[tag] = "x"
+    with pytest.raises(ConfigError) as caught:
+        pbtxt.resolve(message, "model", tmp_path / "1")
+    assert caught.value.problems[0].startswith(f"metric_tags.{tag}: ")

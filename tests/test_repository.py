@@ -978,6 +978,24 @@ def test_names_of_variables_are_checked(tmp_path: Path, value: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "max_wait_s"), [("250", 0.25), ("0", 0.0), ("0.5", 0.0005), (None, None)]
+)
+def test_the_longest_wait_is_given_in_milliseconds(
+    tmp_path: Path, value: str | None, max_wait_s: float | None
+) -> None:
+    text = NULL if value is None else NULL + parameter("penstock.max_wait_ms", value)
+    config = resolve(tmp_path, text)
+    assert config.batching.max_wait_s == max_wait_s
+    assert "penstock.max_wait_ms" not in config.options
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-1", "nan", "inf", "1e300"])
+def test_junk_in_the_longest_wait_is_refused(tmp_path: Path, value: str) -> None:
+    [problem] = problems(tmp_path, NULL + parameter("penstock.max_wait_ms", value))
+    assert problem.startswith(f"parameters.penstock.max_wait_ms: '{value}' is not a number from 0")
+
+
+@pytest.mark.parametrize(
     "key",
     ["hang_s", "slab_bytes", "max_slabs", "spill_bytes", "load_timeout_s", "memory_bytes"],
 )
@@ -1102,8 +1120,8 @@ FUNCTION = parameter("penstock.preprocess", "code.py:f") + parameter(
 @pytest.mark.parametrize(
     ("text", "most", "expected"),
     [
-        (PADDED, "0", "'0' is not a whole number up to"),
-        (PADDED, "1e4", "'1e4' is not a whole number up to"),
+        (PADDED, "0", "'0' is not a whole number above 0 up to"),
+        (PADDED, "1e4", "'1e4' is not a whole number above 0 up to"),
         (PADDED, "383", "'383' is less than one row of the largest bucket, 384"),
         (ENCODER, "4096", "needs parameters.penstock.pad,"),
         (PADDED.replace("dynamic_batching {}", ""), "4096", "needs dynamic_batching"),

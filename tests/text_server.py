@@ -5,7 +5,7 @@ import json
 from contextlib import asynccontextmanager
 
 import tiny_llm as tiny
-from engine_thread import EngineThread
+from engine_thread import EngineThread, RendererThread
 from tiny_text import TOKENIZER
 
 from penstock import repository
@@ -28,14 +28,14 @@ TEMPLATE = (
 )
 
 
-def write_model(folder, parameters=None, max_length=256):
+def write_model(folder, parameters=None, max_length=256, template=TEMPLATE):
     """A folder as Hugging Face has it, called as the model is."""
     folder = folder / NAME
     folder.mkdir()
     size = TOKENIZER.get_vocab_size()
     tiny.write_folder(folder, vocab_size=size, max_position_embeddings=max_length)
     TOKENIZER.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": TEMPLATE, "eos_token": "<|end|>"}
+    settings = {"chat_template": template, "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     told = {"penstock.threads": "1", "penstock.kv_cache_bytes": str(1 << 20), **(parameters or {})}
     lines = (
@@ -46,9 +46,14 @@ def write_model(folder, parameters=None, max_length=256):
     return folder
 
 
+def text_model(config):
+    """Its engine and its renderer are threads."""
+    return TextModel(config, EngineThread, RendererThread)
+
+
 class TextServer:
     def __init__(self, gate=None):
-        self.catalog = Catalog(makers={LLM: lambda config: TextModel(config, EngineThread)})
+        self.catalog = Catalog(makers={LLM: text_model})
         self.routes = V2Routes(self.catalog, "", is_explicit=False)
         openai = OpenAiHttp(
             TextModels(self.catalog),
@@ -72,9 +77,10 @@ class TextServer:
 
 
 @asynccontextmanager
-async def served(folder, gate=None, parameters=None, max_length=256):
+async def served(folder, gate=None, parameters=None, max_length=256, template=TEMPLATE):
     server = TextServer(gate)
-    await server.catalog.load(repository.read(write_model(folder, parameters, max_length)))
+    written = write_model(folder, parameters, max_length, template)
+    await server.catalog.load(repository.read(written))
     assert server.catalog.failures == []
     server.routes.is_loading = False
     server.port = await server.http.start("127.0.0.1", 0)

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.llm.engine import Limits
 from penstock.llm.generation import Generation, GenerationSink
 from penstock.llm.params import Sampling
 from penstock.llm.sequence import Ending
@@ -14,13 +15,20 @@ from penstock.wire.openai_v1 import Invalid, Wishes
 if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
 
+# Sequences of one request.
+MAX_CHOICES = Limits().max_sequences_of_request
+
 
 def generation_of(
     model: TextModel, wishes: Wishes, tokens: Sequence[int], sink: GenerationSink, salt: str
 ) -> Generation:
     """Invalid where prompt and answer are longer together than a text may be."""
+    if wishes.num > MAX_CHOICES:
+        raise Invalid(f"n is {wishes.num}; expected at most {MAX_CHOICES}", "n")
     left = model.max_length - len(tokens)
-    if left < (wishes.max_tokens or 1):
+    # 0: only the prompt is wanted, and computed on the way to a token that nobody sees.
+    is_prompt_only = wishes.max_tokens == 0
+    if left < (0 if is_prompt_only else wishes.max_tokens or 1):
         asked = f" and {wishes.max_tokens} are to follow" if wishes.max_tokens else ""
         raise Invalid(
             f"the prompt has {len(tokens)} tokens{asked}; expected at most {model.max_length} "
@@ -29,7 +37,7 @@ def generation_of(
         )
     stops = frozenset(wishes.stop_tokens)
     if not wishes.ignores_end:
-        stops |= model.text.stop_tokens
+        stops |= model.vocabulary.stop_tokens
     sampling = Sampling(
         temperature=wishes.temperature,
         top_p=wishes.top_p,
@@ -42,7 +50,8 @@ def generation_of(
         bias=wishes.bias,
         num_logprobs=wishes.num_logprobs,
     )
-    ending = Ending(wishes.max_tokens or left, stops, wishes.min_tokens)
+    most = 1 if is_prompt_only else wishes.max_tokens or left
+    ending = Ending(most, stops, wishes.min_tokens)
     return Generation(
         tokens, sampling, ending, sink, wishes.stops, wishes.num, wishes.priority, salt
     )

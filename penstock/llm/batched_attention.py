@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.llm.cache import Cache, PlainAttention, Span, slots_of, spans_of
+from penstock.llm.exact_attention import attend, pad_length
 from penstock.llm.scheduler import Chunk, Step
 from penstock.llm.sequence import Sequence
 
@@ -105,6 +106,8 @@ class Lot:
     length: int
     # None where all are of that length.
     mask: Tensor | None
+    # How many tokens each row sees; only where attention is exact.
+    ends: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -181,13 +184,16 @@ class Shelves:
         last = torch.tensor([ends[row] - 1 for row, _ in by_row])
         heads = used[:, None] * num_heads + torch.arange(num_heads)
         longest = max(ends)
+        slots = (heads * length + last[:, None]).flatten()
+        places = torch.tensor(tokens), used, torch.tensor(own), slots
+        if self.cache.is_exact:
+            return Lot(shelf, *places, pad_length(longest), None, torch.tensor(ends))
         mask = None
         if min(ends) < longest:
             seen = torch.arange(longest) < torch.tensor(ends)[:, None]
             mask = torch.zeros(seen.shape, dtype=self.cache.keys.dtype)
             mask = mask.masked_fill_(~seen, float("-inf"))[:, None, None]
-        slots = (heads * length + last[:, None]).flatten()
-        return Lot(shelf, torch.tensor(tokens), used, torch.tensor(own), slots, longest, mask)
+        return Lot(shelf, *places, longest, mask)
 
 
 class BatchedAttention:
@@ -233,6 +239,13 @@ def _on_shelf(lot: Lot, layer: int, queries: Tensor, keys: Tensor, values: Tenso
     all_keys.view(-1, size).index_copy_(0, lot.slots, keys.reshape(-1, size))
     all_values.view(-1, size).index_copy_(0, lot.slots, values.reshape(-1, size))
     num = len(queries)
+    if lot.ends is not None:
+        rows = queries.reshape(num * num_heads, -1, size)
+        seen = lot.ends[:, None].expand(num, num_heads).reshape(-1, 1).expand(-1, rows.shape[1])
+        seen_keys = all_keys[:num, :, : lot.length].flatten(0, 1)
+        seen_values = all_values[:num, :, : lot.length].flatten(0, 1)
+        mixed = attend(rows, seen_keys, seen_values, seen)
+        return mixed.to(queries.dtype).reshape(num, -1, size)
     # Heads that share keys are as tokens that see the same.
     mixed = F.scaled_dot_product_attention(
         queries.reshape(num, num_heads, -1, size),

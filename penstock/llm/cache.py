@@ -14,18 +14,30 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.llm import exact_attention
 from penstock.llm.models.shape import Shape
 from penstock.llm.scheduler import Step
 
 
 class Cache:
+    """`is_exact`: attention over it does not depend on what else is computed (`exact_attention`);
+    on CPUs only."""
+
     def __init__(
-        self, shape: Shape, num_blocks: int, block_size: int, device: str, dtype: torch.dtype
+        self,
+        shape: Shape,
+        num_blocks: int,
+        block_size: int,
+        device: str,
+        dtype: torch.dtype,
+        *,
+        is_exact: bool = False,
     ) -> None:
         sizes = (shape.num_layers, num_blocks * block_size, shape.num_kv_heads, shape.head_size)
         self.keys = torch.zeros(sizes, dtype=dtype, device=device)
         self.values = torch.zeros(sizes, dtype=dtype, device=device)
         self.block_size = block_size
+        self.is_exact = is_exact
 
 
 def bytes_of_block(shape: Shape, block_size: int, dtype: torch.dtype) -> int:
@@ -86,11 +98,12 @@ class PlainAttention:
     ) -> Tensor:
         """The tokens of one span, whose keys and values are kept."""
         own = slice(span.first, span.end)
+        attend = exact_attention.attend_prompt if self._cache.is_exact else _attended
         if len(span.slots) == span.end - span.first:
             # A prompt from its beginning: all that it sees is here.
-            return _attended(queries[own], keys[own], values[own])
+            return attend(queries[own], keys[own], values[own])
         seen = self._cache.keys[layer][span.slots], self._cache.values[layer][span.slots]
-        return _attended(queries[own], *seen)
+        return attend(queries[own], *seen)
 
 
 def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -12,14 +12,13 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from functools import partial
 from typing import Literal
 
 from penstock.errors import (
     BackendFailed,
-    Cancelled,
     ConfigError,
     InvalidRequest,
     NotReady,
@@ -30,8 +29,8 @@ from penstock.llm import messages
 from penstock.llm.generation import Generation, Going, Part
 from penstock.llm.params import Likelihood, Sampling
 from penstock.llm.stops import StopTexts
-from penstock.llm.text import Text
 from penstock.llm.text_metrics import Death, TextMetrics
+from penstock.llm.token_bytes import Vocabulary
 from penstock.metrics import ModelMetrics
 from penstock.serving.supervisor import (
     Life,
@@ -43,6 +42,7 @@ from penstock.serving.supervisor import (
 )
 from penstock.types import CANCELLED
 from penstock.wire.frames import MAX_FRAME_BYTES
+from penstock.wire.openai_v1 import Invalid
 
 log = logging.getLogger("penstock.llm")
 MODULE = "penstock.llm.engine_main"
@@ -66,7 +66,7 @@ class LlmModel:
         self,
         name: str,
         settings: messages.Settings,
-        text: Text,
+        vocabulary: Vocabulary,
         start_life: StartLife = EngineLife,
         clock: Callable[[], float] = time.monotonic,
         *,
@@ -74,7 +74,7 @@ class LlmModel:
     ) -> None:
         self.name = name
         self.metrics = TextMetrics(metrics or ModelMetrics(name, ""))
-        self.text = text
+        self.vocabulary = vocabulary
         self.state: State = "LOADING"
         self.reason = ""
         self.ready: messages.Ready | None = None
@@ -96,6 +96,7 @@ class LlmModel:
         self._ready_at = 0.0
         self._is_stopping = False
         self._restart: asyncio.TimerHandle | None = None
+        self._restart_at = 0.0
         self._hang_s = settings.hang_s
         self._slowest_s = 0.0
         # When the engine last said something, or had nothing to do, by the loop's clock.
@@ -126,7 +127,7 @@ class LlmModel:
         for timer in (self._restart, self._watch):
             if timer is not None:
                 timer.cancel()
-        self._fail_all(Cancelled("the model is unloaded"))
+        self._fail_all(NotReady(f"model '{self.name}' is unloaded; the answer is cut off"))
         if self._life is None:
             return
         self._send(messages.Stop())
@@ -145,6 +146,13 @@ class LlmModel:
     @property
     def pid(self) -> int:
         return 0 if self._life is None else self._life.pid
+
+    def not_ready(self) -> NotReady:
+        """Why it cannot answer, and when it may: an engine loads as long as the one before it."""
+        text = f"model '{self.name}' is not ready: {self.reason or 'it is loading'}"
+        if self._is_stopping or self.ready is None:
+            return NotReady(text)
+        return NotReady(text, max(0.0, self._restart_at - self._clock()) + self.ready.load_s)
 
     # Requests.
 
@@ -182,14 +190,14 @@ class LlmModel:
     def _admit(self, generation: Generation) -> None:
         ready = self.ready
         if self.state != "READY" or ready is None or self._sender is None:
-            raise NotReady(f"model '{self.name}' is not ready: {self.reason or 'it is loading'}")
+            raise self.not_ready()
         self._check(generation, ready)
         generation.id = next(self._ids)
         generation.admitted = self._clock()
         generation.arrived = generation.arrived or generation.admitted
         data = self._encoded(generation)
         generation.going = [
-            Going(self.text.stream(generation.tokens), StopTexts(generation.stops))
+            Going(self.vocabulary.stream(generation.tokens), StopTexts(generation.stops))
             for _ in range(generation.num)
         ]
         if not self._open:
@@ -261,12 +269,11 @@ class LlmModel:
                 f"the prompt has {len(generation.tokens)} tokens; expected at most "
                 f"{ready.max_length - 1}"
             )
-        # Of the model's own some may be of another tokenizer.
-        stops = generation.ending.stop_tokens - self.text.stop_tokens
-        tokens = [*generation.tokens, *generation.sampling.bias, *stops]
-        if not 0 <= min(tokens) <= max(tokens) < ready.vocabulary:
-            strange = next(each for each in tokens if not 0 <= each < ready.vocabulary)
-            raise InvalidRequest(f"token {strange}; expected 0 to {ready.vocabulary - 1}")
+        # The model's own may be those of another tokenizer.
+        stops = generation.ending.stop_tokens - self.vocabulary.stop_tokens
+        _check_tokens(generation.tokens, "", ready.vocabulary)
+        _check_tokens(generation.sampling.bias, "logit_bias", ready.vocabulary)
+        _check_tokens(stops, "stop_token_ids", ready.vocabulary)
 
     def _send_given_up(self) -> None:
         requests, self._given_up = tuple(self._given_up), []
@@ -425,7 +432,7 @@ class LlmModel:
             generation.sink.failed(error)
             self._check_idle()
 
-    def _fail_all(self, error: BackendFailed | Cancelled) -> None:
+    def _fail_all(self, error: BackendFailed | NotReady) -> None:
         generations, self._open = list(self._open.values()), {}
         for each in generations:
             each.is_ended = True
@@ -476,4 +483,13 @@ class LlmModel:
         text = "%s: the engine %s; restart in %.1f s"
         log.warning(text, self.name, reason, delay_s, extra={"model": self.name, "reason": reason})
         self._restart = self._loop.call_later(delay_s, self._launch)
+        self._restart_at = self._clock() + delay_s
         self.metrics.restarted()
+
+
+def _check_tokens(tokens: Collection[int], field: str, vocabulary: int) -> None:
+    """Invalid with the field, or where that is the prompt's business without one."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        strange = next(each for each in tokens if not 0 <= each < vocabulary)
+        text = f"token {strange}; expected 0 to {vocabulary - 1}"
+        raise Invalid(f"{field}: {text}" if field else text, field or None)

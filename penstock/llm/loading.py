@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from penstock.backends.packed_encoder import uses_kernels
+from penstock.config import CPU
 from penstock.errors import ConfigError
 from penstock.llm import operations
 from penstock.llm.cache import Cache, bytes_of_block
@@ -101,7 +102,9 @@ def room(settings: Settings, decoder: Decoder, limits: Limits) -> tuple[Cache, i
                 f"{needed * block_bytes} bytes, or a smaller penstock.max_model_len"
             ]
         )
-    return Cache(decoder.shape, num_blocks, size, settings.device, dtype), num_blocks
+    is_exact = decoder.rounds and decoder.device.type == CPU
+    cache = Cache(decoder.shape, num_blocks, size, settings.device, dtype, is_exact=is_exact)
+    return cache, num_blocks
 
 
 def _left(decoder: Decoder, limits: Limits) -> int:

@@ -55,6 +55,10 @@ class Settings(Frame, tag="set"):
     manifest: str = ""
     # The core's: an engine that is silent for longer hangs, if its steps are not so slow.
     hang_s: float = DEFAULT_HANG_S
+    # The core's too: seconds that the renderer may take for a request, and whether special tokens
+    # within messages are special.
+    text_timeout_s: float = 5.0
+    parses_special: bool = False
 
 
 class Load(Frame, tag="load"):

@@ -94,10 +94,10 @@ class Scheduler:
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:
         """Whether such a sequence could run if it were alone."""
-        num_tokens = num_prompt + max_tokens
-        is_short = num_tokens <= self.limits.max_length
-        # The last one is never computed.
-        return is_short and self.pool.num_needed(num_tokens - 1) <= self.pool.num_blocks
+        # The last one is never computed, so it needs neither a position nor room.
+        num_computed = num_prompt + max_tokens - 1
+        is_short = num_computed <= self.limits.max_length
+        return is_short and self.pool.num_needed(num_computed) <= self.pool.num_blocks
 
     def add(self, sequence: Sequence) -> None:
         assert self.fits(sequence.num_prompt, sequence.ending.max_tokens)

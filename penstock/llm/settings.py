@@ -44,12 +44,16 @@ NUMBERS: Mapping[str, Number] = {
     "max_waiting": Number(1024, 1, 1 << 20),
     # Cores of the engine; fewer where others need some.
     "threads": Number(0, 1, 1024),
+    # Seconds that the chat template and tokenizer may take for a request, and 20 us more for each
+    # character. Raise it where templates are slow, or the machine is.
+    "text_timeout_s": Number(5, 0.1, 3600),
     # What is promised: until the first token, and for each that follows. They decide how much of
     # a prompt a step takes, and who is refused.
     "ttft_ms": Number(0, 0.001, 1e9),
     "tpot_ms": Number(0, 0.001, 1e9),
 }
-TEXTS = ("dtype", "random_weights")
+FLAGS = ("random_weights", "parse_special_tokens")
+TEXTS = ("dtype", *FLAGS)
 # Where nobody says: (on a CPU, on a GPU).
 MAX_SEQUENCES, MAX_TOKENS = (16, 256), (256, 8192)
 
@@ -69,10 +73,7 @@ def settings_of(config: ModelConfig) -> Settings:
             f"parameters.{PREFIX}dtype: '{dtype}' is for {kind}, and this model is on "
             f"'{config.device}'; expected one of {others}"
         )
-    is_made_up = config.options.get(f"{PREFIX}random_weights", "false")
-    if is_made_up not in ("true", "false"):
-        text = f"parameters.{PREFIX}random_weights: '{is_made_up}'; expected true or false"
-        problems.append(text)
+    flags = {name: _flag(config, name, problems) for name in FLAGS}
     if config.num_instances > 1:
         problems.append(
             f"instance_group: {config.num_instances} instances; expected one: an engine takes all "
@@ -101,7 +102,9 @@ def settings_of(config: ModelConfig) -> Settings:
         max_waiting=int(numbers["max_waiting"]),
         ttft_s=numbers["ttft_ms"] / 1e3 or None,
         tpot_s=numbers["tpot_ms"] / 1e3 or None,
-        is_made_up=is_made_up == "true",
+        is_made_up=flags["random_weights"],
+        parses_special=flags["parse_special_tokens"],
+        text_timeout_s=numbers["text_timeout_s"],
         manifest=config.manifest,
         hang_s=config.hang_s,
     )
@@ -120,6 +123,13 @@ def _dtype(asked: str, device: str) -> str:
     return asked
 
 
+def _flag(config: ModelConfig, name: str, problems: list[str]) -> bool:
+    given = config.options.get(f"{PREFIX}{name}", "false")
+    if given not in ("true", "false"):
+        problems.append(f"parameters.{PREFIX}{name}: '{given}'; expected true or false")
+    return given == "true"
+
+
 def _number(config: ModelConfig, name: str, problems: list[str]) -> float:
     known, key = NUMBERS[name], f"{PREFIX}{name}"
     given = config.options.get(key)
@@ -129,7 +139,7 @@ def _number(config: ModelConfig, name: str, problems: list[str]) -> float:
         value = float(given)
     except ValueError:
         value = math.nan
-    is_time = name.endswith("_ms")
+    is_time = name.endswith(("_ms", "_s"))
     if not known.least <= value <= known.most or not (is_time or value.is_integer()):
         what = "a number" if is_time else "a whole number"
         problems.append(

@@ -1,17 +1,20 @@
-"""Between text and tokens: a model's tokenizer, and how the messages of a chat become one text.
+"""A model's tokenizer and chat template: from text and messages to tokens.
 
-The tokenizer is that of `tokenizers`, from a folder's tokenizer.json or from what a GGUF file says.
-Templates of chats come with models and are run in a sandbox: they see messages, and nothing else.
+The tokenizer is one of `tokenizers`, from a folder's tokenizer.json or from a GGUF file. Both come
+with model folders and may loop or take all memory, so a server runs them in a process of their own
+(`renderer_main`), never in the core. Templates run in Jinja's sandbox and see messages only.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -25,10 +28,19 @@ from tokenizers import (
     processors,
 )
 
-from penstock.errors import ConfigError, InvalidRequest
+from penstock.errors import BackendFailed, ConfigError, InvalidRequest, PenstockError, TooLarge
+from penstock.llm.control_tokens import ControlTokens
+from penstock.llm.gguf import GgufFile
 from penstock.llm.json_files import read_object
-from penstock.llm.token_bytes import Stream, TokenBytes
+from penstock.llm.token_bytes import (
+    Stream,
+    Vocabulary,
+    letters_of_bytes,
+    pack,
+    read_vocabulary,
+)
 
+log = logging.getLogger("penstock.text")
 TOKENIZER, SETTINGS, GENERATION = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,10 +62,20 @@ CONTROL = 3
 OF_USERS = 4
 
 Messages = Sequence[Mapping[str, Any]]
+# Characters of an error that a template raises.
+MAX_REASON_CHARS = 500
+# For random weights: messages one below the other.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
+
+
+class Refused(TemplateError):
+    """Raised by a template that does not take the messages."""
 
 
 class Text:
-    """Of one model. Safe for several threads."""
+    """The tokenizer and chat template of one model. Safe for several threads."""
 
     def __init__(
         self,
@@ -61,69 +83,99 @@ class Text:
         template: str = "",
         stop_tokens: frozenset[int] = frozenset(),
         names: Mapping[str, str] | None = None,
+        *,
+        parses_special: bool = False,
     ) -> None:
-        """`names` are those of special tokens, as templates know them (`bos_token` and so on)."""
-        # A file may say that texts are cut or filled up; here they are as long as they are.
+        """`names` are those of special tokens, as templates know them (`bos_token` and so on);
+        `parses_special`: special tokens within messages are special, not text."""
+        # Files may ask for truncation or padding, which serving never wants.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self.parses_special = parses_special
         self.template = template
         self.names = dict(names or {})
-        self._bytes = TokenBytes(tokenizer)
         self.stop_tokens = stop_tokens
 
     @property
     def has_template(self) -> bool:
         return bool(self.template)
 
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return replace(
+            read_vocabulary(self._tokenizer),
+            stop_tokens=self.stop_tokens,
+            names=self.names,
+            template=self.template,
+        )
+
     @property
     def num_tokens(self) -> int:
         size: int = self._tokenizer.get_vocab_size()
         return size
 
-    @cached_property
-    def longest_token(self) -> int:
-        """In characters: a text that is longer than so many of it has more tokens."""
-        return max(map(len, self._tokenizer.get_vocab()), default=1)
-
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
-        """`is_whole`: with what the model wants before a text; not for what a template made. Other
+        """The tokens of a text; `is_whole`: with those that the model wants around a text. Other
         threads run meanwhile."""
-        # Of the library's ways this one lets go of the interpreter.
+        # The only call of the library that releases the interpreter lock.
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)
         tokens: list[int] = found.ids
         return tokens
 
+    def encode_chat(
+        self,
+        messages: Messages,
+        options: Mapping[str, object] | None = None,
+        max_chars: int | None = None,
+    ) -> list[int]:
+        """The tokens that the model continues with an answer. Special tokens within messages are
+        text. InvalidRequest where the template does not take the messages, TooLarge where it makes
+        more than `max_chars` characters of them."""
+        if self.parses_special:
+            return self.encode(self.chat(messages, options, max_chars), is_whole=False)
+        control = self._control
+        marked = [cast("Mapping[str, Any]", control.escape(message)) for message in messages]
+        marked_options = cast("Mapping[str, object]", control.escape(options or {}))
+        text = self.chat(marked, marked_options, max_chars)
+        found = control.encode(text)
+        return self.encode(text, is_whole=False) if found is None else found
+
     def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
-        """Without special tokens, or with their names; bytes that are no characters are
-        replaced."""
-        told = [token for token in tokens if keeps_special or self._bytes.has_text(token)]
-        begin = [self._bytes.of_first(token) for token in told[:1]]
-        return b"".join([*begin, *map(self._bytes.of, told[1:])]).decode("utf-8", "replace")
+        return self.vocabulary.decode(tokens, keeps_special=keeps_special)
 
     def token(self, token: int) -> str:
-        """One by itself, as it is within a text, special ones by their names."""
-        return self._bytes.of(token).decode("utf-8", "replace")
+        return self.vocabulary.token(token)
 
     def stream(self, prompt: Sequence[int] = ()) -> Stream:
-        """Of what follows these."""
-        return Stream(self._bytes, prompt)
+        return self.vocabulary.stream(prompt)
 
-    def chat(self, messages: Messages, options: Mapping[str, object] | None = None) -> str:
-        """The text that the model continues with an answer. InvalidRequest with what the template
-        does not like."""
+    def chat(
+        self,
+        messages: Messages,
+        options: Mapping[str, object] | None = None,
+        max_chars: int | None = None,
+    ) -> str:
+        """The text that the template makes of messages; errors as of `encode_chat`."""
         if not self.template:
-            raise InvalidRequest("the model has no template for chats; ask for a completion")
+            raise InvalidRequest("the model has no chat template; use /v1/completions")
+        values = {"add_generation_prompt": True, **(options or {}), **self.names}
         try:
-            made: str = self._compiled.render(
-                {"add_generation_prompt": True, **(options or {}), **self.names}
-                | {"messages": messages}
-            )
-        except InvalidRequest:
+            return _join(self._compiled.generate(values | {"messages": messages}), max_chars)
+        except PenstockError:
             raise
-        except Exception as error:  # Somebody else's code, run on what somebody else sent.
-            raise InvalidRequest(f"messages: the model's template refuses them: {error}") from None
-        return made
+        except Refused as error:
+            reason = str(error)[:MAX_REASON_CHARS]
+            raise InvalidRequest(f"the chat template refuses the messages: {reason}") from None
+        except MemoryError:
+            raise BackendFailed("the chat template needs more memory than it may use") from None
+        except Exception as error:  # Code of a model folder, run on data of a client.
+            log.warning("the chat template cannot render messages: %s", error)
+            raise InvalidRequest("the chat template cannot render the messages") from None
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer)
 
     @cached_property
     def _compiled(self) -> Any:
@@ -135,11 +187,23 @@ class Text:
         try:
             return environment.from_string(self.template)
         except TemplateError as error:
-            raise InvalidRequest(f"the model's template cannot be read: {error}") from None
+            log.error("the chat template cannot be read: %s", error)
+            raise BackendFailed("the model's chat template has an error; see the log") from None
 
 
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
+def _join(parts: Iterable[str], max_chars: int | None) -> str:
+    """TooLarge as soon as there are too many characters: a template may never end."""
+    found, num_chars = [], 0
+    for part in parts:
+        num_chars += len(part)
+        if max_chars is not None and num_chars > max_chars:
+            raise TooLarge(f"the chat template makes more than {max_chars} characters of them")
+        found.append(part)
+    return "".join(found)
+
+
+def _refuse(message: object) -> None:
+    raise Refused(str(message))
 
 
 def _now(form: str) -> str:
@@ -150,22 +214,67 @@ def _to_json(value: object, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def numbered() -> Text:
-    """For weights that are made up: a token for each byte, and none of what such a model says."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return Text(tokenizer)
-
-
 # From files.
 
 
-def open_text(path: Path, metadata: Mapping[str, Any]) -> Text:
-    """Of a folder, or of a GGUF file with this metadata."""
-    return of_gguf(metadata) if path.suffix == ".gguf" else of_folder(path)
+def read_text(path: str, *, is_made_up: bool = False, parses_special: bool = False) -> Text:
+    """Read the tokenizer and chat template of a folder, a GGUF file or, for random weights, those
+    beside a config.json. ConfigError with what is wrong."""
+    where = Path(path)
+    if is_made_up:
+        text = _read_made_up(where)
+    elif where.suffix != ".gguf":
+        text = of_folder(where)
+    else:
+        text = _read_gguf(where)
+    text.parses_special = parses_special
+    return text
+
+
+def _read_gguf(path: Path) -> Text:
+    try:
+        file = GgufFile(path)
+    except OSError as error:
+        raise ConfigError([f"{path.name}: cannot be read: {error.strerror}"]) from None
+    try:
+        return of_gguf(file.metadata)
+    finally:
+        file.close()
+
+
+def _read_made_up(config: Path) -> Text:
+    """The tokenizer beside a config.json, or else one of bytes. Random weights choose any token, so
+    every token has text: speed is measured by the text that comes."""
+    num_tokens = read_object(config).get("vocab_size")
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ConfigError([f"{config.name}: vocab_size is {num_tokens!r}; expected a number"])
+    has_own = (config.parent / TOKENIZER).is_file()
+    text = of_folder(config.parent) if has_own else of_bytes(num_tokens)
+    known = text.vocabulary
+    pieces = [known.piece(n) if known.has_text(n) else b"<%d>" % n for n in range(num_tokens)]
+    data, ends = pack(pieces)
+    text.vocabulary = replace(known, data=data, ends=ends, first={}, special=frozenset())
+    return text
+
+
+def of_bytes(num_tokens: int) -> Text:
+    """A token for each byte of a text, in a vocabulary of this size whose every token has text."""
+    letters = {letter: byte % num_tokens for letter, byte in letters_of_bytes().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text = Text(tokenizer, PLAIN_TEMPLATE)
+    data, ends = pack([_printed(number) for number in range(num_tokens)])
+    text.vocabulary = Vocabulary(data, ends, template=PLAIN_TEMPLATE)
+    return text
+
+
+def _printed(token: int) -> bytes:
+    """ASCII as it is; other bytes, which may be half a character, by number."""
+    if token >= 256:
+        return b" w%d" % token
+    is_shown = 32 <= token < 127 or chr(token) in "\n\t"
+    return bytes([token]) if is_shown else b"<0x%02X>" % token
 
 
 def of_folder(folder: Path) -> Text:

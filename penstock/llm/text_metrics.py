@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from penstock.errors import Cancelled, PenstockError
+from penstock.errors import Cancelled, NotReady, PenstockError
 from penstock.metrics import Family, ModelMetrics, histogram_lines, label_text
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class TextMetrics:
 
     def failed(self, generation: Generation, error: PenstockError, now: float) -> None:
         """After it was admitted."""
-        is_left = isinstance(error, Cancelled)
+        is_left = isinstance(error, Cancelled | NotReady)
         self.num_ended["abort" if is_left else "error"] += 1
         self._ended(generation, now)
         self._model.failed("CANCELED" if is_left else "BACKEND")
@@ -191,7 +191,8 @@ class TextMetrics:
 
     @property
     def _labels(self) -> dict[str, str]:
-        return {"model_name": self._model.name, "version": self._model.version}
+        model = self._model
+        return {"model_name": model.name, "version": model.version, **model.tags}
 
     def _gauges(self) -> list[Family]:
         return [

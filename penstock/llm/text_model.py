@@ -1,62 +1,39 @@
-"""A language model as the catalog has it: one version among the others, with its engine.
+"""A language model as the catalog has it: one version among the others, with its engine and its
+renderer.
 
-What asks for text comes by `generate`; a request with tensors is told where to go.
+Requests for text come by `generate`; a request with tensors is refused with the right paths.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, TypeVar
 
 from penstock.config import ModelConfig
-from penstock.errors import (
-    Cancelled,
-    ConfigError,
-    NotReady,
-    Overloaded,
-    PenstockError,
-    TooLarge,
-    Unsupported,
-)
+from penstock.errors import NotReady, PenstockError, TooLarge, Unsupported
 from penstock.llm.generation import Generation
-from penstock.llm.gguf import GgufFile
 from penstock.llm.language_model import EngineLife, LlmModel
+from penstock.llm.renderer import Asker, Renderer, RendererLife, TextLimits, TextSource
 from penstock.llm.settings import settings_of
-from penstock.llm.text import Text, numbered, open_text
+from penstock.llm.token_bytes import Vocabulary
 from penstock.metrics import ModelMetrics
 from penstock.serving.explain import Explanation, InstanceState
 from penstock.serving.supervisor import StartLife
 from penstock.types import Request
 
+One = TypeVar("One")
+Other = TypeVar("Other")
+# Before the renderer has loaded it.
+NO_TEXT = Vocabulary(b"", b"")
 TENSORS = (
     "a language model takes no tensors; ask /v1/chat/completions, /v1/completions or "
     "/v2/models/{name}/generate"
 )
 # Texts, or lists of tokens.
 Given = Sequence[str | list[int]]
-# Characters of all texts that wait to become tokens: about what one body may have.
-MAX_WAITING_SIZE = 1 << 26
-# Threads for texts that are long.
-NUM_ENCODERS = 2
-
-
-class Asker(Protocol):
-    """Whose texts become tokens in a thread."""
-
-    def is_gone(self) -> bool:
-        """Nobody waits any more; asked in that thread."""
-        ...
-
-    # On the event loop.
-
-    def encoded(self, tokens: list[list[int]]) -> None: ...
-
-    def failed(self, error: Exception) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,44 +51,50 @@ class EnginePlace:
 class TextModel:
     """ConfigError at once where its parameters make no sense."""
 
-    def __init__(self, config: ModelConfig, start_life: StartLife = EngineLife) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        start_life: StartLife = EngineLife,
+        start_renderer: StartLife = RendererLife,
+        limits: TextLimits | None = None,
+    ) -> None:
+        """`limits` are those of the renderer, where they are not the configuration's."""
         self.config = config
-        self.metrics = ModelMetrics(config.name, config.version)
+        self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         # When it was loaded, in seconds since 1970.
         self.loaded_at = 0
         self._settings = settings_of(config)
+        self._text_limits = limits or TextLimits(
+            job_s=self._settings.text_timeout_s, max_waiting=self._settings.max_waiting
+        )
         self._start_life = start_life
+        self._start_renderer = start_renderer
         self._engine: LlmModel | None = None
-        # Beside the event loop, which has its own to do.
-        self._encoders = ThreadPoolExecutor(NUM_ENCODERS, f"encode {config.name}")
-        # With the characters of each.
-        self._encoding: dict[asyncio.Task[None], int] = {}
+        self._renderer: Renderer | None = None
 
     # Life.
 
     async def start(self) -> None:
         began = time.monotonic()
-        text = await asyncio.to_thread(read_text, self._settings.path, self._settings.is_made_up)
-        self._engine = LlmModel(
-            self.config.name, self._settings, text, self._start_life, metrics=self.metrics
-        )
-        await self._engine.start()
+        name, settings = self.config.name, self._settings
+        source = TextSource(settings.path, settings.is_made_up, settings.parses_special)
+        self._renderer = Renderer(name, source, self._text_limits, self._start_renderer)
+        engine = LlmModel(name, settings, NO_TEXT, self._start_life, metrics=self.metrics)
+        self._engine = engine
+        engine.vocabulary, _ = await _both(self._renderer.start(), engine.start())
         self.metrics.load_s = time.monotonic() - began
         self.loaded_at = int(time.time())
 
     async def drain(self) -> None:
-        while self._encoding:
-            await asyncio.wait(self._encoding)
+        if self._renderer is not None:
+            await self._renderer.drain()
         if self._engine is not None:
             await self._engine.drain()
 
     async def close(self) -> None:
-        if self._engine is not None:
-            await self._engine.close()
-        # Whose texts are still encoded is told that it is closed.
-        while self._encoding:
-            await asyncio.wait(self._encoding)
-        self._encoders.shutdown()
+        """Requests that wait are told that the model is unloaded."""
+        both = (self._engine, self._renderer)
+        await asyncio.gather(*(each.close() for each in both if each is not None))
 
     # What the catalog shows.
 
@@ -180,7 +163,7 @@ class TextModel:
             verdicts=[],
             paces=[],
             refused={name: count for name, count in self.metrics.num_refused.items() if count},
-            notes=[],
+            notes=list(self.config.warnings),
         )
 
     @property
@@ -192,64 +175,46 @@ class TextModel:
     # Requests.
 
     @property
-    def text(self) -> Text:
-        return self._loaded.text
+    def vocabulary(self) -> Vocabulary:
+        return self._loaded.vocabulary
 
     @property
     def max_length(self) -> int:
-        """Of a text, prompt and all."""
+        """Tokens of a prompt and its answer together."""
         ready = self._loaded.ready
         if ready is None:
             raise self._not_ready()
         return ready.max_length
 
-    def check_lengths(self, given: Given) -> None:
-        """TooLarge, before anything is computed, where one has more tokens than a text may have."""
-        most = self.max_length * self.text.longest_token
+    @property
+    def max_chars(self) -> int:
+        """A text of more characters has more tokens than a prompt may have."""
+        return self.max_length * self.vocabulary.longest_token
+
+    def encode(self, given: Given, is_whole: bool, asker: Asker) -> None:
+        """The tokens of each text for the asker; tokens stay as they are. TooLarge before anything
+        is computed where a text has too many, Overloaded where too many wait."""
         for each in given:
-            if isinstance(each, str) and len(each) > most:
+            if isinstance(each, str) and len(each) > self.max_chars:
                 raise TooLarge(
-                    f"the text has {len(each)} characters, more than {self.max_length} tokens "
-                    "can be"
+                    f"the text has {len(each)} characters; {self.max_length} tokens have at most "
+                    f"{self.max_chars}"
                 )
+        texts = [each for each in given if isinstance(each, str)]
+        mixed = asker if len(texts) == len(given) else Mixed(given, asker)
+        self._text.encode(texts, is_whole, mixed)
 
-    def encoded(self, given: Given, *, is_whole: bool = True) -> list[list[int]]:
-        """The tokens of each; tokens are what they are."""
-        text = self.text
-        return [
-            text.encode(each, is_whole=is_whole) if isinstance(each, str) else each
-            for each in given
-        ]
-
-    def encode_aside(
-        self,
-        given: Given,
-        is_whole: bool,
-        asker: Asker,
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], asker: Asker
     ) -> None:
-        """The same in a thread, while others are answered. Overloaded where as many wait for that
-        as may wait for a token, or their texts are too much to keep."""
-        size = sum(len(each) for each in given)
-        if len(self._encoding) >= self.max_waiting:
-            raise Overloaded(f"{len(self._encoding)} requests wait already")
-        if self._encoding and sum(self._encoding.values()) + size > MAX_WAITING_SIZE:
-            raise Overloaded(f"texts of more than {MAX_WAITING_SIZE} characters wait already")
-        task = asyncio.get_running_loop().create_task(self._encode_aside(given, is_whole, asker))
-        self._encoding[task] = size
-        task.add_done_callback(self._encoding.pop)
+        """The tokens of a chat, as its template and tokenizer make them."""
+        self._text.encode_chat(messages, options, self.max_chars, asker)
 
-    async def _encode_aside(self, given: Given, is_whole: bool, asker: Asker) -> None:
-        def encode() -> list[list[int]]:
-            if asker.is_gone():
-                raise Cancelled("the client left")
-            return self.encoded(given, is_whole=is_whole)
-
-        try:
-            found = await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
-        except Exception as error:  # Of somebody else's library, for whoever asked.
-            asker.failed(error)
-        else:
-            asker.encoded(found)
+    @property
+    def _text(self) -> Renderer:
+        if self._renderer is None or not self._engine or self._engine.ready is None:
+            raise self._not_ready()
+        return self._renderer
 
     @property
     def max_waiting(self) -> int:
@@ -283,25 +248,39 @@ class TextModel:
         return self._engine
 
     def _not_ready(self) -> NotReady:
-        return NotReady(
-            f"model '{self.config.name}' is not ready: {self.reason or 'it is loading'}"
-        )
+        if self._engine is not None:
+            return self._engine.not_ready()
+        return NotReady(f"model '{self.config.name}' is not ready: it is loading")
 
 
-def read_text(path: str, is_made_up: bool) -> Text:
-    """The tokenizer of a model's files; of made-up weights numbers will do."""
-    where = Path(path)
-    if is_made_up and not (where.parent / "tokenizer.json").is_file():
-        return numbered()
-    if is_made_up:
-        where = where.parent
-    if where.suffix != ".gguf":
-        return open_text(where, {})
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Puts lists of tokens back where they stood between texts."""
+
+    given: Given
+    asker: Asker
+
+    def is_gone(self) -> bool:
+        return self.asker.is_gone()
+
+    def encoded(self, tokens: list[list[int]]) -> None:
+        found = iter(tokens)
+        self.asker.encoded([next(found) if isinstance(each, str) else each for each in self.given])
+
+    def failed(self, error: Exception) -> None:
+        self.asker.failed(error)
+
+
+async def _both(
+    one: Coroutine[Any, Any, One], other: Coroutine[Any, Any, Other]
+) -> tuple[One, Other]:
+    """Both results, or the first error; then the other is not waited for."""
+    first, second = asyncio.ensure_future(one), asyncio.ensure_future(other)
     try:
-        file = GgufFile(where)
-    except OSError as error:
-        raise ConfigError([f"{where.name}: cannot be read: {error.strerror}"]) from None
-    try:
-        return open_text(where, file.metadata)
+        done, _ = await asyncio.wait((first, second), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        return first.result(), second.result()
     finally:
-        file.close()
+        first.cancel()
+        second.cancel()

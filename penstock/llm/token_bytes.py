@@ -1,10 +1,11 @@
-"""What tokens stand for, as bytes, and a stream of them as text while it grows.
+"""The bytes each token stands for, and a stream of tokens as growing text.
 
-Tokenizers put together a text from all of its tokens. Here each token has its bytes, once, and a
-text is these one after the other; what has been told of it is never another later. That holds for
-tokenizers of bytes (GPT-2, Llama 3, Qwen) as for those of words with spaces that fall back to bytes
-(Llama 2, Mistral). Of bytes that are no characters the latter's library replaces all in a row, and
-only those that are wrong are replaced here.
+A `Vocabulary` is plain data: it holds no tokenizer and runs no code of a model folder, so the core
+can use it on its event loop. `read_vocabulary` makes one from a tokenizer, in the process that
+reads the model folder. The text of a sequence is the bytes of its tokens, one after the other, so
+text that was sent never changes. This holds for byte-level tokenizers (GPT-2, Llama 3, Qwen) and
+for tokenizers of words with byte fallback (Llama 2, Mistral). Only bytes that are not UTF-8 are
+replaced; the library of the latter replaces all bytes next to them as well.
 """
 
 from __future__ import annotations
@@ -12,97 +13,203 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
-from functools import cache, cached_property
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # How tokenizers write a byte that is a token.
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-# A character of UTF-8 has at most so many.
+# Bytes of the longest character in UTF-8.
 MAX_CHARACTER_BYTES = 4
+END_TYPE: Literal["I"] = "I"
 
 
-class TokenBytes:
-    """What each token of a tokenizer stands for, in bytes of UTF-8: one may be less than a
-    character. A text is what its tokens are, one after the other, but for its first: tokenizers
-    that begin every word with a space leave out the one before a text."""
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the core knows of a model's text: the bytes of each token (part of a character, or
+    several characters), which tokens are special, and what its files say about chats."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        kinds = _kinds(tokenizer)
-        self._has_letters = kinds == {"ByteLevel"}
-        self._has_bytes = "ByteFallback" in kinds
-        added = tokenizer.get_added_tokens_decoder()
-        self._special = {number for number, token in added.items() if token.special}
-        # Of those that were asked for; at most as many as there are.
-        self._found: dict[int, bytes] = {}
+    # All tokens one after the other, and where each ends, as unsigned 32-bit integers.
+    data: bytes
+    ends: bytes
+    # Tokens with other bytes at the start of a text: some tokenizers drop its first space.
+    first: Mapping[int, bytes] = field(default_factory=dict)
+    special: frozenset[int] = frozenset()
+    # Tokens that end an answer.
+    stop_tokens: frozenset[int] = frozenset()
+    # Special tokens by the names that templates use (`bos_token` and so on).
+    names: Mapping[str, str] = field(default_factory=dict)
+    # The chat template; shown to clients, never run here.
+    template: str = ""
+    # Characters of the longest token: a text of more characters than n of these has more than n
+    # tokens.
+    longest_token: int = 1
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.template)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ends) // array(END_TYPE).itemsize
 
     def has_text(self, token: int) -> bool:
-        return bool(self.of(token)) and token not in self._special
+        return token not in self.special and bool(self.piece(token))
 
-    def of(self, token: int) -> bytes:
-        """Behind others; special ones by their names."""
-        found = self._found.get(token)
-        if found is None:
-            found = self._found[token] = self._find(token)
-        return found
+    def piece(self, token: int) -> bytes:
+        """The bytes of a token after others; special tokens by name, unknown ones empty."""
+        ends = memoryview(self.ends).cast(END_TYPE)
+        if not 0 <= token < len(ends):
+            return b""
+        return self.data[ends[token - 1] if token else 0 : ends[token]]
 
-    def of_first(self, token: int) -> bytes:
-        """Where a text begins."""
-        whole = self.of(token)
-        if token in self._special:
-            return whole
-        try:
-            whole.decode()
-        except UnicodeDecodeError:  # A part of a character, which no space is.
-            return whole
-        return str(self._tokenizer.decode([token])).encode()
+    def first_piece(self, token: int) -> bytes:
+        """The bytes of a token at the start of a text."""
+        found = self.first.get(token)
+        return self.piece(token) if found is None else found
 
-    def end_of(self, tokens: Sequence[int]) -> bytes:
-        """Where a character may have begun."""
+    def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
+        """Special tokens are left out, or shown by name; bytes that are not UTF-8 are replaced."""
+        shown = [token for token in tokens if keeps_special or self.has_text(token)]
+        start = [self.first_piece(token) for token in shown[:1]]
+        return b"".join([*start, *map(self.piece, shown[1:])]).decode("utf-8", "replace")
+
+    def token(self, token: int) -> str:
+        """One token as it is within a text."""
+        return self.piece(token).decode("utf-8", "replace")
+
+    def stream(self, prompt: Sequence[int] = ()) -> Stream:
+        """Text that follows a prompt."""
+        return Stream(self, prompt)
+
+    def last_bytes(self, tokens: Sequence[int]) -> bytes:
+        """The end of a text, as far back as its last character may begin."""
         found = b""
         for token in reversed(tokens):
             if len(found) >= MAX_CHARACTER_BYTES:
                 break
-            found = (self.of(token) if self.has_text(token) else b"") + found
+            found = (self.piece(token) if self.has_text(token) else b"") + found
         return found
 
-    def _find(self, token: int) -> bytes:
+
+def pack(pieces: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """`data` and `ends` of a vocabulary."""
+    return b"".join(pieces), array(END_TYPE, accumulate(map(len, pieces))).tobytes()
+
+
+class Stream:
+    """The text of one sequence as it grows. Characters come when they are complete; together they
+    are the text of all tokens without that of the prompt."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int] = ()) -> None:
+        self._vocabulary = vocabulary
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_first = not any(vocabulary.has_text(token) for token in prompt)
+        # A prompt may end within a character.
+        self._characters.decode(vocabulary.last_bytes(prompt))
+        self._is_broken = bool(self._characters.getstate()[0])
+
+    def add(self, token: int) -> str:
+        vocabulary = self._vocabulary
+        if not vocabulary.has_text(token):
+            return ""
+        found = vocabulary.first_piece(token) if self._is_first else vocabulary.piece(token)
+        self._is_first = False
+        return self._shown(self._characters.decode(found))
+
+    def rest(self) -> str:
+        """At the end: bytes that were held back and never became a character."""
+        return self._shown(self._characters.decode(b"", final=True))
+
+    def _shown(self, text: str) -> str:
+        """A character that the prompt broke off belongs to the prompt, unless it is completed."""
+        if not self._is_broken or not text:
+            return text
+        self._is_broken = False
+        return text.removeprefix("\ufffd")
+
+
+# From a tokenizer.
+
+
+def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    """Without what only the model's other files say."""
+    reader = _Reader(tokenizer)
+    names = tokenizer.get_vocab()
+    num_tokens = max(names.values(), default=-1) + 1
+    pieces = [reader.piece(token) for token in range(num_tokens)]
+    first = {
+        token: found
+        for token, piece in enumerate(pieces)
+        if (found := reader.first_piece(token, piece)) != piece
+    }
+    data, ends = pack(pieces)
+    longest = max(map(len, names), default=1)
+    return Vocabulary(data, ends, first, frozenset(reader.special), longest_token=longest)
+
+
+class _Reader:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        kinds = _decoder_kinds(tokenizer)
+        self._has_letters = kinds == {"ByteLevel"}
+        self._has_bytes = "ByteFallback" in kinds
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = {number for number, token in added.items() if token.special}
+        self._word = self._find_word()
+
+    def piece(self, token: int) -> bytes:
         name = self._tokenizer.id_to_token(token)
         if name is None:
             return b""
-        if token in self._special:
+        if token in self.special:
             return str(name).encode()
         if self._has_letters:
-            return _of_letters(name)
+            return _bytes_of_letters(name)
         if self._has_bytes and (match := BYTE.fullmatch(name)):
             return bytes([int(match[1], 16)])
-        before, text = (self._tokenizer.decode(each) for each in (self._any, [*self._any, token]))
+        word = self._word
+        before, text = (self._tokenizer.decode(each) for each in (word, [*word, token]))
         return str(text[len(before) :]).encode()
 
-    @cached_property
-    def _any(self) -> list[int]:
-        """Some token with a text, for another to come after."""
+    def first_piece(self, token: int, piece: bytes) -> bytes:
+        # Byte-level tokens are the same everywhere.
+        if self._has_letters or token in self.special or not piece:
+            return piece
+        try:
+            piece.decode()
+        except UnicodeDecodeError:  # Part of a character, so not a space.
+            return piece
+        return str(self._tokenizer.decode([token])).encode()
+
+    def _find_word(self) -> list[int]:
+        """Some token with text, to decode others after it."""
+        if self._has_letters:
+            return []
         for token in range(self._tokenizer.get_vocab_size()):
             name = self._tokenizer.id_to_token(token)
-            is_word = name and token not in self._special and not BYTE.fullmatch(name)
+            is_word = name and token not in self.special and not BYTE.fullmatch(name)
             if is_word and self._tokenizer.decode([token]).strip():
                 return [token]
         return []
 
 
-def _kinds(tokenizer: Tokenizer) -> set[str]:
-    """Of what makes a text of tokens."""
+def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
     if tokenizer.decoder is None:
         return set()
-    told = json.loads(tokenizer.decoder.__getstate__())
-    return {each["type"] for each in told.get("decoders", [told])}
+    state = json.loads(tokenizer.decoder.__getstate__())
+    return {each["type"] for each in state.get("decoders", [state])}
 
 
 @cache
-def _bytes_of_letters() -> dict[str, int]:
-    """A letter for each byte: those that can be seen are their own, the others follow."""
+def letters_of_bytes() -> dict[str, int]:
+    """The byte of each letter: visible characters are their own, the others follow."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     shown += range(ord("®"), ord("ÿ") + 1)
     hidden = [byte for byte in range(256) if byte not in shown]
@@ -111,40 +218,9 @@ def _bytes_of_letters() -> dict[str, int]:
     }
 
 
-def _of_letters(name: str) -> bytes:
-    letters = _bytes_of_letters()
+def _bytes_of_letters(name: str) -> bytes:
+    letters = letters_of_bytes()
     if all(letter in letters for letter in name):
         return bytes(letters[letter] for letter in name)
-    # It was added as it is.
+    # A token that was added as it is.
     return name.encode()
-
-
-class Stream:
-    """Of one sequence: text as it grows. Characters come when they are whole, and all of them
-    together are the text of all tokens without that of the prompt."""
-
-    def __init__(self, tokens: TokenBytes, prompt: Sequence[int] = ()) -> None:
-        self._tokens = tokens
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_first = not any(tokens.has_text(token) for token in prompt)
-        # A prompt may end within a character.
-        self._characters.decode(tokens.end_of(prompt))
-        self._is_broken = bool(self._characters.getstate()[0])
-
-    def add(self, token: int) -> str:
-        if not self._tokens.has_text(token):
-            return ""
-        found = self._tokens.of_first(token) if self._is_first else self._tokens.of(token)
-        self._is_first = False
-        return self._told(self._characters.decode(found))
-
-    def rest(self) -> str:
-        """It has ended: what was held back of a character that was never whole."""
-        return self._told(self._characters.decode(b"", final=True))
-
-    def _told(self, text: str) -> str:
-        """What a prompt broke off is the prompt's, unless it is made whole."""
-        if not self._is_broken or not text:
-            return text
-        self._is_broken = False
-        return text.removeprefix("\ufffd")

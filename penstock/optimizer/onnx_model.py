@@ -259,15 +259,19 @@ def _tell_types(graph: Any) -> None:
 
 
 def remove_dead(graph: Any) -> None:
-    """Nodes and weights that no output needs; ONNX Runtime would compute them all the same."""
-    needed = {value.name for value in graph.output}
-    alive = []
-    # Nodes stand behind those they need.
-    for node in reversed(graph.node):
-        if needed.intersection(node.output):
-            alive.append(node)
-            needed.update(inputs_of(node))
-    kept = [type(node).FromString(node.SerializeToString()) for node in reversed(alive)]
+    """Remove nodes and weights that no output needs; ONNX Runtime would compute them anyway."""
+    producers = {name: node for node in graph.node for name in node.output if name}
+    needed: set[str] = set()
+    waiting = [value.name for value in graph.output]
+    while waiting:
+        name = waiting.pop()
+        if not name or name in needed:
+            continue
+        needed.add(name)
+        if name in producers:
+            waiting += inputs_of(producers[name])
+    alive = [node for node in graph.node if needed.intersection(node.output)]
+    kept = [type(node).FromString(node.SerializeToString()) for node in alive]
     del graph.node[:]
     graph.node.extend(kept)
     for index in reversed(range(len(graph.initializer))):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from penstock import pbtxt
-from penstock.config import MIB, GrpcConfig, HttpLimits
+from penstock.config import MIB, GrpcConfig, HttpLimits, TlsConfig
 from penstock.errors import (
     BackendFailed,
     ConfigError,
@@ -98,7 +98,11 @@ class Trade:
 
 
 def grpc_trade(
-    host: str, config: GrpcConfig, gate: Gate, start_life: StartLife = GRPC_FRONT
+    host: str,
+    config: GrpcConfig,
+    gate: Gate,
+    start_life: StartLife = GRPC_FRONT,
+    tls: TlsConfig | None = None,
 ) -> Trade:
     opening = frames.Open(
         frames.VERSION,
@@ -108,6 +112,7 @@ def grpc_trade(
         config.max_message_bytes,
         config.compression,
         _keys(gate),
+        tls=tls,
     )
     name = "gRPC front"
     return Trade(name, "grpc", 0, opening, config.hang_s, MAX_TEXT, "OK", status_name, start_life)
@@ -122,7 +127,12 @@ def http_trade(
 
 
 def http_opening(
-    host: str, port: int, limits: HttpLimits, gate: Gate, logs_requests: bool
+    host: str,
+    port: int,
+    limits: HttpLimits,
+    gate: Gate,
+    logs_requests: bool,
+    tls: TlsConfig | None = None,
 ) -> frames.Open:
     """The same for all of them; they share the port."""
     largest = max(limits.max_body_bytes, JSON_GROWTH * limits.max_json_bytes)
@@ -136,6 +146,7 @@ def http_opening(
         limits=limits,
         hosts=None if gate.hosts is None else tuple(gate.hosts),
         logs_requests=logs_requests,
+        tls=tls,
     )
 
 
@@ -204,7 +215,7 @@ class Desk:
 
     async def _model_config(self, ask: frames.Ask) -> bytes:
         config = self.catalog.find(ask.model_name, ask.model_version).config
-        return bytes(pbtxt.to_message(config).SerializeToString())
+        return bytes(pbtxt.to_served(config).SerializeToString())
 
     async def _model_statistics(self, ask: frames.Ask) -> bytes:
         models = self.catalog.find_all(ask.model_name, ask.model_version)

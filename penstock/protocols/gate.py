@@ -61,21 +61,20 @@ class Gate:
         self.keys = keys
         self.hosts = hosts
 
-    def caller(self, headers: Mapping[bytes, bytes]) -> str:
-        """Who sent a message, for logs."""
-        secret = secret_of(headers)
-        return self.name_of(b"" if secret is None else digest_secret(secret))
-
-    def name_of(self, digest: bytes) -> str:
-        """Of the key with this digest; empty means that no key was sent."""
-        if self.keys is None or not digest:
-            return "anonymous"
-        return self.keys.names.get(digest) or f"key {digest.hex()[:8]}"
-
-    def caller_digest(self, headers: Mapping[bytes, bytes]) -> bytes:
-        """Digest of the API key of a message, to tell callers apart; empty where none is needed."""
+    def caller(self, headers: Mapping[bytes, bytes]) -> bytes:
+        """Digest of the API key of a message, to tell callers apart; empty if none is needed."""
         secret = None if self.keys is None else secret_of(headers)
         return b"" if secret is None else digest_secret(secret)
+
+    def caller_name(self, headers: Mapping[bytes, bytes]) -> str:
+        """The name of a message's caller, for logs."""
+        return self.name_of(self.caller(headers))
+
+    def name_of(self, caller: bytes) -> str:
+        """Name a caller for logs."""
+        if self.keys is None or not caller:
+            return "anonymous"
+        return self.keys.names.get(caller) or f"key {caller.hex()[:8]}"
 
     def check_host(self, headers: Mapping[bytes, bytes]) -> None:
         """NotAllowed for a Host that this server does not have. Only HTTP/1.0 may send none, which
@@ -114,10 +113,6 @@ class Gate:
         if self.keys is not None:
             self.check_scope(scope, headers_of(metadata))
         return True
-
-    def rpc_caller_digest(self, metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
-        """As `caller_digest`, for a gRPC call."""
-        return b"" if self.keys is None else self.caller_digest(headers_of(metadata))
 
 
 class KeyFile:

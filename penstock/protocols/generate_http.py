@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -82,12 +82,13 @@ class GenerateHttp:
         def go_on(found: Sequence[list[int]]) -> None:
             prompts = [Prompt(each, asked.text if asked.is_echoed else "") for each in found]
             job = Job(exchange, model, form, asked.wishes, prompts, asked.id, self._is_logged)
+            job = replace(job, param="text_input")
             if asked.is_streamed:
                 begin(StreamedAnswer(job))
             else:
                 begin(OneEventAnswer(job) if is_stream else WholeAnswer(job))
 
-        Reading(exchange, model, go_on, self._guarded).begin([asked.text])
+        Reading(exchange, model, go_on, self._guarded, "text_input").begin([asked.text])
 
     def _find(self, name: str, version: str) -> TextModel:
         model = self._catalog.find(name, version)
@@ -109,7 +110,7 @@ class GenerateForm:
     def begin(self, index: int) -> bytes:
         return b""
 
-    def piece(self, choice: Choice, offset: int) -> bytes:
+    def piece(self, choice: Choice) -> bytes:
         return generate_v2.event(self.head, choice)
 
     def end(self, usage: Usage) -> bytes:

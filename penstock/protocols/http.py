@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
+import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,6 +30,8 @@ from penstock.wire.v2 import encode_error
 log = logging.getLogger("penstock.http")
 
 SWEEP_S = 1.0
+# Connections that may wait to be accepted.
+BACKLOG = 4096
 MAX_PIPELINED = 16
 # Of a stream that its client does not read: beyond it nobody waits for him.
 MAX_UNSENT_BYTES = 8 << 20
@@ -620,22 +625,58 @@ class HttpServer:
         self._loop = asyncio.get_running_loop()
         # Not the loop's clock: uvloop's has a resolution of a millisecond.
         self.now: Callable[[], float] = time.monotonic
-        self._listener: asyncio.Server | None = None
+        self._listeners: list[asyncio.Server] = []
         self._sweeper: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int, shares_port: bool = False) -> int:
+    async def start(
+        self, host: str, port: int, shares_port: bool = False, tls: ssl.SSLContext | None = None
+    ) -> int:
         """Listen; returns the port, which differs from the one asked for when that was 0. With
         `shares_port` others may listen there too, and the kernel deals connections out."""
-        self._listener = await self._loop.create_server(
-            lambda: Connection(self), host, port, backlog=4096, reuse_port=shares_port or None
+        listener = await self._loop.create_server(
+            lambda: Connection(self),
+            host,
+            port,
+            backlog=BACKLOG,
+            reuse_port=shares_port or None,
+            ssl=tls,
+            ssl_handshake_timeout=self.limits.header_timeout_s if tls else None,
         )
+        self._listeners = [listener]
         self._sweeper = self._loop.create_task(self._sweep())
-        bound: int = self._listener.sockets[0].getsockname()[1]
+        bound: int = listener.sockets[0].getsockname()[1]
         return bound
+
+    async def replace_tls(self, tls: ssl.SSLContext) -> None:
+        """Connections from now on use this context. Those that are waiting to be accepted stay in
+        the kernel's queue meanwhile, which belongs to the sockets and not to the listeners. Needs
+        uvloop: asyncio's own loop drops what it has accepted and not yet started."""
+        old = self._listeners
+        sockets = [
+            socket.socket(fileno=os.dup(each.fileno()))
+            for listener in old
+            for each in listener.sockets
+        ]
+        for listener in old:
+            listener.close()
+        self._listeners = [
+            await self._loop.create_server(
+                lambda: Connection(self),
+                sock=each,
+                backlog=BACKLOG,
+                ssl=tls,
+                ssl_handshake_timeout=self.limits.header_timeout_s,
+            )
+            for each in sockets
+        ]
 
     def forget_heads(self) -> None:
         """Every head is looked at again, because what a handler noted may not hold any more."""
         self.known_heads.clear()
+
+    @property
+    def listeners(self) -> list[socket.socket]:
+        return [each for listener in self._listeners for each in listener.sockets]
 
     def drain(self) -> None:
         """From now on answers close their connections; idle connections close when next seen."""
@@ -646,8 +687,8 @@ class HttpServer:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for connection in list(self._connections):
             connection.close()
         for _ in range(100):
@@ -656,8 +697,8 @@ class HttpServer:
             await asyncio.sleep(0.01)
         for connection in list(self._connections):
             connection.abort()
-        if self._listener is not None:
-            await self._listener.wait_closed()
+        for listener in self._listeners:
+            await listener.wait_closed()
 
     @property
     def num_running(self) -> int:

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 import uvloop
 
 from penstock.config import HttpLimits
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.protocols import access_log
 from penstock.protocols.gate import Keys
 from penstock.protocols.http import Exchange, HttpServer
 from penstock.protocols.line import MAX_SENT_BYTES, listen_problem
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import Match
+from penstock.protocols.tls import TlsFiles, watch
 from penstock.protocols.v2_http import InferCall, InferSink, V2Http, reply_error
 from penstock.serving.slab import Segment
 from penstock.serving.worker import take_part
@@ -158,8 +159,14 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
         http.forget_heads()
 
     remote.on_keys = use_keys
+    files = None if settings.tls is None else TlsFiles(settings.tls)
     try:
-        port = await http.start(settings.host, settings.port, shares_port=True)
+        context = None if files is None else files.load()
+        port = await http.start(settings.host, settings.port, shares_port=True, tls=context)
+    except ConfigError as error:
+        remote.send(frames.LoadFailed(error.problems))
+        remote.close()
+        return
     except OSError as error:
         where = f"{settings.host}:{settings.port}"
         reason = listen_problem(error)
@@ -173,7 +180,10 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     gc.freeze()
     take_part()
     remote.send(frames.Listening(frames.VERSION, port))
+    watching = None if files is None else asyncio.create_task(watch(files, [http]))
     await remote.stopped.wait()
+    if watching is not None:
+        watching.cancel()
     await _finish(http)
     await v2.close()
     await http.close()

@@ -21,10 +21,9 @@ from penstock.errors import (
 )
 from penstock.protocols.http import Exchange
 from penstock.wire import openai_v1
-from penstock.wire.openai_v1 import Invalid
+from penstock.wire.openai_v1 import Invalid, TooLargeField
 
 KINDS: dict[type[PenstockError], tuple[int, str]] = {
-    Invalid: (400, "invalid_request_error"),
     InvalidRequest: (400, "invalid_request_error"),
     TooLarge: (413, "invalid_request_error"),
     NotFound: (404, "not_found_error"),
@@ -50,23 +49,18 @@ def is_openai(path: bytes) -> bool:
 def kind_of(error: PenstockError) -> tuple[int, str]:
     if isinstance(error, NotAllowed) and error.needs_key:
         return 401, "authentication_error"
-    return KINDS.get(type(error), (500, "server_error"))
+    return next(
+        (KINDS[kind] for kind in type(error).__mro__ if kind in KINDS), (500, "server_error")
+    )
 
 
 def reply_error(exchange: Exchange, error: PenstockError) -> None:
     status, kind = kind_of(error)
     headers = _JSON
-    if isinstance(error, Overloaded):
-        headers += b"Retry-After: %d\r\n" % max(1, ceil(error.retry_after_s))
+    headers += retry_after(error)
     if status == 401:
         headers += b"WWW-Authenticate: Bearer\r\n"
-    param = code = None
-    if isinstance(error, Invalid):
-        param, code = error.param, error.code
-    elif isinstance(error, NotFound):
-        param, code = "model", "model_not_found"
-    elif status == 401:
-        code = "invalid_api_key"
+    param, code = place_of(error)
     exchange.reply(status, headers, (openai_v1.error(str(error), kind, param, code),))
 
 
@@ -76,10 +70,30 @@ def reply_wrong_head(exchange: Exchange, status: int, text: str, headers: bytes)
     exchange.reply(status, _JSON + headers, (openai_v1.error(text, kind),))
 
 
+def retry_after(error: PenstockError) -> bytes:
+    """The header that says when to ask again; empty where nothing is known."""
+    delay_s = error.retry_after_s if isinstance(error, Overloaded | NotReady) else None
+    return b"" if delay_s is None else b"Retry-After: %d\r\n" % max(1, ceil(delay_s))
+
+
+def place_of(error: PenstockError) -> tuple[str | None, str | None]:
+    """The field that is wrong, and OpenAI's code for it."""
+    match error:
+        case Invalid():
+            return error.param, error.code
+        case TooLargeField():
+            return error.param, None
+        case NotFound():
+            return "model", "model_not_found"
+        case NotAllowed(needs_key=True):
+            return None, "invalid_api_key"
+    return None, None
+
+
 def error_event(error: PenstockError) -> bytes:
-    """Instead of what is missing of a stream."""
+    """Ends a stream that cannot be completed."""
     _, kind = kind_of(error)
-    return b"data: " + openai_v1.error(str(error), kind) + b"\n\n"
+    return b"data: " + openai_v1.error(str(error), kind, *place_of(error)) + b"\n\n"
 
 
 def reply_method(exchange: Exchange, allowed: bytes) -> None:

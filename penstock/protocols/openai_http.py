@@ -27,14 +27,13 @@ from penstock.protocols.text_answers import (
     StreamedAnswer,
     WholeAnswer,
     begin,
-    counted,
 )
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import Choice, Head, Invalid, Known, Usage
 
 if TYPE_CHECKING:
-    from penstock.llm.text import Text
     from penstock.llm.text_model import TextModel
+    from penstock.llm.token_bytes import Vocabulary
 
 log = logging.getLogger("penstock.http")
 MODELS = b"/v1/models"
@@ -138,8 +137,8 @@ class OpenAiHttp:
         if exchange.head.method not in (b"GET", b"HEAD"):
             reply_method(exchange, b"GET")
             return
-        text = self._find(None).text
-        exchange.reply(200, _JSON, (openai_v1.tokenizer_info(text.names, text.template),))
+        known = self._find(None).vocabulary
+        exchange.reply(200, _JSON, (openai_v1.tokenizer_info(known.names, known.template),))
 
     def _find(self, name: str | None) -> TextModel:
         """Without a name the only one; lm-eval gives none for its tokens."""
@@ -163,7 +162,7 @@ class OpenAiHttp:
 
         def go_on(found: Sequence[list[int]]) -> None:
             prompts = [
-                Prompt(tokens, _echo(model.text, each) if asked.is_echoed else "")
+                Prompt(tokens, _echo(model.vocabulary, each) if asked.is_echoed else "")
                 for tokens, each in zip(found, asked.prompts, strict=True)
             ]
             job = Job(exchange, model, form, asked.wishes, prompts, form.head.id, self._is_logged)
@@ -171,7 +170,7 @@ class OpenAiHttp:
                 job = replace(job, tells_prompts=True)
             begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
 
-        reading = Reading(exchange, model, go_on, self._guarded)
+        reading = Reading(exchange, model, go_on, self._guarded, "prompt")
         reading.begin(asked.prompts, is_whole=asked.has_special_tokens)
 
     def _chats(self, exchange: Exchange) -> None:
@@ -182,11 +181,11 @@ class OpenAiHttp:
         def go_on(found: Sequence[list[int]]) -> None:
             prompts = [Prompt(tokens) for tokens in found]
             job = Job(exchange, model, form, asked.wishes, prompts, form.head.id, self._is_logged)
+            job = replace(job, param="messages")
             begin(StreamedAnswer(job) if asked.streaming.is_on else WholeAnswer(job))
 
-        with counted(model, exchange.received):
-            text = model.text.chat(asked.messages, asked.template_options)
-        Reading(exchange, model, go_on, self._guarded).begin([text], is_whole=False)
+        reading = Reading(exchange, model, go_on, self._guarded, "messages")
+        reading.begin_chat(asked.messages, asked.template_options)
 
     def _tokenize(self, exchange: Exchange) -> None:
         asked = openai_v1.read_tokenize(exchange.body)
@@ -194,26 +193,28 @@ class OpenAiHttp:
 
         def go_on(found: Sequence[list[int]]) -> None:
             (tokens,) = found
-            texts = [model.text.token(each) for each in tokens] if asked.has_texts else None
+            known = model.vocabulary
+            texts = [known.token(each) for each in tokens] if asked.has_texts else None
             exchange.reply(200, _JSON, (openai_v1.tokenized(tokens, model.max_length, texts),))
 
-        reading = Reading(exchange, model, go_on, self._guarded, is_counted=False)
+        param = "messages" if asked.prompt is None else "prompt"
+        reading = Reading(exchange, model, go_on, self._guarded, param, is_counted=False)
         if asked.prompt is None:
-            reading.begin([model.text.chat(asked.messages)], is_whole=False)
+            reading.begin_chat(asked.messages, {})
         else:
             reading.begin([asked.prompt], is_whole=asked.has_special_tokens)
 
     def _detokenize(self, exchange: Exchange) -> None:
         name, tokens = openai_v1.read_detokenize(exchange.body)
-        text = self._find(name).text.decode(tokens, keeps_special=True)
+        text = self._find(name).vocabulary.decode(tokens, keeps_special=True)
         exchange.reply(200, _JSON, (openai_v1.detokenized(text),))
 
     def _head(self, prefix: str, model: str) -> Head:
         return Head(f"{prefix}-{secrets.token_hex(12)}", int(self._clock()), model)
 
 
-def _echo(text: Text, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else text.decode(prompt)
+def _echo(vocabulary: Vocabulary, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else vocabulary.decode(prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,15 +229,15 @@ class CompletionForm:
     def begin(self, index: int) -> bytes:
         return b""
 
-    def piece(self, choice: Choice, offset: int) -> bytes:
-        return openai_v1.completion_piece(self.head, choice, offset)
+    def piece(self, choice: Choice) -> bytes:
+        return openai_v1.completion_piece(self.head, choice)
 
     def end(self, usage: Usage) -> bytes:
         told = openai_v1.completion_usage(self.head, usage) if self.has_usage else b""
         return told + openai_v1.DONE
 
     def error(self, error: PenstockError) -> bytes:
-        return error_event(error)
+        return error_event(error) + openai_v1.DONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,7 @@ class ChatForm:
     def begin(self, index: int) -> bytes:
         return openai_v1.chat_begin(self.head, index)
 
-    def piece(self, choice: Choice, offset: int) -> bytes:
+    def piece(self, choice: Choice) -> bytes:
         return openai_v1.chat_piece(self.head, choice)
 
     def end(self, usage: Usage) -> bytes:
@@ -259,4 +260,4 @@ class ChatForm:
         return told + openai_v1.DONE
 
     def error(self, error: PenstockError) -> bytes:
-        return error_event(error)
+        return error_event(error) + openai_v1.DONE

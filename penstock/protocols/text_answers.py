@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.errors import Cancelled, PenstockError
+from penstock.errors import Cancelled, InvalidRequest, NotReady, PenstockError, TooLarge
 from penstock.llm.asking import generation_of
 from penstock.llm.generation import Generation, Part, Totals
 from penstock.llm.params import Likelihood
@@ -26,13 +26,19 @@ from penstock.protocols.http import Exchange
 from penstock.protocols.v2_http import reply_error, status_at
 from penstock.serving.served import Served
 from penstock.types import CANCELLED
-from penstock.wire.openai_v1 import Choice, Invalid, TokenLogprob, Usage, Wishes
+from penstock.wire.openai_v1 import (
+    Choice,
+    Invalid,
+    TokenLogprob,
+    TooLargeField,
+    Usage,
+    Wishes,
+)
 
 if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
+    from penstock.llm.token_bytes import Stream
 
-# Characters whose tokens are found on the event loop: about a millisecond.
-MAX_AT_ONCE = 2000
 _JSON = b"Content-Type: application/json\r\n"
 _EVENTS = b"Content-Type: text/event-stream; charset=utf-8\r\nCache-Control: no-cache\r\n"
 
@@ -53,29 +59,33 @@ Then = Callable[[Sequence[list[int]]], None]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The texts of a request on their way to tokens: at once, or in a thread where that would keep
-    others waiting. Whoever leaves meanwhile is not answered."""
+    """The texts of a request while the model's renderer makes tokens of them. A client that leaves
+    meanwhile gets no answer."""
 
     exchange: Exchange
     model: TextModel
     # Called with the tokens of each.
     then: Then
-    # Calls that when it is later, and tells the client of errors.
+    # Calls that later, and answers errors.
     guarded: Guarded
-    # Whether what is refused is the model's to count.
+    # The field that texts come from, for errors.
+    param: str
+    # Whether refusals count as the model's.
     is_counted: bool = True
 
     def begin(self, given: Sequence[str | list[int]], *, is_whole: bool = True) -> None:
         """Errors that are known at once are raised."""
         with self._counted():
-            self.model.check_lengths(given)
-            if sum(len(each) for each in given if isinstance(each, str)) <= MAX_AT_ONCE:
-                self.then(self.model.encoded(given, is_whole=is_whole))
+            if any(isinstance(each, str) for each in given):
+                self.model.encode(given, is_whole, self)
             else:
-                self.model.encode_aside(given, is_whole, self)
+                self.then([each for each in given if not isinstance(each, str)])
+
+    def begin_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+        with self._counted():
+            self.model.encode_chat(messages, options, self)
 
     def is_gone(self) -> bool:
-        """Of any thread."""
         return self.exchange.is_finished
 
     def encoded(self, tokens: Sequence[list[int]]) -> None:
@@ -94,9 +104,24 @@ class Reading:
                 raise Cancelled("the client left")
             self.then(tokens)
 
-    def _counted(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """What is wrong with a text is wrong with its field."""
         is_counted = self.is_counted
-        return counted(self.model, self.exchange.received) if is_counted else nullcontext()
+        with counted(self.model, self.exchange.received) if is_counted else nullcontext():
+            try:
+                yield
+            except InvalidRequest as error:
+                raise with_field(error, self.param) from None
+
+
+def with_field(error: InvalidRequest, param: str) -> InvalidRequest:
+    """The same error, with a field where it names none."""
+    if isinstance(error, TooLargeField) or (isinstance(error, Invalid) and error.param):
+        return error
+    if isinstance(error, TooLarge):
+        return TooLargeField(str(error), param)
+    return Invalid(str(error), param, error.code if isinstance(error, Invalid) else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +145,8 @@ class Job:
     is_logged: bool = False
     # Tokens of prompts are told with their logprobs, before those that are generated.
     tells_prompts: bool = False
+    # The field that prompts came from, for errors.
+    param: str = "prompt"
 
     @property
     def is_of_prompts(self) -> bool:
@@ -131,10 +158,10 @@ def begin(answer: Answer) -> None:
     job = answer.job
     num_asked = len(job.prompts) * job.wishes.num
     if num_asked > job.model.max_waiting:
-        raise Invalid(f"{num_asked} texts; expected at most {job.model.max_waiting} in a request")
-    salt = salt_of(job.exchange.head.headers)
-    # A prompt is computed on the way to a token, which nobody has to see.
-    wishes = replace(job.wishes, max_tokens=1) if job.is_of_prompts else job.wishes
+        text = f"n x prompts is {num_asked}; expected at most {job.model.max_waiting} in a request"
+        raise Invalid(text, "n")
+    wishes = job.wishes
+    salt = salt_of(job.exchange.head.headers, wishes.cache_salt)
     for number, prompt in enumerate(job.prompts):
         sink = PromptSink(answer, number, prompt.echo)
         generation = generation_of(job.model, wishes, prompt.tokens, sink, salt)
@@ -153,10 +180,13 @@ def begin(answer: Answer) -> None:
             job.model.generate(generation)
 
 
-def salt_of(headers: Mapping[bytes, bytes]) -> str:
-    """Who shares prompts in the cache: those with the same key."""
-    secret = secret_of(headers)
-    return hashlib.sha256(secret).hexdigest()[:16] if secret else ""
+def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
+    """Who shares prompts in the cache: requests with the same API key and `cache_salt`."""
+    parts = secret_of(headers) or b"", cache_salt.encode()
+    if not any(parts):
+        return ""
+    digests = (hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
 # Answers.
@@ -169,14 +199,13 @@ class Form(Protocol):
     def begin(self, index: int) -> bytes:
         """Before the first piece of a choice; empty where nothing is."""
 
-    def piece(self, choice: Choice, offset: int) -> bytes:
-        """`offset`: characters of the choice before it."""
+    def piece(self, choice: Choice) -> bytes: ...
 
     def end(self, usage: Usage) -> bytes:
         """After the last piece."""
 
     def error(self, error: PenstockError) -> bytes:
-        """Instead of what is missing of a stream."""
+        """Ends a stream that cannot be completed."""
 
 
 @dataclass(slots=True)
@@ -205,6 +234,22 @@ class Growing:
     reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_begun: bool = False
+    # Where its tokens begin, where their logprobs are told.
+    places: TokenPlaces | None = None
+
+
+class TokenPlaces:
+    """How many characters of a choice come before each of its tokens."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._num_chars = 0
+
+    def add(self, token: int) -> int:
+        """The place of the next token."""
+        place = self._num_chars
+        self._num_chars += len(self._stream.add(token))
+        return place
 
 
 class Answer:
@@ -231,17 +276,27 @@ class Answer:
     def part(self, number: int, part: Part, echo: str) -> None:
         place = number * self._num + part.index
         choice = self.choices.setdefault(place, Growing())
-        is_seen = not self.job.is_of_prompts
-        text = part.text if is_seen else ""
-        logprobs: list[TokenLogprob] | None = [] if self._has_logprobs else None
-        if logprobs is not None and part.likelihood is not None and is_seen:
-            logprobs = [self._named(part.token, part.likelihood)]
+        text = "" if self.job.is_of_prompts else part.text
         if not choice.has_begun:
             text = echo + text
-            if logprobs is not None and self.job.tells_prompts:
-                logprobs = [*self._of_prompt(self.generations[number]), *logprobs]
+        logprobs = self._logprobs(choice, number, part) if self._has_logprobs else None
         self.grow(choice, Choice(place, text, part.reason or None, logprobs))
         choice.has_begun = True
+
+    def _logprobs(self, choice: Growing, number: int, part: Part) -> list[TokenLogprob]:
+        """Those of a part; of the first with those of the prompt, where they are wanted."""
+        found: list[TokenLogprob] = []
+        vocabulary, generation = self._model.vocabulary, self.generations[number]
+        if choice.places is None:
+            before = () if self.job.tells_prompts else generation.tokens
+            choice.places = TokenPlaces(vocabulary.stream(before))
+            if self.job.tells_prompts:
+                told = generation.prompt_likelihoods
+                for token, likelihood in zip_longest(generation.tokens, told):
+                    found.append(self._named(token, likelihood, choice.places))
+        if part.likelihood is not None and not self.job.is_of_prompts:
+            found.append(self._named(part.token, part.likelihood, choice.places))
+        return found
 
     def finished(self, totals: Totals) -> None:
         known = self.usage
@@ -258,6 +313,8 @@ class Answer:
 
     def failed(self, error: PenstockError) -> None:
         if not self.is_over:
+            if isinstance(error, InvalidRequest):
+                error = with_field(error, self.job.param)
             self._give_up()
             self.fail(error)
             self._note(error)
@@ -278,21 +335,18 @@ class Answer:
                 told.add(each)
             access_log.generated(status, self._model.config, told, kind)
 
-    def _of_prompt(self, generation: Generation) -> list[TokenLogprob]:
-        return [
-            TokenLogprob(self._model.text.token(token), math.nan)
-            if likelihood is None
-            else self._named(token, likelihood)
-            for token, likelihood in zip_longest(generation.tokens, generation.prompt_likelihoods)
-        ]
-
-    def _named(self, token: int, likelihood: Likelihood) -> TokenLogprob:
-        text = self._model.text
+    def _named(
+        self, token: int, likelihood: Likelihood | None, places: TokenPlaces
+    ) -> TokenLogprob:
+        """The first token of a prompt has no likelihood."""
+        vocabulary, place = self._model.vocabulary, places.add(token)
+        if likelihood is None:
+            return TokenLogprob(vocabulary.piece(token), math.nan, offset=place)
         top = [
-            (text.token(other), logprob)
+            (vocabulary.piece(other), logprob)
             for other, logprob in zip(likelihood.top_tokens, likelihood.top_logprobs, strict=True)
         ]
-        return TokenLogprob(text.token(token), likelihood.logprob, top)
+        return TokenLogprob(vocabulary.piece(token), likelihood.logprob, top, place)
 
     def grow(self, choice: Growing, new: Choice) -> None:
         raise NotImplementedError
@@ -335,8 +389,9 @@ class StreamedAnswer(Answer):
         data = b"" if choice.has_begun else self.form.begin(new.index)
         # Parts of a character that is not whole yet are nothing to tell.
         if new.text or new.reason or new.logprobs:
-            data += self.form.piece(new, len(choice.text))
+            data += self.form.piece(new)
         choice.text += new.text
+        choice.reason = new.reason
         self.exchange.stream(data)
 
     def end(self) -> None:
@@ -347,5 +402,11 @@ class StreamedAnswer(Answer):
         if not self.exchange.is_streaming:
             reply_error(self.exchange, error)
             return
+        # A client sees that every choice has ended, why, and that nothing more comes.
+        reason = "abort" if isinstance(error, Cancelled | NotReady) else "error"
+        for place in range(len(self.generations) * self._num):
+            choice = self.choices.setdefault(place, Growing())
+            if choice.reason is None:
+                self.grow(choice, Choice(place, "", reason))
         self.exchange.stream(self.form.error(error))
         self.exchange.end_stream()

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -25,6 +26,7 @@ from grpc_health.v1 import health_pb2
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from penstock.errors import (
+    ConfigError,
     NotAllowed,
     NotFound,
     NotReady,
@@ -33,10 +35,11 @@ from penstock.errors import (
 )
 from penstock.protocols import audit_log
 from penstock.protocols.audit_log import AdminCall
-from penstock.protocols.gate import Gate, Keys, digest_secret, headers_of, secret_of
+from penstock.protocols.gate import Gate, Keys, headers_of
 from penstock.protocols.line import status_name, why_not_listen
 from penstock.protocols.remote import Remote, begin, gate_of
 from penstock.protocols.route_table import RPC_SCOPES
+from penstock.protocols.tls import TlsFiles
 from penstock.serving.slab import Segment
 from penstock.serving.worker import take_part
 from penstock.types import Request, Response
@@ -104,7 +107,7 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
             is_known = self._gate.check_rpc(call.method, call.invocation_metadata)
         except NotAllowed as error:
             if RPC_SCOPES[call.method] == "admin":
-                caller = self._gate.caller(headers_of(call.invocation_metadata))
+                caller = self._gate.caller_name(headers_of(call.invocation_metadata))
                 denied = AdminCall("grpc", caller, call.method.rpartition("/")[2])
                 audit_log.record(denied, status_name(error), str(error))
             return _refusing(error)
@@ -180,7 +183,7 @@ class Service:
             raise
 
     async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        CALLER.set(self._gate.rpc_caller_digest(context.invocation_metadata() or ()))
+        CALLER.set(_caller(self._gate, context))
         stream = Stream(self._infer, messages, context)
         try:
             async with asyncio.TaskGroup() as group:
@@ -369,9 +372,10 @@ def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
 
     async def call(data: bytes, context: Any) -> Any:
         try:
-            CALLER.set(gate.rpc_caller_digest(context.invocation_metadata() or ()))
+            caller = _caller(gate, context)
+            CALLER.set(caller)
             message = parse(request_type, data)
-            return await (answer(message, _key(context)) if is_admin else answer(message))
+            return await (answer(message, caller) if is_admin else answer(message))
         except PenstockError as error:
             await _abort(context, error)
         except Exception:  # The protocol edge.
@@ -383,10 +387,9 @@ def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
     )
 
 
-def _key(context: Any) -> bytes:
-    """The digest of the API key that came with a call; empty where there was none."""
-    secret = secret_of(headers_of(context.invocation_metadata() or ()))
-    return b"" if secret is None else digest_secret(secret)
+def _caller(gate: Gate, context: Any) -> bytes:
+    """As `Request.caller`."""
+    return gate.caller(headers_of(context.invocation_metadata() or ()))
 
 
 def _missing(name: str) -> Answer:
@@ -401,6 +404,23 @@ def _missing(name: str) -> Answer:
 def _check_repository(message: Any) -> None:
     if message.repository_name:
         raise Unsupported("'repository_name' is not supported: this server has one repository")
+
+
+def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """ConfigError where the files cannot be used. gRPC asks before each handshake whether there is
+    another certificate."""
+    files.load()
+    config = files.config
+
+    def current() -> Any:
+        issuers = Path(config.client_ca).read_bytes() if config.client_ca else None
+        pair = (Path(config.key).read_bytes(), Path(config.cert).read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=issuers)
+
+    def changed() -> Any:
+        return None if files.load_if_changed() is None else current()
+
+    return grpc.dynamic_ssl_server_credentials(current(), changed, bool(config.client_ca))
 
 
 async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) -> None:
@@ -422,9 +442,13 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
     reason = why_not_listen(settings.host, settings.port)
+    port = 0
     try:
-        port = 0 if reason else server.add_insecure_port(address)
-    except RuntimeError as error:
+        if not reason and settings.tls is not None:
+            port = server.add_secure_port(address, tls_credentials(TlsFiles(settings.tls)))
+        elif not reason:
+            port = server.add_insecure_port(address)
+    except (RuntimeError, ConfigError) as error:
         reason = str(error)
     if reason:
         remote.send(frames.LoadFailed((f"cannot listen on {address} for gRPC: {reason}",)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from math import ceil
 from typing import TYPE_CHECKING, Protocol, cast
 
 from penstock.config import HttpLimits
@@ -203,7 +202,7 @@ class Models:
         name = match.route.handler
         if (handler := self._handlers.get(name)) is not None:
             if match.route.scope == "admin":
-                handler = audited(handler, self._gate.caller(exchange.head.headers))
+                handler = audited(handler, self._gate.caller_name(exchange.head.headers))
             self._tasks.start(exchange, handler, match)
         elif (direct := self._direct[name]) is not None:
             self._check_rate(exchange)
@@ -215,7 +214,7 @@ class Models:
         """Requests for text and embeddings; those of inference are counted by their model."""
         quotas = self._catalog.quotas
         if quotas.is_active and exchange.head.method == b"POST":
-            caller = self._gate.caller_digest(exchange.head.headers)
+            caller = self._gate.caller(exchange.head.headers)
             quotas.check_rate(caller, exchange.received)
 
     def infer(self, call: InferCall, exchange: Exchange) -> None:
@@ -294,7 +293,7 @@ class V2Http:
             self._door.other(exchange, match)
             return None
         call = InferCall(match, head.headers)
-        call.caller = self._gate.caller_digest(head.headers)
+        call.caller = self._gate.caller(head.headers)
         encoding = head.headers.get(b"content-encoding", b"identity").lower()
         if encoding == b"identity":
             call.json_bytes = self._json_bytes(exchange)
@@ -364,7 +363,7 @@ def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Matc
         gate.check_scope(match.route.scope, head.headers)
     except NotAllowed as error:
         if match.route.scope == "admin":
-            call = _admin_call(match, gate.caller(head.headers))
+            call = _admin_call(match, gate.caller_name(head.headers))
             audit_log.record(call, status_of(error), str(error))
         raise
     methods, method = match.route.methods, head.method.decode("latin-1")
@@ -431,10 +430,8 @@ def reply_error(exchange: Exchange, error: PenstockError) -> None:
     if openai_errors.is_openai(exchange.head.path):
         openai_errors.reply_error(exchange, error)
         return
-    headers = b""
-    if isinstance(error, Overloaded):
-        headers = b"Retry-After: %d\r\n" % max(1, ceil(error.retry_after_s))
-    elif isinstance(error, NotAllowed) and error.needs_key:
+    headers = openai_errors.retry_after(error)
+    if isinstance(error, NotAllowed) and error.needs_key:
         headers = b"WWW-Authenticate: Bearer\r\n"
     exchange.reply_error(status_of(error), str(error), headers)
 

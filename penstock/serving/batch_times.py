@@ -2,14 +2,15 @@
 while serving. Pure: time is an argument.
 
 A mean for each rung of the batch ladder, straight lines between them. Rungs that never ran are
-guessed on the slow side. Also says how much longer than predicted the slowest batches take, and
-notices when the whole table has become wrong.
+guessed on the slow side. Notices when the whole table has become wrong. `Spread` says how much
+longer than predicted the slowest batches take.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
@@ -20,10 +21,11 @@ SMOOTHING = 0.1
 # One batch may take anything (a stall, a page fault); the mean believes no more than this factor.
 MAX_SURPRISE = 2.0
 NUM_TRUSTED = 3
-# The share of batches that should not take longer than `inflation` times the mean.
+# The share of batches that should not take longer than `inflation` times the mean, and how many of
+# the last batches that is taken from: seconds of load, so that it follows a neighbour's.
 QUANTILE = 0.99
-QUANTILE_STEP = 0.03
-MAX_INFLATION = 2.0
+SPREAD_WINDOW = 256
+MAX_INFLATION = 4.0
 # Half of this many batches at least this far off: the table is scaled and learnt anew.
 DRIFT_WINDOW = 20
 DRIFT = 0.10
@@ -43,8 +45,6 @@ class BatchTimes:
         self._ratios: list[float] = []
         self._before: list[float] = []
         self._window_began = -math.inf
-        # The slowest hundredth of the batches takes this many times the mean, or more.
-        self.inflation = 1.0
 
     def __repr__(self) -> str:
         times = zip(self._sizes, self._means, strict=True)
@@ -63,7 +63,6 @@ class BatchTimes:
         twin = BatchTimes(self._max_size)
         twin._means = list(self._means)
         twin._num_seen = [min(1, count) for count in self._num_seen]
-        twin.inflation = self.inflation
         return twin
 
     def mean_s(self, size: float) -> float:
@@ -117,7 +116,6 @@ class BatchTimes:
         size = min(size, self._max_size)
         is_known = self.is_known
         if is_known:
-            self._note_inflation(duration_s, self.mean_s(size))
             self._note_ratio(size, duration_s, now)
         high = bisect_left(self._sizes, size)
         if self._sizes[high] == size:
@@ -187,12 +185,6 @@ class BatchTimes:
                 per_unit = max(0.0, (means[last] - means[first]) / (sizes[last] - sizes[first]))
                 means[index] = means[last] + per_unit * (sizes[index] - sizes[last])
 
-    def _note_inflation(self, duration_s: float, predicted_s: float) -> None:
-        """Follow the quantile by small steps: up rarely and much, down often and little."""
-        is_above = duration_s > self.inflation * predicted_s
-        step = QUANTILE_STEP * (QUANTILE if is_above else QUANTILE - 1)
-        self.inflation = min(MAX_INFLATION, max(1.0, self.inflation + step))
-
     def _note_ratio(self, size: int, duration_s: float, now: float) -> None:
         if not self._ratios:
             self._before = list(self._means)
@@ -213,6 +205,31 @@ class BatchTimes:
                 self._means[index] *= factor
         self._num_seen = [min(1, count) for count in self._num_seen]
         return True
+
+
+class Spread:
+    """How much longer than predicted the slowest hundredth of the last batches took, of all
+    geometries. Few batches: the slowest of them."""
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=SPREAD_WINDOW)
+
+    def note(self, duration_s: float, predicted_s: float) -> None:
+        if predicted_s > 0:
+            self._ratios.append(duration_s / predicted_s)
+
+    def forget(self) -> None:
+        """The predictions were wrong: what they were compared with says nothing."""
+        self._ratios.clear()
+
+    @property
+    def inflation(self) -> float:
+        """From 1 to MAX_INFLATION; 1 without a batch."""
+        if not self._ratios:
+            return 1.0
+        ordered = sorted(self._ratios)
+        slow = ordered[math.ceil(QUANTILE * len(ordered)) - 1]
+        return min(MAX_INFLATION, max(1.0, slow))
 
 
 def _on_lines(sizes: list[int], means: list[float], size: float) -> float:

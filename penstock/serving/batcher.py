@@ -2,21 +2,31 @@
 
 *Fixed* mode: Triton's dynamic batcher rule for rule (preferred sizes, queue delay, priorities,
 queue policies; its core's GetDynamicBatch), except that requests of another shape wait in a lane of
-their own instead of closing the batch, and that batches may have a budget of tokens beside that of
-rows. The caller asks `next` whenever an instance is free and again at `wake_at`.
+their own instead of closing the batch, that batches may have a budget of tokens beside that of
+rows, and that the time in the queue is limited (`wait_limit`). The caller asks `next` whenever an
+instance is free and again at `wake_at`, and `expire` every half second.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from penstock.config import BatchPolicy, QueuePolicy
+from penstock.errors import Overloaded
 from penstock.serving.lanes import Closed, Lane, Lanes
+from penstock.serving.wait_limit import WaitLimit
 from penstock.types import Request
 
 Answer = TypeVar("Answer")
+# A request is admitted when the queue is no longer than this share of the time allowed. The rest is
+# for the batch that runs and for batches that take longer than usual: a request that is refused
+# after it has waited has cost its client the whole time.
+ADMITTED = 0.9
+# Requests that have waited too long are looked for this many times within the time allowed.
+LOOKS = 16
 
 
 class Batcher:
@@ -32,6 +42,9 @@ class Batcher:
         self._full: Closed = "full" if policy.is_dynamic else "unbatched"
         self._is_eager = not preferred and policy.max_queue_delay_s == 0
         self._lanes = Lanes(policy)
+        self._wait = WaitLimit(policy, policy.max_tokens or self._max_preferred)
+        self._is_limited = any(map(self._wait.applies, policy.policies))
+        self._look_at = -math.inf
         self._expiries: list[tuple[float, int, Request]] = []
         self._num_added = 0
         # When to ask again although nothing arrives and no instance gets free.
@@ -54,9 +67,30 @@ class Batcher:
     def add(self, request: Request, geometry: object, now: float) -> None:
         """Queue the request, or raise Overloaded."""
         policy = self._lanes.admit(request)
+        if self._is_limited and self._lanes.num_waiting:
+            self._check_wait(request, policy, now)
         self._lanes.append(request, geometry)
         if policy.default_timeout_s or policy.allow_timeout_override:
             self._expect(request, policy, now)
+
+    def seed(self, timings: Mapping[int, float], geometry: object = None) -> None:
+        """Times from warm-up, in seconds by size: tokens where a geometry is given and batches have
+        a budget of them, else rows. Fixed mode has one table for all geometries."""
+        if (geometry is None) is (self.policy.max_tokens is None):
+            self._wait.seed(timings)
+
+    def observe(self, geometry: object, size: int, started: float, now: float) -> None:
+        """A batch is done."""
+        # Nothing needs T(b) while nobody waits.
+        if self._lanes.num_waiting:
+            self._wait.observe(size, started, now)
+
+    def ended(self, started: float) -> None:
+        """A batch is over, however it ended."""
+
+    def count_executors(self, num_ready: int, now: float) -> None:
+        """So many batches can run at once from now on."""
+        self._wait.count_executors(num_ready, now)
 
     def rerun_alone(self, request: Request) -> None:
         """Run this request again, before all others and in a batch of its own."""
@@ -84,6 +118,8 @@ class Batcher:
             else:
                 self._lanes.remove(request)
                 refused.append(request)
+        if self._is_limited and self._lanes.num_waiting and now >= self._look_at:
+            refused += self._expire_waits(now)
         return refused
 
     def drain(self) -> list[Request]:
@@ -157,6 +193,36 @@ class Batcher:
         wake_at = oldest + delay_s
         self.wake_at = wake_at if self.wake_at is None else min(self.wake_at, wake_at)
         return None
+
+    def _check_wait(self, request: Request, policy: QueuePolicy, now: float) -> None:
+        """Refuse a request that would wait too long."""
+        num_ahead, size_ahead = self._lanes.ahead(request.priority)
+        predicted_s = self._wait.predicted_s(size_ahead, num_ahead)
+        allowed_s = self._wait.allowed_s(now)
+        if predicted_s > ADMITTED * allowed_s and self._wait.applies(policy):
+            raise Overloaded(
+                f"the queue is {predicted_s:.2f} s long; requests may wait {allowed_s:.2f} s "
+                "(penstock.max_wait_ms)",
+                retry_after_s=predicted_s - ADMITTED * allowed_s,
+                reason="predicted_late",
+            )
+
+    def _expire_waits(self, now: float) -> list[Request]:
+        """Take out the requests that have waited too long although batches were answered: while an
+        instance is stuck, nothing is refused for it."""
+        allowed_s = self._wait.allowed_s(now)
+        refused: list[Request] = []
+        if allowed_s == math.inf:
+            return refused
+        self._look_at = now + allowed_s / LOOKS
+        latest = min(now - allowed_s, self._wait.ended_at)
+        for lane in list(self._lanes.values()):
+            for request in lane.heads():
+                is_late = request.timings.queued < latest
+                if is_late and self._wait.applies(self._lanes.policy(request)):
+                    self._lanes.remove(request)
+                    refused.append(request)
+        return refused
 
     def _expect(self, request: Request, policy: QueuePolicy, now: float) -> None:
         """Note when the request's time in the queue is up, if ever."""

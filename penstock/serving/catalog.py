@@ -252,6 +252,8 @@ class Catalog:
         plural = "instance" if count == 1 else "instances"
         where = {"model": config.name, "version": config.version}
         log.info("%s/%s loads %d %s", config.name, config.version, count, plural, extra=where)
+        for warning in config.warnings:
+            log.warning("%s/%s: config.pbtxt: %s", *where.values(), warning, extra=where)
         model = self._made(config)
         limit = asyncio.timeout(config.load_timeout_s)
         try:

@@ -239,8 +239,20 @@ def describe_policy(config: ModelConfig, policy: BatchPolicy) -> dict[str, str]:
         "priority_levels": str(policy.num_priorities) if policy.num_priorities else "",
         "queue time-out": timeout if queue.default_timeout_s else "",
         "max_queue_size": str(queue.max_queue_size or policy.max_pending),
+        "max_wait": _max_wait(policy),
     }
     return {name: text for name, text in told.items() if text}
+
+
+def _max_wait(policy: BatchPolicy) -> str:
+    if policy.slo_latency_s is not None:
+        return ""
+    if policy.max_wait_s is not None:
+        return _ms(policy.max_wait_s) if policy.max_wait_s else "unlimited"
+    queue = policy.policies[0]
+    if queue.default_timeout_s or queue.max_queue_size:
+        return ""
+    return "the larger of 1 s and 10 times the largest batch"
 
 
 def why_small(

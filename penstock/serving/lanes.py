@@ -65,6 +65,18 @@ class Lane:
         self.levels[request.priority].remove(request)
         self.delayed[request.priority].append(request)
 
+    def heads(self) -> Iterator[Request]:
+        """The requests of each queue from its front, as long as the caller takes them out."""
+        for queue in (*self.levels, *self.delayed):
+            while queue:
+                request = queue[0]
+                if request.queue is not self:
+                    queue.popleft()
+                    continue
+                yield request
+                if request.queue is self:
+                    break
+
     def drop_dead(self) -> None:
         """Forget those at the front of each deque that do not wait here any more."""
         for queue in (*self.levels, *self.delayed):
@@ -92,6 +104,9 @@ class Lanes:
         first = 1 if policy.num_priorities else 0
         self._policies = [policy.policy(first + level) for level in range(self._num_levels)]
         self._counts = [0] * self._num_levels
+        self._has_budget = policy.max_tokens is not None
+        # Rows (or tokens, where there is a budget of them) that wait in all lanes, by level.
+        self._sizes = [0] * self._num_levels
         self._lanes: dict[object, Lane] = {}
         self._alone: deque[Request] = deque()
         self.num_waiting = 0
@@ -112,6 +127,12 @@ class Lanes:
 
     def policy(self, request: Request) -> QueuePolicy:
         return self._policies[request.priority]
+
+    def ahead(self, level: int) -> tuple[int, int]:
+        """The requests of this level and those above it, and their size, in rows or tokens."""
+        if self._num_levels == 1:
+            return self._counts[0], self._sizes[0]
+        return sum(self._counts[: level + 1]), sum(self._sizes[: level + 1])
 
     def get(self, geometry: object) -> Lane | None:
         return self._lanes.get(geometry)
@@ -137,6 +158,7 @@ class Lanes:
         lane.tokens[level] += request.num_tokens
         lane.num_live += 1
         self._counts[level] += 1
+        self._sizes[level] += request.num_tokens if self._has_budget else request.num_rows
         self.num_waiting += 1
 
     def put_back(self, requests: list[Request], geometry: object) -> None:
@@ -163,12 +185,14 @@ class Lanes:
 
     def take(self, lane: Lane, batch: list[Request]) -> None:
         """These leave the lane; they are at its front."""
-        counts, rows, tokens = self._counts, lane.rows, lane.tokens
+        counts, rows, tokens, sizes = self._counts, lane.rows, lane.tokens, self._sizes
         for request in batch:
             request.queue = None
-            counts[request.priority] -= 1
-            rows[request.priority] -= request.num_rows
-            tokens[request.priority] -= request.num_tokens
+            level = request.priority
+            counts[level] -= 1
+            rows[level] -= request.num_rows
+            tokens[level] -= request.num_tokens
+            sizes[level] -= request.num_tokens if self._has_budget else request.num_rows
         lane.num_live -= len(batch)
         self.num_waiting -= len(batch)
         if lane.num_live == 0:
@@ -222,6 +246,7 @@ class Lanes:
         lane.rows[level] += step * request.num_rows
         lane.tokens[level] += step * request.num_tokens
         self._counts[level] += step
+        self._sizes[level] += step * (request.num_tokens if self._has_budget else request.num_rows)
         self.num_waiting += step
 
     def _level(self, request: Request) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from penstock.serving.explain import Explanation, explain, mode_of
 from penstock.serving.history import History, Record
 from penstock.serving.padding import Pads
 from penstock.serving.plan import Geometry, Plan, Planner, column_bytes
+from penstock.serving.processor_wait import ProcessorWait
 from penstock.serving.proof import agreed
 from penstock.serving.quarantine import (
     MAX_BODY_DEATHS,
@@ -66,6 +68,9 @@ LOAD_FACTOR = 2
 HANG_FACTOR = 20
 # Suspects wait this long for spares to replace the worker that they may kill.
 SUSPECT_PATIENCE_S = 30.0
+# How often it is looked at how long the event loop waited for a processor; what was added up over
+# a longer time than the second says nothing about one request.
+LOOK_EVERY_S, LOOK_WITHIN_S = 0.001, 0.5
 QUEUE_TIMEOUT = Overloaded("Request timeout expired", reason="queue_timeout")
 DROPPED = Overloaded(
     "Request timeout expired: the answer would have been late", reason="dropped_late"
@@ -125,7 +130,7 @@ class Model:
         # Admitted requests of keys with a share of the queue, and how many each key has.
         self._sharing: set[Request] = set()
         self._num_shared: Counter[bytes] = Counter()
-        self.metrics = ModelMetrics(config.name, config.version)
+        self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.history = History()
         # How it is served and why, where that is not plain from its configuration.
         self.notes: tuple[str, ...] = ()
@@ -146,6 +151,9 @@ class Model:
         self._slo: SloBatcher | None = None
         if config.batching.slo_latency_s is not None:
             self._slo = SloBatcher(config.batching, config.num_instances)
+        self._processor_wait = ProcessorWait()
+        self._looked_at = -math.inf
+        self._waited_s = 0.0
         self._batcher: Batcher | SloBatcher = self._slo or Batcher(config.batching)
         self._sequencer: Sequencer[tuple[Request, Response | PenstockError]] | None = None
         if config.batching.preserve_ordering:
@@ -259,6 +267,7 @@ class Model:
         self._fail_waiting(NotReady(f"model '{self.config.name}' is being unloaded"))
         self._pool.close()
         self._input_spill.close()
+        self._processor_wait.close()
 
     # Requests.
 
@@ -280,6 +289,8 @@ class Model:
             timings = request.timings
             timings.queued = now = self._clock()
             timings.saturated_s = self._saturation.at(now)
+            if self._slo is not None and now >= self._looked_at + LOOK_EVERY_S:
+                self._note_processor_wait(self._slo, now)
             self._batcher.add(request, geometry, now)
         except PenstockError as error:
             self.refused(error, request.timings.received)
@@ -313,6 +324,12 @@ class Model:
         max_pending = self.config.batching.max_pending
         self._quotas.check_share(caller, self._num_shared[caller], max_pending)
         self._quotas.check_rate(caller, self._clock())
+
+    def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
+        total_s = self._processor_wait.total_s()
+        if now - self._looked_at <= LOOK_WITHIN_S:
+            slo.note_wait(total_s - self._waited_s)
+        self._waited_s, self._looked_at = total_s, now
 
     def refused(self, error: PenstockError, received: float) -> None:
         """Count a request that was not admitted, by this model or by a protocol that could not
@@ -623,8 +640,7 @@ class Model:
 
     def _ended(self, flight: InFlight) -> None:
         """No time can be learnt from this batch."""
-        if self._slo is not None:
-            self._slo.ended(flight.started)
+        self._batcher.ended(flight.started)
 
     def _shrink(self, flight: InFlight, geometry: Geometry) -> bool:
         """Halve a batch whose description is too long for one frame."""
@@ -750,10 +766,9 @@ class Model:
         now = instance.answered_at = self._clock()
         self._saturation.note(False, now)
         self._note_duration(flight.num_rows, now - flight.started)
-        if self._slo is not None:
-            geometry = flight.requests[0].fit.plan.geometry
-            size = flight.num_tokens or flight.num_rows
-            self._slo.observe(geometry, size, flight.started, now)
+        geometry = flight.requests[0].fit.plan.geometry
+        size = flight.num_tokens or flight.num_rows
+        self._batcher.observe(geometry, size, flight.started, now)
         extents = frame.outputs
         if not extents:
             # The next batch first: the worker computes while we encode. Not when its spill still
@@ -887,8 +902,7 @@ class Model:
             self._needs_parts = True
         for num_rows, duration_s in instance.ready.timings.items():
             self._note_duration(num_rows, duration_s)
-        if self._slo is not None:
-            self._slo.seed(instance.ready.timings)
+        self._batcher.seed(instance.ready.timings)
         self._saturation.note(False, self._clock())
         self._count_executors()
         if all(each.is_ready for each in self.instances) and not self._first_ready.done():
@@ -912,8 +926,8 @@ class Model:
             self._seed_buckets(ready)
         if self.config.unkept_note:
             notes.append(self.config.unkept_note)
-        self.notes = tuple(notes)
-        for note in self.notes:
+        self.notes = (*notes, *self.config.warnings)
+        for note in notes:
             # What was not checked is served as configured.
             level = logging.INFO if note in proof.notes else logging.WARNING
             where = (self.config.name, self.config.version)
@@ -923,19 +937,19 @@ class Model:
         policy = replace(self.config.batching, is_dynamic=False)
         if self._slo is not None:
             self._slo = SloBatcher(policy, self.config.num_instances)
-            for each in ready:
-                self._slo.seed(each.timings)
-            self._count_executors()
         self._batcher = self._slo or Batcher(policy)
+        for each in ready:
+            self._batcher.seed(each.timings)
+        self._count_executors()
 
     def _seed_buckets(self, ready: Sequence[frames.Ready]) -> None:
         pads = self._planner.pads
-        if self._slo is None or pads is None:
+        if pads is None:
             return
         for each in ready:
             for bucket, timings in each.bucket_timings.items():
                 geometry = self._planner.bucket_geometry(bucket)
-                self._slo.seed(pads.warm_times(timings, bucket), geometry)
+                self._batcher.seed(pads.warm_times(timings, bucket), geometry)
 
     def instance_died(self, instance: Instance, reason: str) -> bool:
         """The requests of its batches run again, each alone; one that was alone already is to
@@ -979,9 +993,8 @@ class Model:
         self._rerun(flight)
 
     def _count_executors(self) -> None:
-        if self._slo is not None:
-            num_ready = sum(each.num_slots for each in self.instances if each.is_ready)
-            self._slo.num_executors = max(1, num_ready)
+        num_ready = sum(each.num_slots for each in self.instances if each.is_ready)
+        self._batcher.count_executors(num_ready, self._clock())
 
     def _rerun(self, flight: InFlight) -> None:
         """Each request of the batch again, alone."""
@@ -1065,8 +1078,11 @@ class Model:
         """Asked twice a second by the supervisor."""
         now = self._clock()
         self._quarantine.expire(now)
+        # Requests may have waited too long although no instance got free.
         if self._suspects:
             self._pump()
+        else:
+            self._pump_if_waiting()
         over = self._refusals.ended(now)
         if over is not None:
             log.info(

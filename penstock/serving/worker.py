@@ -44,6 +44,7 @@ from penstock.backends import (
 from penstock.backends.processing import Processed, model_in
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
+from penstock.serving import warmups
 from penstock.serving.padding import Pads, cropped
 from penstock.serving.plan import column_bytes, fixed_outputs
 from penstock.serving.proof import apply_proof, prove
@@ -257,6 +258,7 @@ class Worker:
             self._proof = proof = frame.proof or prove(config, runner)
             apply_proof(runner, proof)
             timings, bucket_timings = warm_up_all(config, runner, proof)
+            warm_up_as_asked(config, runner)
         except SystemExit as error:
             text = f"the model's code ended the process: sys.exit({error.code!r})"
             self._channel.send(frames.LoadFailed((text,)))
@@ -580,6 +582,18 @@ def warm_up_all(
     timings = warm_up(config, runner)
     is_padded = config.padding is not None and not proof.unpadded
     return timings, warm_up_buckets(config, runner) if is_padded else {}
+
+
+def warm_up_as_asked(config: ModelConfig, runner: Runner) -> None:
+    """Run the requests of `model_warmup`. What would be an error for a request is one here."""
+    for warmup in config.warmups:
+        batch = warmups.make_batch(config, warmup)
+        for _ in range(warmup.count):
+            for answer in runner.start(batch).wait():
+                if isinstance(answer, PerRequest):
+                    for each in answer.answers:
+                        if isinstance(each, Exception):
+                            raise each
 
 
 def warm_up(config: ModelConfig, runner: Runner) -> dict[int, float]:

@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.config import HttpLimits, ModelConfig
+from penstock.config import HttpLimits, ModelConfig, TlsConfig
 from penstock.types import Parameter
 
 VERSION = 1
@@ -227,6 +227,8 @@ class Open(Frame, tag="open"):
     hosts: tuple[str, ...] | None = None
     # Whether the front tells the access log of what never reaches the core.
     logs_requests: bool = False
+    # Which files its TLS is made of; None: plain text.
+    tls: TlsConfig | None = None
 
 
 class SetKeys(Frame, tag="keys"):

@@ -66,8 +66,8 @@ def read(body: Raw, is_streaming: bool) -> GenerateRequest:
     found = _parameters(fields)
     flags = {name: _flag(found, name) for name in BOOLEANS}
     for name in UNSERVED:
-        if found.get(name) not in NOTHING:
-            raise Invalid(f"{name} is not served here", name)
+        if found.pop(name, None) not in NOTHING:
+            raise Invalid(f"{name} is not supported", name)
     is_streamed = is_streaming and flags["stream"] is not False
     _check(flags, is_streaming, is_streamed)
     wishes = read_wishes({**found, "stream": None})
@@ -93,7 +93,7 @@ def _check(flags: dict[str, bool | None], is_streaming: bool, is_streamed: bool)
         raise Invalid(text, "exclude_input_in_output")
     for name in WHOLE_ONLY:
         if is_streamed and flags[name]:
-            raise Invalid(f"{name} is not served in streams", name)
+            raise Invalid(f"{name} is not supported in streams", name)
 
 
 def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
@@ -121,8 +121,10 @@ def _flag(found: dict[str, Any], name: str) -> bool | None:
 def _object(data: Raw, what: str) -> dict[str, Any]:
     try:
         return _body.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Invalid(f"{what} is no JSON object: {error}") from None
+    except msgspec.DecodeError as error:
+        raise Invalid(f"{what} is not a JSON object: {error}") from None
+    except (UnicodeDecodeError, RecursionError):
+        raise Invalid(f"{what} is not a JSON object in UTF-8, or nested too deeply") from None
 
 
 def whole(head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> bytes:

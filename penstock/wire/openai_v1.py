@@ -1,27 +1,36 @@
 """OpenAI's requests and answers: JSON to what was asked for, and what was generated to JSON, whole
 or in pieces.
 
-Pure. Fields that OpenAI knows and this does not serve are refused by name when they ask for
-something; what nobody knows is ignored, as OpenAI does. A problem names its field, for `param` of
-the error. Beyond OpenAI's are those that vLLM's users send: top_k, min_p, repetition_penalty,
-min_tokens, ignore_eos, stop_token_ids, priority, chat_template_kwargs, add_special_tokens.
+Pure. Fields of OpenAI's API and of vLLM's extensions work, are refused by name when they ask for
+something, or are harmless (`openai_fields`); unknown fields are ignored. A problem names its field,
+for `param` of the error.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, TooLarge
+from penstock.wire.openai_fields import (
+    OF_CHATS,
+    OF_COMPLETIONS,
+    OF_EMBEDDINGS,
+    OF_STREAMS,
+    Asks,
+    find_refused,
+)
+from penstock.wire.openai_messages import InvalidMessage, read_messages
 
 Raw = bytes | bytearray | memoryview
 # One text, several, one list of tokens, or several.
 Given = str | list[str | int | list[int]]
 MAX_N, MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 128, 16, 256, 1024
-MAX_LOGPROBS, MAX_PROMPTS, MAX_MESSAGES = 20, 512, 4096
+MAX_LOGPROBS, MAX_PROMPTS = 20, 512
 # Of one request for embeddings, as OpenAI has it.
 MAX_INPUTS = 2048
 DEFAULT_MAX_TOKENS = 16
@@ -29,17 +38,11 @@ DEFAULT_MAX_TOKENS = 16
 LARGEST = (1 << 31) - 1
 MAX_DIGITS, MAX_SHOWN = 10, 40
 DONE = b"data: [DONE]\n\n"
-# Of OpenAI, not served here; by what they may be without asking for anything.
-UNSERVED: Mapping[str, tuple[object, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-}
+MISSING = re.compile(r"Object missing required field `(\w+)`")
+NOTHING_REFUSED: Mapping[str, Asks] = {}
+# Characters of an error, which may quote what was sent.
+MAX_ERROR_CHARS = 1000
+MAX_MODEL_CHARS = 512
 
 
 class Invalid(InvalidRequest):
@@ -51,11 +54,21 @@ class Invalid(InvalidRequest):
         self.code = code
 
 
+class TooLargeField(TooLarge):
+    """With the field that is too large."""
+
+    def __init__(self, text: str, param: str | None = None) -> None:
+        super().__init__(text)
+        self.param = param
+
+
 # What is asked for.
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class _Common(msgspec.Struct, kw_only=True):
@@ -78,6 +91,7 @@ class _Common(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     priority: int | None = None
+    cache_salt: str | None = None
 
 
 class _Completion(_Common, kw_only=True):
@@ -95,6 +109,10 @@ class _Chat(_Common, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    # These are for the template, as in vLLM.
+    reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
 
 
 class _Embeddings(msgspec.Struct, kw_only=True):
@@ -115,6 +133,12 @@ class _Tokenize(msgspec.Struct, kw_only=True):
 class _Detokenize(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[int]
+
+
+# The fields that work, by what they are sent to.
+CHAT_FIELDS = _Chat.__struct_fields__
+COMPLETION_FIELDS = _Completion.__struct_fields__
+EMBEDDING_FIELDS = _Embeddings.__struct_fields__
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +165,8 @@ class Wishes:
     # None: not asked for.
     num_logprobs: int | None
     priority: int
+    # Only requests with the same one share cached prompts.
+    cache_salt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +226,7 @@ _any = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_completion(body: Raw) -> CompletionRequest:
-    found: _Completion = _decoded(_completion, body)
+    found: _Completion = _decoded(_completion, body, OF_COMPLETIONS)
     prompts = _prompts(found.prompt, "prompt")
     num_logprobs = found.logprobs
     _check_range("logprobs", num_logprobs, 0, MAX_LOGPROBS)
@@ -219,8 +245,8 @@ def read_completion(body: Raw) -> CompletionRequest:
 
 
 def read_chat(body: Raw) -> ChatRequest:
-    found: _Chat = _decoded(_chat, body)
-    _check_messages(found.messages)
+    found: _Chat = _decoded(_chat, body, OF_CHATS)
+    messages = _messages(found.messages)
     if found.top_logprobs and not found.logprobs:
         raise Invalid("top_logprobs needs logprobs to be true", "top_logprobs")
     _check_range("top_logprobs", found.top_logprobs, 0, MAX_LOGPROBS)
@@ -229,11 +255,21 @@ def read_chat(body: Raw) -> ChatRequest:
     wishes = _wishes(found, found.max_tokens if newer is None else newer, num_logprobs)
     return ChatRequest(
         found.model,
-        [_flat(message) for message in found.messages],
+        messages,
         wishes,
         _streaming(found),
-        found.chat_template_kwargs or {},
+        _template_options(found),
     )
+
+
+def _template_options(found: _Chat) -> dict[str, Any]:
+    own = {
+        "reasoning_effort": found.reasoning_effort,
+        "documents": found.documents,
+        "add_generation_prompt": found.add_generation_prompt,
+    }
+    given = {name: value for name, value in own.items() if value is not None}
+    return {**(found.chat_template_kwargs or {}), **given}
 
 
 def read_wishes(fields: Mapping[str, Any]) -> Wishes:
@@ -242,13 +278,13 @@ def read_wishes(fields: Mapping[str, Any]) -> Wishes:
         found = msgspec.convert(fields, _Common, strict=False)
     except msgspec.ValidationError as error:
         raise _wrong(error) from None
-    _check_served(fields)
+    _check_served(fields, {**OF_CHATS, **OF_COMPLETIONS})
     most = DEFAULT_MAX_TOKENS if found.max_tokens is None else found.max_tokens
     return _wishes(found, most, None)
 
 
 def read_embeddings(body: Raw) -> EmbeddingsRequest:
-    found: _Embeddings = _decoded(_embeddings, body)
+    found: _Embeddings = _decoded(_embeddings, body, OF_EMBEDDINGS)
     _check_range("dimensions", found.dimensions, 1, LARGEST)
     inputs = _prompts(found.input, "input", MAX_INPUTS)
     return EmbeddingsRequest(
@@ -260,9 +296,7 @@ def read_tokenize(body: Raw) -> TokenizeRequest:
     found: _Tokenize = _decoded(_tokenize, body)
     if (found.prompt is None) == (found.messages is None):
         raise Invalid("expected either prompt or messages", "prompt")
-    if found.messages is not None:
-        _check_messages(found.messages)
-    messages = [_flat(message) for message in found.messages or ()]
+    messages = [] if found.messages is None else _messages(found.messages)
     return TokenizeRequest(
         found.model, found.prompt, messages, found.add_special_tokens, found.return_token_strs
     )
@@ -276,27 +310,51 @@ def read_detokenize(body: Raw) -> tuple[str | None, list[int]]:
     return found.model, found.tokens
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], body: Raw) -> Any:
+def _decoded(
+    decoder: msgspec.json.Decoder[Any], body: Raw, refused: Mapping[str, Asks] = NOTHING_REFUSED
+) -> Any:
     try:
         found, fields = decoder.decode(body), _any.decode(body)
     except msgspec.ValidationError as error:
         raise _wrong(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.DecodeError as error:
         raise Invalid(f"the body is not JSON: {error}") from None
-    _check_served(fields)
+    except UnicodeDecodeError:
+        raise Invalid("the body is not JSON: it is not UTF-8") from None
+    except RecursionError:
+        raise Invalid("the body is nested too deeply") from None
+    _check_served(fields, refused)
+    model = fields.get("model")
+    if isinstance(model, str) and len(model) > MAX_MODEL_CHARS:
+        text = f"model: a name of {len(model)} characters; expected at most {MAX_MODEL_CHARS}"
+        raise Invalid(text, "model")
     return found
 
 
 def _wrong(error: msgspec.ValidationError) -> Invalid:
     text, _, path = str(error).partition(" - at `$")
     param = path.strip("`.").split(".")[0].split("[")[0] or None
+    if param is None and (match := MISSING.match(text)):
+        return Invalid(text, match[1])
     return Invalid(f"{param}: {text}" if param else text, param)
 
 
-def _check_served(fields: Mapping[str, Any]) -> None:
-    for name, value in fields.items():
-        if name in UNSERVED and value not in UNSERVED[name]:
-            raise Invalid(f"{name} is not served here", name, "unsupported_parameter")
+def _check_served(fields: Mapping[str, Any], refused: Mapping[str, Asks]) -> None:
+    name = find_refused(fields, refused)
+    if name is not None:
+        raise Invalid(f"{name} is not supported", name, "unsupported_parameter")
+    options = fields.get("stream_options")
+    inner = find_refused(options, OF_STREAMS) if isinstance(options, Mapping) else None
+    if inner is not None:
+        text = f"stream_options.{inner} is not supported"
+        raise Invalid(text, "stream_options", "unsupported_parameter")
+
+
+def _messages(given: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    try:
+        return read_messages(given)
+    except InvalidMessage as error:
+        raise Invalid(str(error), "messages") from None
 
 
 def _prompts(given: Given, name: str, most: int = MAX_PROMPTS) -> list[str | list[int]]:
@@ -314,29 +372,6 @@ def _prompts(given: Given, name: str, most: int = MAX_PROMPTS) -> list[str | lis
     if not all(0 <= each <= LARGEST for part in (tokens, *lists) for each in part):
         raise Invalid(f"{name}: expected tokens from 0 on", name)
     return [tokens] if tokens else [*texts, *lists]
-
-
-def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise Invalid(f"messages: {len(messages)}; expected 1 to {MAX_MESSAGES}", "messages")
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise Invalid(f"messages[{number}]: expected a role", "messages")
-
-
-def _flat(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """With its parts, which must be texts, as one."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = []
-    for part in content:
-        is_text = isinstance(part, Mapping) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise Invalid(f"messages: a part of type {kind}; expected text", "messages")
-        texts.append(part["text"])
-    return {**message, "content": "".join(texts)}
 
 
 def _wishes(
@@ -374,6 +409,7 @@ def _wishes(
         num=found.n or 1,
         num_logprobs=num_logprobs,
         priority=found.priority or 0,
+        cache_salt=found.cache_salt or "",
     )
 
 
@@ -436,11 +472,13 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token as text, how likely it was, and the most likely ones."""
+    """The bytes of a token, how likely it was, and the most likely ones, best first."""
 
-    text: str
+    data: bytes
     logprob: float
-    top: Sequence[tuple[str, float]] = ()
+    top: Sequence[tuple[bytes, float]] = ()
+    # Characters of the choice before it. A character may be several tokens: all begin there.
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,9 +522,8 @@ def completion(head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
     return _encode({**_completion_json(head, choices), "usage": usage.json()})
 
 
-def completion_piece(head: Head, choice: Choice, offset: int = 0) -> bytes:
-    """`offset`: characters of this choice before it."""
-    return _event(_completion_json(head, [choice], offset))
+def completion_piece(head: Head, choice: Choice) -> bytes:
+    return _event(_completion_json(head, [choice]))
 
 
 def completion_usage(head: Head, usage: Usage) -> bytes:
@@ -562,6 +599,8 @@ def tokenizer_info(names: Mapping[str, str], template: str) -> bytes:
 
 
 def error(text: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    if len(text) > MAX_ERROR_CHARS:
+        text = f"{text[:MAX_ERROR_CHARS]}…"
     return _encode({"error": {"message": text, "type": kind, "param": param, "code": code}})
 
 
@@ -573,12 +612,12 @@ def _head(head: Head, kind: str) -> dict[str, Any]:
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
 
 
-def _completion_json(head: Head, choices: Sequence[Choice], offset: int = 0) -> dict[str, Any]:
+def _completion_json(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
     found = [
         {
             "index": each.index,
             "text": each.text,
-            "logprobs": _completion_logprobs(each.logprobs, offset),
+            "logprobs": _completion_logprobs(each.logprobs),
             "finish_reason": each.reason,
         }
         for each in choices
@@ -602,26 +641,31 @@ def _chat_piece_json(
     return {**_head(head, "chat.completion.chunk"), "choices": [choice]}
 
 
-def _completion_logprobs(
-    logprobs: Sequence[TokenLogprob] | None, offset: int
-) -> dict[str, Any] | None:
+def _completion_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
     if logprobs is None:
         return None
-    offsets = []
-    for each in logprobs:
-        offsets.append(offset)
-        offset += len(each.text)
     return {
-        "tokens": [each.text for each in logprobs],
+        "tokens": [_completion_token(each.data) for each in logprobs],
         "token_logprobs": [_finite(each.logprob) for each in logprobs],
         "top_logprobs": [_top(each) for each in logprobs] if any(e.top for e in logprobs) else None,
-        "text_offset": offsets,
+        "text_offset": [each.offset for each in logprobs],
     }
 
 
-def _top(token: TokenLogprob) -> dict[str, float] | None:
-    """By their texts; of those that look the same the most likely."""
-    return dict(reversed(token.top)) if token.top else None
+def _completion_token(data: bytes) -> str:
+    """As OpenAI has it: part of a character is shown as its bytes."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _top(token: TokenLogprob) -> dict[str, float | None] | None:
+    """The most likely first; of tokens with the same text the most likely."""
+    found: dict[str, float | None] = {}
+    for data, logprob in token.top:
+        found.setdefault(_completion_token(data), _finite(logprob))
+    return found or None
 
 
 def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
@@ -629,7 +673,7 @@ def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | 
         return None
     content = [
         {
-            **_chat_token(each.text, each.logprob),
+            **_chat_token(each.data, each.logprob),
             "top_logprobs": [_chat_token(*other) for other in each.top],
         }
         for each in logprobs
@@ -637,10 +681,9 @@ def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | 
     return {"content": content, "refusal": None}
 
 
-def _chat_token(text: str, logprob: float) -> dict[str, Any]:
-    # Which bytes a part of a character stands for its text does not say.
-    data = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": _finite(logprob), "bytes": data}
+def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
+    text = data.decode("utf-8", "replace")
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
 
 def _finite(logprob: float) -> float | None:

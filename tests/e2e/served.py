@@ -39,7 +39,7 @@ class Served:
         )
         lines = self._logged() if "json" in flags else self.process.stdout
         for line in lines:
-            if match := re.search(r"http://127\.0\.0\.1:(\d+)/v2", line):
+            if match := re.search(r"https?://127\.0\.0\.1:(\d+)/v2", line):
                 self.address = f"127.0.0.1:{match[1]}"
                 self.port = int(match[1])
                 break

@@ -26,9 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("text"), limits)
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["core", "fronts"])
-def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
-    served = Served(folder, "--fronts", str(request.param), "--drain-s", "5")
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    served = Served(folder, "--drain-s", "5")
     yield served
     assert served.terminate() == 0
 
@@ -156,3 +156,25 @@ def test_an_engine_that_is_killed_under_load_is_told_and_comes_back(served: Serv
             time.sleep(0.2)
     print(f"\nserving again {time.monotonic() - began:.1f} s after the kill")
     until_idle(served, 5)
+
+
+def test_streams_are_told_when_the_drain_period_ends(tmp_path: Path):
+    folder = write_model(tmp_path, {"penstock.kv_cache_bytes": str(64 << 20)}, max_length=4000)
+    served = Served(folder, "--drain-s", "0.2")
+    body = {**BODY, "max_tokens": 3900, "n": 8, "stream": True}
+
+    async def streamed() -> bytes:
+        data = json.dumps(body).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
+        writer.write(head.encode() + b"\r\n\r\n" + data)
+        seen = await reader.readuntil(b"data: ")
+        served.process.send_signal(signal.SIGTERM)
+        seen += await reader.read()
+        writer.close()
+        return seen
+
+    seen = asyncio.run(streamed())
+    assert seen.count(b'"finish_reason":"abort"') == 8
+    assert b'"error":{"message":"model' in seen and b"data: [DONE]" in seen
+    assert served.finish([]) == 0

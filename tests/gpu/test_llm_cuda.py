@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 import tiny_llm as tiny  # noqa: E402
+from batch_invariance import differences  # noqa: E402
 
 from penstock.backends.torch_cuda import Cuda  # noqa: E402
 from penstock.llm import loading  # noqa: E402
@@ -171,6 +172,14 @@ def test_a_seed_draws_the_same_alone_and_among_others(tmp_path, config):
     others = [Asked(n, [n, 3], Sampling(seed=n), Ending(12)) for n in range(2, 8)]
     among, _ = all_of(engine, [Asked(1, [5, 6, 7], sampling, Ending(8)), *others])
     assert alone[1][:4] == among[1][:4]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8"])
+def test_answers_do_not_depend_on_others_in_the_batch(tmp_path, dtype):
+    """All tokens; logprobs may move in their last digits."""
+    write(tmp_path, LLAMA)
+    found = differences(an_engine(tmp_path, dtype=dtype), LLAMA["vocab_size"])
+    assert [each for each in found if each[2][0] != each[3][0]] == []
 
 
 def test_penalties_bias_and_stops(tmp_path):

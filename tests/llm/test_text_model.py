@@ -9,14 +9,14 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 import tiny_llm as tiny
-from engine_thread import EngineThread
 from prometheus_client.parser import text_string_to_metric_families
-from text_server import NAME, served, write_model
+from text_server import NAME, served, text_model, write_model
+from tiny_text import TOKENIZER
 
 from penstock import repository
 from penstock.config import LLM
 from penstock.errors import ConfigError, NotReady
-from penstock.llm.text_model import TextModel, read_text
+from penstock.llm.text import read_text
 from penstock.serving.catalog import Catalog
 
 
@@ -35,7 +35,7 @@ def test_it_is_shown_as_the_others_are(tmp_path):
             assert model.num_waiting == 0 and model.metrics.load_s > 0
             told = model.explain()
             assert told.mode == "continuous" and told.instances[0].state == "idle"
-            assert model.max_length == 256 and model.text.num_tokens > 0
+            assert model.max_length == 256 and model.vocabulary.num_tokens > 0
             await server.catalog.unload(NAME)
             await asyncio.sleep(0)
             assert server.catalog.find_all("") == []
@@ -94,7 +94,7 @@ def test_a_scrape_and_v2s_statistics_show_what_was_generated(tmp_path):
 
 def test_before_it_is_loaded_it_says_so(tmp_path):
     async def scenario():
-        model = TextModel(config_of(write_model(tmp_path)), EngineThread)
+        model = text_model(config_of(write_model(tmp_path)))
         assert model.shown_state == "LOADING" and not model.is_ready
         assert model.explain().instances[0].state == "not ready"
         with pytest.raises(NotReady, match="loading"):
@@ -120,7 +120,7 @@ def test_one_that_cannot_be_loaded_disturbs_nobody(tmp_path):
     )
 
     async def scenario():
-        catalog = Catalog(makers={LLM: lambda config: TextModel(config, EngineThread)})
+        catalog = Catalog(makers={LLM: text_model})
         await catalog.load(repository.read(tmp_path))
         reasons = {each.name: "; ".join(each.problems) for each in catalog.failures}
         names = [model.config.name for model in catalog]
@@ -136,15 +136,18 @@ def test_made_up_weights_need_no_tokenizer(tmp_path):
     path = tiny.config_file(tmp_path, vocab_size=300)
     text = read_text(str(path), is_made_up=True)
     tokens = text.encode("né")
-    assert len(tokens) == 3 and max(tokens) < 256 and text.decode(tokens) == "né"
-    # What such a model says may be nothing that a text has.
-    assert text.decode([299]) == ""
+    assert len(tokens) == 3 and max(tokens) < 256
+    assert all(text.decode([token]) for token in range(300))
+    assert text.decode([*b"an ", 255, 299]) == "an <0xFF> w299"
+    assert text.encode_chat([{"role": "user", "content": "hi"}]) == [*b"user: hi\nassistant:"]
     folder = write_model(tmp_path)
-    assert read_text(str(folder / "config.json"), is_made_up=True).num_tokens > 256
+    own = read_text(str(folder / "config.json"), is_made_up=True)
+    assert own.encode("the cat") == TOKENIZER.encode("the cat").ids
+    assert all(own.decode([token]) for token in range(TOKENIZER.get_vocab_size()))
 
 
 def test_a_file_that_is_no_gguf_is_named(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match=r"m\.gguf"):
-        read_text(str(path), is_made_up=False)
+        read_text(str(path))

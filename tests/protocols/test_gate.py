@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, NotAllowed
-from penstock.protocols.gate import MAX_KEYS, Gate, KeyFile, digest_secret, read_keys
+from penstock.protocols.gate import MAX_KEYS, Gate, KeyFile, digest_secret, headers_of, read_keys
 from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
 from penstock.serving.quotas import Quota
@@ -227,11 +227,11 @@ def test_a_change_that_cannot_be_used_is_told_once(tmp_path, broken):
 
 def test_callers_have_names_for_logs(keys):
     gate = Gate(keys)
-    assert gate.caller({b"x-api-key": SECRET.encode()}) == "team-a"
-    assert gate.caller({}) == "anonymous"
-    unknown = gate.caller({b"x-api-key": b"some other secret"})
+    assert gate.caller_name({b"x-api-key": SECRET.encode()}) == "team-a"
+    assert gate.caller_name({}) == "anonymous"
+    unknown = gate.caller_name({b"x-api-key": b"some other secret"})
     assert unknown == f"key {digest_secret(b'some other secret').hex()[:8]}"
-    assert Gate().caller({b"x-api-key": b"anything"}) == "anonymous"
+    assert Gate().caller_name({b"x-api-key": b"anything"}) == "anonymous"
 
 
 def test_a_missing_key_file_is_explained(tmp_path):
@@ -245,13 +245,11 @@ def test_callers_are_told_apart_by_their_key_and_only_where_keys_are_needed(tmp_
     bearer = {b"authorization": b"Bearer " + SECRET.encode()}
     plain = {b"x-api-key": SECRET.encode()}
     other = {b"x-api-key": SECRET[::-1].encode()}
-    assert gate.caller_digest(bearer) == gate.caller_digest(plain) != gate.caller_digest(other)
-    assert SECRET.encode() not in gate.caller_digest(plain)
-    assert gate.rpc_caller_digest([("authorization", f"Bearer {SECRET}")]) == gate.caller_digest(
-        plain
-    )
-    assert gate.caller_digest({}) == gate.rpc_caller_digest([]) == b""
-    assert Gate().caller_digest(bearer) == Gate().rpc_caller_digest([("x-api-key", SECRET)]) == b""
+    assert gate.caller(bearer) == gate.caller(plain) != gate.caller(other)
+    assert SECRET.encode() not in gate.caller(plain)
+    rpc = headers_of([("authorization", f"Bearer {SECRET}")])
+    assert gate.caller(rpc) == gate.caller(plain)
+    assert gate.caller({}) == Gate().caller(bearer) == b""
 
 
 def test_keys_may_have_quotas(tmp_path: Path):
@@ -261,7 +259,7 @@ def test_keys_may_have_quotas(tmp_path: Path):
     path.write_text(limited)
     keys = read_keys(path)
     gate = Gate(keys)
-    digest = gate.caller_digest({b"x-api-key": SECRET.encode()})
+    digest = gate.caller({b"x-api-key": SECRET.encode()})
     assert keys.quotas == {digest: Quota(2.5, 1)}
 
 

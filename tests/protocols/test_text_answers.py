@@ -11,12 +11,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
+from engine_thread import EngineThread
 from text_server import NAME, posted, served
+from tiny_text import TOKENIZER
 
-from penstock.llm import text_model
+from penstock.llm import language_model, renderer
+from penstock.llm.renderer import MAX_SHORT, SLOTS
 from penstock.llm.text import Text
-from penstock.llm.text_model import NUM_ENCODERS
-from penstock.protocols.text_answers import MAX_AT_ONCE, salt_of
+from penstock.protocols.text_answers import salt_of
 
 # More than one token for a few characters.
 LONG = "the cat sat on the mat " * 120
@@ -42,7 +44,7 @@ def held(monkeypatch):
     encode = Text.encode
 
     def waiting(text, said, *, is_whole=True):
-        if len(said) > MAX_AT_ONCE:
+        if len(said) > MAX_SHORT:
             may_go.num_long += 1
             assert may_go.wait(20), "nobody runs meanwhile"
         return encode(text, said, is_whole=is_whole)
@@ -107,7 +109,7 @@ class TestLongTexts:
             both = json.loads(
                 (await posted(server, "/v1/completions", body | {"prompt": texts}))[2]
             )
-            tokens = [server.model.text.encode(each) for each in texts]
+            tokens = [TOKENIZER.encode(each).ids for each in texts]
             same = json.loads(
                 (await posted(server, "/v1/completions", body | {"prompt": tokens}))[2]
             )
@@ -140,8 +142,8 @@ class TestLongTexts:
         found, refused = run(tmp_path, scenario, max_length=1500)
         assert [status for status, _, _ in found] == [400, 400, 500, 500]
         assert json.loads(found[0][2])["error"]["code"] == "context_length_exceeded"
-        assert json.loads(found[2][2])["error"]["message"] == "internal error"
-        assert b"internal error" in found[3][2] and refused["invalid"] == 2
+        assert json.loads(found[2][2])["error"]["message"] == "the tokenizer failed"
+        assert b"the tokenizer failed" in found[3][2] and refused["invalid"] == 2
 
     def test_whoever_leaves_meanwhile_is_not_answered(self, tmp_path, held, caplog):
         caplog.set_level("INFO", logger="penstock.requests")
@@ -163,7 +165,7 @@ class TestLongTexts:
 
         async def scenario(server):
             writers = []
-            for _ in range(NUM_ENCODERS + 3):
+            for _ in range(SLOTS["long"] + 3):
                 writers.append(await asked_for_long(server))
                 await posted(server, "/v1/completions", {**MODEL, "prompt": "the"})
             for writer in writers:
@@ -173,10 +175,10 @@ class TestLongTexts:
             await server.model.drain()
 
         run(tmp_path, scenario)
-        assert held.num_long == NUM_ENCODERS
+        assert held.num_long == SLOTS["long"]
 
     def test_so_much_and_no_more_waits_for_it(self, tmp_path, held, monkeypatch):
-        monkeypatch.setattr(text_model, "MAX_WAITING_SIZE", 2 * len(LONG) + 1)
+        monkeypatch.setattr(renderer, "MAX_WAITING_SIZE", 2 * len(LONG) + 1)
 
         assert run(tmp_path, partial(three_at_once, held)) == [429, 200, 200]
 
@@ -217,3 +219,83 @@ class TestLongTexts:
                     return await three_at_once(held, server)
 
         assert asyncio.run(whole()) == [429, 200, 200]
+
+
+def events_of(data):
+    """What a stream said, chunks of the transfer coding put together."""
+    body = b""
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        body, data = body + data[: int(size, 16)], data[int(size, 16) + 2 :]
+    return [each.removeprefix("data: ") for each in body.decode().split("\n\n") if each]
+
+
+async def cut_off(server, path, body, end):
+    """The events of a stream that `end` ends after its first piece."""
+    asked = json.dumps({**body, "stream": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(asked)}\r\n"
+    writer.write(head.encode() + b"Connection: close\r\n\r\n" + asked)
+    await reader.readuntil(b"\r\n\r\n")
+    seen = await reader.readuntil(b"data: ")
+    await end(server)
+    seen += await reader.read()
+    writer.close()
+    return events_of(seen)
+
+
+async def unload(server):
+    await server.model.close()
+
+
+async def kill(server):
+    EngineThread.last.kill()
+
+
+class TestStreamsThatAreCutOff:
+    LONG = {**MODEL, "max_tokens": 3900, "n": 2}
+    CASES = [(unload, "abort", "unloaded"), (kill, "error", "the engine was killed")]
+
+    @pytest.mark.parametrize(("end", "reason", "text"), CASES)
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_every_choice_ends_with_a_reason_and_the_stream_with_the_error(
+        self, tmp_path, path, end, reason, text
+    ):
+        chat = {"messages": [{"role": "user", "content": "the"}]}
+        body = self.LONG | (chat if "chat" in path else {"prompt": "the"})
+        *chunks, error, done = run(tmp_path, lambda server: cut_off(server, path, body, end))
+        assert done == "[DONE]" and text in json.loads(error)["error"]["message"]
+        last = {}
+        for chunk in map(json.loads, chunks):
+            for choice in chunk["choices"]:
+                last[choice["index"]] = choice["finish_reason"]
+        assert last == {0: reason, 1: reason}
+
+    @pytest.mark.parametrize(("end", "reason", "text"), CASES)
+    def test_generate_tells_too(self, tmp_path, end, reason, text):
+        path, body = f"{GENERATE}_stream", {"text_input": "the", "max_tokens": 3900}
+        body |= {"ignore_eos": True, "return_finish_reason": True}
+        *events, error = run(tmp_path, lambda server: cut_off(server, path, body, end))
+        assert text in json.loads(error)["error"]
+        assert json.loads(events[-1])["finish_reason"] == reason
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", MODEL | {"prompt": "a"}), (GENERATE, {"text_input": "a"})],
+)
+def test_while_the_engine_restarts_clients_are_told_when_to_come_again(
+    tmp_path, monkeypatch, path, body
+):
+    monkeypatch.setattr(language_model, "backoff_s", lambda num_deaths: 30.0)
+
+    async def scenario(server):
+        EngineThread.last.kill()
+        while server.model.is_ready:
+            await asyncio.sleep(0)
+        return await posted(server, path, body)
+
+    status, head, answer = run(tmp_path, scenario)
+    assert status == 503 and b"not ready" in answer
+    (line,) = [each for each in head.splitlines() if each.startswith("Retry-After: ")]
+    assert 30 <= int(line.split()[1]) <= 60

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ladder
-from penstock.serving.batch_times import DRIFT_WINDOW, STALE_AFTER_S, BatchTimes
+from penstock.serving.batch_times import (
+    DRIFT_WINDOW,
+    MAX_INFLATION,
+    SPREAD_WINDOW,
+    STALE_AFTER_S,
+    BatchTimes,
+    Spread,
+)
 
 
 def line(num_rows: float) -> float:
@@ -120,16 +127,41 @@ def test_one_stall_is_not_believed():
     assert table.mean_s(8) < 1.15 * line(8)
 
 
-def test_inflation_is_what_one_batch_in_a_hundred_exceeds():
-    chance = random.Random(2)
-    table = learnt()
-    for index in range(20_000):
-        table.observe(8, line(8) * (1 + chance.expovariate(20)), index)
-    exceeded = sum(
-        line(8) * (1 + chance.expovariate(20)) > table.inflation * table.mean_s(8)
-        for _ in range(20_000)
-    )
-    assert 0.003 < exceeded / 20_000 < 0.03
+class TestSpread:
+    def test_inflation_is_what_one_batch_in_a_hundred_exceeds(self):
+        chance = random.Random(2)
+        spread, exceeded = Spread(), 0
+        for index in range(20_000):
+            duration_s = 1 + chance.expovariate(20)
+            if index >= SPREAD_WINDOW:
+                exceeded += duration_s > spread.inflation
+            spread.note(duration_s, 1.0)
+        assert 0.003 < exceeded / 20_000 < 0.03
+
+    def test_few_batches_are_as_slow_as_the_slowest(self):
+        spread = Spread()
+        assert spread.inflation == 1.0
+        for ratio in (0.9, 1.5, 1.1):
+            spread.note(2 * ratio, 2.0)
+        assert spread.inflation == 1.5
+
+    def test_it_follows_within_seconds_of_load_and_forgets_as_fast(self):
+        spread = Spread()
+        for ratio in [1.0] * 1000 + [2.0] * 5:
+            spread.note(ratio, 1.0)
+        assert spread.inflation == 2.0
+        for _ in range(SPREAD_WINDOW):
+            spread.note(1.0, 1.0)
+        assert spread.inflation == 1.0
+
+    def test_it_has_limits(self):
+        spread = Spread()
+        spread.note(1.0, 0.0)
+        assert spread.inflation == 1.0
+        spread.note(100.0, 1.0)
+        assert spread.inflation == MAX_INFLATION
+        spread.forget()
+        assert spread.inflation == 1.0
 
 
 def test_drift_moves_also_the_rungs_that_do_not_run():

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
-from penstock.serving.batcher import Batcher, Sequencer
-from penstock.testing import RecordingSink
+from penstock.serving.batcher import LOOKS, Batcher, Sequencer
+from penstock.testing import Outcomes, RecordingSink, simulate
 from penstock.types import Request
 
 EAGER = BatchPolicy(max_batch_size=8, is_dynamic=True)
@@ -74,6 +74,93 @@ def test_the_shape_that_waits_longest_goes_first():
     (old,) = fill(batcher, [1], now=1.0, shape="b")
     assert batcher.next(3.0) == [old]
     assert batcher.next(3.0) == [young]
+
+
+class TestMaxWait:
+    """T(8) = 8 ms: 1,000 rows a second."""
+
+    def make(self, **policy: object) -> Batcher:
+        batcher = Batcher(replace(EAGER, **policy))
+        batcher.seed({rows: 0.004 + 0.0005 * rows for rows in (1, 2, 4, 8)})
+        return batcher
+
+    def offer(self, batcher: Batcher, load: float) -> Outcomes:
+        arrivals = [index / (load * 1000.0) for index in range(int(load * 5000))]
+        return simulate(batcher, arrivals, lambda rows: 0.004 + 0.0005 * rows)
+
+    def test_arrivals_are_refused_at_once_when_the_queue_is_nearly_a_second_long(self):
+        batcher = self.make()
+        waiting = 0
+        with pytest.raises(Overloaded, match=r"0\.90 s long; requests may wait 1\.00 s") as e:
+            while True:
+                fill(batcher, [1])
+                waiting += 1
+        assert waiting == 901
+        assert e.value.reason == "predicted_late"
+        assert 0 < e.value.retry_after_s < 0.1
+
+    @pytest.mark.parametrize("load", [2.0, 10.0])
+    def test_under_overload_nothing_waits_longer_and_capacity_is_used(self, load):
+        outcomes = self.offer(self.make(), load)
+        assert max(outcomes.latencies_s) <= 1.0 + 0.016 + 1 / LOOKS
+        assert len(outcomes.latencies_s) >= 4900
+        assert max(outcomes.refusals_s) == 0.0, "refused at arrival"
+
+    def test_a_shorter_limit_holds(self):
+        outcomes = self.offer(self.make(max_wait_s=0.1), 2.0)
+        assert max(outcomes.latencies_s) <= 0.1 + 0.016 + 0.1 / LOOKS
+
+    def test_zero_means_unlimited_as_in_triton(self):
+        outcomes = self.offer(self.make(max_wait_s=0.0), 2.0)
+        assert not outcomes.refusals_s
+        assert max(outcomes.latencies_s) > 2.0
+
+    def test_below_capacity_nothing_is_refused(self):
+        assert not self.offer(self.make(), 0.95).refusals_s
+
+    def test_without_warm_up_the_limit_is_learnt(self):
+        outcomes = self.offer(Batcher(EAGER), 2.0)
+        assert max(outcomes.latencies_s) <= 1.1
+        assert len(outcomes.refusals_s) > 3000
+
+    def test_a_wrong_prediction_is_made_good_by_the_time_in_the_queue(self):
+        batcher = Batcher(replace(EAGER, max_wait_s=0.1))
+        batcher.seed(dict.fromkeys((1, 2, 4, 8), 1e-6))
+        requests = fill(batcher, [1] * 100)
+        batcher.next(0.0)
+        batcher.observe("a", 8, 0.0, 0.09)
+        assert batcher.expire(0.09) == []
+        batcher.observe("a", 8, 0.09, 0.11)
+        assert batcher.expire(0.11) == requests[8:]
+
+    def test_nothing_is_refused_while_an_instance_is_stuck(self):
+        batcher = self.make()
+        fill(batcher, [1] * 8)
+        batcher.next(0.0)
+        (request,) = fill(batcher, [1], now=0.1)
+        assert batcher.expire(100.0) == []
+        batcher.observe("a", 8, 99.995, 100.0)
+        assert batcher.expire(100.1) == [request]
+
+    def test_higher_levels_do_not_wait_for_lower_ones(self):
+        batcher = self.make(num_priorities=2, default_priority=2)
+        with pytest.raises(Overloaded):
+            fill(batcher, [1] * 2000)
+        batcher.add(make(priority=1), "a", 0.0)
+        with pytest.raises(Overloaded):
+            batcher.add(make(priority=2), "a", 0.0)
+
+    def test_a_level_with_a_time_out_of_its_own_keeps_it(self):
+        own = QueuePolicy(default_timeout_s=30.0)
+        batcher = self.make(num_priorities=2, default_priority=2, policies=(own, own, own))
+        fill(batcher, [1] * 2000)
+        assert batcher.num_waiting == 2000
+
+    def test_requests_of_all_shapes_are_one_queue(self):
+        batcher = self.make()
+        fill(batcher, [1] * 600, shape="a")
+        with pytest.raises(Overloaded):
+            fill(batcher, [1] * 600, shape="b")
 
 
 class TestTokens:

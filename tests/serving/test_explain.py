@@ -188,7 +188,24 @@ def test_policy_in_words_names_what_is_set():
         "queue time-out": "200 ms, then REJECT",
         "max_queue_size": "7",
     }
-    assert describe_policy(CONFIG, POLICY).keys() == {"max_batch_size", "max_queue_size"}
+    assert describe_policy(CONFIG, POLICY) == {
+        "max_batch_size": "16",
+        "max_queue_size": "8192",
+        "max_wait": "the larger of 1 s and 10 times the largest batch",
+    }
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (replace(POLICY, max_wait_s=0.25), "250 ms"),
+        (replace(POLICY, max_wait_s=0.0), "unlimited"),
+        (replace(POLICY, policies=(QueuePolicy(max_queue_size=7),)), None),
+        (replace(POLICY, slo_latency_s=0.05, max_wait_s=0.25), None),
+    ],
+)
+def test_the_longest_wait_is_shown_where_it_is_in_force(policy, text):
+    assert describe_policy(CONFIG, policy).get("max_wait") == text
 
 
 def test_a_model_found_unfit_for_batches_does_not_claim_to_wait_for_company(monkeypatch):
@@ -199,7 +216,7 @@ def test_a_model_found_unfit_for_batches_does_not_claim_to_wait_for_company(monk
     monkeypatch.setattr(worker, "prove", lambda config, runner: proof)
     policy = replace(POLICY, max_queue_delay_s=5.0, preferred_batch_sizes=(4,))
     answer = explained(replace(CONFIG, batching=policy), scenario)
-    assert answer.policy.keys() == {"max_batch_size", "max_queue_size"}
+    assert answer.policy.keys() == {"max_batch_size", "max_queue_size", "max_wait"}
     assert [lane.waits_for for lane in answer.waiting] == ["nothing: it leaves now"]
 
 

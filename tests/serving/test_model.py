@@ -1129,7 +1129,7 @@ class Waiting:
         self.config = replace(
             FIXED,
             num_instances=num_instances,
-            batching=BatchPolicy(4, is_dynamic=True, max_queue_delay_s=delay_s),
+            batching=BatchPolicy(4, is_dynamic=True, max_queue_delay_s=delay_s, max_wait_s=0.0),
         )
         self.clock = FakeClock()
         self.sent: list[Request] = []
@@ -1262,6 +1262,65 @@ def test_a_request_that_times_out_in_the_queue_is_counted_as_such():
         assert model.metrics.num_success == 1
 
     run(config, scenario)
+
+
+class TestMaxWait:
+    """Without a queue policy and without an SLO."""
+
+    config = replace(FIXED, max_batch_size=1, batching=BatchPolicy(1, is_dynamic=True))
+
+    def run(self, scenario: Callable[[Model, Puppets, FakeClock], Awaitable[None]]) -> None:
+        async def main() -> None:
+            clock, puppets = FakeClock(), Puppets()
+            model = Model(self.config, start_life=puppets, clock=clock)
+            starting = asyncio.ensure_future(model.start())
+            await puppets.step_all()
+            await starting
+            await scenario(model, puppets, clock)
+            closing = asyncio.ensure_future(model.close())
+            while not closing.done():
+                await puppets.step_all()
+            await closing
+
+        asyncio.run(main())
+
+    def test_a_request_that_has_waited_too_long_is_refused_with_when_to_come_back(self):
+        async def scenario(model, puppets, clock):
+            requests = [ask(self.config, canary(i, (1, 4))) for i in range(3)]
+            for request in requests:
+                model.submit(request)
+            await settle()
+            clock.advance(0.5)
+            (life,) = puppets.alive
+            while not requests[0].is_done:
+                life.step()
+                await settle()
+            clock.advance(100.0)
+            model.tick()
+            assert requests[0].sink.num_final == 1 and not requests[1].is_done, "it runs"
+            error = requests[2].sink.error
+            assert isinstance(error, Overloaded) and error.retry_after_s > 0
+            assert model.metrics.num_refused["queue_timeout"] == 1
+            await puppets.step_all()
+
+        self.run(scenario)
+
+    def test_requests_wait_for_a_worker_that_is_started_again(self):
+        async def scenario(model, puppets, clock):
+            requests = [ask(self.config, canary(i, (1, 4))) for i in range(20)]
+            for request in requests:
+                model.submit(request)
+            await settle()
+            (life,) = puppets.alive
+            life.kill()
+            await settle()
+            clock.advance(20.0)
+            model.tick()
+            await puppets.step_all()
+            assert [request.sink.num_final for request in requests] == [1] * 20
+            assert not any(request.sink.error for request in requests)
+
+        self.run(scenario)
 
 
 class Restless(NullRunner):

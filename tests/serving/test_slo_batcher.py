@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.config import BatchPolicy, QueuePolicy, ladder
 from penstock.errors import Overloaded
+from penstock.serving.batch_times import BatchTimes
 from penstock.serving.batcher import Batcher
-from penstock.serving.slo_batcher import SloBatcher
-from penstock.testing import RecordingSink, simulate
+from penstock.serving.slo_batcher import MAX_COST, Pace, SloBatcher
+from penstock.testing import Outcomes, RecordingSink, simulate
 from penstock.types import Request
 
 # T(8) = 8 ms: 1,000 rows a second.
@@ -101,6 +102,26 @@ class TestAdmission:
             batcher.next(0.003)
             batcher.ended(0.003)
         assert len(fill(slow, 100, now=0.1)) < len(fill(quick, 100, now=0.1))
+
+    def test_waiting_for_a_processor_is_allowed_for_and_forgotten(self):
+        quick, slow = make_batcher(), make_batcher()
+        slow.note_wait(0.008)
+        assert len(fill(slow, 100)) < len(fill(quick, 100))
+        later = make_batcher()
+        later.note_wait(0.008)
+        for second in range(10):
+            assert fill(later, 1, now=float(second))
+            later.next(float(second))
+            later.ended(float(second))
+        assert len(fill(later, 100, now=10.0)) == len(fill(make_batcher(), 100, now=10.0))
+
+    def test_however_long_the_wait_something_is_admitted(self):
+        batcher = make_batcher()
+        batcher.note_wait(1e9)
+        batcher.next(1.0)
+        fill(batcher, 8, now=1.0)
+        assert batcher.next(1.0)
+        assert fill(batcher, 1, now=1.0)
 
     def test_work_of_other_shapes_counts(self):
         batcher = make_batcher()
@@ -447,6 +468,54 @@ def test_where_each_row_is_one_token_nothing_changes(most, num_executors, seed):
         )
     ]
     assert outcomes[0] == outcomes[1]
+
+
+class TestUnsteadyBatches:
+    """On a machine that others use too, T(32) = 148 ms is anything from 89 ms to 266 ms. The SLO is
+    250 ms, and more requests come than can be served."""
+
+    policy = BatchPolicy(max_batch_size=32, is_dynamic=True, slo_latency_s=0.25)
+
+    def mean_s(self, num_rows: float) -> float:
+        return 0.02 + 0.004 * num_rows
+
+    def offer(self, load: float, least: float, most: float) -> Outcomes:
+        chance = random.Random(5)
+        batcher = SloBatcher(self.policy)
+        batcher.seed({rows: self.mean_s(rows) for rows in ladder(32)})
+        now, arrivals = 0.0, []
+        while now < 40.0:
+            now += chance.expovariate(load * 32 / self.mean_s(32))
+            arrivals.append(now)
+        return simulate(
+            batcher, arrivals, lambda rows: self.mean_s(rows) * chance.uniform(least, most)
+        )
+
+    @pytest.mark.parametrize("load", [2.0, 5.0])
+    def test_the_slowest_hundredth_is_in_time(self, load: float):
+        outcomes = self.offer(load, 0.6, 1.8)
+        settled = outcomes.latencies_s[len(outcomes.latencies_s) // 4 :]
+        late = sum(latency > 0.25 for latency in settled) / len(settled)
+        assert late <= 0.015
+        assert outcomes.num_within(0.25) / 40.0 >= 0.55 * 32 / self.mean_s(32)
+
+    def test_steady_batches_pay_nothing_for_it(self):
+        outcomes = self.offer(5.0, 1.0, 1.0)
+        assert outcomes.num_within(0.25) == len(outcomes.latencies_s)
+        assert outcomes.num_within(0.25) / 40.0 >= 0.9 * 32 / self.mean_s(32)
+
+    def test_room_for_slow_batches_costs_a_third_of_the_throughput_at_most(self):
+        times = BatchTimes(32)
+        for rows in ladder(32):
+            times.seed(rows, self.mean_s(rows))
+        pace = Pace(times)
+        pace.aim(1.0, 32)
+        whole_per_s = pace.target_size / pace.target_s
+        for limit_s in (0.2, 0.1, 0.05, 0.001):
+            pace.aim(1.0, 32)
+            pace.aim_lower(limit_s)
+            assert pace.target_size / pace.target_s >= (1 - MAX_COST) * whole_per_s
+        assert pace.target_size < 32
 
 
 policies = st.builds(

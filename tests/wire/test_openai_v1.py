@@ -112,12 +112,13 @@ class TestChats:
         ({"max_tokens": -1}, "max_tokens", "expected 1 to 2147483647"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "expected 0 to 3"),
         ({"stream_options": {}}, "stream_options", "expected stream to be true"),
-        ({"tools": [{"type": "function"}]}, "tools", "tools is not served here"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not served here"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options",
+         "stream_options.continuous_usage_stats is not supported"),
         ({"messages": []}, "messages", "0; expected 1 to 4096"),
-        ({"messages": [{"content": "a"}]}, "messages", r"messages[0]: expected a role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages",
-         "a part of type image_url; expected text"),
+        ({"messages": [{"content": "a"}]}, "messages", "messages[0].role: null; expected one of"),
+        ({"model": "m" * 1000}, "model", "a name of 1000 characters"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "expected 0 to 20"),
         ({"model": None}, "model", "Expected `str`, got `null`"),
@@ -130,10 +131,12 @@ def test_what_is_wrong_names_its_field(fields, param, text):
 
 
 def test_a_field_that_is_missing_is_named():
-    with pytest.raises(Invalid, match="missing required field `messages`"):
+    with pytest.raises(Invalid, match="missing required field `messages`") as caught:
         openai.read_chat(b'{"model": "a"}')
-    with pytest.raises(Invalid, match="missing required field `prompt`"):
-        openai.read_completion(b'{"model": "a"}')
+    assert caught.value.param == "messages"
+    with pytest.raises(Invalid, match="missing required field `model`") as caught:
+        openai.read_completion(b'{"prompt": "a"}')
+    assert caught.value.param == "model"
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b"1e999"])
@@ -208,7 +211,8 @@ def event(raw: bytes):
 
 class TestAnswers:
     def test_a_completion(self):
-        logprobs = [TokenLogprob("ab", -0.5, [("ab", -0.5), ("c", -2.0)]), TokenLogprob("d", -1.0)]
+        top = [(b"ab", -0.5), (b"c", -2.0)]
+        logprobs = [TokenLogprob(b"ab", -0.5, top), TokenLogprob(b"d", -1.0, offset=2)]
         choice = Choice(0, "abd", "length", logprobs)
         found = json.loads(openai.completion(HEAD, [choice], Usage(3, 2, 1)))
         assert (found["object"], found["id"], found["model"]) == (
@@ -231,13 +235,12 @@ class TestAnswers:
         }
 
     def test_a_prompts_first_token_has_no_logprob(self):
-        choice = Choice(0, "a", None, [TokenLogprob("a", math.nan), TokenLogprob("b", -math.inf)])
-        found = event(openai.completion_piece(HEAD, choice, offset=7))
+        choice = Choice(0, "a", None, [TokenLogprob(b"a", math.nan), TokenLogprob(b"b", -math.inf)])
+        found = event(openai.completion_piece(HEAD, choice))
         assert found["choices"][0]["logprobs"]["token_logprobs"] == [None, -9999.0]
-        assert found["choices"][0]["logprobs"]["text_offset"] == [7, 8]
 
     def test_a_chat(self):
-        choice = Choice(1, "ü", "stop", [TokenLogprob("ü", -0.5, [("x", -1.0)])])
+        choice = Choice(1, "ü", "stop", [TokenLogprob("ü".encode(), -0.5, [(b"x", -1.0)])])
         found = json.loads(openai.chat(HEAD, [choice], Usage(1, 1)))
         (answer,) = found["choices"]
         assert answer["message"] == {"role": "assistant", "content": "ü", "refusal": None}
@@ -289,9 +292,37 @@ class TestTokens:
         assert caught.value.param == "tokens"
 
 
-def test_of_likely_tokens_that_look_the_same_the_most_likely_is_told():
-    same = TokenLogprob("\ufffd", -0.1, [("\ufffd", -0.1), ("\ufffd", -5.0)])
-    found = json.loads(openai.completion(HEAD, [Choice(0, "x", "stop", [same])], Usage(1, 1)))
-    assert found["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.1}]
-    found = json.loads(openai.chat(HEAD, [Choice(0, "x", "stop", [same])], Usage(1, 1)))
-    assert found["choices"][0]["logprobs"]["content"][0]["bytes"] is None
+def test_likely_tokens_come_in_order_and_parts_of_characters_as_bytes():
+    top = [(b"\xe6\x97", -0.1), (b"\xe6", -0.2), (b"a", -0.3), (b"a", -0.4), (b"b", -math.inf)]
+    token = TokenLogprob(b"\xe6\x97", -0.1, top, offset=3)
+    choice = Choice(0, "x", "stop", [token])
+    told = json.loads(openai.completion(HEAD, [choice], Usage(1, 1)))["choices"][0]["logprobs"]
+    assert told["tokens"] == [r"bytes:\xe6\x97"] and told["text_offset"] == [3]
+    (found,) = told["top_logprobs"]
+    expected = {r"bytes:\xe6\x97": -0.1, r"bytes:\xe6": -0.2, "a": -0.3, "b": -9999.0}
+    assert list(found.items()) == list(expected.items())
+    found = json.loads(openai.chat(HEAD, [choice], Usage(1, 1)))["choices"][0]["logprobs"]
+    assert found["content"][0]["bytes"] == [0xE6, 0x97]
+    assert [each["bytes"] for each in found["content"][0]["top_logprobs"]][1] == [0xE6]
+
+
+def test_an_error_quotes_little():
+    found = json.loads(openai.error("x" * 1_000_000, "invalid_request_error"))
+    assert len(found["error"]["message"]) < 1100
+
+
+class TestPythonsWords:
+    """Errors are ours: none has the text of a Python exception."""
+
+    @pytest.mark.parametrize(
+        ("raw", "expected"),
+        [
+            (b'{"model": "m", "prompt": "\xff"}', "not UTF-8"),
+            (b'{"model": "m", "prompt": "a", "b": ' + b"[" * 100_000, "nested too deeply"),
+        ],
+    )
+    def test_of_bodies(self, raw, expected):
+        with pytest.raises(Invalid, match=expected) as caught:
+            openai.read_completion(raw)
+        text = str(caught.value)
+        assert "codec" not in text and "recursion" not in text.lower()

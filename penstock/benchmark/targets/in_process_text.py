@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import penstock
@@ -23,8 +24,9 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm.asking import generation_of
 from penstock.llm.generation import Generation, Part, Totals
-from penstock.llm.settings import path_of
-from penstock.llm.text_model import TextModel, read_text
+from penstock.llm.settings import path_of, settings_of
+from penstock.llm.text import Text, read_text
+from penstock.llm.text_model import TextModel
 from penstock.wire import openai_v1
 from penstock.wire.openai_v1 import ChatRequest, CompletionRequest
 
@@ -44,6 +46,7 @@ class InProcessText:
         self._extra = parse_extra(spec.extra)
         self._name = ""
         self._model: TextModel | None = None
+        self._text: Text | None = None
         self._open: dict[Exchange, Generation] = {}
         self._sweep: asyncio.TimerHandle | None = None
         # Seconds that loading took.
@@ -67,7 +70,7 @@ class InProcessText:
         return description, RequestForm(kind=FORMS[self._spec.api])
 
     def _check_template(self, config: ModelConfig) -> None:
-        text = read_text(str(path_of(config)), is_made_up=False)
+        text = read_text(str(path_of(config)))
         if self._spec.api == "chat" and not text.has_template:
             problem = "the model has no template for chats; give --api completions"
             raise ConfigError([f"{self._spec.address}: {problem}"])
@@ -82,6 +85,11 @@ class InProcessText:
         self._name = config.name
         began = time.monotonic()
         try:
+            # Here, not in the model's renderer: a sample is encoded when it is sent.
+            parses_special = settings_of(config).parses_special
+            path = str(path_of(config))
+            read = partial(read_text, path, parses_special=parses_special)
+            self._text = await asyncio.to_thread(read)
             model = TextModel(await asyncio.to_thread(local.placed, config))
             await model.start()
         except ConfigError as error:
@@ -117,11 +125,16 @@ class InProcessText:
     def _generation(self, model: TextModel, exchange: Exchange) -> Generation:
         """As a server makes it of the same request."""
         asked: ChatRequest | CompletionRequest = exchange.item
+        assert self._text is not None, "it is read before the model is there"
         if isinstance(asked, ChatRequest):
-            text = model.text.chat(asked.messages, asked.template_options)
-            (tokens,) = model.encoded([text], is_whole=False)
+            tokens = self._text.encode_chat(asked.messages, asked.template_options)
         else:
-            (tokens,) = model.encoded(asked.prompts, is_whole=asked.has_special_tokens)
+            (prompt,) = asked.prompts
+            is_whole = asked.has_special_tokens
+            if isinstance(prompt, str):
+                tokens = self._text.encode(prompt, is_whole=is_whole)
+            else:
+                tokens = prompt
         return generation_of(model, asked.wishes, tokens, Waiter(exchange, self), "")
 
     def ended(self, exchange: Exchange, failure: str | None) -> None:

@@ -59,6 +59,8 @@ class Decoder:
         products stay as they are."""
         self.shape = shape
         self.device, self.dtype = torch.device(device), dtype
+        # Whether activations are rounded to fewer bits than FP32 has.
+        self.rounds = is_fp8 or bool(on_cpu) or dtype != torch.float32
 
         def placed(*names: str) -> Tensor:
             parts = [weights(name).to(self.device, dtype) for name in names]

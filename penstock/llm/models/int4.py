@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from penstock.llm.models.products import AnyProduct, Product, Small
+from penstock.llm.exact_attention import ROWS
+from penstock.llm.models.products import AnyProduct, Small
 
 GROUP = 32
 # Channels come in so many.
@@ -44,11 +46,27 @@ class Int4Product:
         return wide if self.bias is None else wide.add_(self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class FixedRowsProduct:
+    """x W^T + b in FP32, in matrices of `ROWS` rows: BLAS rounds fewer rows in another way, and a
+    token's result must not depend on how many others there are."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor | Small) -> Tensor:
+        assert isinstance(x, Tensor)
+        tiles = F.pad(x, (0, 0, 0, -len(x) % ROWS)).unflatten(0, (-1, ROWS))
+        found = torch.bmm(tiles, self.weight.t().expand(len(tiles), -1, -1))
+        wide = found.flatten(0, 1)[: len(x)]
+        return wide if self.bias is None else wide + self.bias
+
+
 def int4_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
     """As it is, where its sizes are none that torch takes."""
     channels, width = weight.shape
     if channels % MULTIPLE or width % GROUP:
-        return Product(weight, bias)
+        return FixedRowsProduct(weight, bias)
     numbers, scales, zeros = in_int4(weight)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.to(torch.int32), 1)
     both = torch.stack([scales, zeros], 2).transpose(0, 1).contiguous().bfloat16()

@@ -79,7 +79,7 @@ def read_prompts(path: str, text: Text, max_length: int) -> Prompts:
 def _tokens(text: Text, fields: dict[str, Any]) -> list[int]:
     try:
         if "messages" in fields:
-            return text.encode(text.chat(fields["messages"]), is_whole=False)
+            return text.encode_chat(fields["messages"])
         return text.encode(fields["prompt"])
     except InvalidRequest as error:
         raise ConfigError([f"data: {error}"]) from None

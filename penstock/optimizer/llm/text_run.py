@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.errors import CommandLineError, ConfigError, PenstockError
 from penstock.llm.settings import DTYPES, settings_of
-from penstock.llm.text_model import read_text
+from penstock.llm.text import read_text
 from penstock.optimizer import disk, disturbance, evidence, folders, goals, outcomes, phases
 from penstock.optimizer.accuracy import Judgement, spent_alpha
 from penstock.optimizer.candidates import Build, Candidate, Stage
@@ -63,7 +63,7 @@ def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
     run = Run(plan, watch, command, time.monotonic(), read_machine())
     with _opened(plan) as subject:
         settings = settings_of(subject.build.config)
-        text = read_text(settings.path, is_made_up=False)
+        text = read_text(settings.path)
         prompts = read_prompts(plan.data, text, subject.max_length)
         key = run_key(plan, run.machine, subject, prompts)
         is_resumed = (work_of(plan) / key / ORIGINAL).is_dir()

@@ -12,7 +12,7 @@ import text_server
 from penstock.benchmark.pacer import Closed, Flat, Open
 from penstock.benchmark.results import GeneratorUse, Level
 from penstock.benchmark.stats import Histogram, Interval
-from penstock.llm.text import open_text
+from penstock.llm.text import of_folder
 from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.llm import text_served
 from penstock.optimizer.llm.text_prompts import read_prompts
@@ -89,7 +89,7 @@ def build(tmp_path_factory):
 @pytest.fixture
 def prompts(build, tmp_path):
     (tmp_path / "p.txt").write_text("the cat sat\non the mat\n")
-    prompts = read_prompts(str(tmp_path / "p.txt"), open_text(build.version_folder, {}), 200)
+    prompts = read_prompts(str(tmp_path / "p.txt"), of_folder(build.version_folder), 200)
     assert prompts.is_chat
     return prompts
 

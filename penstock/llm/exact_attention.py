@@ -1,0 +1,72 @@
+"""Attention on CPUs whose result for a token does not depend on what else is computed with it.
+
+Datatypes that round activations (int4, int8, bfloat16, float16) turn the last bit of a sum into
+another token, and BLAS orders sums by the sizes of its matrices. So every sum here has a fixed
+order: scores are sums over a head, whose size is fixed; products with values are sums over blocks
+of `BLOCK` keys, added one after the other; and matrices have multiples of `ROWS` rows, below which
+BLAS has other kernels. Keys behind the end are zeros and add nothing, so padding changes no bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Keys of a block. Lengths of `batched_attention` are multiples of it.
+BLOCK = 64
+ROWS = 4
+# Tokens of a prompt that are computed together: their scores are kept.
+TILE = 64
+
+
+def pad_length(num_keys: int) -> int:
+    return -(-num_keys // BLOCK) * BLOCK
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor) -> Tensor:
+    """[batch, rows, size], in FP32: each row sees the keys before its end. Keys and values are
+    [batch, length, size], with a length of whole blocks and finite numbers behind the ends; `ends`
+    are [batch or 1, rows]."""
+    batch, num_rows, size = queries.shape
+    padded = F.pad(queries.float() * size**-0.5, (0, 0, 0, -num_rows % ROWS))
+    seen = F.pad(ends, (0, -num_rows % ROWS), value=1)
+    keys, values = keys.float(), values.float()
+    scores = torch.bmm(padded, keys.transpose(1, 2))
+    hidden = torch.arange(keys.shape[1]) >= seen[:, :, None]
+    scores.masked_fill_(hidden, float("-inf"))
+    weights = scores.sub_(scores.amax(2, keepdim=True)).exp_()
+    mixed = torch.zeros(batch, padded.shape[1], size)
+    total = torch.zeros(batch, padded.shape[1], 1)
+    for start in range(0, keys.shape[1], BLOCK):
+        part = weights[:, :, start : start + BLOCK].contiguous()
+        mixed.baddbmm_(part, values[:, start : start + BLOCK])
+        total += part.sum(2, keepdim=True)
+    return (mixed / total)[:, :num_rows]
+
+
+def attend_prompt(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """[tokens, heads, size] of the last tokens of a sequence, over all its [tokens, kv heads,
+    size]."""
+    num, num_heads, size = queries.shape
+    length, num_kv_heads = keys.shape[:2]
+    found = torch.empty_like(queries)
+    first = length - num
+    missing = pad_length(length) - length
+    all_keys, all_values = (
+        F.pad(each.transpose(0, 1), (0, 0, 0, missing)) for each in (keys, values)
+    )
+    for start in range(0, num, TILE):
+        tile = queries[start : start + TILE]
+        count = len(tile)
+        # Heads that share keys lie together, each token's padded to whole rows.
+        rows = tile.reshape(count, num_kv_heads, -1, size).transpose(0, 1)
+        group = rows.shape[2]
+        rows = F.pad(rows, (0, 0, 0, -group % ROWS))
+        ends = torch.arange(first + start + 1, first + start + count + 1)
+        seen = ends[:, None].expand(count, rows.shape[2]).reshape(1, -1)
+        room = pad_length(first + start + count)
+        mixed = attend(rows.flatten(1, 2), all_keys[:, :room], all_values[:, :room], seen)
+        mixed = mixed.unflatten(1, (count, -1))[:, :, :group].transpose(0, 1)
+        found[start : start + count] = mixed.reshape(count, num_heads, size).to(found.dtype)
+    return found

@@ -1,0 +1,411 @@
+"""A model's renderer as the core sees it: texts and messages go there and come back as tokens.
+
+Whatever comes with a model folder and runs on a client's text (tokenizer, its patterns, chat
+template) runs in that process under limits of time, output and memory, never in the core. A job
+that exceeds its time is ended with the process; the job fails, the others are sent again to a new
+one. It lives on the core's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from penstock.errors import (
+    BackendFailed,
+    Cancelled,
+    ConfigError,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    PenstockError,
+    TooLarge,
+)
+from penstock.llm import text_messages as messages
+from penstock.llm.messages import unpacked
+from penstock.llm.token_bytes import Vocabulary
+from penstock.serving.supervisor import (
+    MAX_LOAD_DEATHS,
+    Life,
+    ProcessLife,
+    Sender,
+    StartLife,
+    backoff_s,
+)
+
+log = logging.getLogger("penstock.llm")
+RendererLife: StartLife = partial(ProcessLife, module="penstock.llm.renderer_main")
+Lane = Literal["chat", "short", "long"]
+# Jobs that run at a time. Short texts and chats each have a place that long ones cannot take.
+SLOTS: Mapping[Lane, int] = {"chat": 1, "short": 1, "long": 2}
+# Characters of the longest job that is short: about a millisecond.
+MAX_SHORT = 2000
+# Characters of all jobs that wait: about those of one body.
+MAX_WAITING_SIZE = 1 << 26
+STOP_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """Limits on code and patterns of a model folder."""
+
+    # To load the tokenizer: those of 256,000 tokens take 2 s.
+    load_s: float = 120.0
+    # For a job, and more for each of its characters: tokenizers take about 1 µs.
+    job_s: float = 5.0
+    char_s: float = 2e-5
+    # Data beyond that of the loaded tokenizer: a text of 8 MiB takes about 1 GiB.
+    memory_bytes: int = 2 << 30
+    # Jobs that wait before others are refused.
+    max_waiting: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """What a renderer loads, as the engine's settings have it."""
+
+    path: str
+    is_made_up: bool = False
+    # Special tokens within messages are special, not text.
+    parses_special: bool = False
+
+
+class Asker(Protocol):
+    """Waits for the tokens of a job; called on the event loop."""
+
+    def is_gone(self) -> bool: ...
+    def encoded(self, tokens: list[list[int]]) -> None: ...
+    def failed(self, error: Exception) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    message: messages.EncodeTexts | messages.EncodeChat
+    asker: Asker
+    size: int
+    lane: Lane
+    # Processes that died while it ran.
+    num_deaths: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def what(self) -> str:
+        is_chat = isinstance(self.message, messages.EncodeChat)
+        return "chat template and tokenizer" if is_chat else "tokenizer"
+
+
+class Renderer:
+    """Invariant: a job is in `_sent`, in `_suspects` or in the queue of its lane until its asker
+    was told. Jobs that ran in a process that died by itself are suspects, which run alone."""
+
+    def __init__(
+        self,
+        name: str,
+        source: TextSource,
+        limits: TextLimits | None = None,
+        start_life: StartLife = RendererLife,
+    ) -> None:
+        self.name = name
+        self.num_restarts = 0
+        self._source = source
+        self._limits = limits or TextLimits()
+        self._start_life = start_life
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._queues: dict[Lane, deque[Job]] = {lane: deque() for lane in SLOTS}
+        self._suspects: deque[Job] = deque()
+        self._sent: dict[int, Job] = {}
+        self._life: Life | None = None
+        self._sender: Sender | None = None
+        self._joiner = messages.Joiner()
+        self._is_ready = False
+        self._is_stopping = False
+        # The job that the present process is killed for.
+        self._overdue: Job | None = None
+        self._problems: Sequence[str] = ()
+        self._num_deaths = 0
+        # Until a process has loaded, and between a death and the next start.
+        self._timer: asyncio.TimerHandle | None = None
+        self._loaded: asyncio.Future[Vocabulary] = self._loop.create_future()
+        self._dead = asyncio.Event()
+        self._dead.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # Life.
+
+    async def start(self) -> Vocabulary:
+        """ConfigError where the model's files cannot be loaded."""
+        self._launch()
+        return await self._loaded
+
+    async def drain(self) -> None:
+        """Until every job has an answer."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        self._is_stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._loaded.done():
+            self._loaded.cancel()
+        self._fail_all(NotReady(f"model '{self.name}' is unloaded"))
+        if self._life is None:
+            return
+        self._send(messages.StopText())
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self._dead.wait()
+        except TimeoutError:
+            if self._life is not None:
+                self._life.kill()
+            await self._dead.wait()
+
+    @property
+    def pid(self) -> int:
+        return 0 if self._life is None else self._life.pid
+
+    # Jobs.
+
+    def encode(self, texts: Sequence[str], is_whole: bool, asker: Asker) -> None:
+        """Overloaded where too many jobs wait; every other outcome goes to the asker."""
+        message = messages.EncodeTexts(next(self._numbers), list(texts), is_whole)
+        size = sum(map(len, texts))
+        self._submit(Job(message, asker, size, "long" if size > MAX_SHORT else "short"))
+
+    def encode_chat(
+        self,
+        asked: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        max_chars: int,
+        asker: Asker,
+    ) -> None:
+        """The same for messages, of which the template may make so many characters."""
+        told, settings = msgspec.json.encode(asked), msgspec.json.encode(options)
+        message = messages.EncodeChat(next(self._numbers), told, settings, max_chars)
+        size = len(told) + len(settings)
+        self._submit(Job(message, asker, size, "long" if size > MAX_SHORT else "chat"))
+
+    def _submit(self, job: Job) -> None:
+        if self._is_stopping:
+            raise NotReady(f"model '{self.name}' is unloaded")
+        jobs = list(self._jobs())
+        if len(jobs) >= self._limits.max_waiting:
+            raise Overloaded(f"{len(jobs)} texts wait to be encoded")
+        if jobs and sum(each.size for each in jobs) + job.size > MAX_WAITING_SIZE:
+            raise Overloaded(f"texts of {MAX_WAITING_SIZE} characters wait to be encoded")
+        self._queues[job.lane].append(job)
+        self._idle.clear()
+        self._pump()
+
+    def _jobs(self) -> Iterator[Job]:
+        yield from self._sent.values()
+        yield from self._suspects
+        for queue in self._queues.values():
+            yield from queue
+
+    def _pump(self) -> None:
+        if not self._is_ready or any(job.num_deaths for job in self._sent.values()):
+            return
+        if self._suspects:
+            if not self._sent:
+                self._run(self._suspects.popleft())
+            return
+        for lane, queue in self._queues.items():
+            num_running = sum(job.lane == lane for job in self._sent.values())
+            while queue and num_running < SLOTS[lane]:
+                num_running += self._run(queue.popleft())
+
+    def _run(self, job: Job) -> bool:
+        """Send it, unless its client has left."""
+        if job.asker.is_gone():
+            self._loop.call_soon(self._tell, job, Cancelled("the client left"))
+            return False
+        self._sent[job.message.job] = job
+        limit_s = self._limits.job_s + self._limits.char_s * job.size
+        job.timer = self._loop.call_later(limit_s, self._end_overdue, job, limit_s)
+        self._send(job.message)
+        return True
+
+    def _end_overdue(self, job: Job, limit_s: float) -> None:
+        # This loop may be late itself: the answer may have come.
+        self._receive()
+        if job.message.job not in self._sent:
+            return
+        text = "%s: %s took longer than %.3g s; ending the renderer process"
+        log.error(text, self.name, job.what, limit_s, extra={"model": self.name})
+        self._overdue = job
+        if self._life is not None:
+            self._life.kill()
+
+    def _finish(self, number: int, outcome: list[list[int]] | PenstockError) -> None:
+        job = self._sent.pop(number, None)
+        if job is not None:
+            if job.timer is not None:
+                job.timer.cancel()
+            self._tell(job, outcome)
+            self._pump()
+
+    def _tell(self, job: Job, outcome: list[list[int]] | PenstockError) -> None:
+        try:
+            if isinstance(outcome, PenstockError):
+                job.asker.failed(outcome)
+            else:
+                job.asker.encoded(outcome)
+        except Exception:  # An error of one client must not stop the others.
+            log.exception("%s: tokens cannot be handed over", self.name)
+        if not any(True for _ in self._jobs()):
+            self._idle.set()
+
+    def _fail_all(self, error: PenstockError) -> None:
+        jobs = list(self._jobs())
+        self._sent.clear()
+        self._suspects.clear()
+        for queue in self._queues.values():
+            queue.clear()
+        for job in jobs:
+            if job.timer is not None:
+                job.timer.cancel()
+            self._tell(job, error)
+
+    # The process.
+
+    def _launch(self) -> None:
+        self._problems = ()
+        self._joiner = messages.Joiner()
+        try:
+            life = self._start_life(self._loop, self._died)
+        except OSError as error:
+            self._ended(f"cannot be started ({error})")
+            return
+        self._life = life
+        self._dead.clear()
+        self._sender = Sender(self._loop, life.sock)
+        self._loop.add_reader(life.sock.fileno(), self._receive)
+        self._timer = self._loop.call_later(self._limits.load_s, self._end_load)
+        source, memory_bytes = self._source, self._limits.memory_bytes
+        self._send(
+            messages.LoadText(
+                messages.VERSION,
+                source.path,
+                source.is_made_up,
+                source.parses_special,
+                memory_bytes,
+            )
+        )
+
+    def _end_load(self) -> None:
+        self._problems = (f"tokenizer: loading took longer than {self._limits.load_s:g} s",)
+        if self._life is not None:
+            self._life.kill()
+
+    def _send(self, message: messages.ToRenderer) -> None:
+        if self._sender is not None:
+            for datagram in messages.encode(message):
+                self._sender.send(datagram)
+
+    def _receive(self) -> None:
+        while self._life is not None:
+            try:
+                datagram = self._life.sock.recv(messages.PART_BYTES + 1)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                datagram = b""
+            if not datagram:
+                self._loop.remove_reader(self._life.sock.fileno())
+                self._life.socket_closed()
+                return
+            data = self._joiner.add(datagram)
+            if data is not None:
+                self._handle(messages.decode_from_renderer(data))
+
+    def _handle(self, message: messages.FromRenderer) -> None:
+        match message:
+            case messages.Encoded():
+                self._finish(message.job, [unpacked(each) for each in message.tokens])
+            case messages.NotEncoded():
+                kinds = {"invalid": InvalidRequest, "too_large": TooLarge, "failed": BackendFailed}
+                self._finish(message.job, kinds[message.kind](message.reason))
+            case messages.TextFailed():
+                self._problems = message.problems
+                if self._life is not None:
+                    self._life.kill()
+            case messages.TextReady():
+                self._become_ready(message.vocabulary)
+
+    def _become_ready(self, vocabulary: Vocabulary) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._is_ready, self._num_deaths = True, 0
+        if not self._loaded.done():
+            self._loaded.set_result(vocabulary)
+        self._pump()
+
+    def _died(self, reason: str) -> None:
+        life, sender = self._life, self._sender
+        assert life is not None and sender is not None
+        # What it sent before counts.
+        with suppress(Exception):
+            self._receive()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop.remove_reader(life.sock.fileno())
+        sender.close()
+        life.sock.close()
+        self._life = self._sender = None
+        self._dead.set()
+        if not self._is_stopping:
+            self._ended(reason)
+
+    def _ended(self, reason: str) -> None:
+        was_ready, self._is_ready = self._is_ready, False
+        if was_ready:
+            self._judge(reason)
+            delay_s = 0.0
+        else:
+            self._num_deaths += 1
+            problem = "; ".join(self._problems) or f"the renderer process {reason} while loading"
+            if not self._loaded.done():
+                if self._problems or self._num_deaths >= MAX_LOAD_DEATHS:
+                    self._loaded.set_exception(ConfigError(self._problems or [problem]))
+                    return
+            else:
+                self._fail_all(NotReady(f"model '{self.name}' cannot encode texts: {problem}"))
+            delay_s = backoff_s(self._num_deaths + 1)
+        self.num_restarts += 1
+        text = "%s: the renderer process %s; restart in %.1f s"
+        log.warning(text, self.name, reason, delay_s, extra={"model": self.name})
+        self._timer = self._loop.call_later(delay_s, self._launch)
+
+    def _judge(self, reason: str) -> None:
+        """Fail the job that ended the process; the others run again."""
+        overdue, self._overdue = self._overdue, None
+        jobs = list(self._sent.values())
+        for job in jobs:
+            if job.timer is not None:
+                job.timer.cancel()
+        self._sent.clear()
+        if overdue is not None and overdue in jobs:
+            jobs.remove(overdue)
+            for job in reversed(jobs):
+                self._queues[job.lane].appendleft(job)
+            limit_s = self._limits.job_s + self._limits.char_s * overdue.size
+            text = f"the model's {overdue.what} took longer than {limit_s:.3g} s and was stopped"
+            self._tell(overdue, BackendFailed(text))
+        elif len(jobs) == 1:
+            text = f"the model's {jobs[0].what} ended its process, which {reason}"
+            self._tell(jobs[0], BackendFailed(text))
+        else:
+            for job in jobs:
+                job.num_deaths += 1
+            self._suspects.extend(jobs)

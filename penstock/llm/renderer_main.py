@@ -1,0 +1,153 @@
+"""The renderer of one model, in a process of its own: `python -m penstock.llm.renderer_main FD
+PARENT`.
+
+It runs what comes from the model folder: the tokenizer with its patterns and the chat template.
+Jobs run in threads; the core decides how many it sends and ends this process when one takes too
+long. Data beyond the memory limit makes an allocation fail, and with it the job or this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from penstock.errors import ConfigError, InvalidRequest, PenstockError, TooLarge
+from penstock.llm import text_messages as messages
+from penstock.llm.messages import packed
+from penstock.llm.text import Text, read_text
+from penstock.serving.worker import begin_life, take_part
+
+log = logging.getLogger("penstock.text")
+NUM_THREADS = 4
+MAX_ERROR_CHARS = 500
+# Threads give way to each other this soon: a long text must not hold up short ones.
+SWITCH_S = 0.0005
+# The library's own threads: each job is one text, which they cannot share.
+PARALLELISM = "TOKENIZERS_PARALLELISM"
+_json = msgspec.json.Decoder()
+
+
+class RendererProcess:
+    """The main thread receives; the others run jobs and send."""
+
+    def __init__(
+        self, sock: socket.socket, limit_memory: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
+        self._sock = sock
+        self._limit_memory = limit_memory
+        self._joiner = messages.Joiner()
+        self._lock = threading.Lock()
+        self._text: Text | None = None
+
+    def serve(self) -> None:
+        """Until the core closes the socket or says so."""
+        with ThreadPoolExecutor(NUM_THREADS, "render") as threads:
+            while (message := self._receive()) is not None:
+                match message:
+                    case messages.LoadText():
+                        self._load(message)
+                    case messages.StopText():
+                        break
+                    case messages.EncodeTexts() | messages.EncodeChat():
+                        threads.submit(self._run, message)
+
+    def _receive(self) -> messages.ToRenderer | None:
+        while datagram := self._sock.recv(messages.PART_BYTES + 1):
+            data = self._joiner.add(datagram)
+            if data is not None:
+                return messages.decode_to_renderer(data)
+        return None
+
+    def _load(self, message: messages.LoadText) -> None:
+        try:
+            if message.version != messages.VERSION:
+                text = f"the core speaks version {message.version}, not {messages.VERSION}"
+                raise ConfigError([text])
+            self._limit_memory(message.memory_bytes)
+            self._text = read_text(
+                message.path,
+                is_made_up=message.is_made_up,
+                parses_special=message.parses_special,
+            )
+            vocabulary = self._text.vocabulary
+        except ConfigError as error:
+            self._send(messages.TextFailed(error.problems))
+            return
+        except Exception as error:  # Any error of a library is the answer to LoadText.
+            log.exception("the tokenizer cannot be loaded")
+            text = f"tokenizer: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+            self._send(messages.TextFailed((text,)))
+            return
+        self._limit_memory(message.memory_bytes)
+        take_part()
+        self._send(messages.TextReady(messages.VERSION, vocabulary))
+
+    def _run(self, message: messages.EncodeTexts | messages.EncodeChat) -> None:
+        try:
+            found = [packed(tokens) for tokens in self._tokens(message)]
+            self._send(messages.Encoded(message.job, found))
+        except OSError:
+            pass  # The core has gone.
+        except TooLarge as error:
+            self._send(messages.NotEncoded(message.job, "too_large", str(error)))
+        except InvalidRequest as error:
+            self._send(messages.NotEncoded(message.job, "invalid", str(error)))
+        except PenstockError as error:
+            self._send(messages.NotEncoded(message.job, "failed", str(error)))
+        except MemoryError:
+            reason = "the tokenizer needs more memory than it may use"
+            self._send(messages.NotEncoded(message.job, "failed", reason))
+        except BaseException:  # Also panics of the library, which are no Exception.
+            log.exception("a text cannot be encoded")
+            self._send(messages.NotEncoded(message.job, "failed", "the tokenizer failed"))
+
+    def _tokens(self, message: messages.EncodeTexts | messages.EncodeChat) -> Sequence[list[int]]:
+        text = self._text
+        assert text is not None, "jobs come after LoadText"
+        if isinstance(message, messages.EncodeTexts):
+            return [text.encode(each, is_whole=message.is_whole) for each in message.texts]
+        asked, options = _json.decode(message.messages), _json.decode(message.options)
+        return [text.encode_chat(asked, options, message.max_chars)]
+
+    def _send(self, message: messages.FromRenderer) -> None:
+        with self._lock:
+            for datagram in messages.encode(message):
+                self._sock.send(datagram)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """So much more data than there is now."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = _data_bytes() + num_bytes
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
+def _data_bytes() -> int:
+    with open("/proc/self/status") as file:
+        (line,) = (line for line in file if line.startswith("VmData:"))
+    return int(line.split()[1]) << 10
+
+
+def main() -> None:
+    os.environ[PARALLELISM] = "false"
+    sock = begin_life()
+    if sock is None:
+        return
+    sys.setswitchinterval(SWITCH_S)
+    RendererProcess(sock, limit_memory).serve()
+    sock.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

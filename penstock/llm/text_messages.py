@@ -1,0 +1,119 @@
+"""The messages between the core and a model's renderer process, which runs its tokenizer and chat
+template.
+
+    core → renderer   LoadText, EncodeTexts, EncodeChat, StopText
+    renderer → core   TextReady, TextFailed, Encoded, NotEncoded
+
+Texts are of any size and datagrams are not: a message is cut into datagrams of one byte (whether it
+is the last) and a part each, and `Joiner` puts it together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from penstock.llm.token_bytes import Vocabulary
+from penstock.wire.frames import Frame
+
+VERSION = 1
+# Bytes of a message in one datagram: below what sockets take by default.
+PART_BYTES = 1 << 16
+_MORE, _LAST = b"\x00", b"\x01"
+
+
+class LoadText(Frame, tag="load"):
+    """`path` and `is_made_up` as the engine's settings have them."""
+
+    version: int
+    path: str
+    is_made_up: bool
+    parses_special: bool
+    # Of data that it may have beyond what it has when it is loaded.
+    memory_bytes: int
+
+
+class EncodeTexts(Frame, tag="texts"):
+    job: int
+    texts: list[str]
+    # With the special tokens that the model wants around a text.
+    is_whole: bool
+
+
+class EncodeChat(Frame, tag="chat"):
+    """Messages and options of the template as JSON, as clients sent them."""
+
+    job: int
+    messages: bytes
+    options: bytes
+    max_chars: int
+
+
+class StopText(Frame, tag="stop"):
+    pass
+
+
+class TextReady(Frame, tag="ready"):
+    version: int
+    vocabulary: Vocabulary
+
+
+class TextFailed(Frame, tag="lf"):
+    problems: tuple[str, ...]
+
+
+class Encoded(Frame, tag="done"):
+    """Tokens of each text, four bytes each (see `messages.packed`)."""
+
+    job: int
+    tokens: list[bytes]
+
+
+class NotEncoded(Frame, tag="no"):
+    """`kind`: the client's messages are wrong, or too large; or the model's files failed."""
+
+    job: int
+    kind: Literal["invalid", "too_large", "failed"]
+    reason: str
+
+
+ToRenderer = LoadText | EncodeTexts | EncodeChat | StopText
+FromRenderer = TextReady | TextFailed | Encoded | NotEncoded
+_to_renderer = msgspec.msgpack.Decoder(ToRenderer)
+_from_renderer = msgspec.msgpack.Decoder(FromRenderer)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: ToRenderer | FromRenderer) -> Iterator[bytes]:
+    """The datagrams of a message."""
+    data = _encode(message)
+    for start in range(0, len(data), PART_BYTES):
+        end = start + PART_BYTES
+        yield (_LAST if end >= len(data) else _MORE) + data[start:end]
+
+
+class Joiner:
+    """Puts datagrams together again, in the order they were sent."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def add(self, datagram: bytes) -> bytes | None:
+        """A whole message when its last part came."""
+        self._parts.append(datagram[1:])
+        if datagram[:1] == _MORE:
+            return None
+        data, self._parts = b"".join(self._parts), []
+        return data
+
+
+def decode_to_renderer(data: bytes) -> ToRenderer:
+    found: ToRenderer = _to_renderer.decode(data)
+    return found
+
+
+def decode_from_renderer(data: bytes) -> FromRenderer:
+    found: FromRenderer = _from_renderer.decode(data)
+    return found

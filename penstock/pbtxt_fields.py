@@ -1,0 +1,137 @@
+"""Which fields of config.pbtxt do something. Owns the table; `pbtxt` asks it when a model is read.
+
+Every field of Triton's ModelConfig message is in exactly one of five groups: read by `pbtxt`, only
+shown to clients (`/config`), asking for what happens anyway, refused, or without effect. A field
+without effect is a warning, so nothing in a file is silently ignored. Fields that a later version
+of the message adds are without effect until they are listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+# Read, and changing what the server does. Paths have no indices and no keys of maps.
+READ = frozenset(
+    (
+        "name",
+        "platform",
+        "backend",
+        "version_policy.latest.num_versions",
+        "version_policy.all",
+        "version_policy.specific.versions",
+        "max_batch_size",
+        "input.name",
+        "input.data_type",
+        "input.dims",
+        "input.optional",
+        "output.name",
+        "output.data_type",
+        "output.dims",
+        "output.label_filename",
+        "dynamic_batching.preferred_batch_size",
+        "dynamic_batching.max_queue_delay_microseconds",
+        "dynamic_batching.preserve_ordering",
+        "dynamic_batching.priority_levels",
+        "dynamic_batching.default_priority_level",
+        "dynamic_batching.default_queue_policy.timeout_action",
+        "dynamic_batching.default_queue_policy.default_timeout_microseconds",
+        "dynamic_batching.default_queue_policy.allow_timeout_override",
+        "dynamic_batching.default_queue_policy.max_queue_size",
+        "dynamic_batching.priority_queue_policy.timeout_action",
+        "dynamic_batching.priority_queue_policy.default_timeout_microseconds",
+        "dynamic_batching.priority_queue_policy.allow_timeout_override",
+        "dynamic_batching.priority_queue_policy.max_queue_size",
+        "instance_group.kind",
+        "instance_group.count",
+        "instance_group.gpus",
+        "default_model_filename",
+        "metric_tags",
+        "parameters.string_value",
+        "model_warmup.name",
+        "model_warmup.batch_size",
+        "model_warmup.inputs.data_type",
+        "model_warmup.inputs.dims",
+        "model_warmup.inputs.zero_data",
+        "model_warmup.inputs.random_data",
+        "model_warmup.inputs.input_data_file",
+        "model_warmup.count",
+    )
+)
+# For clients, which get it from `/config`.
+SHOWN = frozenset(("input.format", "instance_group.name"))
+# What they ask for happens anyway.
+GRANTED = frozenset(
+    ("optimization.input_pinned_memory.enable", "optimization.output_pinned_memory.enable")
+)
+# Refused where they are set: they change what a model does, and this version cannot do it.
+REFUSED = frozenset(
+    (
+        "sequence_batching",
+        "ensemble_scheduling",
+        "batch_input",
+        "batch_output",
+        "model_operations",
+        "model_transaction_policy.decoupled",
+        "response_cache.enable",
+        "optimization.execution_accelerators",
+        "model_repository_agents",
+        "input.reshape",
+        "input.allow_ragged_batch",
+        "output.reshape",
+    )
+)
+# Without effect, and what to do instead. A path stands for everything below it.
+REASONS = {
+    "runtime": "the backend chooses its library",
+    "input.is_shape_tensor": "only TensorRT has shape tensors",
+    "input.is_non_linear_format_io": "only TensorRT has such formats",
+    "output.is_shape_tensor": "only TensorRT has shape tensors",
+    "output.is_non_linear_format_io": "only TensorRT has such formats",
+    "optimization.graph": "see the backend's own parameters for graph optimisations",
+    "optimization.priority": "set priorities of requests in dynamic_batching",
+    "optimization.cuda": "for CUDA graphs set parameters.penstock.cuda_graphs",
+    "optimization.gather_kernel_buffer_threshold": "inputs are gathered in shared memory",
+    "optimization.eager_batching": "batches are formed while the instances compute",
+    "instance_group.rate_limiter": "every idle instance takes the next batch",
+    "instance_group.secondary_devices": "an instance has one device",
+    "instance_group.profile": "only TensorRT has optimisation profiles",
+    "instance_group.passive": "every instance takes batches",
+    "instance_group.host_policy": "instances run on any core and memory node",
+    "cc_model_filenames": "the same file is loaded for every GPU",
+    "model_metrics": "histograms have fixed buckets",
+}
+
+
+def unused(message: Any) -> list[str]:
+    """A warning for each field that is set and has no effect, beginning with its path."""
+    return [f"{path}: has no effect; {reason}" for path, reason in _unused(message, "", "")]
+
+
+def _unused(message: Any, path: str, where: str) -> Iterator[tuple[str, str]]:
+    """`path` names the field in the tables, `where` in this message."""
+    for field, value in message.ListFields():
+        name = f"{path}{field.name}"
+        place = f"{where}{field.name}"
+        if name in READ or name in SHOWN or name in GRANTED or name in REFUSED:
+            continue
+        if name in REASONS:
+            yield place, REASONS[name]
+        elif field.message_type is None:
+            yield place, "Penstock does not know this field"
+        else:
+            for item_place, item in _messages(field, value, place):
+                yield from _unused(item, f"{name}.", f"{item_place}.")
+
+
+def _messages(field: Any, value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """The messages of a field, each with its place. A map of plain values has none."""
+    if field.message_type.GetOptions().map_entry:
+        if field.message_type.fields_by_name["value"].message_type is not None:
+            for key in sorted(value):
+                yield f"{place}.{key}", value[key]
+    elif field.is_repeated:
+        for index, item in enumerate(value):
+            yield f"{place}[{index}]", item
+    else:
+        yield place, value

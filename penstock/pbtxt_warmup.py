@@ -1,0 +1,101 @@
+"""`model_warmup` of config.pbtxt to `Warmup` values. `pbtxt` calls it; `serving.warmups` makes the
+tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.config import Warmup, WarmupInput
+from penstock.types import TensorSpec
+
+# Beside the versions, as in Triton.
+FOLDER = "warmup"
+MAX_COUNT = 10_000
+
+
+def read(
+    messages: Sequence[Any], inputs: Sequence[TensorSpec], max_batch: int, model_folder: Path
+) -> tuple[tuple[Warmup, ...], list[str]]:
+    """The warm-ups that fit the model, and why others are skipped: a model whose inputs have
+    changed is served all the same."""
+    folder = model_folder / FOLDER
+    warmups: list[Warmup] = []
+    skipped: list[str] = []
+    for index, message in enumerate(messages):
+        path = f"model_warmup[{index}]"
+        tensors = tuple(_input(name, message.inputs[name]) for name in sorted(message.inputs))
+        problems = [
+            *_count_problems(message, max_batch),
+            *_missing(tensors, inputs),
+            *(text for each in tensors for text in _input_problems(each, inputs, folder)),
+        ]
+        skipped += [f"{path}.{problem}; this warm-up is skipped" for problem in problems]
+        if not problems:
+            num_rows, count = max(1, message.batch_size), max(1, message.count)
+            warmups.append(Warmup(message.name, num_rows, tensors, count, str(folder)))
+    return tuple(warmups), skipped
+
+
+def _missing(tensors: Sequence[WarmupInput], inputs: Sequence[TensorSpec]) -> list[str]:
+    given = {tensor.name for tensor in tensors}
+    missing = [spec.name for spec in inputs if spec.name not in given and not spec.is_optional]
+    return [f"inputs: expected every input, {', '.join(missing)} too"] if missing else []
+
+
+def _count_problems(message: Any, max_batch: int) -> list[str]:
+    problems = []
+    if message.batch_size > max(1, max_batch):
+        expected = f"expected at most max_batch_size {max_batch}"
+        problems.append(f"batch_size: {message.batch_size}; {expected}")
+    if message.count > MAX_COUNT:
+        problems.append(f"count: {message.count}; expected at most {MAX_COUNT}")
+    return problems
+
+
+def _input(name: str, message: Any) -> WarmupInput:
+    source: Literal["zero", "random", "file"] = "zero"
+    match message.WhichOneof("input_data_type"):
+        case "random_data":
+            source = "random"
+        case "input_data_file":
+            source = "file"
+    known = message.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number
+    number = message.data_type
+    datatype = known[number].name.removeprefix("TYPE_") if number in known else "INVALID"
+    datatype = "BYTES" if datatype == "STRING" else datatype
+    return WarmupInput(name, datatype, tuple(message.dims), source, message.input_data_file)
+
+
+def _input_problems(tensor: WarmupInput, inputs: Sequence[TensorSpec], folder: Path) -> list[str]:
+    where = f"inputs.{tensor.name}"
+    specs = {spec.name: spec for spec in inputs}
+    spec = specs.get(tensor.name)
+    if spec is None:
+        return [f"{where}: no such input; expected one of {', '.join(specs)}"]
+    problems = []
+    if tensor.datatype != spec.datatype:
+        problems.append(f"{where}.data_type: {tensor.datatype}; expected {spec.datatype}")
+    is_fit = len(tensor.shape) == len(spec.shape) and all(
+        size > 0 and wanted in (-1, size)
+        for size, wanted in zip(tensor.shape, spec.shape, strict=True)
+    )
+    if not is_fit:
+        expected = f"expected a shape that fits {list(spec.shape)}"
+        problems.append(f"{where}.dims: {list(tensor.shape)}; {expected}")
+    if tensor.source == "file" and (problem := _file_problem(folder, tensor.file)):
+        problems.append(f"{where}.input_data_file: {problem}")
+    return problems
+
+
+def _file_problem(folder: Path, file: str) -> str:
+    try:
+        path = (folder / file).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            return f"'{file}' leaves the folder {FOLDER}"
+        if not path.is_file():
+            return f"no file '{file}' in the folder {FOLDER} beside the versions"
+    except (OSError, ValueError, RuntimeError):
+        return f"'{file}' is not the name of a file"
+    return ""

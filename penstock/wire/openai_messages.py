@@ -1,0 +1,109 @@
+"""The messages of a chat: checked, and in the form that chat templates take.
+
+Pure. Contents become one text each; arguments of tool calls, which OpenAI sends as JSON in a
+string, become objects, as templates expect. A message that is wrong is named by its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.errors import InvalidRequest
+
+ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+MAX_MESSAGES = 4096
+# Characters of a value that an error shows.
+MAX_SHOWN = 40
+_json = msgspec.json.Decoder()
+
+Message = Mapping[str, Any]
+
+
+class InvalidMessage(InvalidRequest):
+    """With the place in the messages."""
+
+
+def read_messages(messages: Sequence[Message]) -> list[Message]:
+    """InvalidMessage with what is wrong."""
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise InvalidMessage(f"messages: {len(messages)}; expected 1 to {MAX_MESSAGES}")
+    return [_read(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _read(message: Message, where: str) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidMessage(f"{where}.role: {_shown(role)}; expected one of {', '.join(ROLES)}")
+    if message.get("audio") is not None:
+        raise InvalidMessage(f"{where}.audio: audio is not served; expected text")
+    found = {**message, "content": _read_content(message, where)}
+    if message.get("tool_calls") is not None:
+        found["tool_calls"] = _read_calls(message["tool_calls"], f"{where}.tool_calls")
+    else:
+        found.pop("tool_calls", None)
+    return found
+
+
+def _read_content(message: Message, where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(
+            _read_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)
+        )
+    if content is None and message["role"] == "assistant":
+        # With tool calls or a refusal in its place.
+        refusal = message.get("refusal")
+        return refusal if isinstance(refusal, str) else ""
+    raise InvalidMessage(f"{where}.content: {_shown(content)}; expected text or parts of text")
+
+
+def _read_part(part: object, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("text", "refusal"):
+        raise InvalidMessage(f"{where}: a part of type {_shown(kind)}; expected text")
+    assert isinstance(part, Mapping)
+    text = part.get(kind)
+    if not isinstance(text, str):
+        raise InvalidMessage(f"{where}.{kind}: {_shown(text)}; expected a string")
+    return text
+
+
+def _read_calls(calls: object, where: str) -> list[Message]:
+    if not isinstance(calls, list):
+        raise InvalidMessage(f"{where}: {_shown(calls)}; expected a list")
+    return [_read_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
+
+
+def _read_call(call: object, where: str) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidMessage(f"{where}: expected a function with a name and arguments")
+    assert isinstance(call, Mapping)
+    return {**call, "function": {**function, "arguments": _read_arguments(function)}}
+
+
+def _read_arguments(function: Message) -> object:
+    """An object where they are one; a model may have written something else."""
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        found = _json.decode(arguments) if arguments else {}
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _shown(value: object) -> str:
+    """A value in an error: short, and as JSON has it."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return f"'{value[:MAX_SHOWN]}{'…' if len(value) > MAX_SHOWN else ''}'"
+    kinds = {bool: "a boolean", int: "a number", float: "a number", list: "a list"}
+    return kinds.get(type(value), "an object")
