@@ -7,6 +7,7 @@
     ├── NotAllowed         the caller may not do this, or nobody may here
     ├── NotReady           the thing exists and cannot answer now
     ├── Overloaded         refused to keep the promise made to others
+    │   └── QuotaExceeded  ... because this client's API key sends more than it may
     ├── Quarantined        the request, or its API key, killed workers before
     ├── DeadlineExceeded   the request's own time ran out
     ├── Cancelled          the client went away
@@ -67,6 +68,11 @@ class Overloaded(PenstockError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.reason = reason
+
+
+class QuotaExceeded(Overloaded):
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s, reason="quota")
 
 
 class Quarantined(PenstockError):

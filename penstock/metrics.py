@@ -28,7 +28,7 @@ WAITS = ("queue_batch", "queue_instance")
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 # Why requests were refused: at arrival, and after they had waited.
 REFUSED_AT_ARRIVAL = (
-    "queue_full", "predicted_late", "quarantined", "not_ready", "invalid", "too_large",
+    "queue_full", "predicted_late", "quota", "quarantined", "not_ready", "invalid", "too_large",
     "unsupported", "other",
 )  # fmt: skip
 REFUSED_LATER = ("queue_timeout", "dropped_late", "gave_up")

@@ -118,6 +118,8 @@ class Server:
         self.routes = V2Routes(self.catalog, path, config.is_explicit, config.allows_hard_links)
         self._key_file = KeyFile(Path(config.api_keys)) if config.api_keys else None
         self._gate = gate = make_gate(config, self._key_file)
+        if gate.keys is not None:
+            self.catalog.quotas.replace(gate.keys.quotas)
         self._tls = None if config.tls is None else TlsFiles(config.tls)
         self._context = None if self._tls is None else self._tls.load()
         self._watching: list[asyncio.Task[None]] = []
@@ -254,6 +256,7 @@ class Server:
                 continue
             if keys is not None:
                 self._gate.keys = keys
+                self.catalog.quotas.replace(keys.quotas)
                 self.http.forget_heads()
                 for front in self._fronts:
                     front.set_keys(self._gate)

@@ -104,6 +104,7 @@ PURE = [
     "serving/padding.py",
     "serving/placement.py",
     "serving/quarantine.py",
+    "serving/quotas.py",
     "serving/refusals.py",
     "serving/restarts.py",
     "serving/plan.py",

@@ -9,6 +9,8 @@ it as its Host, so that a page in a browser cannot reach the server by another n
     name = "team-a"
     secret = "at least sixteen characters"
     scopes = ["infer"]            # infer, metrics, admin
+    requests_per_s = 100          # optional, as the next; of all models together
+    queue_share = 0.25            # of the requests that one model may hold
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from penstock.errors import ConfigError, NotAllowed
 from penstock.protocols.route_table import RPC_SCOPES, Scope
+from penstock.serving.quotas import Quota
 
 SCOPES = ("infer", "metrics", "admin")
-FIELDS = ("name", "secret", "scopes")
+FIELDS = ("name", "secret", "scopes", "requests_per_s", "queue_share")
 EXAMPLE = '  [[key]]\n  secret = "at least 16 characters"\n  scopes = ["infer"]'
 MIN_SECRET = 16
 # They travel to a front in one frame.
 MAX_KEYS = 4096
+MAX_RATE = 1e9
 LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
 # RFC 9110, section 7.2: a name or an address, and perhaps a port.
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/\[\]]+))(?::[0-9]*)?")
@@ -41,6 +46,8 @@ class Keys:
 
     scopes: Mapping[bytes, frozenset[str]] = field(default_factory=dict)
     names: Mapping[bytes, str] = field(default_factory=dict)
+    # Of the keys that have one; enforced by the core alone.
+    quotas: Mapping[bytes, Quota] = field(default_factory=dict)
 
     def of(self, secret: bytes) -> frozenset[str]:
         return self.scopes.get(digest_secret(secret), frozenset())
@@ -166,18 +173,20 @@ def read_keys(path: Path) -> Keys:
     first: dict[bytes, int] = {}
     scopes: dict[bytes, frozenset[str]] = {}
     names: dict[bytes, str] = {}
+    quotas: dict[bytes, Quota] = {}
     for index, entry in enumerate(entries):
         found = _key_problems(entry)
         if not found:
             digest = digest_secret(entry["secret"].encode())
             scopes[digest] = frozenset(entry["scopes"])
             names[digest] = entry.get("name", "")
+            quotas[digest] = Quota(entry.get("requests_per_s"), entry.get("queue_share"))
             if first.setdefault(digest, index) != index:
                 found.append(f".secret: the same as that of key[{first[digest]}]")
         problems += [f"{path}: key[{index}]{problem}" for problem in found]
     if problems:
         raise ConfigError(problems)
-    return Keys(scopes, names)
+    return Keys(scopes, names, {key: each for key, each in quotas.items() if each != Quota()})
 
 
 def _key_problems(entry: Mapping[str, object]) -> list[str]:
@@ -195,7 +204,16 @@ def _key_problems(entry: Mapping[str, object]) -> list[str]:
     if not isinstance(wanted, list) or not wanted or wrong:
         told = "".join(f"; {each!r:.40} is none" for each in wrong)
         problems.append(f".scopes: expected a list of some of {', '.join(SCOPES)}{told}")
+    if not _is_number(entry.get("requests_per_s", 1), MAX_RATE):
+        problems.append(f".requests_per_s: expected a number above 0, up to {MAX_RATE:g}")
+    if not _is_number(entry.get("queue_share", 1), 1):
+        problems.append(".queue_share: expected a number above 0, up to 1")
     return problems
+
+
+def _is_number(value: object, limit: float) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < cast(float, value) <= limit
 
 
 def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:

@@ -25,6 +25,7 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
     Quarantined,
+    QuotaExceeded,
     TooLarge,
     Unsupported,
 )
@@ -44,8 +45,8 @@ MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4
 # Datagrams read in one turn of the loop, so that a busy front does not keep others waiting.
 MAX_TURN_DATAGRAMS = 16
 
-# The statuses of gRPC. RESOURCE_EXHAUSTED is missing: gRPC itself answers messages that are too
-# long with it.
+# The statuses of gRPC. Overload is not RESOURCE_EXHAUSTED, which says that the caller is at fault:
+# it sends more than its quota, or (answered by gRPC itself) a message that is too long.
 STATUS: dict[type[PenstockError], str] = {
     InvalidRequest: "INVALID_ARGUMENT",
     TooLarge: "INVALID_ARGUMENT",
@@ -53,6 +54,7 @@ STATUS: dict[type[PenstockError], str] = {
     NotFound: "NOT_FOUND",
     NotReady: "UNAVAILABLE",
     Overloaded: "UNAVAILABLE",
+    QuotaExceeded: "RESOURCE_EXHAUSTED",
     Quarantined: "FAILED_PRECONDITION",
     DeadlineExceeded: "DEADLINE_EXCEEDED",
     Cancelled: "CANCELLED",

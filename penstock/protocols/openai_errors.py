@@ -15,6 +15,7 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
     Quarantined,
+    QuotaExceeded,
     TooLarge,
     Unsupported,
 )
@@ -29,6 +30,7 @@ KINDS: dict[type[PenstockError], tuple[int, str]] = {
     NotAllowed: (403, "permission_error"),
     Unsupported: (501, "invalid_request_error"),
     Overloaded: (429, "rate_limit_error"),
+    QuotaExceeded: (429, "rate_limit_error"),
     Quarantined: (422, "invalid_request_error"),
     NotReady: (503, "server_error"),
     DeadlineExceeded: (504, "server_error"),

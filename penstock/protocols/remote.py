@@ -303,9 +303,10 @@ def _set_timings(request: Request, told: tuple[float, ...]) -> None:
 
 
 def _error(kind: str, text: str, retry_after_s: float = 1.0) -> PenstockError:
-    if kind == Overloaded.__name__:
-        return Overloaded(text, retry_after_s)
-    return KINDS.get(kind, BackendFailed)(text)
+    known = KINDS.get(kind, BackendFailed)
+    if issubclass(known, Overloaded):
+        return known(text, retry_after_s)
+    return known(text)
 
 
 def _keys(sent: Mapping[bytes, Sequence[str]]) -> Keys:

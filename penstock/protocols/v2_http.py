@@ -24,6 +24,7 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
     Quarantined,
+    QuotaExceeded,
     TooLarge,
     Unsupported,
 )
@@ -50,6 +51,7 @@ STATUS: dict[type[PenstockError], int] = {
     NotFound: 404,
     NotReady: 503,
     Overloaded: 503,
+    QuotaExceeded: 429,
     Quarantined: 422,
     DeadlineExceeded: 504,
     Cancelled: 499,
@@ -203,9 +205,17 @@ class Models:
                 handler = audited(handler, self._gate.caller_name(exchange.head.headers))
             self._tasks.start(exchange, handler, match)
         elif (direct := self._direct[name]) is not None:
+            self._check_rate(exchange)
             direct(exchange)
         else:
             raise no_route(exchange)
+
+    def _check_rate(self, exchange: Exchange) -> None:
+        """Requests for text and embeddings; those of inference are counted by their model."""
+        quotas = self._catalog.quotas
+        if quotas.is_active and exchange.head.method == b"POST":
+            caller = self._gate.caller(exchange.head.headers)
+            quotas.check_rate(caller, exchange.received)
 
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         model = self._catalog.find(call.model_name, call.model_version)

@@ -20,6 +20,7 @@ from penstock.repository import Found, listed
 from penstock.serving.fleet import Arrangement, Fleet
 from penstock.serving.memory_plan import Share
 from penstock.serving.model import Model
+from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
 from penstock.serving.supervisor import ProcessLife, StartLife, load_timeout_text
 
@@ -60,6 +61,8 @@ class Catalog:
         makers: Mapping[str, Make] | None = None,
     ) -> None:
         self._start_life = start_life
+        # What each API key may send, of all models together.
+        self.quotas = Quotas()
         self._makers = makers or {}
         self._fleet = fleet or Fleet()
         # What each load was promised of the GPUs and may not have taken yet.
@@ -272,7 +275,7 @@ class Catalog:
         if (make := self._makers.get(config.backend)) is not None:
             return make(config)
         try:
-            return Model(config, start_life=self._start_life)
+            return Model(config, start_life=self._start_life, quotas=self.quotas)
         except OSError as error:
             raise ConfigError([f"shared memory: {error}"]) from None
 

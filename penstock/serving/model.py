@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -24,6 +24,7 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
     Quarantined,
+    QuotaExceeded,
     TooLarge,
 )
 from penstock.metrics import ModelMetrics, Waits
@@ -42,6 +43,7 @@ from penstock.serving.quarantine import (
     Verdict,
     fingerprint,
 )
+from penstock.serving.quotas import Quotas
 from penstock.serving.refusals import Refusals
 from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
@@ -121,8 +123,13 @@ class Model:
         *,
         start_life: StartLife = ProcessLife,
         clock: Callable[[], float] = time.monotonic,
+        quotas: Quotas | None = None,
     ) -> None:
         self.config = config
+        self._quotas = quotas or Quotas()
+        # Admitted requests of keys with a share of the queue, and how many each key has.
+        self._sharing: set[Request] = set()
+        self._num_shared: Counter[bytes] = Counter()
         self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.history = History()
         # How it is served and why, where that is not plain from its configuration.
@@ -277,6 +284,8 @@ class Model:
                 self._check_spill(request)
             if self._quarantine.is_active:
                 self._check_quarantine(request)
+            if self._quotas.is_active:
+                self._check_quota(request.caller)
             timings = request.timings
             timings.queued = now = self._clock()
             timings.saturated_s = self._saturation.at(now)
@@ -287,17 +296,34 @@ class Model:
             self.refused(error, request.timings.received)
             request.respond(error)
             return
+        if self._quotas.is_active:
+            self._note_share(request)
         if self._sequencer is not None:
             request.turn = self._sequencer.enter()
-        if geometry.layout is not None:
-            try:
-                place = self._pool.place(geometry, geometry.layout, plan.num_rows)
-                if place is not None:
-                    self._fill(request, place)
-            except Exception:  # Whatever cannot be copied must not stay in the queue.
-                self._cannot_place(request)
-                return
-        self._wake()
+        if geometry.layout is None or self._place(request, plan, geometry.layout):
+            self._wake()
+
+    def _place(self, request: Request, plan: Plan, layout: Layout) -> bool:
+        """Copy the request into the open slab, if there is room. False: it ended with an error."""
+        try:
+            place = self._pool.place(plan.geometry, layout, plan.num_rows)
+            if place is not None:
+                self._fill(request, place)
+        except Exception:  # Whatever cannot be copied must not stay in the queue.
+            self._cannot_place(request)
+            return False
+        return True
+
+    def _note_share(self, request: Request) -> None:
+        if self._quotas.has_share(request.caller):
+            self._sharing.add(request)
+            self._num_shared[request.caller] += 1
+
+    def _check_quota(self, caller: bytes) -> None:
+        """The share first: a request that is refused for it does not use up the rate."""
+        max_pending = self.config.batching.max_pending
+        self._quotas.check_share(caller, self._num_shared[caller], max_pending)
+        self._quotas.check_rate(caller, self._clock())
 
     def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
         total_s = self._processor_wait.total_s()
@@ -385,7 +411,7 @@ class Model:
 
     def _check_quarantine(self, request: Request) -> None:
         """Raise Quarantined for a request that would kill its worker, or whose key's requests do.
-        Bodies cost a hash each, so they are only looked at while one is quarantined."""
+        A body costs a hash, so only those as large as a quarantined one are looked at."""
         now = self._clock()
         quarantine, name = self._quarantine, self.config.name
         left_s = quarantine.key_left_s(request.caller, now)
@@ -394,7 +420,9 @@ class Model:
                 f"requests with this API key killed workers of model '{name}' "
                 f"{MAX_KEY_DEATHS} times; the model refuses the key for {left_s:.0f} s more"
             )
-        left_s = quarantine.body_left_s(self._body(request), now) if quarantine.has_bodies else 0.0
+        if not quarantine.has_body_of(self._num_body_bytes(request)):
+            return
+        left_s = quarantine.body_left_s(self._body(request), now)
         if left_s > 0:
             raise Quarantined(
                 f"this request killed its worker of model '{name}' {MAX_BODY_DEATHS} times; the "
@@ -405,6 +433,11 @@ class Model:
         """The fingerprint of a request, before or after its bytes went to shared memory."""
         parts = self._sent(request) if request.place is None else self._placed(request)
         return fingerprint(parts, request.parameters)
+
+    def _num_body_bytes(self, request: Request) -> int:
+        if request.place is None:
+            return sum(len(tensor.data) for tensor in request.inputs)
+        return sum(len(part.data) for part in self._placed(request))
 
     def _sent(self, request: Request) -> list[Part]:
         tensors = [request.inputs[index] for index in request.fit.plan.order]
@@ -828,6 +861,9 @@ class Model:
             self._finish(request, BackendFailed(text))
 
     def _finish(self, request: Request, answer: Response | PenstockError) -> None:
+        if self._sharing and request in self._sharing:
+            self._sharing.remove(request)
+            self._num_shared[request.caller] -= 1
         if isinstance(answer, PenstockError):
             request.timings.completed = now = self._clock()
             self.metrics.fail_s += now - request.timings.received
@@ -1028,7 +1064,8 @@ class Model:
         self._saturation.note(True, now)
 
     def _note_overload(self, error: PenstockError, now: float) -> None:
-        if isinstance(error, Overloaded) and self._refusals.refused(now):
+        is_quota = isinstance(error, QuotaExceeded)
+        if isinstance(error, Overloaded) and not is_quota and self._refusals.refused(now):
             log.warning(
                 "%s/%s is overloaded and refuses requests (%s)",
                 self.config.name,

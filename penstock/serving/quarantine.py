@@ -7,6 +7,7 @@ model counts pinned deaths by request body and by API key. Knows neither workers
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ MAX_SUSPECTS = 3
 QUARANTINE_S = 600.0
 # Bodies and keys that are remembered; the one that killed least recently is forgotten first.
 MAX_REMEMBERED = 4096
-DIGEST_BYTES = 16
+# A fingerprint is the number of bytes of all inputs, and a digest.
+SIZE_BYTES, DIGEST_BYTES = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,18 @@ def fingerprint(parts: Iterable[Part], parameters: Mapping[str, Parameter] | Non
     """Digest of everything that a model sees of a request, whatever protocol carried it. The
     request's id is left out: clients change it with every attempt."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    num_bytes = 0
     for part in parts:
+        num_bytes += len(part.data)
         digest.update(f"{part.name}{list(part.shape)}{len(part.data)};".encode())
         digest.update(part.data)
     if parameters:
         digest.update(repr(sorted(parameters.items())).encode())
-    return digest.digest()
+    return _size(num_bytes) + digest.digest()
+
+
+def _size(num_bytes: int) -> bytes:
+    return num_bytes.to_bytes(SIZE_BYTES, "big")
 
 
 @dataclass(slots=True)
@@ -60,6 +68,8 @@ class Offenders:
         self._max_deaths = max_deaths
         self._known: dict[bytes, Offender] = {}
         self.num_quarantined = 0
+        # The same by the beginning of their names.
+        self._starts: Counter[bytes] = Counter()
 
     def died(self, name: bytes, now: float) -> bool:
         """Count a death; True when it begins a quarantine."""
@@ -74,7 +84,12 @@ class Offenders:
             return False
         known.until = now + QUARANTINE_S
         self.num_quarantined += 1
+        self._starts[name[:SIZE_BYTES]] += 1
         return True
+
+    def has_like(self, start: bytes) -> bool:
+        """Whether a quarantined name begins like this."""
+        return start in self._starts
 
     def left_s(self, name: bytes, now: float) -> float:
         """How much longer it is quarantined; 0: it is not."""
@@ -85,6 +100,7 @@ class Offenders:
         known = self._known.pop(name, None)
         if known is not None and known.until:
             self.num_quarantined -= 1
+            self._starts -= Counter([name[:SIZE_BYTES]])  # Keeps no zeros.
 
     def expire(self, now: float) -> None:
         """Forget those whose quarantine, or last death, is long ago."""
@@ -112,6 +128,10 @@ class Quarantine:
     @property
     def has_bodies(self) -> bool:
         return self._bodies.num_quarantined > 0
+
+    def has_body_of(self, num_bytes: int) -> bool:
+        """Whether a body of this size is quarantined: only then is a fingerprint worth its time."""
+        return self._bodies.has_like(_size(num_bytes))
 
     @property
     def is_active(self) -> bool:

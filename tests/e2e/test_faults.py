@@ -31,19 +31,23 @@ def faulty(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
         assert served.terminate() == 0
 
 
+def num_ready_instances(served: Served) -> int:
+    """Of all models; spare workers do not count."""
+    text = served.get("/metrics")[1].decode()
+    lines = [row for row in text.splitlines() if row.startswith("penstock_ready_instances")]
+    return sum(int(row.split()[-1]) for row in lines)
+
+
 def kill_and_time(served: Served) -> float:
     """Kill one worker; how long until all instances are ready again."""
     victim = served.workers()[0].pid
-    wanted = len(served.workers())
+    wanted = num_ready_instances(served)
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     while True:
-        if not psutil.pid_exists(victim):
-            # Asked only after the death was noticed, so the count is not an old one.
-            text = served.get("/metrics")[1].decode()
-            lines = [row for row in text.splitlines() if row.startswith("penstock_ready_instances")]
-            if sum(int(row.split()[-1]) for row in lines) == wanted:
-                return time.monotonic() - began
+        # Asked only after the death was noticed, so the count is not an old one.
+        if not psutil.pid_exists(victim) and num_ready_instances(served) == wanted:
+            return time.monotonic() - began
         time.sleep(0.005)
 
 
@@ -93,8 +97,9 @@ def test_a_request_that_kills_its_worker_fails_alone_under_load(faulty: Served):
         return load, poison
 
     load, poison = asyncio.run(scenario())
-    assert [status for status, _ in poison] == [500] * 3
-    assert all("was killed by SIGKILL while running it, twice" in a["error"] for _, a in poison)
+    # They have the same body: once it has killed twice, by whichever of them, it is refused.
+    texts = {500: "was killed by SIGKILL while running it, twice", 422: "killed its worker"}
+    assert all(texts[status] in answer["error"] for status, answer in poison)
     check_nothing_lost(load)
 
 

@@ -763,7 +763,7 @@ def test_a_message_beyond_the_limit(tmp_path):
 def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path):
     served = Served(null_model(tmp_path, "slow", stall_on=7, stall_ms=1500), grpc=True)
     processes = served.processes()
-    assert len(processes) == 2
+    assert len(processes) == 3, "worker, front and reaper"
     answers: queue.Queue = queue.Queue()
     with grpcclient.InferenceServerClient(served.grpc_address) as client:
         told: queue.Queue = queue.Queue()

@@ -277,7 +277,7 @@ def wait_for_two(served: Served, killed: int) -> None:
 def test_fronts_die_with_the_core(tmp_path: Path):
     served = Served(null_model(tmp_path, "m"), "--fronts", "2")
     processes = served.processes()
-    assert len(processes) == 3
+    assert len(processes) == 4, "worker, two fronts and reaper"
     served.process.kill()
     assert psutil.wait_procs(processes, timeout=5)[1] == []
     assert served.finish(processes) == -signal.SIGKILL

@@ -8,6 +8,7 @@ from penstock.errors import ConfigError, NotAllowed
 from penstock.protocols.gate import MAX_KEYS, Gate, KeyFile, digest_secret, headers_of, read_keys
 from penstock.protocols.line import MAX_SENT_BYTES
 from penstock.protocols.route_table import INFERENCE
+from penstock.serving.quotas import Quota
 from penstock.serving.supervisor import socket_pair
 from penstock.wire import frames
 
@@ -249,3 +250,23 @@ def test_callers_are_told_apart_by_their_key_and_only_where_keys_are_needed(tmp_
     rpc = headers_of([("authorization", f"Bearer {SECRET}")])
     assert gate.caller(rpc) == gate.caller(plain)
     assert gate.caller({}) == Gate().caller(bearer) == b""
+
+
+def test_keys_may_have_quotas(tmp_path: Path):
+    path = tmp_path / "keys.toml"
+    first, second = FILE.split("[[key]]")[1:]
+    limited = f"[[key]]{first}requests_per_s = 2.5\nqueue_share = 1\n[[key]]{second}"
+    path.write_text(limited)
+    keys = read_keys(path)
+    gate = Gate(keys)
+    digest = gate.caller({b"x-api-key": SECRET.encode()})
+    assert keys.quotas == {digest: Quota(2.5, 1)}
+
+
+@pytest.mark.parametrize("name", ["requests_per_s", "queue_share"])
+@pytest.mark.parametrize("value", ["0", "-1", "true", '"1"', "nan", "inf", "1e300"])
+def test_quotas_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: str):
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[key]]\nsecret = "{SECRET}"\nscopes = ["infer"]\n{name} = {value}\n')
+    with pytest.raises(ConfigError, match=rf"key\[0\]\.{name}: expected a number above 0"):
+        read_keys(path)

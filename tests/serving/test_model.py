@@ -31,6 +31,7 @@ from penstock.errors import (
     Overloaded,
     PenstockError,
     Quarantined,
+    QuotaExceeded,
     TooLarge,
 )
 from penstock.metrics import ModelMetrics
@@ -38,6 +39,7 @@ from penstock.serving import model as serving_model
 from penstock.serving import quarantine, restarts, supervisor, worker
 from penstock.serving.model import Model
 from penstock.serving.quarantine import QUARANTINE_S
+from penstock.serving.quotas import Quota, Quotas
 from penstock.serving.slab import Segment
 from penstock.testing import FakeClock, Puppets, RecordingSink, settle
 from penstock.types import Request, RequestedOutput, Response, TensorSpec, from_array
@@ -1484,6 +1486,10 @@ def test_bodies_are_hashed_only_while_one_is_quarantined(monkeypatch):
             assert len(hashed) == 2, "once for each death"
             await poisoned.answer_some()
             assert len(hashed) == 3
+            two_rows = ask(TWO, canary(9, (2, 4)))
+            poisoned.model.submit(two_rows)
+            await poisoned.run()
+            assert two_rows.sink.error is None and len(hashed) == 3, "it has another size"
             poisoned.clock.advance(QUARANTINE_S)
             poisoned.model.tick()
             await poisoned.answer_some()
@@ -1653,6 +1659,8 @@ def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
     """Two instances, no memory for spares: while one of them starts, nothing that may kill runs on
     the other; what is known to be harmless does."""
 
+    monkeypatch.setattr(supervisor.Instance, "start_s", 1e9)
+
     async def main() -> None:
         async with Poisoned(TWO) as poisoned:
             model = poisoned.model
@@ -1667,7 +1675,6 @@ def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
             dead.life.kill("was killed by SIGSEGV")
             await settle()
             (left,) = [each for each in model.instances if each.is_ready]
-            monkeypatch.setattr(type(left), "start_s", 1e9)
             assert not poison.is_done and model.num_running == 0 and model.num_waiting == 1
             for number in range(5):
                 other = poisoned.send(200 + number)
@@ -1681,5 +1688,57 @@ def test_suspects_spare_the_only_worker_that_is_left(monkeypatch):
             await poisoned.run()
             assert isinstance(poison.sink.error, BackendFailed)
             assert model.num_waiting == 0
+
+    asyncio.run(main())
+
+
+def test_a_key_beyond_its_rate_is_refused_and_nothing_is_said_of_overload(caplog):
+    clock, quotas = FakeClock(), Quotas({b"team-a": Quota(requests_per_s=2)})
+
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(FIXED, start_life=puppets, clock=clock, quotas=quotas)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        requests = [ask(FIXED, canary(i, (1, 4))) for i in range(6)]
+        for i, request in enumerate(requests):
+            request.caller = b"team-a" if i < 4 else b"team-b"
+            model.submit(request)
+        await puppets.step_all()
+        kinds = [type(request.sink.error) for request in requests]
+        assert kinds == [type(None)] * 2 + [QuotaExceeded] * 2 + [type(None)] * 2
+        assert model.metrics.num_refused["quota"] == 2
+        closing = asyncio.ensure_future(model.close())
+        await puppets.step_all()
+        await closing
+
+    asyncio.run(main())
+    assert "overloaded" not in caplog.text
+
+
+def test_a_key_gets_its_share_of_the_queue_back_however_its_requests_end():
+    config = replace(FIXED, batching=BatchPolicy(8, is_dynamic=True, max_pending=8))
+    quotas = Quotas({b"team-a": Quota(queue_share=0.5)})
+
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(config, start_life=puppets, quotas=quotas)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        for _ in range(3):
+            requests = [ask(config, canary(i, (1, 4))) for i in range(6)]
+            for request in requests:
+                request.caller = b"team-a"
+                model.submit(request)
+            full = [isinstance(each.sink.error, QuotaExceeded) for each in requests]
+            assert full == [False] * 4 + [True] * 2
+            model.cancel(requests[0])
+            await puppets.step_all()
+            assert all(request.is_done for request in requests)
+        closing = asyncio.ensure_future(model.close())
+        await puppets.step_all()
+        await closing
 
     asyncio.run(main())

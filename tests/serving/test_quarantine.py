@@ -107,6 +107,18 @@ def test_what_is_remembered_is_bounded():
     assert not quarantine.is_active
 
 
+def test_only_bodies_as_large_as_a_quarantined_one_need_a_fingerprint():
+    quarantine, clock = Quarantine(), FakeClock()
+    body = fingerprint([Part("x", (1, 4), b"abcd"), Part("y", (1, 2), b"ef")])
+    kill(quarantine, body, clock)
+    assert not quarantine.has_body_of(6)
+    kill(quarantine, body, clock)
+    assert [size for size in range(20) if quarantine.has_body_of(size)] == [6]
+    clock.advance(QUARANTINE_S)
+    quarantine.expire(clock())
+    assert not quarantine.has_body_of(6)
+
+
 BASE = (Part("x", (1, 4), b"abcd"), Part("y", (1, 2), b"ef"))
 
 

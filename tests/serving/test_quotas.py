@@ -1,0 +1,79 @@
+"""How much each API key may send, on a clock of its own."""
+
+import pytest
+
+from penstock.errors import Overloaded, QuotaExceeded
+from penstock.serving.quotas import Quota, Quotas
+from penstock.testing import FakeClock
+
+A, B = b"team-a", b"team-b"
+
+
+def num_passed(quotas: Quotas, caller: bytes, num_sent: int, clock: FakeClock) -> int:
+    passed = 0
+    for _ in range(num_sent):
+        try:
+            quotas.check_rate(caller, clock())
+            passed += 1
+        except QuotaExceeded:
+            pass
+    return passed
+
+
+def test_without_quotas_everything_passes():
+    quotas, clock = Quotas(), FakeClock()
+    assert not quotas.is_active
+    assert num_passed(quotas, A, 1000, clock) == 1000
+    quotas.check_share(A, 10**6, 1)
+
+
+def test_a_key_sends_a_second_of_requests_at_once_and_then_its_rate():
+    quotas, clock = Quotas({A: Quota(requests_per_s=10)}), FakeClock()
+    assert num_passed(quotas, A, 50, clock) == 10
+    for _ in range(20):
+        clock.advance(0.1)
+        assert num_passed(quotas, A, 5, clock) == 1
+    clock.advance(3600)
+    assert num_passed(quotas, A, 50, clock) == 10, "an hour of silence is not saved up"
+    assert num_passed(quotas, B, 50, clock) == 50, "of the others nothing is taken"
+    assert num_passed(quotas, b"", 50, clock) == 50
+
+
+@pytest.mark.parametrize(("rate", "wait_s"), [(0.5, 2.0), (1, 1.0), (4, 0.25)])
+def test_a_refusal_says_when_to_come_back_and_then_it_passes(rate: float, wait_s: float):
+    quotas, clock = Quotas({A: Quota(requests_per_s=rate)}), FakeClock()
+    num_passed(quotas, A, 10, clock)
+    with pytest.raises(QuotaExceeded, match=f"may send {rate:g} requests/s") as caught:
+        quotas.check_rate(A, clock())
+    assert caught.value.retry_after_s == pytest.approx(wait_s)
+    clock.advance(0.99 * wait_s)
+    assert num_passed(quotas, A, 1, clock) == 0
+    clock.advance(0.02 * wait_s)
+    assert num_passed(quotas, A, 1, clock) == 1
+
+
+def test_a_key_fills_only_its_share_of_a_queue():
+    quotas = Quotas({A: Quota(queue_share=0.25), B: Quota(requests_per_s=1)})
+    assert quotas.has_share(A) and not quotas.has_share(B) and not quotas.has_share(b"")
+    quotas.check_share(A, 24, 100)
+    with pytest.raises(QuotaExceeded, match="its share is 25 of 100"):
+        quotas.check_share(A, 25, 100)
+    quotas.check_share(B, 10**6, 100)
+    quotas.check_share(A, 0, 1)  # The smallest queue has room for one.
+
+
+def test_new_quotas_hold_at_once_and_unchanged_ones_go_on():
+    quotas, clock = Quotas({A: Quota(10), B: Quota(10)}), FakeClock()
+    for caller in (A, B):
+        num_passed(quotas, caller, 10, clock)
+    quotas.replace({A: Quota(10), B: Quota(20)})
+    assert num_passed(quotas, A, 10, clock) == 0
+    assert num_passed(quotas, B, 100, clock) == 20
+    quotas.replace({})
+    assert num_passed(quotas, A, 10, clock) == 10 and not quotas.is_active
+
+
+def test_it_is_no_overload_of_the_server_though_clients_may_treat_it_as_such():
+    error = QuotaExceeded("why", 2.5)
+    assert isinstance(error, Overloaded)
+    assert (error.reason, error.retry_after_s, str(error)) == ("quota", 2.5, "why")
