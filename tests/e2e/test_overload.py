@@ -89,6 +89,6 @@ def test_slow_models_keep_both_promises_too(served: Served, load: float):
 def test_without_an_slo_no_request_waits_longer_than_the_default(served: Served):
     # As many connections as requests that may wait in the server, and more.
     tally = offer(served, "fixed", 2.0, 1.0, MAX_WAIT_S, num_connections=2000)
-    assert tally.goodput(MAX_WAIT_S) >= 0.90 * CAPACITY
+    assert tally.goodput(MAX_WAIT_S) >= 0.85 * CAPACITY
     assert percentile(tally.answered_s, 0.99) <= MAX_WAIT_S
     assert percentile(tally.refused_s, 0.99) <= 0.050
