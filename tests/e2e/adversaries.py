@@ -466,9 +466,11 @@ def outliers(
 
     data, fresh = draw(NUM_ROWS), draw(600)
     is_outlier = np.abs(fresh).max(axis=1) > 50
-    more: dict[str, Any] = {"passes": INT8}
+    # One example of 400 that differs is already too many to show a loss of less than 1 %.
+    flags = ("--accuracy", "agreement drop <= 3 %")
     if not is_calibrated:
-        more["flags"] = ("--calibration", save_rows(folder / "plain.npz", x=draw(300, 0.0)))
+        flags += ("--calibration", save_rows(folder / "plain.npz", x=draw(300, 0.0)))
+    more: dict[str, Any] = {"passes": INT8, "flags": flags}
 
     def judge(truth: Answers) -> Judge:
         usual = same_best(truth, "y", slice(None), 0.9, np.flatnonzero(~is_outlier))
@@ -676,7 +678,7 @@ def prices_beside_outliers(folder: Path, random: Random) -> Planted:
     neighbours in a batch become constant in dynamic INT8, and makes the column's range huge."""
     graph = net(random)
     weight = np.abs(graph.random.normal(size=(WIDTH, 1))) / WIDTH
-    price = graph.product(graph.relu("x"), weight, "price")
+    price = graph.product(graph.relu("x"), weight, "last")
     value = graph.add("Add", price, graph.constant(20.0))
     path = graph.save(folder / "m.onnx", X, {"price": (value, FLOAT, ["b", 1])})
 
