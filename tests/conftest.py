@@ -6,10 +6,11 @@ from pathlib import Path
 
 import onnx
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from onnx import TensorProto, helper
 
-settings.register_profile("penstock", deadline=None)
+# No test depends on the speed of the machine, and neither does the drawing of examples.
+settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
 # Triton reads it when it is imported: without a GPU, kernels are interpreted.
 if not Path("/proc/driver/nvidia").exists():
