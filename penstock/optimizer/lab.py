@@ -506,7 +506,21 @@ class Lab:
         if known is None:
             self.watch(f"the original's answers, {part}")
             known = self._original[part] = self.answers(self.original, self._indices(part))
+            if part == CHOICE:
+                self._note_nan(known)
         return known
+
+    def _note_nan(self, answers: Answers) -> None:
+        """A candidate that answers NaN where the original does agrees with it, and no score says
+        that such answers are of no use."""
+        num_nan = sum(
+            any(np.isnan(each).any() for each in answer.values() if each.dtype.kind == "f")
+            for answer in answers
+        )
+        if num_nan:
+            self.notes.append(
+                f"the original answers {num_nan:,} of {len(answers):,} examples with NaN"
+            )
 
     @cached_property
     def _model_answers(self) -> Answers:

@@ -1,5 +1,6 @@
 """The gate as the lab asks it: every output, every part, whatever a step is called."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -131,6 +132,22 @@ def test_outputs_that_do_not_exist_are_told_beside_those_that_do(lab: Callable[.
     assert str(caught.value) == (
         "outputs: the model has no output 'boxes'; it has 'logits', 'embedding', 'dets'"
     )
+
+
+def test_answers_of_the_original_that_are_nan_are_told(
+    lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A candidate that does the same agrees in all of them."""
+    nan = {name: np.full_like(array, np.nan) for name, array in ORIGINAL[0].items()}
+    told = lab()
+    told.original_answers("choice")
+    assert told.notes == []
+    places = told.examples.split.choice[:3]
+    answers = [nan if row in places else answer for row, answer in enumerate(ORIGINAL)]
+    monkeypatch.setattr(sys.modules[__name__], "ORIGINAL", answers)
+    told = lab()
+    num = len(told.original_answers("choice"))
+    assert told.notes == [f"the original answers 3 of {num} examples with NaN"]
 
 
 def test_a_lossless_step_is_compared_on_every_held_out_example(lab: Callable[..., Lab]) -> None:

@@ -27,6 +27,7 @@ EXIT_CODES = {
 # Steps that are named one by one.
 MAX_UNTRIED = 4
 NOT_PROVEN = "not proven: not measured in turns with the original"
+ORIGINAL_NOT_PROVEN = "not proven: measured only in the search"
 
 
 def exit_code(optimization: Optimization) -> ExitCode:
@@ -52,7 +53,8 @@ def _kept(optimization: Optimization) -> tuple[str, list[str]]:
     word = "SLO kept" if optimization.slo else "No SLO was given"
     if is_original(optimization):
         word += " by the original" if optimization.slo else ""
-        return word, [kept, "no change needed", *_untried(optimization)]
+        unproven = "" if optimization.is_proven or after is None else ORIGINAL_NOT_PROVEN
+        return word, [kept, unproven, "no change needed", *_untried(optimization)]
     return word, [kept, *_gains(optimization), *_untried(optimization)]
 
 
@@ -182,7 +184,7 @@ def _gains(optimization: Optimization) -> list[str]:
     """Against the original: speed, and accuracy."""
     found = [_speed(optimization)]
     if optimization.after is not None and not optimization.is_proven:
-        found.append("" if is_original(optimization) else NOT_PROVEN)
+        found.append(ORIGINAL_NOT_PROVEN if is_original(optimization) else NOT_PROVEN)
     judged = optimization.held_out
     # A choice that only rounds otherwise does not have to pass; with few examples the bound of
     # anything is beyond the limit, and would read like a refusal.
