@@ -52,14 +52,15 @@ class Server:
 
     def kill_workers(self) -> int:
         """SIGKILL to every worker; how many there were."""
-        workers = psutil.Process(self._process.pid).children()
+        children = psutil.Process(self._process.pid).children()
+        workers = [each for each in children if "penstock.serving.worker" in each.cmdline()]
         for worker in workers:
             os.kill(worker.pid, signal.SIGKILL)
         return len(workers)
 
     def stop(self) -> tuple[int, int]:
-        """SIGTERM; the exit code and how many workers were left behind."""
-        workers = psutil.Process(self._process.pid).children()
+        """SIGTERM; the exit code and how many processes were left behind."""
+        children = psutil.Process(self._process.pid).children()
         self._process.send_signal(signal.SIGTERM)
         code = self._process.wait(timeout=40)
-        return code, sum(worker.is_running() for worker in workers)
+        return code, sum(child.is_running() for child in children)

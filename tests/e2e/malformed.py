@@ -592,7 +592,6 @@ def rpcs() -> Iterator[Rpc]:
         return bad(f"shape {name}", raw(given(shape)))
 
     good = raw().SerializeToString()
-    yield bad("no inputs", message(), "no inputs")
     yield bad("noise", b"\xff" * 40, "parse")
     yield bad("JSON", GOOD, "parse")
     yield bad("a message that is cut off", good[:-5], "parse")

@@ -302,8 +302,9 @@ def test_the_worker_is_a_process_that_goes_with_the_target(tmp_path: Path) -> No
     null_model(tmp_path, "m")
     before = set(psutil.Process().children())
 
-    async def body(target: InProcess) -> set[psutil.Process]:
-        return set(psutil.Process().children()) - before
+    async def body(target: InProcess) -> list[psutil.Process]:
+        started = set(psutil.Process().children()) - before
+        return [each for each in started if "penstock.serving.worker" in each.cmdline()]
 
     (worker,) = opened(TargetSpec(str(tmp_path / "m")), body)
     assert not worker.is_running()
