@@ -6,6 +6,7 @@ The words of the report are made from these outcomes: a candidate's in `Try`, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.optimizer import goals
@@ -87,8 +88,14 @@ def against(one: Served, chosen: Served) -> str:
     if one.max_rate is not None and chosen.max_rate is not None:
         rates = [f"{each.value:,.4g}/s" for each in (one.max_rate, chosen.max_rate)]
         return f"up to {rates[0]}, the chosen one {rates[1]}"
-    times = [f"{each.p99.value * 1e3:.3g} ms" for each in (one, chosen)]
+    times = [_p99_text(each) for each in (one, chosen)]
     return f"p99 {times[0]}, the chosen one {times[1]}"
+
+
+def _p99_text(served: Served) -> str:
+    """A server that answers next to nothing has no p99."""
+    value = served.p99.value
+    return "unknown (too few answers)" if math.isnan(value) else f"{value * 1e3:.3g} ms"
 
 
 # The run.

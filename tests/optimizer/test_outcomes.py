@@ -40,6 +40,10 @@ class TestServed:
         found = settled(served(goodput, 0.03), served(1.0))
         assert found == ("slower", f"{text} in time, the chosen one 100 %")
 
+    def test_a_p99_that_is_not_known_is_not_shown_as_a_number(self) -> None:
+        text = outcomes.against(served(0.0, 0.6), served(0.0, float("nan")))
+        assert text == "p99 600 ms, the chosen one unknown (too few answers)"
+
     def test_less_than_the_noise_is_equal(self) -> None:
         outcome, reason = settled(served(p99_s=0.0119), served())
         assert outcome == "equal"
