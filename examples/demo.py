@@ -28,7 +28,7 @@ FACTOR = 1.6
 LATENCY = "p99 < 100 ms"
 CLIENTS = 16
 ACCURACY = "top1 drop <= 2 %"
-BUDGET = "6m"
+BUDGET = "10m"
 PRICE = "0.10"  # of two cores, per hour
 FOLDER = ROOT / ".bench" / "demo"
 PAGE = ROOT / "demo.html"
