@@ -9,7 +9,7 @@ the one is everything to the other. Knows no model and no tolerance.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,30 +28,25 @@ TAIL = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ColumnScales:
-    """What differences in each column are a share of: `spreads`, or the distance of a value from
-    the middle of its column (`centres`) where that is larger."""
+    """The scale of a value is the spread of its column, or its distance from the column's centre
+    where that is larger, but never more than `most`."""
 
     centres: Array
     spreads: Array
+    most: Array | float = np.inf
 
     def widened(self, least: Array) -> ColumnScales:
         """Return scales with spreads of at least this, by column."""
-        return ColumnScales(self.centres, np.maximum(self.spreads, least))
-
-    def narrowed(self, most: Array) -> ColumnScales:
-        """Return scales that are at most this, by column, also for values far from the middle."""
-        is_free = np.isinf(most)
-        centres = np.where(is_free, self.centres, np.nan)
-        return ColumnScales(centres, np.minimum(self.spreads, most))
+        return replace(self, spreads=np.maximum(self.spreads, least))
 
     def scaled(self, factor: float) -> ColumnScales:
         """Return scales with spreads times this."""
-        return ColumnScales(self.centres, self.spreads * factor)
+        return replace(self, spreads=self.spreads * factor)
 
     def of(self, table: Array) -> Array:
         """Return the scale of each value of a table."""
         distances = np.abs(np.where(np.isfinite(table), table, self.centres) - self.centres)
-        scales: Array = np.maximum(np.nan_to_num(distances, nan=0.0), self.spreads)
+        scales: Array = np.minimum(np.maximum(distances, self.spreads), self.most)
         return scales
 
 

@@ -227,7 +227,7 @@ class Server:
                     await asyncio.sleep(0.005)
         except TimeoutError:
             log.warning("requests are cut off after %.0f s of draining", self._config.drain_s)
-            # Before connections are closed, so that their clients are told.
+            # Before the connections close, so that clients get an error instead of a reset.
             await self.catalog.close()
         for task in self._watching:
             task.cancel()

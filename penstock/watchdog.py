@@ -215,7 +215,7 @@ class Watchdog:
 
 def _refuse(connection: socket.socket, silent_s: float) -> None:
     connection.setblocking(False)
-    # What is not read before the close would reset the connection, and the answer with it.
+    # Closing with unread data would reset the connection and lose the answer.
     if select.select([connection], [], [], REQUEST_S)[0]:
         connection.recv(REQUEST_BYTES)
     body = encode_error(f"the event loop of the server is stuck for {silent_s:.1f} s")

@@ -26,7 +26,7 @@ def generation_of(
     if wishes.num > MAX_CHOICES:
         raise Invalid(f"n is {wishes.num}; expected at most {MAX_CHOICES}", "n")
     left = model.max_length - len(tokens)
-    # 0: only the prompt is wanted, and computed on the way to a token that nobody sees.
+    # 0: only the prompt is wanted. Prefill then computes one token, which is dropped.
     is_prompt_only = wishes.max_tokens == 0
     if left < (0 if is_prompt_only else wishes.max_tokens or 1):
         asked = f" and {wishes.max_tokens} are to follow" if wishes.max_tokens else ""

@@ -1,4 +1,4 @@
-"""The datatype of a model whose files have four bits already, on a CPU, where nobody names one.
+"""Default datatype on a CPU for models whose files are already in four bits.
 
 Four bits as the file has them are several times faster than float32. How far `int4` moves the
 model's next-token distributions from those of float32 is measured on the model itself when it is

@@ -58,7 +58,7 @@ class Settings(Frame, tag="set"):
     # The core's too: seconds that the renderer may take for a request, and whether special tokens
     # within messages are special.
     text_timeout_s: float = 5.0
-    # The engine may choose another datatype by what it measures: nobody named one.
+    # The datatype is a default: the engine may measure and choose another one.
     is_dtype_free: bool = False
     parses_special: bool = False
 

@@ -1,9 +1,9 @@
 """A model's renderer as the core sees it: texts and messages go there and come back as tokens.
 
-Whatever comes with a model folder and runs on a client's text (tokenizer, its patterns, chat
-template) runs in that process under limits of time, output and memory, never in the core. A job
-that exceeds its time is ended with the process; the job fails, the others are sent again to a new
-one. It lives on the core's event loop.
+Code and patterns of a model folder that run on a client's text (tokenizer, chat template) run in
+that process under limits of time, output and memory, never in the core. A job that exceeds its time
+limit fails and its process is killed; the other jobs run again in a new process. This side lives on
+the core's event loop.
 """
 
 from __future__ import annotations
@@ -68,10 +68,14 @@ class TextLimits:
     # Jobs that wait before others are refused.
     max_waiting: int = 1024
 
+    def of(self, num_chars: int) -> float:
+        """Return the time limit of a job of this size, in seconds."""
+        return self.job_s + self.char_s * num_chars
+
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """What a renderer loads, as the engine's settings have it."""
+    """Settings of the tokenizer and chat template that a renderer loads."""
 
     path: str
     is_made_up: bool = False
@@ -104,8 +108,8 @@ class Job:
 
 
 class Renderer:
-    """Invariant: a job is in `_sent`, in `_suspects` or in the queue of its lane until its asker
-    was told. Jobs that ran in a process that died by itself are suspects, which run alone."""
+    """Invariant: a job is in `_sent`, in `_suspects` or in its lane's queue until its asker has the
+    outcome. Jobs that were running when a process crashed are suspects and run one at a time."""
 
     def __init__(
         self,
@@ -189,7 +193,7 @@ class Renderer:
         max_chars: int,
         asker: Asker,
     ) -> None:
-        """The same for messages, of which the template may make so many characters."""
+        """The same for messages. The template may produce at most `max_chars` characters."""
         told, settings = msgspec.json.encode(asked), msgspec.json.encode(options)
         message = messages.EncodeChat(next(self._numbers), told, settings, max_chars)
         size = len(told) + len(settings)
@@ -231,17 +235,17 @@ class Renderer:
             self._loop.call_soon(self._tell, job, Cancelled("the client left"))
             return False
         self._sent[job.message.job] = job
-        limit_s = self._limits.job_s + self._limits.char_s * job.size
-        job.timer = self._loop.call_later(limit_s, self._end_overdue, job, limit_s)
+        job.timer = self._loop.call_later(self._limits.of(job.size), self._end_overdue, job)
         self._send(job.message)
         return True
 
-    def _end_overdue(self, job: Job, limit_s: float) -> None:
+    def _end_overdue(self, job: Job) -> None:
         # This loop may be late itself: the answer may have come.
         self._receive()
         if job.message.job not in self._sent:
             return
         text = "%s: %s took longer than %.3g s; ending the renderer process"
+        limit_s = self._limits.of(job.size)
         log.error(text, self.name, job.what, limit_s, extra={"model": self.name})
         self._overdue = job
         if self._life is not None:
@@ -354,7 +358,7 @@ class Renderer:
     def _died(self, reason: str) -> None:
         life, sender = self._life, self._sender
         assert life is not None and sender is not None
-        # What it sent before counts.
+        # Take answers that were sent before the process ended.
         with suppress(Exception):
             self._receive()
         if self._timer is not None:
@@ -399,7 +403,7 @@ class Renderer:
             jobs.remove(overdue)
             for job in reversed(jobs):
                 self._queues[job.lane].appendleft(job)
-            limit_s = self._limits.job_s + self._limits.char_s * overdue.size
+            limit_s = self._limits.of(overdue.size)
             text = f"the model's {overdue.what} took longer than {limit_s:.3g} s and was stopped"
             self._tell(overdue, BackendFailed(text))
         elif len(jobs) == 1:

@@ -297,7 +297,7 @@ def fair_shares(wanted: Many[int], budget: int) -> list[int]:
     """As much for each as for the others, and at most what it wants; what one does not want is for
     the others. The first get what cannot be divided."""
     shares = [0] * len(wanted)
-    # Those that want least first; of the others the first last, which gets the rest.
+    # Smallest demand first. Among equal demands the earliest comes last and gets the remainder.
     places = sorted(range(len(wanted)), key=lambda place: (wanted[place], -place))
     for number, place in enumerate(places):
         shares[place] = min(wanted[place], budget // (len(places) - number))

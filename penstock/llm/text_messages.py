@@ -31,7 +31,7 @@ class LoadText(Frame, tag="load"):
     path: str
     is_made_up: bool
     parses_special: bool
-    # Of data that it may have beyond what it has when it is loaded.
+    # Data that the process may allocate beyond what it holds once loaded.
     memory_bytes: int
 
 

@@ -92,7 +92,7 @@ class TextModel:
             await self._engine.drain()
 
     async def close(self) -> None:
-        """Requests that wait are told that the model is unloaded."""
+        """Stop both processes. Waiting requests fail with "the model is unloaded"."""
         both = (self._engine, self._renderer)
         await asyncio.gather(*(each.close() for each in both if each is not None))
 

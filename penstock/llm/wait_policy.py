@@ -97,7 +97,7 @@ def process_s(processes: Iterable[Path]) -> float:
 
 
 def _fields(process: Path) -> list[str]:
-    """Of /proc/PID/stat, from the state on: a name may hold anything."""
+    """Return the fields of /proc/PID/stat after the process name, which may contain anything."""
     try:
         return (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:

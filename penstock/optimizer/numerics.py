@@ -7,6 +7,7 @@ pixels next to scores do not hide what happens to the scores.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -201,7 +202,8 @@ def _difference(
     scales = column_scales(before, own_floor)
     if tolerance:
         exact = _whole_columns(before, np.asarray(pairs[0][0]).dtype)
-        scales = scales.narrowed(np.where(exact, 0.99 * WHOLE / tolerance, np.inf))
+        most = np.where(exact, 0.99 * WHOLE / tolerance, np.inf)
+        scales = replace(scales, spreads=np.minimum(scales.spreads, most), most=most)
     shares = scaled_differences(before, after, scales)
     column = int(np.argmax(shares))
     absolute = float(np.abs(before[is_known] - after[is_known]).max(initial=0.0))

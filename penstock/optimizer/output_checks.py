@@ -111,10 +111,11 @@ def _check(name: str, original: Answers, candidate: Answers, is_scores: bool) ->
         check.agreement = float(np.mean(same))
     # Probabilities of classes that never come up are next to nothing, and any noise is large.
     if not is_scores or not _are_shares(before):
-        check.worst_column, check.worst_column_error = _worst_column(before, after)
-        check.lost_column, check.lost_column_share = _lost_column(before, after)
+        tables = _table(before), _table(after)
+        check.worst_column, check.worst_column_error = _worst_column(*tables)
+        check.lost_column, check.lost_column_share = _lost_column(*tables)
         if before[0].ndim == 2 and len({each.shape for each in before}) == 1:
-            turned = [[each.T for each in arrays] for arrays in (before, after)]
+            turned = [_table([each.T for each in arrays]) for arrays in (before, after)]
             check.worst_position, check.worst_position_error = _worst_column(*turned)
     return check
 
@@ -188,13 +189,13 @@ def matched_cosine(before: Array, after: Array) -> float:
     return total / num_rows
 
 
-def _worst_column(
-    before: Sequence[Array], after: Sequence[Array]
-) -> tuple[int | None, float | None]:
+def _table(arrays: Sequence[Array]) -> Array:
+    """One table of all examples."""
+    return np.concatenate(as_tables([each[None] for each in arrays]))
+
+
+def _worst_column(one: Array, other: Array) -> tuple[int | None, float | None]:
     """The column that lost most of what it says, and its error over its standard deviation."""
-    one, other = (
-        np.concatenate(as_tables([each[None] for each in arrays])) for arrays in (before, after)
-    )
     if len(one) < MIN_COLUMN_VALUES:
         return None, None
     is_known = np.isfinite(one)
@@ -216,13 +217,8 @@ def _worst_column(
     return worst
 
 
-def _lost_column(
-    before: Sequence[Array], after: Sequence[Array]
-) -> tuple[int | None, float | None]:
+def _lost_column(one: Array, other: Array) -> tuple[int | None, float | None]:
     """The column with the largest share of values that say nothing any more, and that share."""
-    one, other = (
-        np.concatenate(as_tables([each[None] for each in arrays])) for arrays in (before, after)
-    )
     if len(one) < MIN_COLUMN_VALUES or not one.shape[1]:
         return None, None
     is_known = np.isfinite(one)

@@ -46,7 +46,7 @@ class Keys:
 
     scopes: Mapping[bytes, frozenset[str]] = field(default_factory=dict)
     names: Mapping[bytes, str] = field(default_factory=dict)
-    # Of the keys that have one; enforced by the core alone.
+    # Only keys with a quota are listed. The core enforces them; fronts do not.
     quotas: Mapping[bytes, Quota] = field(default_factory=dict)
 
     def of(self, secret: bytes) -> frozenset[str]:

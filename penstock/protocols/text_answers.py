@@ -106,7 +106,7 @@ class Reading:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """What is wrong with a text is wrong with its field."""
+        """Count the request, and name the request field in errors about its text."""
         is_counted = self.is_counted
         with counted(self.model, self.exchange.received) if is_counted else nullcontext():
             try:
@@ -181,7 +181,7 @@ def begin(answer: Answer) -> None:
 
 
 def salt_of(headers: Mapping[bytes, bytes], cache_salt: str = "") -> str:
-    """Who shares prompts in the cache: requests with the same API key and `cache_salt`."""
+    """Return the salt that separates prefix caches: one for each API key and `cache_salt`."""
     parts = secret_of(headers) or b"", cache_salt.encode()
     if not any(parts):
         return ""
@@ -234,7 +234,7 @@ class Growing:
     reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     has_begun: bool = False
-    # Where its tokens begin, where their logprobs are told.
+    # Text offsets of its tokens; None if logprobs were not requested.
     places: TokenPlaces | None = None
 
 

@@ -74,7 +74,7 @@ STOP_GRACE_S = 2.0
 
 # Takes a message; those of administrative calls also the digest of the API key.
 Answer = Callable[..., Awaitable[Any]]
-# Who makes the call that is being answered, as `Request.caller`; each call is a task of its own.
+# Caller of the current RPC (`Request.caller`). Every RPC is a task with its own context.
 CALLER: ContextVar[bytes] = ContextVar("caller", default=b"")
 
 

@@ -309,7 +309,7 @@ class Model:
             place = self._pool.place(plan.geometry, layout, plan.num_rows)
             if place is not None:
                 self._fill(request, place)
-        except Exception:  # Whatever cannot be copied must not stay in the queue.
+        except Exception:  # A request that cannot be copied must not stay in the queue.
             self._cannot_place(request)
             return False
         return True
@@ -475,7 +475,7 @@ class Model:
         return verdict
 
     def _refuse_quarantined(self) -> None:
-        """Those that wait already must not kill either."""
+        """Refuse quarantined requests that are already queued."""
         waiting = [request for lane in self._batcher.waiting() for request in lane.walk()]
         waiting += self._suspects
         for request in waiting:

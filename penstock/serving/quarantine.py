@@ -178,7 +178,7 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a pinned death means. `is_excused`: the request is at fault, not the model."""
+    """Consequences of a pinned death. `is_excused`: the request is at fault, not the model."""
 
     is_excused: bool
     quarantines_body: bool = False

@@ -23,7 +23,7 @@ class Quota:
     """What one key may take; None: any amount."""
 
     requests_per_s: float | None = None
-    # Of the requests that a model may hold, waiting or running: more than 0, at most 1.
+    # Largest share of a model's queued and running requests: above 0, at most 1.
     queue_share: float | None = None
 
 
@@ -50,7 +50,7 @@ class Bucket:
 
 
 class Quotas:
-    """By the digest of a key, as `Request.caller` has it. Replaced when the key file changes."""
+    """Quotas by the digest of the API key (`Request.caller`); replaced when the file changes."""
 
     def __init__(self, quotas: Mapping[bytes, Quota] | None = None) -> None:
         self._quotas: Mapping[bytes, Quota] = quotas or {}

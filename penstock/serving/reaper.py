@@ -67,7 +67,7 @@ class Reaper:
                 self._send(f"+{group}")
 
     def _stop(self) -> None:
-        """Nothing is left to kill unless it was told so."""
+        """End the reaper process. It kills only groups that are still registered."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -83,7 +83,7 @@ def kill_group(group: int) -> None:
 
 
 def main() -> None:
-    # Whoever ends all processes of a service ends the core too: this one goes last.
+    # A signal to the whole service also ends the core; the reaper must outlive it to clean up.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()

@@ -28,7 +28,7 @@ def deaths_in_a_row(before: int, well_s: float) -> int:
 
 
 def backoff_s(num_deaths: int) -> float:
-    """How long to wait after so many deaths in a row: after the first not at all."""
+    """Return the delay before a restart after this many deaths in a row; none after the first."""
     if num_deaths <= 1:
         return 0.0
     # Far beyond the limit, a float must still not overflow.

@@ -228,8 +228,8 @@ StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
 
 
 def limited(start_life: StartLife, memory_bytes: int | None) -> StartLife:
-    """The same, where each process may take this much private memory (None: any amount). What goes
-    beyond it fails to allocate: a MemoryError in Python."""
+    """Limit the private memory of each process (None: no limit). Allocations beyond it fail, in
+    Python with MemoryError."""
     if memory_bytes is None:
         return start_life
 
@@ -280,7 +280,7 @@ class Instance:
         self.started_at = 0.0
         # When it last answered a batch, by the model's clock.
         self.answered_at = 0.0
-        # Both belong to the place: a spare that takes it over goes on with them.
+        # Both belong to the instance, not to the worker: a spare that takes over continues them.
         self.crashes = CrashLoop()
         self.num_restarts = 0
         # Loaded, and in no place yet.
@@ -676,8 +676,7 @@ class Supervisor:
         self._later(TICK_S, self._tick)
 
     def _end_if_too_slow(self, instance: Instance) -> None:
-        """A worker that is started again may take as long to load as the first, whose time is
-        limited by whoever loads the model."""
+        """Kill a restarted worker that exceeds `load_timeout_s`; the catalog limits first loads."""
         limit_s = self._config.load_timeout_s
         is_late = self._loop.time() - instance.started_at > limit_s
         if instance.life is None or instance.is_ready or not is_late or instance.load_error:

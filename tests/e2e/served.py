@@ -128,7 +128,7 @@ class Served:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """A zombie has ended; whoever adopted it has not noticed yet."""
+    """A zombie has ended too: its parent has not reaped it yet."""
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -32,7 +32,7 @@ def faulty(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def num_ready_instances(served: Served) -> int:
-    """Of all models; spare workers do not count."""
+    """Count the workers of all models, without spares."""
     text = served.get("/metrics")[1].decode()
     lines = [row for row in text.splitlines() if row.startswith("penstock_ready_instances")]
     return sum(int(row.split()[-1]) for row in lines)
@@ -273,7 +273,7 @@ def test_500_cycles_of_unload_and_load_cost_the_core_at_most_2_mb(tmp_path: Path
     core = psutil.Process(served.process.pid)
 
     def cycle(count: int) -> int:
-        """The core's memory after so many cycles."""
+        """Return the core's memory after this many cycles."""
         for _ in range(count):
             for verb in ("unload", "load"):
                 status, answer = served.post(f"/v2/repository/models/model/{verb}")

@@ -25,7 +25,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     (folder / "chat_template.jinja").write_text(LOOPS)
     served = Served(folder, "--drain-s", "20")
     yield served
-    # While a template loops, and with nobody left behind.
+    # While a template loops, and without leaving a process behind.
     asker = threading.Thread(target=post, args=(served, "chat/completions", CHAT))
     asker.start()
     time.sleep(0.3)
