@@ -32,13 +32,13 @@ from penstock.llm.stops import StopTexts
 from penstock.llm.text_metrics import Death, TextMetrics
 from penstock.llm.token_bytes import Vocabulary
 from penstock.metrics import ModelMetrics
+from penstock.serving.restarts import backoff_s, deaths_in_a_row
 from penstock.serving.supervisor import (
     Life,
     ProcessLife,
     Sender,
     StartLife,
-    backoff_s,
-    deaths_in_a_row,
+    await_death,
 )
 from penstock.types import CANCELLED
 from penstock.wire.frames import MAX_FRAME_BYTES
@@ -131,13 +131,7 @@ class LlmModel:
         if self._life is None:
             return
         self._send(messages.Stop())
-        try:
-            async with asyncio.timeout(STOP_S):
-                await self._dead.wait()
-        except TimeoutError:
-            if self._life is not None:
-                self._life.kill()
-            await self._dead.wait()
+        await await_death(self._life, self._dead, STOP_S)
 
     @property
     def num_open(self) -> int:

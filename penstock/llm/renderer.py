@@ -33,13 +33,14 @@ from penstock.errors import (
 from penstock.llm import text_messages as messages
 from penstock.llm.messages import unpacked
 from penstock.llm.token_bytes import Vocabulary
+from penstock.serving.restarts import backoff_s
 from penstock.serving.supervisor import (
     MAX_LOAD_DEATHS,
     Life,
     ProcessLife,
     Sender,
     StartLife,
-    backoff_s,
+    await_death,
 )
 
 log = logging.getLogger("penstock.llm")
@@ -166,13 +167,7 @@ class Renderer:
         if self._life is None:
             return
         self._send(messages.StopText())
-        try:
-            async with asyncio.timeout(STOP_S):
-                await self._dead.wait()
-        except TimeoutError:
-            if self._life is not None:
-                self._life.kill()
-            await self._dead.wait()
+        await await_death(self._life, self._dead, STOP_S)
 
     @property
     def pid(self) -> int:

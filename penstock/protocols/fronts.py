@@ -37,6 +37,7 @@ from penstock.protocols.v2_http import status_of
 from penstock.protocols.v2_routes import describe_server
 from penstock.serving.catalog import Catalog
 from penstock.serving.control import Control
+from penstock.serving.restarts import backoff_s, deaths_in_a_row
 from penstock.serving.served import Served
 from penstock.serving.slab import Segment
 from penstock.serving.supervisor import (
@@ -44,8 +45,6 @@ from penstock.serving.supervisor import (
     Life,
     ProcessLife,
     StartLife,
-    backoff_s,
-    deaths_in_a_row,
 )
 from penstock.types import Request, RequestedOutput, Response, Tensor, Timings
 from penstock.wire import frames

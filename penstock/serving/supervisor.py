@@ -30,8 +30,6 @@ from penstock.config import CPU, ModelConfig
 from penstock.serving.environment import allowed, asked_for
 from penstock.serving.reaper import Reaper, kill_group
 from penstock.serving.restarts import HEALTHY_S, CrashLoop, SparePlan, spare_fits
-from penstock.serving.restarts import backoff_s as backoff_s
-from penstock.serving.restarts import deaths_in_a_row as deaths_in_a_row
 from penstock.serving.slab import Segment, Slab
 from penstock.serving.worker import Channel, Worker
 from penstock.wire import frames
@@ -225,6 +223,17 @@ class Life(Protocol):
 
 # OSError if it gets no process, and then nothing is left of it.
 StartLife = Callable[[asyncio.AbstractEventLoop, Callable[[str], None]], Life]
+
+
+async def await_death(life: Life, is_dead: asyncio.Event, seconds: float) -> None:
+    """Wait for a process that was asked to stop; kill it after this time."""
+    try:
+        async with asyncio.timeout(seconds):
+            await is_dead.wait()
+    except TimeoutError:
+        if not is_dead.is_set():
+            life.kill()
+        await is_dead.wait()
 
 
 def limited(start_life: StartLife, memory_bytes: int | None) -> StartLife:
