@@ -138,8 +138,9 @@ def wait_until_measuring(process: subprocess.Popen[str], seconds: float = 2.0) -
 def test_a_server_that_dies_leaves_a_partial_result(tmp_path: Path) -> None:
     served = Served(null_model(tmp_path / "models", "null", a_ms=2))
     path = tmp_path / "run.json"
-    flags = ["--concurrency", "2,4", "--duration", "8s", "--warm-up", "0s", "--json", str(path)]
-    process = start(f"http://{served.address}/v2/models/null", *flags)
+    # With a precision the first level may end just before the server does.
+    flags = ["--concurrency", "2,4", "--duration", "20s", "--precision", "0", "--warm-up", "0s"]
+    process = start(f"http://{served.address}/v2/models/null", *flags, "--json", str(path))
     wait_until_measuring(process)
     children = served.processes()
     served.process.kill()
