@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -36,6 +37,7 @@ from penstock.protocols.v2_routes import V2Routes
 from penstock.repository import Found
 from penstock.serving.catalog import Catalog
 from penstock.serving.fleet import Fleet
+from penstock.serving.quotas import Quotas
 from penstock.serving.served import Served
 from penstock.serving.supervisor import limited
 from penstock.watchdog import Watchdog
@@ -69,7 +71,7 @@ FRONTS_WITH_TEXT = (
 )
 
 
-def make_text_model(config: ModelConfig, num_fronts: int = 0) -> Served:
+def make_text_model(config: ModelConfig, quotas: Quotas, num_fronts: int = 0) -> Served:
     """ConfigError where what it needs is not installed, and where there are HTTP fronts."""
     if num_fronts:
         raise ConfigError([FRONTS_WITH_TEXT.replace("{name}", config.name)])
@@ -79,7 +81,7 @@ def make_text_model(config: ModelConfig, num_fronts: int = 0) -> Served:
     except ModuleNotFoundError as error:
         problem = f"backend: '{LLM}' needs the package '{error.name}', which is not installed"
         raise ConfigError([f'{problem}; pip install "penstock[llm]" brings it']) from error
-    return TextModel(config, limited(EngineLife, config.memory_bytes))
+    return TextModel(config, limited(EngineLife, config.memory_bytes), quotas=quotas)
 
 
 class TextModels:
@@ -113,7 +115,7 @@ class Server:
         self._stop = asyncio.Event()
         self.catalog = Catalog(
             fleet=Fleet(config.gpu_memory_reserve),
-            makers={LLM: lambda model: make_text_model(model, config.num_fronts)},
+            makers={LLM: partial(make_text_model, num_fronts=config.num_fronts)},
         )
         self.routes = V2Routes(self.catalog, path, config.is_explicit, config.allows_hard_links)
         self._key_file = KeyFile(Path(config.api_keys)) if config.api_keys else None

@@ -48,9 +48,9 @@ def write_model(folder, parameters=None, max_length=256, template=TEMPLATE):
     return folder
 
 
-def text_model(config):
+def text_model(config, quotas=None):
     """Its engine and its renderer are threads."""
-    return TextModel(config, EngineThread, RendererThread)
+    return TextModel(config, EngineThread, RendererThread, quotas=quotas)
 
 
 class TextServer:
@@ -64,8 +64,11 @@ class TextServer:
             embeddings=EmbeddingsHttp(self.catalog, True),
         )
         generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, logs_requests=True)
-        models = Models(self.catalog, self.routes, True, openai.handle, generate.handle)
-        self.v2 = V2Http(models, HttpLimits(), gate or Gate())
+        gate = gate or Gate()
+        if gate.keys is not None:
+            self.catalog.quotas.replace(gate.keys.quotas)
+        models = Models(self.catalog, self.routes, True, openai.handle, generate.handle, gate)
+        self.v2 = V2Http(models, HttpLimits(), gate)
         self.http = HttpServer(self.v2.handle, HttpLimits())
         self.port = 0
 

@@ -76,6 +76,8 @@ class Generation:
     # prompts, for the first.
     leader: Generation | None = None
     num_following: int = 0
+    # Digest of the API key that came with it; empty where clients need none.
+    caller: bytes = b""
     # When it was asked for; 0: when it is admitted.
     arrived: float = 0.0
     # The model's, from when it was admitted.

@@ -24,6 +24,7 @@ from penstock.errors import (
     NotReady,
     Overloaded,
     PenstockError,
+    QuotaExceeded,
 )
 from penstock.llm import messages
 from penstock.llm.generation import Generation, Going, Part
@@ -32,6 +33,7 @@ from penstock.llm.stops import StopTexts
 from penstock.llm.text_metrics import Death, TextMetrics
 from penstock.llm.token_bytes import Vocabulary
 from penstock.metrics import ModelMetrics
+from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.restarts import backoff_s, deaths_in_a_row
 from penstock.serving.supervisor import (
     Life,
@@ -64,16 +66,16 @@ class LlmModel:
 
     def __init__(
         self,
-        name: str,
+        metrics: ModelMetrics,
         settings: messages.Settings,
         vocabulary: Vocabulary,
         start_life: StartLife = EngineLife,
         clock: Callable[[], float] = time.monotonic,
         *,
-        metrics: ModelMetrics | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
-        self.name = name
-        self.metrics = TextMetrics(metrics or ModelMetrics(name, ""))
+        self.name = metrics.name
+        self.metrics = TextMetrics(metrics)
         self.vocabulary = vocabulary
         self.state: State = "LOADING"
         self.reason = ""
@@ -82,6 +84,9 @@ class LlmModel:
         self.last: messages.Pieces | None = None
         self.num_restarts = 0
         self._settings = settings
+        self._quotas = quotas or Quotas()
+        max_pending = settings.max_waiting + settings.max_sequences
+        self._shares = QueueShares(self._quotas, max_pending)
         self._start_life = start_life
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -154,7 +159,7 @@ class LlmModel:
         """Every outcome goes to its sink, refusals too."""
         try:
             self._admit(generation)
-        except (NotReady, InvalidRequest) as error:
+        except (NotReady, InvalidRequest, QuotaExceeded) as error:
             generation.is_ended = True
             now = self._clock()
             self.metrics.refused(error, now - (generation.arrived or now))
@@ -171,9 +176,8 @@ class LlmModel:
             generation.sink.failed(error)
 
     def _give_up(self, generation: Generation, error: PenstockError) -> None:
-        if self._open.pop(generation.id, None) is None:
+        if self._left(generation.id) is None:
             return
-        generation.is_ended = True
         self.metrics.failed(generation, error, self._clock())
         if not self._given_up:
             # Those of one turn of the loop leave together.
@@ -186,6 +190,8 @@ class LlmModel:
         if self.state != "READY" or ready is None or self._sender is None:
             raise self.not_ready()
         self._check(generation, ready)
+        if self._quotas.is_active:
+            self._check_quota(generation.caller)
         generation.id = next(self._ids)
         generation.admitted = self._clock()
         generation.arrived = generation.arrived or generation.admitted
@@ -197,11 +203,27 @@ class LlmModel:
         if not self._open:
             self._heard = self._loop.time()
         self._open[generation.id] = generation
+        if self._quotas.is_active:
+            self._shares.enter(generation, generation.caller, generation.num)
+            self._quotas.use_tokens(generation.caller, len(generation.tokens), generation.admitted)
         self._idle.clear()
         assert self._sender is not None
         self._sender.send(data)
         if self._watch is None:
             self._watch = self._loop.call_later(self._longest_silence_s, self._look_after)
+
+    def _check_quota(self, caller: bytes) -> None:
+        """QuotaExceeded when the key has used up its tokens or its share of the queue."""
+        self._shares.check(caller)
+        self._quotas.check_tokens(caller, self._clock())
+
+    def _left(self, request: int) -> Generation | None:
+        """The request with this number, which ends now; None if it has ended before."""
+        generation = self._open.pop(request, None)
+        if generation is not None:
+            generation.is_ended = True
+            self._shares.leave(generation)
+        return generation
 
     @property
     def _longest_silence_s(self) -> float:
@@ -370,6 +392,8 @@ class LlmModel:
         index, token, reason = part.index, part.token, part.reason
         going = generation.going[index]
         self.metrics.token(generation, going, now)
+        if self._quotas.is_active:
+            self._quotas.use_tokens(generation.caller, 1, now)
         going.num_tokens += 1
         generation.first_at = now if generation.first_at is None else generation.first_at
         generation.last_at = going.last_at = now
@@ -397,8 +421,7 @@ class LlmModel:
 
     def _finish(self, generation: Generation) -> None:
         """Unless its sink has given it up meanwhile."""
-        if self._open.pop(generation.id, None) is not None:
-            generation.is_ended = True
+        if self._left(generation.id) is not None:
             self.metrics.finished(generation, self._clock())
             try:
                 generation.sink.finished(generation.totals)
@@ -408,28 +431,25 @@ class LlmModel:
             self._check_idle()
 
     def _refuse(self, message: messages.Refused) -> None:
-        generation = self._open.pop(message.request, None)
+        generation = self._left(message.request)
         if generation is not None:
             error: PenstockError = InvalidRequest(message.reason)
             if message.is_overload:
                 error = Overloaded(message.reason, message.retry_after_s, message.kind)
-            generation.is_ended = True
             self.metrics.refused(error, self._clock() - generation.arrived)
             generation.sink.failed(error)
             self._check_idle()
 
     def _fail(self, request: int, error: BackendFailed) -> None:
-        generation = self._open.pop(request, None)
+        generation = self._left(request)
         if generation is not None:
-            generation.is_ended = True
             self.metrics.failed(generation, error, self._clock())
             generation.sink.failed(error)
             self._check_idle()
 
     def _fail_all(self, error: BackendFailed | NotReady) -> None:
-        generations, self._open = list(self._open.values()), {}
-        for each in generations:
-            each.is_ended = True
+        generations = [self._left(request) for request in tuple(self._open)]
+        for each in filter(None, generations):
             self.metrics.failed(each, error, self._clock())
             each.sink.failed(error)
         self._check_idle()

@@ -21,6 +21,7 @@ from penstock.llm.settings import settings_of
 from penstock.llm.token_bytes import Vocabulary
 from penstock.metrics import ModelMetrics
 from penstock.serving.explain import Explanation, InstanceState
+from penstock.serving.quotas import Quotas
 from penstock.serving.supervisor import StartLife
 from penstock.types import Request
 
@@ -57,6 +58,8 @@ class TextModel:
         start_life: StartLife = EngineLife,
         start_renderer: StartLife = RendererLife,
         limits: TextLimits | None = None,
+        *,
+        quotas: Quotas | None = None,
     ) -> None:
         """`limits` are those of the renderer, where they are not the configuration's."""
         self.config = config
@@ -67,6 +70,7 @@ class TextModel:
         self._text_limits = limits or TextLimits(
             job_s=self._settings.text_timeout_s, max_waiting=self._settings.max_waiting
         )
+        self._quotas = quotas
         self._start_life = start_life
         self._start_renderer = start_renderer
         self._engine: LlmModel | None = None
@@ -79,7 +83,8 @@ class TextModel:
         name, settings = self.config.name, self._settings
         source = TextSource(settings.path, settings.is_made_up, settings.parses_special)
         self._renderer = Renderer(name, source, self._text_limits, self._start_renderer)
-        engine = LlmModel(name, settings, NO_TEXT, self._start_life, metrics=self.metrics)
+        quotas = self._quotas
+        engine = LlmModel(self.metrics, settings, NO_TEXT, self._start_life, quotas=quotas)
         self._engine = engine
         engine.vocabulary, _ = await _both(self._renderer.start(), engine.start())
         self.metrics.load_s = time.monotonic() - began

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, PenstockError
 from penstock.protocols import access_log
+from penstock.protocols.gate import caller_of
 from penstock.protocols.http import Exchange
 from penstock.protocols.openai_errors import kind_of, reply_error
 from penstock.protocols.text_answers import counted
@@ -169,10 +170,13 @@ class EmbeddingsAnswer:
 
     def begin(self, texts: Sequence[str]) -> None:
         outputs = [RequestedOutput(self._embedder.vector)]
-        received = self._exchange.received
+        received, caller = self._exchange.received, caller_of(self._exchange.head.headers)
         for text in texts:
             inputs = [self._embedder.input(text)]
-            self._requests.append(Request(self, inputs, received, outputs=outputs))
+            request = Request(self, inputs, received, outputs=outputs)
+            # The message was counted as one request.
+            request.caller, request.is_counted = caller, True
+            self._requests.append(request)
         for request in self._requests:
             if not self._is_over:
                 self._num_submitted += 1

@@ -9,7 +9,8 @@ it as its Host, so that a page in a browser cannot reach the server by another n
     name = "team-a"
     secret = "at least sixteen characters"
     scopes = ["infer"]            # infer, metrics, admin
-    requests_per_s = 100          # optional, as the next; of all models together
+    requests_per_s = 100          # optional, as the next two; of all models together
+    tokens_per_s = 5000           # of language models, prompts and answers together
     queue_share = 0.25            # of the requests that one model may hold
 """
 
@@ -28,12 +29,13 @@ from penstock.protocols.route_table import RPC_SCOPES, Scope
 from penstock.serving.quotas import Quota
 
 SCOPES = ("infer", "metrics", "admin")
-FIELDS = ("name", "secret", "scopes", "requests_per_s", "queue_share")
 EXAMPLE = '  [[key]]\n  secret = "at least 16 characters"\n  scopes = ["infer"]'
 MIN_SECRET = 16
 # They travel to a front in one frame.
 MAX_KEYS = 4096
-MAX_RATE = 1e9
+# Quotas and the largest number that each may be.
+QUOTAS = {"requests_per_s": 1e9, "tokens_per_s": 1e9, "queue_share": 1.0}
+FIELDS = ("name", "secret", "scopes", *QUOTAS)
 LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
 # RFC 9110, section 7.2: a name or an address, and perhaps a port.
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[^\s:@/\[\]]+))(?::[0-9]*)?")
@@ -63,8 +65,7 @@ class Gate:
 
     def caller(self, headers: Mapping[bytes, bytes]) -> bytes:
         """Digest of the API key of a message, to tell callers apart; empty if none is needed."""
-        secret = None if self.keys is None else secret_of(headers)
-        return b"" if secret is None else digest_secret(secret)
+        return b"" if self.keys is None else caller_of(headers)
 
     def caller_name(self, headers: Mapping[bytes, bytes]) -> str:
         """The name of a message's caller, for logs."""
@@ -180,7 +181,7 @@ def read_keys(path: Path) -> Keys:
             digest = digest_secret(entry["secret"].encode())
             scopes[digest] = frozenset(entry["scopes"])
             names[digest] = entry.get("name", "")
-            quotas[digest] = Quota(entry.get("requests_per_s"), entry.get("queue_share"))
+            quotas[digest] = Quota(**{name: entry.get(name) for name in QUOTAS})
             if first.setdefault(digest, index) != index:
                 found.append(f".secret: the same as that of key[{first[digest]}]")
         problems += [f"{path}: key[{index}]{problem}" for problem in found]
@@ -204,10 +205,11 @@ def _key_problems(entry: Mapping[str, object]) -> list[str]:
     if not isinstance(wanted, list) or not wanted or wrong:
         told = "".join(f"; {each!r:.40} is none" for each in wrong)
         problems.append(f".scopes: expected a list of some of {', '.join(SCOPES)}{told}")
-    if not _is_number(entry.get("requests_per_s", 1), MAX_RATE):
-        problems.append(f".requests_per_s: expected a number above 0, up to {MAX_RATE:g}")
-    if not _is_number(entry.get("queue_share", 1), 1):
-        problems.append(".queue_share: expected a number above 0, up to 1")
+    problems += [
+        f".{name}: expected a number above 0, up to {most:g}"
+        for name, most in QUOTAS.items()
+        if not _is_number(entry.get(name, most), most)
+    ]
     return problems
 
 
@@ -222,6 +224,12 @@ def secret_of(headers: Mapping[bytes, bytes]) -> bytes | None:
     if given is not None and given[:7].lower() == b"bearer ":
         return given[7:].strip()
     return headers.get(b"x-api-key")
+
+
+def caller_of(headers: Mapping[bytes, bytes]) -> bytes:
+    """Digest of the key that came with a message; empty if none did."""
+    secret = secret_of(headers)
+    return b"" if secret is None else digest_secret(secret)
 
 
 def digest_secret(secret: bytes) -> bytes:

@@ -48,7 +48,7 @@ class IndexEntry:
     reason: str
 
 
-Make = Callable[[ModelConfig], Served]
+Make = Callable[[ModelConfig, Quotas], Served]
 
 
 class Catalog:
@@ -273,7 +273,7 @@ class Catalog:
 
     def _made(self, config: ModelConfig) -> Served:
         if (make := self._makers.get(config.backend)) is not None:
-            return make(config)
+            return make(config, self.quotas)
         try:
             return Model(config, start_life=self._start_life, quotas=self.quotas)
         except OSError as error:

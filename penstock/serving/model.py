@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -43,7 +43,7 @@ from penstock.serving.quarantine import (
     Verdict,
     fingerprint,
 )
-from penstock.serving.quotas import Quotas
+from penstock.serving.quotas import QueueShares, Quotas
 from penstock.serving.refusals import Refusals
 from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
@@ -127,9 +127,7 @@ class Model:
     ) -> None:
         self.config = config
         self._quotas = quotas or Quotas()
-        # Admitted requests of keys with a share of the queue, and how many each key has.
-        self._sharing: set[Request] = set()
-        self._num_shared: Counter[bytes] = Counter()
+        self._shares = QueueShares(self._quotas, config.batching.max_pending)
         self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.history = History()
         # How it is served and why, where that is not plain from its configuration.
@@ -285,7 +283,7 @@ class Model:
             if self._quarantine.is_active:
                 self._check_quarantine(request)
             if self._quotas.is_active:
-                self._check_quota(request.caller)
+                self._check_quota(request)
             timings = request.timings
             timings.queued = now = self._clock()
             timings.saturated_s = self._saturation.at(now)
@@ -297,7 +295,7 @@ class Model:
             request.respond(error)
             return
         if self._quotas.is_active:
-            self._note_share(request)
+            self._shares.enter(request, request.caller)
         if self._sequencer is not None:
             request.turn = self._sequencer.enter()
         if geometry.layout is None or self._place(request, plan, geometry.layout):
@@ -314,16 +312,11 @@ class Model:
             return False
         return True
 
-    def _note_share(self, request: Request) -> None:
-        if self._quotas.has_share(request.caller):
-            self._sharing.add(request)
-            self._num_shared[request.caller] += 1
-
-    def _check_quota(self, caller: bytes) -> None:
+    def _check_quota(self, request: Request) -> None:
         """The share first: a request that is refused for it does not use up the rate."""
-        max_pending = self.config.batching.max_pending
-        self._quotas.check_share(caller, self._num_shared[caller], max_pending)
-        self._quotas.check_rate(caller, self._clock())
+        self._shares.check(request.caller)
+        if not request.is_counted:
+            self._quotas.check_rate(request.caller, self._clock())
 
     def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
         total_s = self._processor_wait.total_s()
@@ -861,9 +854,8 @@ class Model:
             self._finish(request, BackendFailed(text))
 
     def _finish(self, request: Request, answer: Response | PenstockError) -> None:
-        if self._sharing and request in self._sharing:
-            self._sharing.remove(request)
-            self._num_shared[request.caller] -= 1
+        if self._shares.held:
+            self._shares.leave(request)
         if isinstance(answer, PenstockError):
             request.timings.completed = now = self._clock()
             self.metrics.fail_s += now - request.timings.received

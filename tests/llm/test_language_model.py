@@ -20,6 +20,7 @@ from penstock.errors import (  # noqa: E402
     InvalidRequest,
     NotReady,
     Overloaded,
+    QuotaExceeded,
 )
 from penstock.llm.generation import Generation  # noqa: E402
 from penstock.llm.language_model import LlmModel  # noqa: E402
@@ -27,6 +28,8 @@ from penstock.llm.params import Sampling  # noqa: E402
 from penstock.llm.sequence import Ending  # noqa: E402
 from penstock.llm.text import Text  # noqa: E402
 from penstock.metrics import ModelMetrics  # noqa: E402
+from penstock.serving.quotas import Quota, Quotas  # noqa: E402
+from penstock.testing import FakeClock  # noqa: E402
 
 TEXT = Text(TOKENIZER).vocabulary
 CONFIG = {**tiny.CONFIG, "vocab_size": TEXT.num_tokens, "max_position_embeddings": 256}
@@ -67,9 +70,10 @@ def a_generation(prompt="the cat", max_tokens=8, stops=(), stop_tokens=(), **opt
 
 
 @asynccontextmanager
-async def started(folder, life=EngineThread, text=TEXT, **changes):
+async def started(folder, life=EngineThread, text=TEXT, quotas=None, **changes):
     tiny.write_folder(folder, **CONFIG)
-    model = LlmModel("smol", tiny.settings_of(folder, max_length=200, **changes), text, life)
+    settings = tiny.settings_of(folder, max_length=200, **changes)
+    model = LlmModel(ModelMetrics("smol", ""), settings, text, life, quotas=quotas)
     await model.start()
     try:
         yield model
@@ -242,7 +246,7 @@ def test_what_it_does_is_counted(tmp_path):
         tiny.write_folder(tmp_path, **CONFIG)
         counted = ModelMetrics("smol", "1")
         settings = tiny.settings_of(tmp_path, max_length=200, max_tokens=4)
-        model = LlmModel("smol", settings, TEXT, EngineThread, Ticking(), metrics=counted)
+        model = LlmModel(counted, settings, TEXT, EngineThread, Ticking())
         await model.start()
         found = model.metrics
         prompt = "the cat sat on the mat, a naïve café"
@@ -281,7 +285,7 @@ def test_what_it_does_is_counted(tmp_path):
 
 def test_what_cannot_be_loaded_says_why(tmp_path):
     async def scenario():
-        model = LlmModel("smol", tiny.settings_of(tmp_path), TEXT, EngineThread)
+        model = LlmModel(ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread)
         with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
             await model.start()
         await model.close()
@@ -291,7 +295,7 @@ def test_what_cannot_be_loaded_says_why(tmp_path):
 
 def test_before_it_is_loaded_nothing_is_taken(tmp_path):
     async def scenario():
-        model = LlmModel("smol", tiny.settings_of(tmp_path), TEXT, EngineThread)
+        model = LlmModel(ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread)
         asked = a_generation()
         model.submit(asked)
         assert isinstance(asked.sink.error, NotReady)
@@ -328,7 +332,7 @@ def test_while_it_is_unloaded_nothing_more_is_taken(tmp_path):
 def test_one_that_is_closed_while_it_loads_is_not_waited_for(tmp_path):
     async def scenario():
         tiny.write_folder(tmp_path, **CONFIG)
-        model = LlmModel("smol", tiny.settings_of(tmp_path), TEXT, EngineThread)
+        model = LlmModel(ModelMetrics("smol", ""), tiny.settings_of(tmp_path), TEXT, EngineThread)
         starting = asyncio.ensure_future(model.start())
         await asyncio.sleep(0)
         await model.close()
@@ -362,7 +366,7 @@ def test_an_engine_that_says_nothing_is_replaced(tmp_path):
         tiny.write_folder(tmp_path, **CONFIG)
         settings = tiny.settings_of(tmp_path, max_length=200, hang_s=2.0)
         counts = ModelMetrics("smol", "1")
-        model = LlmModel("smol", settings, TEXT, metrics=counts)
+        model = LlmModel(counts, settings, TEXT)
         await model.start()
         try:
             assert (await answered(model, a_generation())).error is None
@@ -414,7 +418,7 @@ def test_a_dead_engine_is_told_of_and_replaced(tmp_path):
 def test_in_a_process_that_is_killed(tmp_path):
     async def scenario():
         tiny.write_folder(tmp_path, **CONFIG)
-        model = LlmModel("smol", tiny.settings_of(tmp_path, max_length=200), TEXT)
+        model = LlmModel(ModelMetrics("smol", ""), tiny.settings_of(tmp_path, max_length=200), TEXT)
         await model.start()
         first = a_generation()
         assert (await answered(model, first)).error is None
@@ -427,6 +431,59 @@ def test_in_a_process_that_is_killed(tmp_path):
                 await asyncio.sleep(0.05)
         again = a_generation()
         assert (await answered(model, again)).texts == first.sink.texts
+        await model.close()
+
+    run(scenario)
+
+
+def test_a_key_gets_its_share_of_the_queue_back_however_its_texts_end(tmp_path):
+    """The model holds 8 texts, running and waiting, and the key has a quarter of them."""
+    quotas = Quotas({b"team-a": Quota(queue_share=0.25)})
+
+    async def scenario():
+        async with started(tmp_path, quotas=quotas, max_waiting=4, max_sequences=4) as model:
+            for turn in range(4):
+                first = a_generation(max_tokens=100, num=2, caller=b"team-a")
+                second = a_generation(caller=b"team-a")
+                other = a_generation(caller=b"team-b")
+                for each in (first, second, other):
+                    model.submit(each)
+                error = second.sink.error
+                assert isinstance(error, QuotaExceeded) and "its share is 2 of 8" in str(error)
+                assert second.is_ended
+                if turn % 2:
+                    model.cancel(first)
+                else:
+                    assert (await ended(first)).error is None
+                assert (await ended(other)).error is None
+            assert model.num_open == 0
+
+    run(scenario)
+
+
+def test_a_key_that_used_up_its_tokens_waits_until_they_are_back(tmp_path):
+    """Prompts and answers count, and an answer may overdraw what is left."""
+    clock = FakeClock()
+    quotas = Quotas({b"team-a": Quota(tokens_per_s=10)})
+
+    async def scenario():
+        tiny.write_folder(tmp_path, **CONFIG)
+        settings = tiny.settings_of(tmp_path, max_length=200)
+        metrics = ModelMetrics("smol", "")
+        model = LlmModel(metrics, settings, TEXT, EngineThread, clock, quotas=quotas)
+        await model.start()
+        prompt = [1, 2, 3, 4, 5]
+        sink = await answered(model, a_generation(prompt, max_tokens=25, caller=b"team-a"))
+        assert sink.totals.num_prompt + sink.totals.num_generated == 30
+        refused = await answered(model, a_generation(prompt, caller=b"team-a"))
+        assert isinstance(refused.error, QuotaExceeded)
+        # 10 were there, 30 are used: 20 below zero, and one more is needed.
+        assert refused.error.retry_after_s == pytest.approx(2.1)
+        assert (await answered(model, a_generation(prompt, caller=b"team-b"))).error is None
+        clock.advance(2.0)
+        assert (await answered(model, a_generation(prompt, caller=b"team-a"))).error is not None
+        clock.advance(0.11)
+        assert (await answered(model, a_generation(prompt, caller=b"team-a"))).error is None
         await model.close()
 
     run(scenario)

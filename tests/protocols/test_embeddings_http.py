@@ -19,7 +19,7 @@ from penstock.protocols.embeddings_http import (  # noqa: E402
     embedder_of,
     vectors_of,
 )
-from penstock.protocols.gate import Gate  # noqa: E402
+from penstock.protocols.gate import Gate, read_keys  # noqa: E402
 from penstock.protocols.http import HttpServer  # noqa: E402
 from penstock.protocols.openai_http import OpenAiHttp  # noqa: E402
 from penstock.protocols.v2_http import Models, V2Http  # noqa: E402
@@ -111,15 +111,18 @@ class Served:
 
 
 @asynccontextmanager
-async def served(root):
+async def served(root, gate):
     catalog = Catalog(start_life=ThreadLife)
+    if gate.keys is not None:
+        catalog.quotas.replace(gate.keys.quotas)
     await catalog.load(repository.read(write_model(root)))
     assert catalog.failures == []
     routes = V2Routes(catalog, "", is_explicit=False)
     routes.is_loading = False
     embeddings = EmbeddingsHttp(catalog, logs_requests=True)
     api = OpenAiHttp(TextModels(catalog), logs_requests=True, embeddings=embeddings)
-    v2 = V2Http(Models(catalog, routes, handle_openai=api.handle), HttpLimits(), Gate())
+    models = Models(catalog, routes, handle_openai=api.handle, gate=gate)
+    v2 = V2Http(models, HttpLimits(), gate)
     http = HttpServer(v2.handle, HttpLimits())
     try:
         yield Served(catalog, await http.start("127.0.0.1", 0))
@@ -129,12 +132,12 @@ async def served(root):
         await catalog.close()
 
 
-def run(root, scenario):
+def run(root, scenario, gate=None, key="none"):
     async def whole():
-        async with served(root) as server, asyncio.timeout(60):
+        async with served(root, gate or Gate()) as server, asyncio.timeout(60):
             client = openai.AsyncOpenAI(
                 base_url=f"http://127.0.0.1:{server.port}/v1",
-                api_key="none",
+                api_key=key,
                 max_retries=0,
                 _strict_response_validation=True,
             )
@@ -311,3 +314,33 @@ class TestWhoCan:
         tensor = Tensor("v", "FP32", (1, 1), np.array([np.nan], np.float32).tobytes())
         with pytest.raises(BackendFailed, match="not finite"):
             vectors_of(Response("m", "1", [tensor]), "v")
+
+
+class TestQuotas:
+    SECRET = "sixteen characters!"
+
+    def gate(self, root, quota):
+        path = root / "keys.toml"
+        path.write_text(f'[[key]]\nsecret = "{self.SECRET}"\nscopes = ["infer"]\n{quota}\n')
+        return Gate(read_keys(path))
+
+    def test_a_message_counts_as_one_request_however_many_texts_it_has(self, tmp_path):
+        async def scenario(client, server):
+            asked = dict(model=NAME, input=["a", "b", "c", "d"], encoding_format="float")
+            found = await client.embeddings.create(**asked)
+            with pytest.raises(openai.RateLimitError, match="may send 0.01 requests/s"):
+                await client.embeddings.create(**asked)
+            return found
+
+        gate = self.gate(tmp_path, "requests_per_s = 0.01")
+        assert len(run(tmp_path, scenario, gate, self.SECRET).data) == 4
+
+    def test_texts_count_toward_the_keys_share_of_the_queue(self, tmp_path):
+        async def scenario(client, server):
+            with pytest.raises(openai.RateLimitError, match="its share is 1 of"):
+                await client.embeddings.create(model=NAME, input=["a", "b", "c", "d"])
+            asked = dict(model=NAME, input=["a"], encoding_format="float")
+            return await client.embeddings.create(**asked)
+
+        gate = self.gate(tmp_path, "queue_share = 1e-9")
+        assert len(run(tmp_path, scenario, gate, self.SECRET).data) == 1

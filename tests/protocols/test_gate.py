@@ -255,15 +255,17 @@ def test_callers_are_told_apart_by_their_key_and_only_where_keys_are_needed(tmp_
 def test_keys_may_have_quotas(tmp_path: Path):
     path = tmp_path / "keys.toml"
     first, second = FILE.split("[[key]]")[1:]
-    limited = f"[[key]]{first}requests_per_s = 2.5\nqueue_share = 1\n[[key]]{second}"
+    limited = (
+        f"[[key]]{first}requests_per_s = 2.5\ntokens_per_s = 7\nqueue_share = 1\n[[key]]{second}"
+    )
     path.write_text(limited)
     keys = read_keys(path)
     gate = Gate(keys)
     digest = gate.caller({b"x-api-key": SECRET.encode()})
-    assert keys.quotas == {digest: Quota(2.5, 1)}
+    assert keys.quotas == {digest: Quota(2.5, 7, 1)}
 
 
-@pytest.mark.parametrize("name", ["requests_per_s", "queue_share"])
+@pytest.mark.parametrize("name", ["requests_per_s", "tokens_per_s", "queue_share"])
 @pytest.mark.parametrize("value", ["0", "-1", "true", '"1"', "nan", "inf", "1e300"])
 def test_quotas_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: str):
     path = tmp_path / "keys.toml"

@@ -388,6 +388,27 @@ class TestProblems:
         error, listed = with_client(tmp_path, scenario, gate)
         assert error.body["code"] == "invalid_api_key" and len(listed.data) == 1
 
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v2/models/{}/generate"])
+    def test_a_key_that_used_up_its_tokens_gets_429(self, tmp_path, path):
+        """One token in 100 seconds: however slow the machine is, the second request is refused."""
+        secret, other = "sixteen characters!", "sixteen others!!"
+        keys = tmp_path / "keys.toml"
+        keys.write_text(
+            f'[[key]]\nsecret = "{secret}"\nscopes = ["infer"]\ntokens_per_s = 0.01\n'
+            f'[[key]]\nsecret = "{other}"\nscopes = ["infer"]\n'
+        )
+        body = {"model": NAME, "prompt": "the cat", "max_tokens": 2}
+        if "generate" in path:
+            body = {"text_input": "the cat", "max_tokens": 2}
+
+        async def scenario(client, server):
+            headers = [f"X-API-Key: {key}\r\n" for key in (secret, secret, other)]
+            return [await posted(server, path.format(NAME), body, each) for each in headers]
+
+        first, second, third = with_client(tmp_path, scenario, Gate(read_keys(keys)), other)
+        assert (first[0], second[0], third[0]) == (200, 429, 200)
+        assert b"may use 0.01 tokens/s" in second[2] and "Retry-After: " in second[1]
+
 
 class TestEnds:
     def test_whoever_leaves_frees_what_was_his(self, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import Overloaded, QuotaExceeded
-from penstock.serving.quotas import Quota, Quotas
+from penstock.serving.quotas import QueueShares, Quota, Quotas
 from penstock.testing import FakeClock
 
 A, B = b"team-a", b"team-b"
@@ -63,10 +63,13 @@ def test_a_key_fills_only_its_share_of_a_queue():
 
 
 def test_new_quotas_hold_at_once_and_unchanged_ones_go_on():
-    quotas, clock = Quotas({A: Quota(10), B: Quota(10)}), FakeClock()
+    quotas, clock = Quotas({A: Quota(10, 10), B: Quota(10)}), FakeClock()
     for caller in (A, B):
         num_passed(quotas, caller, 10, clock)
-    quotas.replace({A: Quota(10), B: Quota(20)})
+    quotas.use_tokens(A, 10, clock())
+    quotas.replace({A: Quota(10, 10), B: Quota(20)})
+    with pytest.raises(QuotaExceeded):
+        quotas.check_tokens(A, clock())
     assert num_passed(quotas, A, 10, clock) == 0
     assert num_passed(quotas, B, 100, clock) == 20
     quotas.replace({})
@@ -77,3 +80,39 @@ def test_it_is_no_overload_of_the_server_though_clients_may_treat_it_as_such():
     error = QuotaExceeded("why", 2.5)
     assert isinstance(error, Overloaded)
     assert (error.reason, error.retry_after_s, str(error)) == ("quota", 2.5, "why")
+
+
+def test_tokens_are_counted_after_they_were_used():
+    quotas, clock = Quotas({A: Quota(tokens_per_s=100), B: Quota(requests_per_s=1)}), FakeClock()
+    quotas.check_tokens(A, clock())
+    quotas.use_tokens(A, 350, clock())
+    with pytest.raises(QuotaExceeded, match="may use 100 tokens/s") as caught:
+        quotas.check_tokens(A, clock())
+    assert caught.value.retry_after_s == pytest.approx(2.51)
+    clock.advance(2.52)
+    quotas.check_tokens(A, clock())
+    clock.advance(3600)
+    quotas.use_tokens(A, 100, clock())
+    with pytest.raises(QuotaExceeded):
+        quotas.check_tokens(A, clock())
+    for caller in (B, b""):
+        quotas.use_tokens(caller, 10**9, clock())
+        quotas.check_tokens(caller, clock())
+
+
+def test_a_share_counts_what_is_held_and_forgets_what_left():
+    shares = QueueShares(Quotas({A: Quota(queue_share=0.5)}), 8)
+    first, second = object(), object()
+    shares.enter(first, A, 3)
+    shares.check(A)
+    shares.enter(second, A)
+    with pytest.raises(
+        QuotaExceeded, match="4 requests in this model's queue; its share is 4 of 8"
+    ):
+        shares.check(A)
+    shares.leave(first)
+    shares.leave(first)
+    shares.check(A)
+    shares.leave(second)
+    shares.enter(first, B)
+    assert not shares.held
