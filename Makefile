@@ -33,7 +33,7 @@ verify: $(READY)
 ifdef ROW
 	$(BIN)/python tests/scorecard.py $(ROW)
 else
-	$(BIN)/python -m pytest -m verify -v -s
+	$(BIN)/python -m pytest -m verify -v -s --hypothesis-profile explore
 endif
 
 # Every parser under coverage guidance, this long each; atheris lives in an environment of its own.

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from onnx import TensorProto, helper
 
-# No test depends on the speed of the machine, and neither does the drawing of examples.
-settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# No test depends on the speed of the machine, and neither does the drawing of examples. `make test`
+# draws the same examples every time; `--hypothesis-profile explore` draws new ones.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("penstock", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("penstock")
 # Triton reads it when it is imported: without a GPU, kernels are interpreted.
 if not Path("/proc/driver/nvidia").exists():

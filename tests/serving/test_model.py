@@ -1011,7 +1011,8 @@ class Chaos:
                 for got, value in zip(sink.outputs[0].values(), values, strict=True):
                     assert got.tolist() == value.tolist(), "a foreign byte"
             else:
-                assert isinstance(answer, Cancelled | BackendFailed | Overloaded), answer
+                ends = Cancelled | BackendFailed | Overloaded | Quarantined
+                assert isinstance(answer, ends), answer
                 if isinstance(answer, BackendFailed):
                     assert "twice" in str(answer)
         assert model.num_waiting == model.num_running == 0
