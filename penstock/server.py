@@ -175,7 +175,8 @@ class Server:
         if self._metrics_http is not None and self.metrics_port is not None:
             self.metrics_port = await self._listen(self._metrics_http, self.metrics_port, "metrics")
             if self._watchdog is not None:
-                self._watchdog.cover(self._metrics_http.listeners)
+                metrics = self._metrics_http
+                self._watchdog.cover(metrics.listeners, lambda: metrics.tls)
         if self._key_file is not None:
             self._watching.append(asyncio.create_task(self._watch_keys(self._key_file)))
         if self._tls is not None:

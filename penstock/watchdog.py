@@ -17,6 +17,7 @@ import select
 import selectors
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -38,6 +39,10 @@ LATE_S = 2.0
 # A request that was sent is here within this; answers do not depend on it.
 REQUEST_S = 0.05
 REQUEST_BYTES = 1 << 16
+# A TLS handshake may take this long; meanwhile other connections wait.
+HANDSHAKE_S = 1.0
+# After this many seconds of answering, signals and the grace period get their turn.
+ANSWER_S = 1.0
 # For a line of the log: the stuck loop may hold the lock of a handler.
 LOG_S = 1.0
 
@@ -103,6 +108,7 @@ class Watchdog:
         self._is_stopping = False
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
+        self._tls: Callable[[], ssl.SSLContext | None] = lambda: None
         self._ours, self._theirs = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._undo = contextlib.ExitStack()
@@ -131,9 +137,12 @@ class Watchdog:
         self._ours.close()
         self._theirs.close()
 
-    def cover(self, listeners: Sequence[Listener]) -> None:
-        """Answer connections to these while the loop is stuck."""
+    def cover(
+        self, listeners: Sequence[Listener], tls: Callable[[], ssl.SSLContext | None] | None = None
+    ) -> None:
+        """Answer connections to these while the loop is stuck, with the TLS that they have then."""
         with self._lock:
+            self._tls = tls or self._tls
             self._listeners += [socket.socket(fileno=os.dup(each.fileno())) for each in listeners]
 
     def release(self) -> None:
@@ -190,16 +199,17 @@ class Watchdog:
         return "".join(traceback.format_stack(frame)) if frame is not None else "an unknown place"
 
     def _answer_all(self, silent_s: float) -> None:
-        """All connections that wait now."""
+        """The connections that wait now; those that would take long wait for the next turn."""
+        until = time.monotonic() + ANSWER_S
         with self._lock:
             for listener in self._listeners:
-                while select.select([listener], [], [], 0)[0]:
+                while time.monotonic() < until and select.select([listener], [], [], 0)[0]:
                     try:
                         connection, _ = listener.accept()
                     except OSError:  # The loop was faster.
                         break
-                    with connection, contextlib.suppress(OSError):
-                        _refuse(connection, silent_s)
+                    with contextlib.suppress(OSError):
+                        _refuse(connection, silent_s, self._tls())
 
     def _end_process(self, reason: str) -> None:
         where = self._stack()
@@ -213,14 +223,21 @@ class Watchdog:
         writer.join(LOG_S)
 
 
-def _refuse(connection: socket.socket, silent_s: float) -> None:
-    connection.setblocking(False)
-    # Closing with unread data would reset the connection and lose the answer.
-    if select.select([connection], [], [], REQUEST_S)[0]:
-        connection.recv(REQUEST_BYTES)
-    body = encode_error(f"the event loop of the server is stuck for {silent_s:.1f} s")
-    connection.send(
-        b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-        b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-    )
-    connection.shutdown(socket.SHUT_WR)
+def _refuse(connection: socket.socket, silent_s: float, tls: ssl.SSLContext | None) -> None:
+    """Answer and close. OSError (such as a failed handshake) if the client does not play along."""
+    with connection:
+        connection.settimeout(HANDSHAKE_S)
+        if tls is not None:
+            # Takes the socket over; the `with` above then has nothing left to close.
+            connection = tls.wrap_socket(connection, server_side=True)
+        with connection:
+            connection.settimeout(REQUEST_S)
+            # Closing with unread data would reset the connection and lose the answer.
+            with contextlib.suppress(TimeoutError):
+                connection.recv(REQUEST_BYTES)
+            body = encode_error(f"the event loop of the server is stuck for {silent_s:.1f} s")
+            connection.sendall(
+                b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
+                b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            connection.shutdown(socket.SHUT_WR)

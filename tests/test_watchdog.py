@@ -4,11 +4,13 @@ import asyncio
 import os
 import signal
 import socket
+import ssl
 import threading
 import urllib.error
 import urllib.request
 
 import pytest
+from certificates import make_certificates
 
 from penstock.exit_codes import ExitCode
 from penstock.watchdog import LATE_S, Grace, Pulse, Watchdog
@@ -39,21 +41,38 @@ class TestGrace:
         assert Grace(30.0, signalled_at).is_over(now, silent_s) is expected
 
 
-def get(port, path="/v2/health/live"):
+def get(port, trusts=None):
+    """With `trusts`, the certificate of an issuer, over TLS."""
+    scheme = "http" if trusts is None else "https"
+    context = None if trusts is None else ssl.create_default_context(cafile=trusts)
+    url = f"{scheme}://127.0.0.1:{port}/v2/health/live"
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=30, context=context) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read()
 
 
-def test_a_stuck_loop_is_not_live_and_its_place_is_logged(caplog):
-    found = []
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+def test_a_stuck_loop_is_not_live_and_its_place_is_logged(tmp_path, caplog, has_tls):
+    found, tls, trusts = [], None, None
+    if has_tls:
+        folder = make_certificates(tmp_path)
+        tls, trusts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), folder / "ca.pem"
+        tls.load_cert_chain(folder / "server.pem", folder / "server.key")
 
     def hold_the_loop(port, is_seen):
         """As a template that never ends: until somebody has seen that the server is not live."""
-        asker = threading.Thread(target=lambda: (found.append(get(port)), is_seen.set()))
+
+        def ask():
+            if has_tls:  # Whoever speaks no TLS is no obstacle to those who do.
+                with socket.create_connection(("127.0.0.1", port)) as plain:
+                    plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            found.append(get(port, trusts))
+            is_seen.set()
+
+        asker = threading.Thread(target=ask)
         asker.start()
         assert is_seen.wait(60)
         asker.join()
@@ -61,7 +80,7 @@ def test_a_stuck_loop_is_not_live_and_its_place_is_logged(caplog):
     async def scenario():
         watchdog = Watchdog(30.0, lambda number: None, stuck_s=0.2)
         listener = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-        watchdog.cover(listener.sockets)
+        watchdog.cover(listener.sockets, lambda: tls)
         watchdog.start()
         try:
             hold_the_loop(listener.sockets[0].getsockname()[1], threading.Event())

@@ -626,6 +626,8 @@ class HttpServer:
         # Not the loop's clock: uvloop's has a resolution of a millisecond.
         self.now: Callable[[], float] = time.monotonic
         self._listeners: list[asyncio.Server] = []
+        # What new connections use.
+        self.tls: ssl.SSLContext | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(
@@ -633,6 +635,7 @@ class HttpServer:
     ) -> int:
         """Listen; returns the port, which differs from the one asked for when that was 0. With
         `shares_port` others may listen there too, and the kernel deals connections out."""
+        self.tls = tls
         listener = await self._loop.create_server(
             lambda: Connection(self),
             host,
@@ -651,6 +654,7 @@ class HttpServer:
         """Connections from now on use this context. Those that are waiting to be accepted stay in
         the kernel's queue meanwhile, which belongs to the sockets and not to the listeners. Needs
         uvloop: asyncio's own loop drops what it has accepted and not yet started."""
+        self.tls = tls
         old = self._listeners
         sockets = [
             socket.socket(fileno=os.dup(each.fileno()))
