@@ -1,5 +1,6 @@
 """`penstock bench` against real servers: every protocol, and every way in which it can go wrong."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -130,18 +131,26 @@ def test_data_of_the_wrong_shape(server: Served, tmp_path: Path) -> None:
     assert "INPUT0" in found.errors and "[17]" in found.errors and "[16]" in found.errors
 
 
-def wait_until_measuring(process: subprocess.Popen[str], seconds: float = 2.0) -> None:
-    time.sleep(seconds)
-    assert process.poll() is None
+def wait_until_measuring(process: subprocess.Popen[str], served: Served, model: str) -> None:
+    """Until the server has answered more than whatever comes before the measurement."""
+    num_before = num_answered(served, model)
+    while num_answered(served, model) < num_before + 150:
+        assert process.poll() is None
+        time.sleep(0.02)
+
+
+def num_answered(served: Served, model: str) -> int:
+    (stats,) = json.loads(served.get(f"/v2/models/{model}/stats")[1])["model_stats"]
+    return int(stats["inference_stats"]["success"]["count"])
 
 
 def test_a_server_that_dies_leaves_a_partial_result(tmp_path: Path) -> None:
     served = Served(null_model(tmp_path / "models", "null", a_ms=2))
     path = tmp_path / "run.json"
     # With a precision the first level may end just before the server does.
-    flags = ["--concurrency", "2,4", "--duration", "20s", "--precision", "0", "--warm-up", "0s"]
+    flags = ["--concurrency", "2,4", "--duration", "60s", "--precision", "0", "--warm-up", "0s"]
     process = start(f"http://{served.address}/v2/models/null", *flags, "--json", str(path))
-    wait_until_measuring(process)
+    wait_until_measuring(process, served, "null")
     children = served.processes()
     served.process.kill()
     psutil.wait_procs(children, timeout=10)
@@ -161,7 +170,7 @@ def test_ctrl_c_keeps_what_was_measured(server: Served, tmp_path: Path, number: 
     url = f"http://{server.address}/v2/models/identity"
     flags = ["--rate", "100", "--duration", "60s", "--warm-up", "0s", "--json", str(path)]
     process = start(url, *flags)
-    wait_until_measuring(process)
+    wait_until_measuring(process, server, "identity")
     process.send_signal(number)
     found = finish(process, path)
     assert found.status == 130
