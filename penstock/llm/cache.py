@@ -98,7 +98,7 @@ class PlainAttention:
     ) -> Tensor:
         """The tokens of one span, whose keys and values are kept."""
         own = slice(span.first, span.end)
-        attend = exact_attention.attend_prompt if self._cache.is_exact else _attended
+        attend = exact_attention.attend_prompt if self._cache.is_exact else attend_sdpa
         if len(span.slots) == span.end - span.first:
             # A prompt from its beginning: all that it sees is here.
             return attend(queries[own], keys[own], values[own])
@@ -106,7 +106,7 @@ class PlainAttention:
         return attend(queries[own], *seen)
 
 
-def _attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend_sdpa(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """[tokens, heads, size] of the last tokens, over all [tokens, kv heads, size]."""
     num, length = len(queries), len(keys)
     mask = None

@@ -37,11 +37,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor) -> Tenso
     scores.masked_fill_(hidden, float("-inf"))
     weights = scores.sub_(scores.amax(2, keepdim=True)).exp_()
     mixed = torch.zeros(batch, padded.shape[1], size)
-    total = torch.zeros(batch, padded.shape[1], 1)
     for start in range(0, keys.shape[1], BLOCK):
-        part = weights[:, :, start : start + BLOCK].contiguous()
-        mixed.baddbmm_(part, values[:, start : start + BLOCK])
-        total += part.sum(2, keepdim=True)
+        mixed.baddbmm_(weights[:, :, start : start + BLOCK], values[:, start : start + BLOCK])
+    # A running sum adds one block after the other, where `sum` would depend on their number.
+    total = weights.unflatten(2, (-1, BLOCK)).sum(3).cumsum(2)[:, :, -1:]
     return (mixed / total)[:, :num_rows]
 
 
