@@ -55,8 +55,8 @@ class Decoder:
         on_cpu: str = "",
     ) -> None:
         """`weights` returns each weight by name, in any type, and is called once for each.
-        `is_fp8`: linear layers run in FP8. `on_cpu`: they run in "int8" or "int4", and logits in
-        INT8. Embeddings and everything between linear layers keep `dtype`."""
+        `is_fp8`: linear layers except the output head run in FP8. `on_cpu`: they run in "int8" or
+        "int4", the head in INT8. Embeddings and everything between linear layers keep `dtype`."""
         self.shape = shape
         self.device, self.dtype = torch.device(device), dtype
         # Whether activations are rounded to fewer bits than FP32.
