@@ -1,4 +1,4 @@
-"""Turns the sampling parameters of a request, from any protocol, into a `Generation`."""
+"""Turn the sampling parameters of a request, from any protocol, into a `Generation`."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Lot:
     # Used rows, and their tokens.
     rows: Tensor
     own: Tensor
-    # Where new keys and values are written, as indices into [rows x kv heads x length].
+    # Slots of the new keys and values, as indices into [rows x kv heads x length].
     slots: Tensor
     # Tokens of the longest sequence.
     length: int

@@ -1,4 +1,4 @@
-"""Opens the files of a language model: a Hugging Face folder (config.json and safetensors, in one
+"""Open the files of a language model: a Hugging Face folder (config.json and safetensors, in one
 file or several), a GGUF file, or a configuration alone with random weights for speed tests.
 
 Weights are read one at a time, on request. Pickles are not read.

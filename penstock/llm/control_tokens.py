@@ -1,4 +1,4 @@
-"""Keeps user text from becoming special tokens.
+"""Keep user text from becoming special tokens.
 
 A chat template puts special tokens such as `<|im_start|>` between messages. The same characters
 within a message are plain text: `escape` marks them before the template runs, and `encode`

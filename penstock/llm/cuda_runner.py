@@ -1,4 +1,4 @@
-"""Runs steps on a GPU asynchronously: the next step is planned while the last one runs.
+"""Run steps on a GPU asynchronously: the next step is planned while the last one runs.
 
 Small steps replay a CUDA graph, captured for a set of batch sizes, with sampling inside: decode
 steps, and steps with short remainders of prompts, each of whose tokens attends as if it were a
@@ -122,7 +122,7 @@ class Laid:
 
 
 class CudaRunner:
-    """Runs steps for one thread. All work goes to one compute stream of the device, in order."""
+    """Runner for one thread. All work goes to one compute stream of the device, in order."""
 
     num_ahead = NUM_AHEAD
 
@@ -137,7 +137,7 @@ class CudaRunner:
         max_blocks = -(-limits.max_length // cache.block_size)
         most = max(limits.max_sequences, min(LEAST_TOKENS, limits.max_tokens))
         self._rows = TableRows(self._num_rows, max_blocks)
-        # Allocated on the stream that reads it.
+        # Zeroed on the stream that reads it.
         with device.lane("compute"):
             # The last row is a dummy that belongs to no sequence.
             self._table = self._zeros(self._num_rows + 1, max_blocks)

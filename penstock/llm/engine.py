@@ -42,7 +42,7 @@ class Ran(Protocol):
 
 
 class Runs(Protocol):
-    """Computes steps; it may wait for the device only when the tokens are read."""
+    """Runner of steps; it may wait for the device only when the tokens are read."""
 
     def run(self, step: Step, samplings: dict[int, Sampling]) -> Ran: ...
 
@@ -126,7 +126,7 @@ class Engine:
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     # Requests that were too slow even alone; counted to let a probe through.
     _num_too_slow: int = 0
-    # The request that was refused last, and why: requests that follow it as leader are refused too.
+    # The request refused last, and why: requests with it as leader are refused too.
     _refused: tuple[int | None, PenstockError | None] = None, None
 
     @property

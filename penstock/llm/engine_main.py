@@ -43,7 +43,7 @@ PROMPT_SHARES, NUM_LEARNT = (0.1, 0.5, 1.0, 0.25, 1.0), 3
 
 
 class EngineProcess:
-    """Serves one socket with one thread."""
+    """Engine behind one socket, with one thread."""
 
     def __init__(
         self, sock: socket.socket, set_policy: Callable[[int], str] = lambda num_threads: ""

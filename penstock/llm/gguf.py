@@ -1,4 +1,4 @@
-"""Reads GGUF files (version 2 and 3), llama.cpp's format, with tokenizer and chat template. The
+"""Read GGUF files (version 2 and 3), llama.cpp's format, with tokenizer and chat template. The
 file is memory-mapped; tensors are unpacked on request.
 
 Formats: F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q4_K and Q6_K, which cover Q4_K_M files. Anything invalid

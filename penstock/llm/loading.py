@@ -1,4 +1,4 @@
-"""Builds the parts of an engine from its settings: the decoder, the KV cache and the runner.
+"""Build the parts of an engine from its settings: the decoder, the KV cache and the runner.
 `engine_main` calls it."""
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Pieces(Frame, tag="new"):
     step_s: float
     # Logprobs by place in `tokens`, for requests that want them.
     likelihoods: dict[int, tuple[float, tuple[int, ...], tuple[float, ...]]] = {}
-    # Tokens since the engine was loaded: computed, looked for in the cache, found there.
+    # Tokens since the engine was loaded: computed, looked up in the cache, found there.
     num_computed: int = 0
     num_asked: int = 0
     num_cached: int = 0

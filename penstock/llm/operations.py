@@ -32,9 +32,9 @@ KERNEL_HEADS = (16, 32, 64, 128)
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a step's tokens are. The first `num_ones` belong to sequences that compute one token,
-    whose context is read in `num_splits` parts; `lines` are the query tiles of the others (see
-    `kernels.paged_attention`)."""
+    """Tokens of a step and their places in the KV cache. The first `num_ones` belong to sequences
+    that compute one token, whose context is read in `num_splits` parts; `lines` are the query tiles
+    of the others (see `kernels.paged_attention`)."""
 
     sheet: Tensor
     num_ones: int

@@ -85,7 +85,7 @@ class TextSource:
 
 
 class Asker(Protocol):
-    """Receives the outcome of a job; called on the event loop."""
+    """Receiver of a job's outcome; called on the event loop."""
 
     def is_gone(self) -> bool: ...
     def encoded(self, tokens: list[list[int]]) -> None: ...
@@ -146,7 +146,7 @@ class Renderer:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    # Life.
+    # Lifecycle.
 
     async def start(self) -> Vocabulary:
         """Start the process and return the vocabulary; raise ConfigError if it cannot load."""

@@ -1,4 +1,4 @@
-"""Runs steps on CPUs: from a planned step to its sampled tokens.
+"""Run steps on CPUs: from a planned step to its sampled tokens.
 
 Knows the decoder, the cache and sampling, but not which sequences exist; that is the scheduler's
 task.
@@ -59,7 +59,7 @@ class Ran:
 
 
 class Runner:
-    """Runs one step after the other, on the calling thread."""
+    """Synchronous runner, on the calling thread."""
 
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self._decoder = decoder

@@ -1,4 +1,4 @@
-"""Samples tokens from logits, for all sequences of a step at once.
+"""Sample tokens from logits, for all sequences of a step at once.
 
 A token is sampled by adding Gumbel noise to the logits and taking the argmax, so no cumulative sum
 is needed and nothing leaves the device. The noise of a sequence depends only on its seed and its

@@ -1,4 +1,4 @@
-"""Continuous batching: chooses the tokens that the next step computes.
+"""Continuous batching: choose the tokens that the next step computes.
 
 Pure: no clock, no tensors. `plan` makes a step, the engine runs it, `commit` takes its sampled
 tokens. A step can be planned while the one before it still runs, because the positions of its
@@ -195,7 +195,7 @@ class Scheduler:
 
     def _first_due(self) -> Sequence | None:
         """Return the first waiting sequence that can start: its prompt is not being computed by its
-        leader, and its next token is known."""
+        leader, and it has no tokens in flight."""
         for sequence in self.waiting:
             leader = sequence.leader
             is_led = leader is not None and leader.state == "running" and not _has_prompt(leader)

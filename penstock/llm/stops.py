@@ -1,4 +1,4 @@
-"""Finds stop strings in a stream of text pieces, also across piece borders.
+"""Find stop strings in a stream of text pieces, also across piece borders.
 
 Pure. Text that could be the beginning of a stop string is held back until it is decided, so a
 client never receives a part of one.

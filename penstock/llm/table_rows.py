@@ -1,4 +1,4 @@
-"""Assigns rows of the device's block table to sequences, and tracks what the device does not know
+"""Assign rows of the device's block table to sequences, and track what the device does not know
 yet. Integers only; `cuda_runner` sends them.
 
 A sequence keeps its row while it is in steps. Rows of sequences that are not in a step may be

@@ -282,7 +282,7 @@ def _printed(token: int) -> bytes:
 def of_folder(folder: Path) -> Text:
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    except Exception as error:  # The library raises nothing more special.
+    except Exception as error:  # The library raises plain Exception.
         raise ConfigError([f"{TOKENIZER}: cannot be read: {error}"]) from None
     settings = _read(folder / SETTINGS)
     template = settings.get("chat_template", "")

@@ -95,7 +95,7 @@ def encode(message: ToRenderer | FromRenderer) -> Iterator[bytes]:
 
 
 class Joiner:
-    """Reassembles datagrams, in the order they were sent."""
+    """Reassembly of datagrams, in the order they were sent."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Chooses whether an engine's threads spin or sleep while they wait for each other.
+"""Choose whether an engine's threads spin or sleep while they wait for each other.
 
 OpenMP threads spin, which is faster on dedicated cores. If other processes need the same cores, a
 spinning thread takes the time of the thread it waits for, and steps take a hundred times as long.

@@ -88,7 +88,7 @@ class Shape:
 
 
 class Reader:
-    """Reads values of a configuration and collects all problems."""
+    """Reader of a configuration's values that collects all problems."""
 
     def __init__(self, values: Mapping[str, Any], label: str) -> None:
         self._values = values
