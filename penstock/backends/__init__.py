@@ -79,11 +79,11 @@ class PerRequest:
 class Execution(Protocol):
     @property
     def prepare_s(self) -> float:
-        """Seconds of `start` spent on preprocessing."""
+        """Seconds spent on the model's inputs: preprocessing, or the H2D copy."""
 
     @property
     def finish_s(self) -> float:
-        """Seconds of `start` spent on postprocessing."""
+        """Seconds spent on the answer: postprocessing, or the D2H copy."""
 
     def wait(self) -> Iterable[Outputs | PerRequest]:
         """Return the answers to the batch: one for most models, none or several for decoupled ones.

@@ -1,4 +1,4 @@
-"""Decides when a worker must free GPU memory, before a batch runs out of it. Pure.
+"""Decide when a worker must free GPU memory, before a batch runs out of it. Pure.
 
 torch keeps memory that it got from the driver. Batches of many sizes fragment it, and a leak makes
 it grow for ever. That is harmless as long as the GPU has room. When it has not, unused memory goes
@@ -71,7 +71,7 @@ def tells_of_no_memory(text: str, use: Use | None) -> bool:
 
 
 class Guard:
-    """Checks memory from time to time; does nothing before `settle`."""
+    """Periodic memory check; inactive before `settle`."""
 
     def __init__(self) -> None:
         self._limit_bytes: int | None = None

@@ -72,7 +72,7 @@ class OpenVinoRunner:
         check_signature(config, self.inputs, self.outputs)
         try:
             self._compiled = ov.Core().compile_model(model, DEVICE, properties)
-        except Exception as error:  # The library raises RuntimeError and others for everything.
+        except Exception as error:  # The library raises RuntimeError and other types.
             raise BackendFailed(f"{label}: OpenVINO cannot compile it: {_reason(error)}") from None
         self._actual = {name: _property(self._compiled, name) for name in properties}
         self._check_properties(properties)
@@ -187,7 +187,7 @@ def read_model(path: Path, label: str) -> Any:
         raise ConfigError([f"{label}: its weights {weights.name} leave the version folder"])
     try:
         return ov.Core().read_model(path)
-    except Exception as error:  # The library raises RuntimeError and others for everything.
+    except Exception as error:  # The library raises RuntimeError and other types.
         raise BackendFailed(f"{label}: OpenVINO cannot read it: {_reason(error)}") from None
 
 

@@ -44,11 +44,11 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tokens of a padded batch [rows, length] are once packed."""
+    """Positions of the tokens of a padded batch [rows, length] in the packed batch."""
 
     # [tokens]: place of each in the flattened batch; one past its end for unused entries.
     places: Tensor
-    # [rows, length].
+    # [rows, length]: whether a position is a token.
     is_token: Tensor
     # [blocks, 3], int32: first query, begin and end of its sequence; blocks with end 0 are unused.
     blocks: Tensor
@@ -372,8 +372,9 @@ class PackedLayer(nn.Module):
 
 
 class PackedEmbeddings(nn.Module):
-    """Replaces a model's embeddings (words, positions, token types if any, norm) before a stack
-    that embeds packed tokens only: `forward` just returns a placeholder of the right shape."""
+    """Replacement of a model's embeddings (words, positions, token types if any, norm) before a
+    stack that embeds packed tokens only: `forward` just returns a placeholder of the right
+    shape."""
 
     def __init__(self, words: nn.Embedding, positions: nn.Embedding, norm: nn.LayerNorm) -> None:
         super().__init__()
@@ -424,8 +425,8 @@ class GeluGap:
 
 
 class PackedStack(nn.Module):
-    """Replaces all layers of a model: called like one of them, with the padded batch. The caller
-    sets `layout` first."""
+    """Replacement of all layers of a model: called like one of them, with the padded batch. The
+    caller sets `layout` first."""
 
     def __init__(self, layers: Sequence[PackedLayer], *, gives_tuple: bool) -> None:
         super().__init__()

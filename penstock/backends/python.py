@@ -126,7 +126,7 @@ class Code:
 
 
 class _Loader(SourceFileLoader):
-    """Compiles the file each time: the repository may be read-only, and cached bytecode stale."""
+    """Loader without bytecode cache: the repository may be read-only, and a cache stale."""
 
     def get_code(self, fullname: str) -> CodeType:
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)

@@ -76,8 +76,7 @@ class Layer(Protocol):
 
 
 class GpuTimer:
-    """Times calls in CUDA graphs, as batches run: single launches would take longer than the
-    work."""
+    """Timer of calls in CUDA graphs, as batches run: single launches take longer than the work."""
 
     def __init__(
         self, device: torch.device, num_calls: int = NUM_CALLS, num_runs: int = NUM_RUNS
@@ -159,7 +158,7 @@ class Remembered(msgspec.Struct):
 
 @dataclass(slots=True)
 class Tuner:
-    """Chooses the implementation of each case: `find` returns it, `tune` times unknown cases."""
+    """Choice of implementation for each case: `find` returns it, `tune` times unknown cases."""
 
     timer: Timer
     device: torch.device

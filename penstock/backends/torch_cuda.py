@@ -231,7 +231,7 @@ class Running:
 
 @dataclass(slots=True)
 class Pipeline:
-    """Runs batches on the device. `compute` maps input tensors to output tensors there."""
+    """Batches in flight on the device. `compute` maps input tensors to output tensors there."""
 
     device: Device
     compute: Compute

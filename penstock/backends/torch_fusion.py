@@ -1,4 +1,4 @@
-"""Fuses each convolution of a module with the layers after it (`penstock.fuse`).
+"""Fuse each convolution of a module with the layers after it (`penstock.fuse`).
 
 The module is traced (`torch_tracing`). Batch normalisation is folded into the weights and dropout
 is removed; a convolution, a tensor added to it and a ReLU become one `Convolution`. Only nodes

@@ -1,5 +1,5 @@
-"""Converts a padded encoder to a packed one: finds the model's layers, replaces them with a
-`packed_encoder`, and proves that the answers stay the same.
+"""Convert a padded encoder to a packed one: find the model's layers, replace them with a
+`packed_encoder`, and prove that the answers stay the same.
 
 Layers are recognised by the names of their parts; what names do not tell (heads, activation, order
 of norms) is found by computing: a layer whose outputs differ from the packed one's is refused.
@@ -268,7 +268,7 @@ def pack(module: Any, call: Call, config: ModelConfig) -> Packing:
         raise ConfigError([f"parameters.{OPTION}: {reason}"]) from None
     except BackendFailed:
         raise
-    except Exception as error:  # The model's code, called with made-up inputs.
+    except Exception as error:  # The model's code, called with random inputs.
         text = f"parameters.{OPTION}: the model cannot be tried out: {first_line(error)}"
         raise ConfigError([text]) from error
     return Packing(stack, mask, largest)

@@ -1,4 +1,4 @@
-"""Chooses GEMM algorithms: torch's own, or one of those that cuBLASLt proposes, whichever is
+"""Choose GEMM algorithms: torch's own, or one of those that cuBLASLt proposes, whichever is
 fastest for its sizes on this GPU.
 
 They are timed while a model is loaded, on a warm GPU; algorithms with wrong results are dropped.

@@ -1,4 +1,4 @@
-"""Traces a module's code to a graph, for rewriting (`torch_fusion`).
+"""Trace a module's code to a graph, for rewriting (`torch_fusion`).
 
 torch.fx runs `forward` once with proxies for tensors, which fails if code depends on shapes.
 torch.export handles that, given sample inputs; the operators in its graph that matter here are

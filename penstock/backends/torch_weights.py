@@ -1,4 +1,4 @@
-"""Loads weights of a torch module from the safetensors files beside it; names must match exactly.
+"""Load weights of a torch module from the safetensors files beside it; names must match exactly.
 
 Pickles (.pt, .pth, .bin) are not read: they can run any code here.
 """

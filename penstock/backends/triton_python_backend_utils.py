@@ -243,7 +243,7 @@ class InferenceResponse:
 
 
 class Logger:
-    """Logs through Python's logging, as `penstock.model_code`."""
+    """Logger of models on top of Python's logging, `penstock.model_code`."""
 
     INFO = logging.INFO
     WARNING = logging.WARNING
@@ -341,7 +341,7 @@ def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:
 
 
 class _Capsule:
-    """Wraps a bare DLPack capsule in the object that numpy expects."""
+    """Wrapper of a bare DLPack capsule, as numpy expects it."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
