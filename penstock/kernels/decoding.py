@@ -48,7 +48,7 @@ def _add_norm(
     wide = x.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
     factor = tl.load(weight + columns, mask=is_inside, other=0.0)
-    # Rounded in between, as the models were trained.
+    # Rounded before the weight is applied, as in training.
     normed = (factor.to(tl.float32) * wide.to(factor.dtype).to(tl.float32)).to(factor.dtype)
     if TO_FP8:
         small = _to_e4m3(normed.to(tl.float32), scales, row)

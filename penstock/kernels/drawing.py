@@ -1,4 +1,4 @@
-"""Samples tokens from 16-bit logits, without sorting and without leaving the device: `cut` finds
+"""Sample tokens from 16-bit logits, without sorting and without leaving the device: `cut` finds
 the lowest logit that may be sampled, `draw` adds Gumbel noise and takes the argmax. The noise is
 that of `llm.sampling`: it depends only on a row's key and the token. Sampling parameters are
 tensors with one value per row, so a CUDA graph can hold both.

@@ -1,4 +1,4 @@
-"""Computes the layout of packed tokens from the mask of a padded batch in two launches. Plain torch
+"""Compute the layout of packed tokens from the mask of a padded batch in two launches. Plain torch
 (`packed_encoder.plain_layout`) takes thirty, a good part of the time of a small model's batch.
 """
 

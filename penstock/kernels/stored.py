@@ -1,4 +1,4 @@
-"""Serialises compiled kernels, so that a version can ship them.
+"""Serialise compiled kernels, so that a version can ship them.
 
 Triton caches compiled kernels in a folder, by a digest of source, options, compiler and GPU:
 kernels that do not match are not found there, and compiled as usual.
