@@ -37,7 +37,7 @@ from penstock.llm.table_rows import Changes, TableRows
 from penstock.types import Array
 
 log = logging.getLogger("penstock.engine")
-# Steps that are launched before the step before them is committed.
+# Steps launched ahead, before the previous one is committed.
 NUM_AHEAD = 1
 # Batch sizes with a graph: powers of two up to FEW, then steps of 8, 16 and 32.
 FEW, STEP_SIZES = 8, ((128, 8), (256, 16), (1 << 30, 32))

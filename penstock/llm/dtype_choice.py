@@ -2,7 +2,7 @@
 
 Four bits are several times faster than float32. When such a model is loaded, the distance between
 its next-token distributions in `int4` and in float32 is measured on the model itself; `int4` is
-chosen if it is small.
+chosen if that distance is small.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Runs(Protocol):
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request: one prompt, continued `num` times. A client's request with several prompts becomes
-    one of these for each prompt; all are admitted or refused together with the first."""
+    one of these for each prompt; admission is decided for all of them with the first."""
 
     id: int
     tokens: Many[int]
@@ -109,8 +109,8 @@ class Engine:
     pace: Pace
     clock: Clock
     limits: Limits = field(default_factory=Limits)
-    # Steps that are launched before the step before them is committed; above 0 only for an
-    # asynchronous runner.
+    # Steps launched ahead, before the previous one is committed; above 0 only for an asynchronous
+    # runner.
     num_ahead: int = 0
     # Prompt logprobs not yet taken by the caller.
     told: list[Told] = field(default_factory=list)
@@ -158,7 +158,7 @@ class Engine:
             self.scheduler.add(sequence)
 
     def give_up(self, request: int, reason: Reason = "abort") -> None:
-        """Abort a request; its blocks are free from the next step on."""
+        """Abort a request; its blocks are free for the next step."""
         for sequence in self._sequences.pop(request, []):
             self.scheduler.end(sequence, reason)
             self._forget(sequence)

@@ -126,7 +126,7 @@ def step_bytes(shape: Shape, limits: Limits) -> int:
 @dataclass(frozen=True, slots=True)
 class Opened:
     runner: Runs
-    # Steps that it may launch before the step before them is committed.
+    # Steps that it may launch ahead, before the previous one is committed.
     num_ahead: int = 0
     facts: Mapping[str, str] = field(default_factory=dict)
 

@@ -41,7 +41,7 @@ class Settings(Frame, tag="set"):
     dtype: str
     num_threads: int
     block_size: int
-    # 0: as much as the device has left.
+    # 0: what the GPU has left, or 1 GiB on a CPU.
     cache_bytes: int
     max_sequences: int
     max_tokens: int

@@ -172,7 +172,7 @@ class Scheduler:
                 self._plan_chunk(step, sequence, count)
 
     def _admit(self, step: Step, most: int, shares: Mapping[int, int]) -> None:
-        """Admit in FIFO order: a sequence that does not fit blocks those behind it, so that it
+        """Admit by rank: a sequence that does not fit blocks those behind it, so that long prompts
         cannot starve."""
         while step.num_tokens < most and len(self.running) < self.limits.max_sequences:
             sequence = self._first_due()

@@ -14,7 +14,7 @@ Reason = Literal["", "stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """When a sequence ends by itself; stop strings are checked elsewhere."""
+    """Stop conditions of a sequence; stop strings are checked elsewhere."""
 
     # Limit of generated tokens.
     max_tokens: int
@@ -25,8 +25,8 @@ class Ending:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The fields before `state` are set by the creator; the others are changed by the scheduler
-    only.
+    """Tokens of one sequence, and its state in the scheduler, which alone changes the fields from
+    `state` on.
 
     Invariant: num_computed <= num_planned <= len(tokens) + num_ahead. Tokens up to `num_computed`
     are in its blocks, those up to `num_planned` will be once the steps in flight have ended;

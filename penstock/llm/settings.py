@@ -1,4 +1,4 @@
-"""Engine settings from a model's configuration. Parameters have vLLM's names where it has one."""
+"""Engine settings from a model's configuration. Parameters have vLLM's names where there is one."""
 
 from __future__ import annotations
 

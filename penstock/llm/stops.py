@@ -1,7 +1,7 @@
 """Find stop strings in a stream of text pieces, also across piece borders.
 
-Pure. Text that could be the beginning of a stop string is held back until it is decided, so a
-client never receives a part of one.
+Pure. Text that could be the beginning of a stop string is held back until it is clear whether
+it is one, so a client never receives a part of one.
 """
 
 from __future__ import annotations
