@@ -26,8 +26,8 @@ MODULES: Mapping[str, str] = {
 # Extras of `pip install "penstock[...]"` that they need.
 EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
 PROCESSING = "penstock.backends.processing"
-# Files in a version's folder: the compiled model; the implementations chosen for its convolutions,
-# and the compiled kernels among them.
+# Files in a version's folder: the compiled model; the implementations chosen for its convolutions
+# and GEMMs, and our own compiled kernels among them.
 COMPILED = "compiled.bin"
 CHOICES, KERNELS = "fusion.json", "fusion.bin"
 # Key in `Runner.built` of the peak GPU memory of a runner, in bytes, without the driver's overhead

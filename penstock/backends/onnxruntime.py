@@ -253,7 +253,7 @@ def _specs(nodes: Sequence[ort.NodeArg]) -> tuple[TensorSpec, ...]:
 
 
 def _bits(value: ort.OrtValue) -> Array:
-    """Return a copy of a BF16 tensor as uint16, a type that OrtValue.numpy() does not support."""
+    """Return a copy of a BF16 tensor as uint16: OrtValue.numpy() does not support BF16."""
     shape = tuple(value.shape())
     nbytes = 2 * num_elements(shape)
     if nbytes == 0:

@@ -581,7 +581,7 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
 
 def _where_packed(module: Any, config: ModelConfig) -> str:
     """Return the model's device if it has room for the original module and does not round FP32;
-    else the CPU, which takes seconds for a large one."""
+    else the CPU, where packing a large one takes seconds."""
     dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
     if config.device == CPU or dtypes != {torch.float32} or "matrices" in rounded():
         return CPU
@@ -820,7 +820,7 @@ def _compiler_options(mode: str) -> dict[str, Any]:
 def _load_compiled(config: ModelConfig) -> str:
     """Load the compiler's cache of this version; return what was found, in words."""
     path = Path(config.artifact).parent / COMPILED
-    # The cache holds code, as module.py does; a .pt2 is data and may bring none.
+    # The cache holds code, as module.py does. A .pt2 is only data, so no cache is read beside it.
     if not path.is_file() or not config.artifact.endswith(".py"):
         return "nothing"
     try:

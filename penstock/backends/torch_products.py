@@ -38,7 +38,7 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, E4M3: 0.1}
 NUM_CALLS, NUM_RUNS = 4, 3
 # Work before timing, so that the GPU has its clock under load: about 0.1 s.
 WARM_OPERATIONS, MAX_WARM_CALLS = 5e13, 256
-# From this many rows on an H200 is limited by power, and torch's larger tiles draw less: an
+# From this many rows on, an H200 is limited by power, and torch's larger tiles draw less: an
 # algorithm 2 % faster for a moment was 2 % slower for seconds (33,792 tokens, 693 W, 2026-11-15).
 MANY_ROWS, CLEARLY = 16_384, 0.95
 # Standard deviation of random operands in e4m3.

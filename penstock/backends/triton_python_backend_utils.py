@@ -35,7 +35,7 @@ class TritonModelException(Exception):
 
 
 class TritonError:
-    """Why one request failed. The code is stored; clients see only the message."""
+    """Error of one request. The code is stored; clients see only the message."""
 
     UNKNOWN = 0
     INTERNAL = 1
