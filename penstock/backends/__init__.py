@@ -1,8 +1,8 @@
-"""How a file becomes something that runs: the Backend and Runner contract, and where each lives.
+"""Backends: the contract of Runner, which runs a model's file, and the list of backend modules.
 
-A backend is one module with a function `load(config) -> Runner`, imported on first use so that an
-absent library only hurts whoever asks for it. It runs inside a worker and may block, crash or leak
-there. `tests/suites/backend.py` is the contract as tests; a new backend inherits it.
+A backend is one module with a function `load(config) -> Runner`. It is imported on first use, so a
+missing library affects only models that need it. It runs inside a worker and may block, crash or
+leak there. `tests/suites/backend.py` is the contract as tests; a new backend inherits it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ MODULES: Mapping[str, str] = {
     "python": "penstock.backends.python",
     "pytorch": "penstock.backends.pytorch",
 }
-# What `pip install "penstock[...]"` adds for them.
+# Extras of `pip install "penstock[...]"` that they need.
 EXTRAS: Mapping[str, str] = {"openvino": "openvino", "pytorch": "torch"}
 PROCESSING = "penstock.backends.processing"
-# In a version's folder: what was compiled of it before; which implementations were chosen for its
-# convolutions, and the kernels among them, compiled.
+# Files in a version's folder: the compiled model; the implementations chosen for its convolutions
+# and GEMMs, and our own compiled kernels among them.
 COMPILED = "compiled.bin"
 CHOICES, KERNELS = "fusion.json", "fusion.bin"
-# Under this name `Runner.built` says, in bytes, what it has taken of its GPU's memory at most; what
-# the driver takes for any process is not in it. A version's evidence has the same.
+# Key in `Runner.built` of the peak GPU memory of a runner, in bytes, without the driver's overhead
+# for each process. A version's evidence has the same key.
 GPU_MEMORY = "gpu_memory_bytes"
 
 Outputs = Mapping[str, Array]
@@ -48,11 +48,11 @@ class BatchRequest(Protocol):
     def parameters(self) -> Mapping[str, Parameter]: ...
     @property
     def outputs(self) -> Sequence[str]:
-        """The outputs asked for by name; empty means all."""
+        """Names of the requested outputs; empty means all."""
 
     @property
     def length(self) -> int:
-        """How long its padded axes are without padding; 0: nothing is padded."""
+        """Length of its padded axes without padding; 0: nothing is padded."""
 
 
 class Batch:
@@ -71,7 +71,7 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class PerRequest:
     """Answers of a runner that keeps requests apart: one for each of `Batch.requests`, in their
-    order, each with shapes of its own; an exception fails only its request."""
+    order, each with its own shapes; an exception fails only its request."""
 
     answers: Sequence[Outputs | Exception]
 
@@ -79,19 +79,19 @@ class PerRequest:
 class Execution(Protocol):
     @property
     def prepare_s(self) -> float:
-        """The part of `start` that made the model's inputs out of what was sent."""
+        """Seconds spent on the model's inputs: preprocessing, or the H2D copy."""
 
     @property
     def finish_s(self) -> float:
-        """The part of `start` that made the answer out of the model's outputs."""
+        """Seconds spent on the answer: postprocessing, or the D2H copy."""
 
     def wait(self) -> Iterable[Outputs | PerRequest]:
-        """The answers to the batch: one for most models, none or several for decoupled ones.
-        Shapes may be unknown until now. Raises what the model raised."""
+        """Return the answers to the batch: one for most models, none or several for decoupled ones.
+        Shapes may be unknown until now. Raises the model's error."""
 
 
 class Finished:
-    """The execution of a backend that computes in `start`."""
+    """Execution of a backend that computes in `start`."""
 
     __slots__ = ("_outputs", "finish_s", "prepare_s")
 
@@ -107,32 +107,33 @@ class Finished:
 
 
 class Runner(Protocol):
-    """A loaded model on its device. One thread calls it."""
+    """A loaded model on its device, called by one thread."""
 
     @property
     def inputs(self) -> Sequence[TensorSpec]:
-        """As the file declares them, batch dimension included; empty if it does not say."""
+        """Inputs that the file declares, including the batch dimension; empty if it declares
+        none."""
 
     @property
     def outputs(self) -> Sequence[TensorSpec]: ...
 
     @property
     def needs_requests(self) -> bool:
-        """True when `Batch.requests` must be filled in. Such a model is code that may act on what
-        it sees, so it runs real requests only and is not warmed up with zeros."""
+        """Whether `Batch.requests` must be filled in. Such a model is code that may act on its
+        inputs, so it gets real requests only and is not warmed up with zeros."""
 
     @property
     def keeps_rows_apart(self) -> bool:
-        """True when no row can influence another's answer, by the way it is made; otherwise that is
-        tried out at load."""
+        """Whether rows cannot influence each other's answers by construction; if not, that is
+        tested at load."""
 
     @property
     def runs_ahead(self) -> bool:
-        """True when `start` only begins a batch, so that several are on their way at once: as many
-        as the model has instances on the device. `wait` is then another thread's call."""
+        """Whether `start` only launches a batch, so that several are in flight at once: as many as
+        the model has instances on the device. Another thread then calls `wait`."""
 
     def built(self) -> Mapping[str, str]:
-        """What was really made of the options, read back from the library."""
+        """Return the effective settings, read back from the library."""
 
     def start(self, batch: Batch) -> Execution: ...
 
@@ -141,53 +142,53 @@ class Runner(Protocol):
 
 @runtime_checkable
 class PinsMemory(Protocol):
-    """A runner whose device copies from memory that it has been told of."""
+    """A runner whose device copies from registered (pinned) host memory."""
 
     def pin(self, memory: memoryview) -> None:
-        """Batches will lie in this memory, as long as the runner lives."""
+        """Register memory that will hold batches for the lifetime of the runner."""
 
 
 @runtime_checkable
 class Rehearses(Protocol):
-    """A runner for which zeros of a shape are not all there is to be warmed up."""
+    """A runner whose warm-up needs more than zeros of a shape."""
 
     def rehearsals(self, batch: Batch) -> Iterable[Batch]:
-        """What to run instead of this batch of zeros; the one that takes longest comes last."""
+        """Return the batches to run instead of this batch of zeros, the slowest one last."""
 
 
 @runtime_checkable
 class FillsUp(Protocol):
-    """A runner that runs more rows than were sent, where that is a size it is ready for."""
+    """A runner that pads batches with extra rows, up to a size it is prepared for."""
 
     def stop_filling(self) -> None:
-        """Rows influence each other: from now on only those that were sent."""
+        """Stop padding because rows influence each other: run only the rows that were sent."""
 
 
 @runtime_checkable
 class MayBeLost(Protocol):
-    """A runner whose device may be of no use to this process any more after an error."""
+    """A runner whose device may become unusable for this process after an error."""
 
     def is_lost(self) -> bool: ...
 
 
 @runtime_checkable
 class KeepsCompiled(Protocol):
-    """A runner that compiles or tries out when it is loaded, and need not the next time."""
+    """A runner that compiles or tunes at load, and can reuse the result the next time."""
 
     def compiled(self) -> Mapping[str, bytes]:
-        """Files for the version's folder, by name; those that are there already among them."""
+        """Return files for the version's folder by name, including those that are there already."""
 
 
 @runtime_checkable
 class WatchesMemory(Protocol):
-    """A runner that looks after what it takes of its device."""
+    """A runner that monitors its memory on the device."""
 
     def settle(self) -> None:
-        """Everything is warm: what it has taken by now is what it needs."""
+        """Take the present use as the baseline: all warm-up is done."""
 
     @property
     def restart_reason(self) -> str:
-        """Why a new worker should take the place of this one; empty: none should."""
+        """Why a new worker should replace this one; empty if none should."""
 
 
 class LoadRunner(Protocol):
@@ -195,8 +196,8 @@ class LoadRunner(Protocol):
 
 
 def backend(name: str) -> LoadRunner:
-    """Loads models of a backend, with the functions around them. ConfigError names what is
-    missing."""
+    """Return the function that loads models of a backend, with their pre- and postprocessing. Raise
+    ConfigError naming what is missing."""
     load = _load_function(name)
 
     def load_whole(config: ModelConfig, /) -> Runner:

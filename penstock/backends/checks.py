@@ -1,5 +1,5 @@
-"""What several backends check alike: configured tensors against those of the file, numbers of
-threads, and errors of their libraries in one line."""
+"""Checks shared by backends: configured tensors against those of the file, thread counts, and
+library errors in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("penstock.backend")
 def check_signature(
     config: ModelConfig, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> None:
-    """The configured tensors must be the file's; a mismatch would fail every request."""
+    """Check the configured tensors against the file's; a mismatch would fail every request."""
     problems: list[str] = []
     has_batch = config.max_batch_size > 0
     for kind, wanted, actual in (
@@ -39,8 +39,8 @@ def check_signature(
 
 
 def warn_unknown(config: ModelConfig, known: Sequence[str]) -> None:
-    """Options without effect are told, not refused: configurations written for Triton have some
-    that only it knows. A known name that ends in a dot stands for all that begin with it."""
+    """Warn about options without effect instead of refusing them: configurations written for Triton
+    have some that only Triton knows. A known name that ends in a dot is a prefix."""
     prefixes = tuple(name for name in known if name.endswith("."))
     for key in config.options:
         if key not in known and not key.startswith((*prefixes, "penstock.")):
@@ -61,7 +61,7 @@ def num_threads(settings: Mapping[str, str], key: str, default: int, problems: l
 
 
 def share_of_cores(config: ModelConfig) -> int:
-    """Threads for one instance when all of them compute at once."""
+    """Return the threads for one instance when all instances compute at once."""
     return max(1, len(os.sched_getaffinity(0)) // config.num_instances)
 
 
@@ -94,7 +94,7 @@ def _mismatch(
 
 
 def _fits(kind: str, configured: Sequence[int], actual: Sequence[int]) -> bool:
-    """An input may be configured narrower than the model has it, never wider."""
+    """Return whether the shapes fit: an input may be narrower than the model's, never wider."""
     if len(configured) != len(actual):
         return False
     pairs = list(zip(configured, actual, strict=True))

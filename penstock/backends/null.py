@@ -1,11 +1,11 @@
-"""A backend that computes nothing and takes a stated time: for tests and the server's own cost.
+"""A backend that computes nothing and takes a given time: for tests and server overhead.
 
 Outputs repeat the inputs of the same position (zeros where datatypes or shapes differ). A batch of
 b rows takes `null.a_ms` + b x `null.c_ms`. A row whose first element equals `null.crash_on`,
 `.hang_on`, `.fail_on` or `.stall_on` makes the worker die, hang, raise, or take `null.stall_ms`
-longer. With `null.copy_ms` it is as a GPU: a batch is copied in so long, while others are computed,
-and `start` waits for neither. On a GPU it takes nothing, and
-says that it takes `null.gpu_memory_bytes`.
+longer. `null.copy_ms` simulates a GPU: each batch has a copy of this length, which overlaps with
+the computation of others, and `start` waits for neither. On a GPU it uses no memory, but reports
+`null.gpu_memory_bytes`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPTIONS = (*TIMES, "crash_on", "hang_on", "fail_on", "stall_on", GPU_MEMORY)
 
 
 class Ahead:
-    """A batch that ends by itself."""
+    """A batch in flight that ends at a given time."""
 
     finish_s = 0.0
 
@@ -52,7 +52,7 @@ class NullRunner:
         self._options = _numbers(config)
         self._triggers = [name for name in self._options if name.endswith("_on")]
         self.runs_ahead = "copy_ms" in self._options
-        # When all that was begun has been copied, and computed.
+        # When everything launched so far is copied, and computed.
         self._copied_at = self._computed_at = 0.0
         time.sleep(self._options.get("load_ms", 0.0) / 1e3)
 
@@ -60,7 +60,7 @@ class NullRunner:
         options = {name: str(value) for name, value in self._options.items()}
         if self._config.device == CPU:
             return options
-        # What it would be, if it computed anything.
+        # The values it would have if it computed anything.
         return options | {
             "device": self._config.device,
             GPU_MEMORY: str(int(self._options.get(GPU_MEMORY, 0))),

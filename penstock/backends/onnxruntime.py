@@ -1,10 +1,10 @@
-"""ONNX files on ONNX Runtime: the default backend, on CPUs with threads and graph level set openly.
+"""ONNX files on ONNX Runtime, the default backend; threads and graph level are set explicitly.
 
 Options (config.pbtxt `parameters`, Triton's names): `intra_op_thread_count`,
 `inter_op_thread_count`, `execution_mode` (0 sequential, 1 parallel), `graph_level` (disabled,
 basic, extended, all), `enable_mem_arena`, `enable_mem_pattern` (0 or 1), `providers`
 (comma-separated), `provider_options.<provider>.<key>`, and any `session.<key>` or
-`optimization.<key>` config entry. What the session really uses is read back and compared.
+`optimization.<key>` config entry. The effective settings are read back and compared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Before the import: the only switch that keeps the library from reporting home.
+# Before the import: the only switch that disables the library's telemetry.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 import numpy as np
@@ -72,7 +72,7 @@ ELEMENT_TYPES = {
     "tensor(string)": "BYTES",
 }
 ONNX_BFLOAT16 = 16
-# Where in the library's sources an error was raised, with the name or signature of the function.
+# Source location in an error of the library, with the name or signature of the function.
 _SOURCE = re.compile(
     r"(?:/[\w.+-]+)*/?\b[\w.+-]+\.(?:cc|cpp|cxx|cu|cuh|h|hpp):\d+ "
     r"(?:(?:[\w:<>~*&,]+ )*?[\w:<>~]+\([^()]*(?:\([^()]*\)[^()]*)*\)(?: const)? |\w+ )?"
@@ -96,7 +96,7 @@ class OnnxRunner:
             raise ConfigError(problems)
         try:
             self._session = ort.InferenceSession(config.artifact, options, providers=providers)
-        except Exception as error:  # The library raises its own types, some of them bare.
+        except Exception as error:  # The library raises its own types and plain Exception.
             reason = shown_error(error, config)
             raise BackendFailed(f"ONNX Runtime cannot load the model: {reason}") from None
         self.inputs = _specs(self._session.get_inputs())
@@ -129,7 +129,7 @@ class OnnxRunner:
     def start(self, batch: Batch) -> Execution:
         try:
             return Finished(self._run(batch.inputs))
-        except Exception as error:  # The library raises its own types, some of them bare.
+        except Exception as error:  # The library raises its own types and plain Exception.
             raise BackendFailed(shown_error(error, self._config)) from error
 
     def _run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -144,7 +144,7 @@ class OnnxRunner:
         del self._session
 
     def _run_with_ort_values(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """BF16 has no numpy type: its bits go in and out as uint16."""
+        """Run a model with BF16, which has no numpy type: its bits go in and out as uint16."""
         values = {}
         for name, array in feeds.items():
             if self._special.get(name) == "BF16":
@@ -159,7 +159,8 @@ class OnnxRunner:
         return outputs
 
     def _check_providers(self, asked: Sequence[str]) -> None:
-        """ONNX Runtime falls back to the CPU without an error; we do not."""
+        """Raise ConfigError if a provider is missing; ONNX Runtime falls back to the CPU
+        silently."""
         got = self._session.get_providers()
         missing = [name for name in asked if name not in got]
         if missing:
@@ -173,7 +174,7 @@ def load(config: ModelConfig) -> OnnxRunner:
 
 
 def shown_error(error: Exception, config: ModelConfig) -> str:
-    """An error of the library in one line, without places in its sources or on this machine."""
+    """Return an error of the library in one line, without source locations or local paths."""
     text = _CODE.sub("", _SOURCE.sub("", first_line(error)))
     version_folder, *outer = Path(config.artifact).parents
     text = text.replace(f"{version_folder}/", "")
@@ -205,7 +206,7 @@ def session_options(config: ModelConfig, problems: list[str]) -> ort.SessionOpti
         "enable_mem_pattern", settings.get("enable_mem_pattern", "1"), problems
     )
     options.log_severity_level = 3
-    # Spinning threads take the cores that the front and other instances need.
+    # Spinning threads would take the cores that the front and other instances need.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     for key, value in settings.items():
         if key.startswith(("session.", "optimization.")):
@@ -252,7 +253,7 @@ def _specs(nodes: Sequence[ort.NodeArg]) -> tuple[TensorSpec, ...]:
 
 
 def _bits(value: ort.OrtValue) -> Array:
-    """A copy of a BF16 tensor as uint16: OrtValue.numpy() knows no such type."""
+    """Return a copy of a BF16 tensor as uint16: OrtValue.numpy() does not support BF16."""
     shape = tuple(value.shape())
     nbytes = 2 * num_elements(shape)
     if nbytes == 0:
@@ -262,7 +263,7 @@ def _bits(value: ort.OrtValue) -> Array:
 
 
 def _text(array: Array) -> Array:
-    """ONNX Runtime wants str where the wire has bytes."""
+    """Decode texts: ONNX Runtime wants str where the wire has bytes."""
     if array.dtype != np.object_:
         return array
     return np.array([item.decode() for item in array.ravel()], dtype=np.object_).reshape(

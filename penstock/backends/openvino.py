@@ -2,9 +2,9 @@
 
 Options (config.pbtxt `parameters`, Triton's names in either case): `inference_num_threads`,
 `num_streams`, `performance_hint` (LATENCY, THROUGHPUT); ours: `inference_precision` (f32, bf16,
-f16), and any `ov.<PROPERTY>` of the device. What the compiled model really uses is read back and
-compared. The library computes integers of 64 bits, and UINT32, as INT32: numbers that do not fit
-are refused. FP64 is computed as FP32.
+f16), and any `ov.<PROPERTY>` of the device. The effective settings are read back and compared. The
+library computes INT64, UINT64 and UINT32 as INT32: numbers that do not fit are refused. FP64 is
+computed as FP32.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
 
-# Before the import, which reports home unless this package seems to be missing.
+# Before the import, which sends telemetry unless this package seems to be missing.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 import openvino as ov  # noqa: E402
 
-# By the option that sets them.
+# OpenVINO properties by option.
 PROPERTIES = {
     "inference_num_threads": "INFERENCE_NUM_THREADS",
     "num_streams": "NUM_STREAMS",
@@ -72,7 +72,7 @@ class OpenVinoRunner:
         check_signature(config, self.inputs, self.outputs)
         try:
             self._compiled = ov.Core().compile_model(model, DEVICE, properties)
-        except Exception as error:  # The library raises RuntimeError and others for everything.
+        except Exception as error:  # The library raises RuntimeError and other types.
             raise BackendFailed(f"{label}: OpenVINO cannot compile it: {_reason(error)}") from None
         self._actual = {name: _property(self._compiled, name) for name in properties}
         self._check_properties(properties)
@@ -93,7 +93,7 @@ class OpenVinoRunner:
     def start(self, batch: Batch) -> Execution:
         feeds = {index: _feed(spec, batch.inputs[spec.name]) for spec, index in self._feeds}
         if self._has_state:
-            # What one batch left behind is no other's business.
+            # State must not leak from one batch to the next.
             self._request.reset_state()
         try:
             self._request.infer(feeds, share_outputs=True)
@@ -113,8 +113,8 @@ class OpenVinoRunner:
         del self._request, self._compiled
 
     def _check_properties(self, properties: Mapping[str, str]) -> None:
-        """OpenVINO takes fewer threads or another precision without an error; we do not. The number
-        of threads that we work out ourselves is only its limit."""
+        """Raise ConfigError if OpenVINO silently took fewer threads or another precision. Our own
+        default for the threads is only an upper bound."""
         given = {key.lower() for key in self._config.options} | {"inference_precision"}
         problems = [
             f"parameters.{key}: asked for {properties[name]}, got {self._actual[name]}"
@@ -132,12 +132,12 @@ def load(config: ModelConfig) -> OpenVinoRunner:
 
 
 def properties_of(config: ModelConfig) -> dict[str, str]:
-    """ConfigError with all that is wrong."""
+    """Return the properties; raise ConfigError with all problems."""
     problems: list[str] = []
     if config.device != "cpu":
         problems.append(f"device: '{config.device}' is not supported; expected 'cpu'")
     for kind, specs in (("input", config.inputs), ("output", config.outputs)):
-        # Its Python interface frees memory of texts twice and takes the process down.
+        # OpenVINO's Python API frees string memory twice, which crashes the process.
         problems += [
             f"{kind} '{spec.name}': BYTES is not supported; use backend 'onnxruntime' or 'python'"
             for spec in specs
@@ -163,10 +163,10 @@ def properties_of(config: ModelConfig) -> dict[str, str]:
     threads = num_threads(settings, "inference_num_threads", share_of_cores(config), problems)
     properties = {
         "PERFORMANCE_HINT": hint,
-        # Left alone, it takes bf16 where the processor has it.
+        # The default is bf16 on processors that have it.
         "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": str(threads),
-        # Every instance and model would be bound to the same first cores.
+        # Otherwise every instance and model would be pinned to the same first cores.
         "ENABLE_CPU_PINNING": "NO",
     }
     if "num_streams" in settings:
@@ -187,12 +187,12 @@ def read_model(path: Path, label: str) -> Any:
         raise ConfigError([f"{label}: its weights {weights.name} leave the version folder"])
     try:
         return ov.Core().read_model(path)
-    except Exception as error:  # The library raises RuntimeError and others for everything.
+    except Exception as error:  # The library raises RuntimeError and other types.
         raise BackendFailed(f"{label}: OpenVINO cannot read it: {_reason(error)}") from None
 
 
 def _specs(ports: Sequence[Any], configured: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """A tensor may have several names; the configured one counts."""
+    """Return the specs of ports. A tensor may have several names; the configured one is used."""
     wanted = {spec.name for spec in configured}
     specs = []
     for port in ports:
@@ -211,7 +211,7 @@ def _shape(port: Any) -> tuple[int, ...]:
 
 
 def _feed(spec: TensorSpec, array: Array) -> Any:
-    """The library copies arrays; a BF16 tensor is made of a copy, as its bits."""
+    """Return an input for the library, which copies arrays; BF16 becomes a tensor of its bits."""
     if spec.datatype == "BF16":
         return ov.Tensor(array.copy(), ov.Shape(array.shape), ov.Type.bf16)
     if spec.datatype in NARROWED and array.size:
@@ -225,7 +225,7 @@ def _feed(spec: TensorSpec, array: Array) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The last line: those before say where in the library it was."""
+    """Return the last line of an error; those before are locations in the library."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

@@ -1,11 +1,11 @@
-"""A transformer's layers over tokens laid end to end: what a mask leaves out is not computed.
+"""Transformer encoder layers over packed tokens: padding is not computed.
 
-`Layout` says which token lies where; it is made on the device from the mask alone, in shapes that
-depend on the batch's shape and on a number of tokens that the host knows, so that a CUDA graph can
-hold all of it. The layers are those of BERT: attention, residual, LayerNorm, two products with an
-activation between them, residual, LayerNorm. On GPUs the kernels of `penstock.kernels` run, and
-plain torch does elsewhere; a product may multiply in FP8, by the largest value that its inputs are
-known to have, or each token by its own. `torch_packing` makes all this of a model.
+`Layout` says where each token is. It is made on the device from the mask alone; its shapes depend
+only on the batch's shape and on a number of tokens that the host knows, so a CUDA graph can hold
+all of it. The layers are those of BERT: attention, residual, LayerNorm, two linear layers with an
+activation between them, residual, LayerNorm. On GPUs the kernels of `penstock.kernels` run,
+elsewhere plain torch. Linear layers can run in FP8, with a calibrated scale for inputs or a scale
+per token. `torch_packing` converts models to this form.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from penstock.kernels.cublaslt import Form, Operands
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-# The least that a value's range is taken for: of all zeros there is none.
+# Lower bound of a range, for inputs that are all zero.
 SMALLEST = 1e-6
-# Rows of queries in a block (`kernels.varlen` has the same), and which types and heads it knows.
+# Query rows in a block (same as in `kernels.varlen`), and its supported types and head sizes.
 BLOCK = 64
 KERNEL_TYPES = (torch.float16, torch.bfloat16)
 KERNEL_HEADS = (16, 32, 64, 128)
-# Compute capabilities of BF16, and of FP8.
+# Least compute capability for BF16, and for FP8.
 AMPERE, ADA = (8, 0), (8, 9)
 PRODUCTS = ("qkv", "out", "inner", "outer")
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -44,21 +44,21 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tokens of a padded batch [rows, length] lie when they are packed."""
+    """Positions of the tokens of a padded batch [rows, length] in the packed batch."""
 
-    # [tokens]: each one's place in the flattened batch; one behind its end where there is none.
+    # [tokens]: place of each in the flattened batch; one past its end for unused entries.
     places: Tensor
-    # Of each row and position.
+    # [rows, length]: whether a position is a token.
     is_token: Tensor
-    # [blocks, 3], in 32 bits: first query, begin and end of its sequence; all that ends at 0 is
-    # none.
+    # [blocks, 3], int32: first query, begin and end of its sequence; blocks with end 0 are unused.
     blocks: Tensor
-    # [tokens, 1]: the scale of rows that have none of their own.
+    # [tokens, 1]: scales of rows without a scale per token.
     ones: Tensor
 
 
 def lay_out(mask: Tensor, num_tokens: int) -> Layout:
-    """Of a mask [rows, length] that leaves at most `num_tokens` of them. Nothing is waited for."""
+    """Return the layout for a mask [rows, length] with at most `num_tokens` tokens. Does not
+    wait."""
     if mask.is_cuda and has_triton():
         from penstock.kernels import layout
 
@@ -69,11 +69,11 @@ def lay_out(mask: Tensor, num_tokens: int) -> Layout:
 
 
 def plain_layout(mask: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Places and blocks, as `kernels.layout` finds them."""
+    """Return places and blocks, as `kernels.layout` computes them."""
     is_token = mask != 0
     num_rows, device = mask.shape[0], mask.device
     flat = is_token.flatten()
-    # What is no token goes to a place that is cut off.
+    # Padding is scattered to an entry that is cut off.
     index = torch.where(flat, flat.cumsum(0) - 1, num_tokens).clamp(max=num_tokens)
     places = torch.full((num_tokens + 1,), flat.numel(), dtype=torch.int64, device=device)
     places.scatter_(0, index, torch.arange(flat.numel(), device=device))
@@ -91,13 +91,13 @@ def plain_layout(mask: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def packed(padded: Tensor, layout: Layout) -> Tensor:
-    """[rows, length, width] to [tokens, width]; where there is no token, any."""
+    """Pack [rows, length, width] to [tokens, width]; unused entries are arbitrary."""
     flat = padded.flatten(0, 1)
     return flat.index_select(0, layout.places.clamp(max=len(flat) - 1))
 
 
 def padded(tokens: Tensor, layout: Layout) -> Tensor:
-    """[tokens, width] to [rows, length, width], zeros where the mask leaves out."""
+    """Unpack [tokens, width] to [rows, length, width], with zeros for padding."""
     num_places = layout.is_token.numel()
     flat = tokens.new_zeros(num_places + 1, tokens.shape[1])
     flat.index_copy_(0, layout.places, tokens)
@@ -105,7 +105,7 @@ def padded(tokens: Tensor, layout: Layout) -> Tensor:
 
 
 def padded_attention(qkv: Tensor, layout: Layout, num_heads: int) -> Tensor:
-    """What `kernels.varlen` computes, by way of the padded batch."""
+    """Compute the same as `kernels.varlen`, on the padded batch."""
     heads = padded(qkv, layout).unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
     mixed = F.scaled_dot_product_attention(
         heads[0], heads[1], heads[2], attn_mask=layout.is_token[:, None, None, :]
@@ -129,15 +129,15 @@ def _has_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How a product takes its input in e4m3: times a number that is known, or (None) each token
-    times its own."""
+    """Quantisation of a linear layer's input to e4m3: by a calibrated factor, or per token
+    (None)."""
 
     inverse: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Tokens as a product takes them. [tokens, 1] are the scales of those that have their own."""
+    """Input of a linear layer; `scales` [tokens, 1] if it is quantised per token."""
 
     values: Tensor
     scales: Tensor | None = None
@@ -172,14 +172,14 @@ def attend(qkv: Tensor, layout: Layout, num_heads: int, scaling: Scaling | None)
 
     inverse = None if scaling is None else scaling.inverse
     mixed: Tensor = varlen.attend(qkv, layout.blocks, num_heads, inverse)
-    # A head does not know what is largest among the others.
+    # The kernel sees one head at a time, so it cannot compute a scale over all heads.
     return Taken(mixed) if inverse is not None else taken_of(mixed, scaling)
 
 
 def add_norm(
     added: Tensor, residual: Tensor, norm: nn.LayerNorm, scaling: Scaling | None
 ) -> tuple[Tensor, Taken]:
-    """The normalised sum, and what the next product takes of it: itself, or in FP8."""
+    """Return the LayerNorm of the sum, and the same as the input of the next linear layer."""
     if not uses_kernels(added) or norm.bias is None:
         x = norm(added + residual)
         return x, taken_of(x, scaling)
@@ -193,17 +193,17 @@ def add_norm(
 
 
 class Product(nn.Module):
-    """x W^T + b."""
+    """Linear layer x W^T + b."""
 
     scaling: Scaling | None = None
-    # Who chooses how it is computed, where there is a choice.
+    # Chooses the GEMM implementation, if there is a choice.
     multiplier: Multiplier | None = None
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = nn.Parameter(bias, requires_grad=False)
-        # The largest input so far, where somebody wants to know.
+        # Largest input so far; None if inputs are not watched.
         self.largest: float | None = None
 
     def forward(self, taken: Taken, layout: Layout) -> Tensor:
@@ -214,7 +214,7 @@ class Product(nn.Module):
         return self._multiplied(x, has_gelu=False)
 
     def gelu(self, taken: Taken) -> Tensor:
-        """Of the product, in the form with tanh; on GPUs before a sum leaves its registers."""
+        """Return GELU (tanh form) of the product; on GPUs as an epilogue of the GEMM."""
         return self._multiplied(taken.values, has_gelu=True)
 
     def _multiplied(self, x: Tensor, *, has_gelu: bool) -> Tensor:
@@ -233,8 +233,8 @@ class Product(nn.Module):
 
 
 class Fp8Product(nn.Module):
-    """The same in e4m3: inputs by one scale that is known beforehand or (without a largest value)
-    each token by its own, weights by one for each channel of the output."""
+    """Linear layer in e4m3: weights with a scale per output channel, inputs with one calibrated
+    scale or, without a largest value, with a scale per token."""
 
     multiplier: Multiplier | None = None
 
@@ -247,7 +247,7 @@ class Fp8Product(nn.Module):
         scale = 1.0 if largest is None else max(largest, SMALLEST) / FP8_MAX
         inverse = None if largest is None else weight.new_full((1,), 1 / scale)
         self.register_buffer("inverse", inverse)
-        # By both, so that rows need none.
+        # Product of channel and input scale, so that rows need none.
         self.register_buffer("scales", (channels * scale)[None, :].contiguous())
 
     @property
@@ -284,10 +284,10 @@ class Fp8Product(nn.Module):
 
 
 class GeluToFp8(nn.Module):
-    """The first of a layer's two large products with GELU behind it (in the form with tanh), in one
-    pass to what the second takes in e4m3. Its weights have one scale: a product that writes e4m3
-    knows no other. They are rounded from the original, for those that are rounded twice are
-    noticeably worse."""
+    """The first of a layer's two MLP products with GELU (tanh form) as epilogue, which writes the
+    e4m3 input of the second directly. Its weights have one scale, the only form that a GEMM with
+    e4m3 output supports. They are rounded from the original, as rounding twice is noticeably
+    worse."""
 
     def __init__(self, original: Product, inner: Fp8Product, outer: Fp8Product) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class GeluToFp8(nn.Module):
         self.register_buffer("factor", outer.inverse)
 
     def forward(self, x: Tensor, apart: Callable[[Tensor], Tensor]) -> Tensor:
-        """`apart` is the same by two passes, which may be faster."""
+        """`apart` computes the same in two passes, which may be faster."""
         if self.multiplier is None:
             return apart(x)
         form = Form(len(x), x.shape[1], len(self.weight), FP8, FP8, True, "one")
@@ -328,15 +328,15 @@ class PackedLayer(nn.Module):
         self.first_norm, self.last_norm = norms
         self.num_heads = num_heads
         self.activation = activation
-        # Whether the form with tanh may stand for GELU, in 16 bits.
+        # Whether the tanh form may replace GELU, in 16 bits.
         self.has_fast_gelu = activation == "gelu_tanh"
-        # Both at once in FP8, where that is no less exact.
+        # Fused GEMM, GELU and quantisation in FP8, if it is no less accurate.
         self.gelu_to_fp8: GeluToFp8 | None = None
 
     def forward(
         self, x: Tensor, taken: Taken, layout: Layout, next_scaling: Scaling | None
     ) -> tuple[Tensor, Taken]:
-        """`taken` is x as the first product takes it; so is what comes out."""
+        """Run the layer. `taken` is x as input of the first linear layer; returns the same pair."""
         qkv = self.qkv(taken, layout)
         mixed = attend(qkv, layout, self.num_heads, self.out.scaling)
         x, taken = add_norm(self.out(mixed, layout), x, self.first_norm, self.inner.scaling)
@@ -344,7 +344,7 @@ class PackedLayer(nn.Module):
         return add_norm(self.outer(bent, layout), x, self.last_norm, next_scaling)
 
     def _bent(self, taken: Taken, layout: Layout) -> Taken:
-        """The activation of the first of the two products, as the second takes it."""
+        """Return the activation of the first MLP product, as input of the second."""
         if self.gelu_to_fp8 is None:
             return self._bent_apart(taken, layout)
 
@@ -372,8 +372,9 @@ class PackedLayer(nn.Module):
 
 
 class PackedEmbeddings(nn.Module):
-    """Stands for a model's embeddings (words, positions, kinds of sequence if there are any, norm)
-    before a stack that asks for those of the tokens only: what it gives is a shape."""
+    """Replacement of a model's embeddings (words, positions, token types if any, norm) before a
+    stack that embeds packed tokens only: `forward` just returns a placeholder of the right
+    shape."""
 
     def __init__(self, words: nn.Embedding, positions: nn.Embedding, norm: nn.LayerNorm) -> None:
         super().__init__()
@@ -389,17 +390,18 @@ class PackedEmbeddings(nn.Module):
         inputs_embeds: Tensor | None = None,
         **others: object,
     ) -> Tensor:
-        """As Hugging Face calls its own; with positions or embeddings of others, not this one."""
+        """Take Hugging Face's arguments; custom positions or embeddings are not supported."""
         assert position_ids is None and inputs_embeds is None
         length, most = input_ids.shape[1], self.positions.num_embeddings
         if length > most:
-            # A GPU that looks behind the end of a table is lost to its process.
+            # An out-of-range lookup on a GPU breaks it for the whole process.
             raise ValueError(f"{length} positions; the model has {most}")
         self._given = input_ids, token_type_ids
         return self.words.weight.new_zeros(1).expand(*input_ids.shape, self.words.embedding_dim)
 
     def of_tokens(self, layout: Layout, scaling: Scaling | None) -> tuple[Tensor, Taken]:
-        """Themselves, and as the first product takes them."""
+        """Return the embeddings of packed tokens, and the same as input of the first linear
+        layer."""
         assert self._given is not None
         ids, kinds = self._given
         positions = self.positions.weight
@@ -415,28 +417,28 @@ class PackedEmbeddings(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class GeluGap:
-    """How far two ways to a product's GELU in 16 bits are from the exact one (of the norm): by the
-    form with tanh, and by the exact form of a product that was rounded first."""
+    """Relative error (in norm) of two ways to compute GELU in 16 bits: the tanh form as epilogue,
+    and the exact form after the product was rounded."""
 
     fast: float
     exact: float
 
 
 class PackedStack(nn.Module):
-    """Stands for all layers of a model: called like one of them, with the padded batch. Whoever
-    runs the model says first which of it are tokens."""
+    """Replacement of all layers of a model: called like one of them, with the padded batch. The
+    caller sets `layout` first."""
 
     def __init__(self, layers: Sequence[PackedLayer], *, gives_tuple: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.gives_tuple = gives_tuple
         self.layout: Layout | None = None
-        # How far the form of GELU with tanh is away, where it is used.
+        # Error of the tanh form of GELU, if it is used.
         self.gelu_gap: GeluGap | None = None
-        # Who chooses how products are computed; or why nobody does.
+        # Chooses GEMM implementations; or the reason for having no multiplier.
         self.multiplier: Multiplier | None = None
         self.no_multiplier = ""
-        # Of the model, where they are packed too. In a tuple: they are the model's to move.
+        # The model's embeddings, if packed too. A tuple does not register them as submodules here.
         self.embeddings: tuple[PackedEmbeddings, ...] = ()
 
     def forward(self, x: Tensor, *others: object, **options: object) -> Any:
@@ -456,7 +458,7 @@ class PackedStack(nn.Module):
         return tokens, taken_of(tokens, scaling)
 
     def products(self) -> dict[str, Any]:
-        """By name, in order: `3.inner` is the fourth layer's."""
+        """Return linear layers by name, in order: `3.inner` is in the fourth layer."""
         return {
             f"{number}.{name}": getattr(layer, name)
             for number, layer in enumerate(self.layers)
@@ -464,25 +466,25 @@ class PackedStack(nn.Module):
         }
 
     def multiply_by(self, multiplier: Multiplier) -> None:
-        """From now on it chooses how products are computed."""
+        """Let `multiplier` choose the GEMM implementations from now on."""
         self.multiplier = multiplier
         for product in self.products().values():
             product.multiplier = multiplier
 
     def watch(self) -> None:
-        """From now on each product keeps its largest input."""
+        """Start calibration: each linear layer records its largest input."""
         for product in self.products().values():
             product.largest = 0.0
 
     def watched(self) -> dict[str, float]:
-        """The largest inputs since then, which are kept no longer."""
+        """End calibration and return the largest inputs."""
         found = {name: product.largest for name, product in self.products().items()}
         for product in self.products().values():
             product.largest = None
         return found
 
     def quantise(self, ranges: Mapping[str, float | None]) -> None:
-        """These products multiply in FP8 from now on: by the largest input, or by each token's."""
+        """Convert these linear layers to FP8: scaled by the largest input, or per token (None)."""
         for number, layer in enumerate(self.layers):
             for name in PRODUCTS:
                 if f"{number}.{name}" in ranges:

@@ -1,14 +1,13 @@
-"""What happens to a request before the model sees it, and to its answer: Python functions around
-any Runner.
+"""Pre- and postprocessing: Python functions around any Runner.
 
-config.pbtxt says `penstock.preprocess = "FILE.py:FUNCTION"`, a file of the version folder, and
-`penstock.model_inputs`, what the model takes; its `input` is what users send. The function gets one
-row, arrays by name without the batch dimension, and returns the model's inputs the same way. Rows
-that come out in different lengths are padded (`penstock.pad`) and computed by bucket, and their
-answers cut back; that is allowed once `serving.proof` has found it harmless.
+config.pbtxt sets `penstock.preprocess = "FILE.py:FUNCTION"`, a file of the version folder, and
+`penstock.model_inputs`, the model's inputs; `input` is then what clients send. The function gets
+one row, arrays by name without the batch dimension, and returns the model's inputs the same way.
+Rows of different lengths are padded (`penstock.pad`) and computed by bucket, and their answers are
+cropped; that is enabled once `serving.proof` has found it harmless.
 
-`penstock.postprocess` and `penstock.model_outputs` are the same behind the model: its function gets
-what the model gives for one row, without padding, and returns what users get.
+`penstock.postprocess` and `penstock.model_outputs` are the same for answers: the function gets the
+model's outputs for one row, without padding, and returns what clients get.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from penstock.errors import BackendFailed, ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
 
 Row = Mapping[str, Array]
-# An axis of an output, counted without the batch, that is as long as the padded axes.
+# Output name, and an axis (without batch) that is as long as the padded axes.
 Crop = tuple[str, int]
 
 
 class Processed:
-    """A Runner between functions, or with one. They are code that sees real requests only; the
-    model between them is what is warmed up and tried out."""
+    """A Runner with a function before it, after it, or both. The functions see real requests only;
+    warm-up and tests at load run the model between them."""
 
     needs_requests = True
     runs_ahead = False
@@ -47,7 +46,7 @@ class Processed:
         self._config = config
         self._functions = functions
         self._has_batch = config.max_batch_size > 0
-        # None: rows of different lengths are kept apart.
+        # None: no padding; rows of different lengths are computed apart.
         self._crops: frozenset[Crop] | None = None
 
     @property
@@ -55,15 +54,15 @@ class Processed:
         return self.inner.keeps_rows_apart
 
     def allow_padding(self, crops: Collection[Crop]) -> None:
-        """From now on rows are filled up to their buckets, here if there is a function before the
-        model, else by the server; these axes of outputs are cut back."""
+        """Pad rows to their buckets from now on, here if there is preprocessing, else in the
+        server, and crop these axes of outputs."""
         self._crops = frozenset(crops)
 
     def built(self) -> Mapping[str, str]:
         return {**self.inner.built(), **self._functions.names()}
 
     def start(self, batch: Batch) -> Execution:
-        """Without `batch.requests` the batch is one request, and its answer that of the batch."""
+        """Run a batch. Without `batch.requests` it counts as one request with one answer."""
         before, after = self._functions.before, self._functions.after
         began = prepared = time.perf_counter()
         if before is None:
@@ -104,7 +103,7 @@ class Processed:
         return outputs
 
     def _answers_as_sent(self, batch: Batch) -> list[Outputs | Exception]:
-        """One per row, where the model takes what users send; the server may have padded it."""
+        """Return an answer per row without preprocessing; the server may have padded the rows."""
         answers = self._run(batch.inputs, batch.num_rows)
         lengths = [part.length for part in batch.requests for _ in range(part.num_rows)]
         if not self._has_batch or not lengths:
@@ -112,9 +111,9 @@ class Processed:
         return [self._cut(each, length) for each, length in zip(answers, lengths, strict=True)]
 
     def _answers(self, rows: Sequence[Row | Exception]) -> list[Outputs | Exception]:
-        """One per row, computed in batches of equal shapes."""
+        """Return an answer per row, computed in batches of equal shapes."""
         padding = self._config.model.padding if self._crops is not None else None
-        # By number of the row: filled up, and how long it was.
+        # By row number: the padded row, and its length before.
         padded = {n: pad(padding, row) for n, row in enumerate(rows) if isinstance(row, Mapping)}
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, (row, _) in padded.items():
@@ -129,20 +128,20 @@ class Processed:
         return answers
 
     def _run_apart(self, rows: Sequence[Row]) -> list[Outputs | Exception]:
-        """Rows of equal shapes together; each alone where the model does not take them, so that a
-        text that is too long, or has a token it does not know, fails nobody else's request."""
+        """Run rows of equal shapes together, or one by one if the model refuses them, so that a
+        text that is too long or has an unknown token fails only its own request."""
         try:
             stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
             return list(self._run(stacked if self._has_batch else rows[0], len(rows)))
-        except Exception as error:  # Of the model's library, on what users sent.
+        except Exception as error:  # An error of the model's library, on clients' data.
             if len(rows) == 1:
                 return [error]
         return [answer for row in rows for answer in self._run_apart([row])]
 
     def _run(self, inputs: Row, num_rows: int) -> list[dict[str, Array]]:
-        """By row."""
+        """Run the model and return its outputs by row."""
         (answer,) = self.inner.start(Batch(inputs, num_rows)).wait()
-        # `load` has seen to it that the model does not see requests.
+        # `load` refuses models that see requests.
         assert not isinstance(answer, PerRequest)
         if self.inner.runs_ahead:
             # The next run writes to the same memory, and there may be several for one batch.
@@ -159,7 +158,7 @@ class Processed:
 
 
 class Function:
-    """The function of a version's file, what it gives checked against these specs."""
+    """A function in a file of the version, whose results are checked against `specs`."""
 
     def __init__(self, config: ModelConfig, function: str, specs: Sequence[TensorSpec]) -> None:
         self.name = function
@@ -182,7 +181,7 @@ class Function:
     def tried(self, row: Row) -> Row | Exception:
         try:
             return self(row)
-        except Exception as error:  # Users' code, on users' texts: only this request fails.
+        except Exception as error:  # Users' code on clients' data: only this request fails.
             return error
 
     def close(self) -> None:
@@ -190,7 +189,7 @@ class Function:
 
 
 class Functions:
-    """Those that a configuration names."""
+    """The functions that a configuration names."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.before: Function | None = None
@@ -216,7 +215,7 @@ class Functions:
 
 
 def model_in(runner: Runner) -> Runner:
-    """The model's own runner, without the functions around it."""
+    """Return the model's own runner, without the functions around it."""
     return runner.inner if isinstance(runner, Processed) else runner
 
 
@@ -234,17 +233,17 @@ def load(config: ModelConfig, load_model: LoadRunner) -> Processed:
 
 
 def apply(config: ModelConfig, rows: Sequence[Row]) -> list[dict[str, Array]]:
-    """What the model sees of each row; as it is, where nothing is preprocessed."""
+    """Preprocess rows; unchanged if there is no preprocessing."""
     return _applied(Functions(replace(config, postprocess=None)), rows)
 
 
 def apply_after(config: ModelConfig, answers: Sequence[Row]) -> list[dict[str, Array]]:
-    """What users get of each of the model's answers; as it is, where nothing is postprocessed."""
+    """Postprocess answers of the model; unchanged if there is no postprocessing."""
     return _applied(Functions(replace(config, preprocess=None)), answers)
 
 
 def _applied(functions: Functions, rows: Sequence[Row]) -> list[dict[str, Array]]:
-    """With the one function there is."""
+    """Apply the only function that is set."""
     function = functions.before or functions.after
     try:
         return [dict(row) if function is None else function(row) for row in rows]
@@ -253,7 +252,7 @@ def _applied(functions: Functions, rows: Sequence[Row]) -> list[dict[str, Array]
 
 
 def checked(name: str, made: Any, specs: Sequence[TensorSpec]) -> dict[str, Array]:
-    """One row as it was asked for; BackendFailed with what is wrong with it."""
+    """Return one row with the arrays of `specs`; raise BackendFailed if it does not match them."""
     if not isinstance(made, Mapping):
         raise BackendFailed(f"{name}: expected arrays by name, got {type(made).__name__}")
     row: dict[str, Array] = {}
@@ -275,7 +274,7 @@ def checked(name: str, made: Any, specs: Sequence[TensorSpec]) -> dict[str, Arra
 
 
 def pad(padding: Padding | None, row: Row) -> tuple[Row, int | None]:
-    """A row filled up to its bucket, and how long it was; None: it stays as it is."""
+    """Return a row padded to its bucket, and its length before; None if it is unchanged."""
     if padding is None:
         return row, None
     lengths = {row[each.input].shape[each.axis] for each in padding.axes}
@@ -300,12 +299,12 @@ def shapes_of(row: Row) -> tuple[object, ...]:
 def _rows(stacked: Row, num_rows: int, has_batch: bool) -> list[dict[str, Array]]:
     if not has_batch:
         return [dict(stacked)]
-    # With the dots also a text of no dimension stays an array.
+    # The ellipsis keeps texts without dimensions as arrays.
     return [{name: values[n, ...] for name, values in stacked.items()} for n in range(num_rows)]
 
 
 def _stacked(rows: Sequence[Outputs | Exception], has_batch: bool) -> Outputs | Exception:
-    """The rows of one request."""
+    """Stack the rows of one request."""
     answers: list[Outputs] = []
     for row in rows:
         if isinstance(row, Exception):

@@ -44,7 +44,7 @@ _numbers = itertools.count()
 
 class Code:
     """A model's file as an imported module. Its folder is on sys.path until `close`, and the module
-    is in a package of its own, so `import other` and `from . import other` find files beside it."""
+    has a package of its own, so `import other` and `from . import other` find files beside it."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._path = Path(config.artifact)
@@ -53,7 +53,7 @@ class Code:
         self._tasks: asyncio.Runner | None = None
 
     def load(self) -> ModuleType:
-        """Run the file; ConfigError with the line where it fails."""
+        """Run the file; raise ConfigError with the failing line."""
         if not self._path.is_file():
             what = "not a file" if self._path.exists() else "no such file"
             raise self.problem(f"{what}; expected Python code")
@@ -72,7 +72,7 @@ class Code:
         return module
 
     def result(self, value: Any) -> Any:
-        """The value, or what it comes to if it is awaitable; on one event loop for all calls."""
+        """Return the value, awaited if it is awaitable, on one event loop for all calls."""
         if not inspect.isawaitable(value):
             return value
         if self._tasks is None:
@@ -88,7 +88,7 @@ class Code:
 
     @contextmanager
     def explained(self, what: str = "") -> Iterator[None]:
-        """What the model's code raises while it is loaded, as a ConfigError of one line."""
+        """Turn exceptions of the model's code during load into a ConfigError of one line."""
         try:
             yield
         except PenstockError:
@@ -126,7 +126,7 @@ class Code:
 
 
 class _Loader(SourceFileLoader):
-    """Compiles the file each time: a repository may be read-only, and a cache of it stale."""
+    """Loader without bytecode cache: the repository may be read-only, and a cache stale."""
 
     def get_code(self, fullname: str) -> CodeType:
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
@@ -185,7 +185,7 @@ class TritonRunner:
         return _built(TRITON)
 
     def start(self, batch: Batch) -> Execution:
-        """Without `batch.requests` the batch is one request, and its answer that of the batch."""
+        """Run a batch. Without `batch.requests` it counts as one request with one answer."""
         parts = batch.requests or (_Anonymous(batch.num_rows),)
         responses = self._code.result(self._model.execute(self._requests(batch.inputs, parts)))
         if not isinstance(responses, Sequence) or len(responses) != len(parts):
@@ -207,7 +207,7 @@ class TritonRunner:
     def _requests(
         self, inputs: Mapping[str, Array], parts: Sequence[BatchRequest]
     ) -> list[pb_utils.InferenceRequest]:
-        """Each request with its rows of the stacked inputs, as views."""
+        """Return each request with its rows of the stacked inputs, as views."""
         is_batched = self._config.max_batch_size > 0
         requests: list[pb_utils.InferenceRequest] = []
         row = 0
@@ -234,7 +234,7 @@ class TritonRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Anonymous:
-    """The request of a batch that does not say which requests it holds."""
+    """The only request of a batch without `requests`."""
 
     num_rows: int
     id: str = ""
@@ -263,7 +263,7 @@ def load(config: ModelConfig) -> TritonRunner | StackedRunner:
 
 
 def _load_triton(config: ModelConfig, code: Code, module: ModuleType) -> TritonRunner:
-    """Other classes and functions of such a file are its own business."""
+    """Load a Triton model; its file's other classes and functions are ignored."""
     kind = getattr(module, TRITON)
     if not callable(getattr(kind, "execute", None)):
         raise code.problem(f"{TRITON}: no method execute(self, requests)")
@@ -293,7 +293,7 @@ def _load_own(config: ModelConfig, code: Code, module: ModuleType) -> StackedRun
 
 
 def _construct(kind: Any, config: ModelConfig) -> Any:
-    """With the configuration, if the class wants it."""
+    """Create the model, passing the configuration if its class takes it."""
     try:
         inspect.signature(kind).bind(config)
     except TypeError:
@@ -302,7 +302,7 @@ def _construct(kind: Any, config: ModelConfig) -> Any:
 
 
 def _arguments(config: ModelConfig) -> dict[str, str]:
-    """What Triton gives to `initialize`."""
+    """Return the arguments that Triton passes to `initialize`."""
     version_folder = Path(config.artifact).parents[max(1, len(Path(config.file).parts)) - 1]
     return {
         "model_config": json.dumps(pbtxt.to_json(config)),
@@ -331,11 +331,11 @@ def _built(form: str) -> Mapping[str, str]:
 
 
 def _end(code: Code, goodbye: Callable[[], Any] | None) -> None:
-    """The model's own end, which may fail, and then that of its module."""
+    """Close the model, which may fail, and then its module."""
     try:
         if goodbye is not None:
             code.result(goodbye())
-    except Exception:  # A model's code may raise anything; the worker ends all the same.
+    except Exception:  # A model's code may raise anything; the worker exits all the same.
         log.exception("the model failed while it was closed")
     finally:
         code.close()

@@ -1,20 +1,20 @@
 """PyTorch models: `module.py` with `model.safetensors` beside it, or `model.pt2`.
 
 `module.py` has a function `factory` that returns the nn.Module; its weights are loaded strictly.
-`model.pt2` is what `torch.export.save` writes, or an AOTInductor package: machine code for machines
-like the one that compiled it. No pickles: TorchScript and torch.save's files are refused, whatever
-they are called.
+`model.pt2` is written by `torch.export.save`, or it is an AOTInductor package: machine code for
+machines like the one that compiled it. No pickles: TorchScript and torch.save's files are refused,
+whatever their names.
 
 Options (config.pbtxt `parameters`): `intra_op_thread_count`, `inter_op_thread_count` (one for all
-models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off unless given;
+models of a process), `penstock.compile` (default, reduce-overhead, max-autotune; off by default;
 needs shapes that are fixed or padded to buckets), and for `module.py` also `penstock.factory` (its
 name, or `module.py:name`), `penstock.dtype` (fp32, fp16, bf16: weights and float inputs are cast to
 it, float outputs back to the configured datatype; tf32: see `torch_precision`),
-`penstock.memory_format` (channels_last, for convolutions) and `penstock.fuse` (convolutions: each
-one layer with what comes after it, `torch_fusion`). On a GPU `penstock.cuda_graphs` (on,
-off) captures every shape that is warmed up (`torch_cuda`). `penstock.pack` (tokens) lets the layers
-of a BERT-like `module.py` run without padding (`torch_packing`), and `penstock.fp8` names the file
-of ranges by which they multiply in FP8, or is `rowwise`. What was built is read back.
+`penstock.memory_format` (channels_last, for convolutions) and `penstock.fuse` (convolutions: fuses
+each with the layers after it, see `torch_fusion`). On a GPU `penstock.cuda_graphs` (on, off)
+captures every shape at warm-up (`torch_cuda`). `penstock.pack` (tokens) runs the layers of a
+BERT-like `module.py` without padding (`torch_packing`), and `penstock.fp8` runs them in FP8: it
+names a file of calibrated ranges, or is `rowwise`. The effective settings are read back.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from penstock.types import DATATYPES, Array, Signature, TensorSpec
 
 MEMORY_FORMATS = ("", "channels_last")
 FUSIONS = ("", "convolutions")
-# Of images: a batch of them, by channel.
+# Rank of a batch of images.
 IMAGE_RANK = 4
 COMPILE_MODES = ("", "default", "reduce-overhead", "max-autotune")
 OF_PACKING = (torch_packing.OPTION, torch_packing.FP8_OPTION)
-# Of these, those that stand for CUDA graphs too.
+# Compile modes that also turn on CUDA graphs.
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 TF32 = "tf32"
-# So many times a module's weights are free on the GPU that it is packed on: itself, and what its
-# layers are put together to.
+# A module is packed on the GPU if this many times its weights are free: for itself and for the
+# merged layers.
 PACKING_ROOM = 3
 DTYPES = {
     "": None,
@@ -91,7 +91,7 @@ class Options:
     num_threads: int
     num_interop_threads: int
     compile_mode: str
-    # None: as the module has them.
+    # None: as in the module.
     dtype: torch.dtype | None
     factory: str
     is_channels_last: bool
@@ -102,18 +102,18 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module and how it is called: these inputs by position, those by name."""
+    """A module and how to call it: its inputs by position, and by keyword."""
 
     module: Any
     positional: Sequence[str]
     keywords: Sequence[str]
     signature: Signature = Signature((), ())
     code: Code | None = None
-    # Already compiled when it was written; it has no weights to look at.
+    # Compiled ahead of time; its weights are not accessible.
     is_compiled: bool = False
-    # Of a module whose layers run without padding.
+    # Set if its layers run without padding.
     packing: Packing | None = None
-    # Whose module this is, where convolutions are fused.
+    # Set if its convolutions are fused; it owns the module.
     fusion: Fusion | None = None
 
     def call(self, tensors: Mapping[str, Any]) -> Any:
@@ -139,15 +139,16 @@ class TorchRunner:
         self._loaded = self._run = loaded
         self._device = torch.device(config.device)
         self._datatypes = {spec.name: spec.datatype for spec in config.inputs}
-        # Whether rows influence each other is only known of models that are batched.
+        # Whether rows influence each other is tested only for batched models.
         is_batched = config.max_batch_size > 0 and config.batching.is_dynamic
         self._rungs = ladder(config.max_batch_size) if is_batched else []
         self._packing = loaded.packing
         self._num_tokens = 0
         if self._packing is not None:
-            # Rows cost next to nothing there, and each rung has graphs of many token counts.
+            # Padding rows cost next to nothing there, and each rung has graphs of many token
+            # counts.
             self._rungs = sorted({*self._rungs[::2], *self._rungs[-1:]})
-        # The way to a GPU; None on a CPU.
+        # Pipeline to a GPU; None on a CPU.
         self.pipeline: Pipeline | None = None
         device = open_device(config.device)
         if device is not None:
@@ -212,8 +213,8 @@ class TorchRunner:
                 num_run = self._num_rows(batch)
                 self._num_tokens = self._token_budget(batch, num_run)
                 return self.pipeline.start(inputs, num_rows, num_run, self._num_tokens)
-            # A copy: a module may write to its inputs, and a batch may have to run again. It costs
-            # one pass over the memory, which a model makes many times.
+            # Copy: a module may write to its inputs, and a batch may have to run again. It costs
+            # one pass over the memory, of which a model makes many.
             inputs = {
                 name: self._seen(name, torch.from_numpy(array.copy()))
                 for name, array in batch.inputs.items()
@@ -223,7 +224,7 @@ class TorchRunner:
             return Finished({name: _array(value) for name, value in values.items()})
 
     def pin(self, memory: memoryview) -> None:
-        """Batches will lie in this memory: the GPU copies them from there by itself."""
+        """Register memory that will hold batches, so that the GPU copies from it directly."""
         if self.pipeline is not None:
             self.pipeline.pin(memory)
 
@@ -234,7 +235,7 @@ class TorchRunner:
         if self.pipeline is not None:
             self.pipeline.settle()
             if self.pipeline.is_captured and self._device.type == "cuda":
-                # What was tried out is no part of what the model takes.
+                # Memory of the warm-up is not part of what the model needs.
                 torch.cuda.reset_peak_memory_stats(self._device)
 
     @property
@@ -243,12 +244,12 @@ class TorchRunner:
 
     def close(self) -> None:
         self._loaded.close()
-        # Graphs and packed layers hold memory too, beyond whoever holds on to this.
+        # Free graphs and packed layers even if this object stays referenced.
         self._packing = self.pipeline = None
         del self._run, self._loaded
 
     def compiled(self) -> Mapping[str, bytes]:
-        """Kernels, and which of them are the fastest; for this GPU and this torch."""
+        """Return the compiled kernels and tuning results, for this GPU and this torch."""
         found = torch.compiler.save_cache_artifacts() if self._options.compile_mode else None
         files = {COMPILED: found[0]} if found is not None else {}
         for chooser in (self._loaded.fusion, self._packing):
@@ -256,7 +257,7 @@ class TorchRunner:
         return files
 
     def rehearsals(self, batch: Batch) -> Iterator[Batch]:
-        """A packed model takes as long as there are tokens, whose numbers have graphs each."""
+        """Yield warm-up batches: a packed model needs one for each token count with a graph."""
         if self._packing is None:
             yield batch
             return
@@ -269,7 +270,7 @@ class TorchRunner:
             yield Batch({**batch.inputs, name: mask}, batch.num_rows, batch.requests)
 
     def _token_budget(self, batch: Batch, num_run: int) -> int:
-        """How many tokens to run a packed model's batch as; 0 for others."""
+        """Return the token count to run a packed model's batch as; 0 for other models."""
         if self._packing is None:
             return 0
         num_tokens = self._packing.num_tokens(batch.inputs)
@@ -286,29 +287,30 @@ class TorchRunner:
         return self.pipeline is not None and self.pipeline.device.is_lost()
 
     def _num_rows(self, batch: Batch) -> int:
-        """How many to run: up to the next rung of the ladder. Libraries choose and build kernels
-        for each new shape, which takes many times as long as a batch; these are warm."""
+        """Return the rows to run: padded to the next rung of the ladder. Libraries choose and build
+        kernels for each new shape, which takes many times as long as a batch; rungs are warmed
+        up."""
         index = bisect_left(self._rungs, batch.num_rows)
         rung = self._rungs[index] if index < len(self._rungs) else batch.num_rows
         padding = self._config.padding
         if padding is None or self._config.batching.max_tokens is None:
             return rung
-        # An optional input may not be there.
+        # An optional input may be missing.
         lengths = [
             batch.inputs[each.input].shape[1 + each.axis]
             for each in padding.axes
             if each.input in batch.inputs
         ]
-        # No more than the budget of tokens allows, which is warm as well.
+        # At most the token budget, which is warmed up as well.
         most = self._config.max_rows(max(lengths, default=1))
         return max(batch.num_rows, min(rung, most))
 
     def _seen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Of BF16, numpy has the bits only."""
+        """View BF16 inputs as such: numpy only has their bits."""
         return tensor.view(torch.bfloat16) if self._datatypes[name] == "BF16" else tensor
 
     def _computed(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """From what users sent to what they get, on the device."""
+        """Compute outputs from inputs, on the device."""
         given = {name: self._given(tensor) for name, tensor in tensors.items()}
         if self._packing is not None:
             self._packing.lay_out(given, self._num_tokens)
@@ -338,8 +340,8 @@ class TorchRunner:
         return value
 
     def _compile(self) -> None:
-        """torch compiles on the first call, so the first call is made here. A batch dimension is
-        left open; sizes 1 and more than 1 are compiled apart."""
+        """Compile the module with a first call on zeros, as torch compiles on the first call. The
+        batch dimension is dynamic; sizes 1 and above 1 are compiled separately."""
         config = self._config
         self._compiled_before = _load_compiled(config)
         try:
@@ -373,12 +375,12 @@ def _array(value: torch.Tensor) -> Array:
 
 
 def _comes_again(config: ModelConfig) -> bool:
-    """Whether shapes are few: fixed, or padded to buckets."""
+    """Return whether shapes are few: fixed, or padded to buckets."""
     return all(size >= 0 for shape in _some_shapes(config) for size in shape)
 
 
 def _some_shapes(config: ModelConfig) -> list[tuple[int, ...]]:
-    """Of one row of each input: of the first bucket, where they are padded."""
+    """Return the shape of one row of each input; that of the first bucket if they are padded."""
     shapes = {spec.name: list(spec.shape) for spec in config.inputs}
     if config.padding is not None:
         for each in config.padding.axes:
@@ -402,8 +404,8 @@ def load(config: ModelConfig) -> TorchRunner:
 
 
 def load_module(config: ModelConfig) -> Loaded:
-    """The module alone, for whoever makes something else of it; to be closed. It is as it came:
-    what is packed gives the same answers and holds on to how it is run."""
+    """Return the module alone, without packing, for callers that convert it; they must close it. A
+    packed module gives the same answers, but depends on how it is run."""
     options = {key: text for key, text in config.options.items() if key not in OF_PACKING}
     config = replace(config, options=options)
     return _load_any(config, _options(config))
@@ -418,7 +420,7 @@ def _load_any(config: ModelConfig, options: Options) -> Loaded:
 
 
 def _options(config: ModelConfig) -> Options:
-    """ConfigError with all that is wrong."""
+    """Return the options; raise ConfigError with all problems."""
     settings = config.options
     problems = [
         f"{kind} '{spec.name}': torch has no BYTES; use backend 'python'"
@@ -523,7 +525,7 @@ def _check_device(config: ModelConfig) -> None:
     try:
         torch.empty(0, device=config.device)
         if torch.device(config.device).index is not None:
-            # What a model's own code calls "cuda" is then its own GPU too.
+            # A plain "cuda" in a model's own code then means its own GPU too.
             torch.cuda.set_device(config.device)
     except Exception as error:  # torch raises RuntimeError, AssertionError and others.
         problem = (
@@ -568,7 +570,7 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
             module = module.to(memory_format=torch.channels_last)
         if loaded.packing is not None:
             if config.device != CPU:
-                # What it was packed in is larger than what it is now.
+                # The module took more memory while it was packed.
                 torch.cuda.empty_cache()
             torch_packing.on_device(loaded.packing, config)
         return replace(loaded, module=module)
@@ -578,8 +580,8 @@ def _load_module(config: ModelConfig, options: Options) -> Loaded:
 
 
 def _where_packed(module: Any, config: ModelConfig) -> str:
-    """Where it will run, if that has room for it as it came and nothing is rounded there; else the
-    CPU, which takes seconds for a large one."""
+    """Return the model's device if it has room for the original module and does not round FP32;
+    else the CPU, where packing a large one takes seconds."""
     dtypes = {each.dtype for each in module.parameters() if each.is_floating_point()}
     if config.device == CPU or dtypes != {torch.float32} or "matrices" in rounded():
         return CPU
@@ -589,7 +591,7 @@ def _where_packed(module: Any, config: ModelConfig) -> str:
 
 
 def _packed(loaded: Loaded, config: ModelConfig) -> Packing:
-    """As the module came, mostly in FP32: a difference is then no rounding."""
+    """Pack the original module, mostly in FP32, so that differences are not due to rounding."""
     names = [spec.name for spec in config.outputs]
 
     def call(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
@@ -599,7 +601,7 @@ def _packed(loaded: Loaded, config: ModelConfig) -> Packing:
 
 
 def _sample(config: ModelConfig, module: Any, positional: Sequence[str]) -> Sample | None:
-    """Inputs as the module would get them before it is cast; None where shapes are not known."""
+    """Return inputs for the module before it is cast; None if shapes are unknown."""
     if not all(spec.is_fixed and not spec.is_optional for spec in config.inputs):
         return None
     floats = [each.dtype for each in module.parameters() if each.is_floating_point()]
@@ -615,7 +617,7 @@ def _sample(config: ModelConfig, module: Any, positional: Sequence[str]) -> Samp
 
 
 def _make(code: Code, config: ModelConfig, options: Options) -> Any:
-    """What the factory returns. It gets the `parameters` if it has a parameter `options`."""
+    """Call the factory. It gets the `parameters` if it has a parameter `options`."""
     file, name = code.load(), options.factory
     factory = getattr(file, name, None)
     if not callable(factory):
@@ -630,7 +632,7 @@ def _make(code: Code, config: ModelConfig, options: Options) -> Any:
 
 
 def _check_dtype(module: Any, options: Options) -> None:
-    """A module may override what `to` does."""
+    """Check that the module was cast; it may override `to`."""
     found = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
     if options.dtype is not None and found - {options.dtype}:
         raise ConfigError(
@@ -641,7 +643,8 @@ def _check_dtype(module: Any, options: Options) -> None:
 def _call_order(
     code: Code, module: Any, config: ModelConfig
 ) -> tuple[Sequence[str], Sequence[str]]:
-    """By name where every input is a parameter of `forward`, else by position."""
+    """Return inputs by position and by keyword: keywords if `forward` has all names as
+    parameters."""
     names = [spec.name for spec in config.inputs]
     signature = inspect.signature(module.forward)
     named = {
@@ -687,8 +690,8 @@ def _load_pt2(config: ModelConfig) -> Loaded:
 
 
 def _load_package(config: ModelConfig, options: Options) -> Loaded:
-    """An AOTInductor package. It checks nothing of what it is called with, so its call is compared
-    with the configuration; datatypes and shapes are compared by running it."""
+    """Load an AOTInductor package. It does not check its inputs, so its call is compared with the
+    configuration; datatypes and shapes are compared by running it."""
     path = Path(config.artifact)
     label = f"{config.version}/{config.file or path.name}"
     if options.compile_mode:
@@ -718,7 +721,8 @@ def _load_package(config: ModelConfig, options: Options) -> Loaded:
 
 
 def _check_compiled_for(package: Any, config: ModelConfig, label: str) -> None:
-    """It would read a GPU's memory as the host's, or the other way round."""
+    """Check the device type: a package for another would read GPU memory as host memory or vice
+    versa."""
     made_for = _package_facts(package).get("device", "")
     wanted = torch.device(config.device).type
     if made_for and made_for != wanted:
@@ -734,7 +738,7 @@ def _package_facts(package: Any) -> dict[str, str]:
 
 
 def _named(program: pt2_file.Program, configured: Sequence[TensorSpec]) -> Signature:
-    """Outputs without names have the configured ones, in their order."""
+    """Return the signature; outputs without names get the configured ones, in their order."""
     signature = program.signature
     if program.has_output_names:
         return signature
@@ -761,8 +765,8 @@ def _check_limits(config: ModelConfig, max_batch: int | None) -> None:
 
 
 def _check_pickles(path: Path, label: str) -> None:
-    """What torch's own reader finds in the file. The sample inputs it reads as tensors and, where
-    that fails, as a pickle that may run anything."""
+    """Check what torch's own reader finds in the file. It reads sample inputs as tensors and, if
+    that fails, as a pickle that may run any code."""
     try:
         reader = torch._C.PyTorchFileReader(str(path))
         pt2_file.check_members(reader.get_all_records(), reader.get_record)
@@ -773,7 +777,7 @@ def _check_pickles(path: Path, label: str) -> None:
         raise BackendFailed(f"{label}: torch cannot load it: {first_line(error)}") from error
     try:
         torch.load(io.BytesIO(samples), map_location="cpu", weights_only=True)
-    except Exception as error:  # Unpickling raises what it likes.
+    except Exception as error:  # Unpickling may raise anything.
         raise ConfigError(
             [
                 f"{label}: its sample inputs are not plain tensors, and pickles are not read: "
@@ -783,8 +787,8 @@ def _check_pickles(path: Path, label: str) -> None:
 
 
 def by_name(answer: Any, names: Sequence[str]) -> Mapping[str, object]:
-    """A module's answer: a tensor, a sequence in the order of the configured outputs, a mapping, or
-    an object with attributes."""
+    """Return a module's outputs by name. It returns a tensor, a sequence in the order of the
+    configured outputs, a mapping, or an object with attributes."""
     if isinstance(answer, torch.Tensor):
         answer = (answer,)
     if isinstance(answer, Mapping):
@@ -807,27 +811,27 @@ def _describe(answer: Any) -> str:
 
 
 def _compiler_options(mode: str) -> dict[str, Any]:
-    """Without its own CUDA graphs: ours are captured around what it compiles, and two that want
-    their inputs in one place do not get along."""
+    """Return the compiler's options without its own CUDA graphs: ours are captured around the
+    compiled code, and both need fixed input addresses."""
     options: dict[str, Any] = dict(torch._inductor.list_mode_options(mode))
     return {**options, "triton.cudagraphs": False}
 
 
 def _load_compiled(config: ModelConfig) -> str:
-    """Give the compiler what it made of this version before; what became of that, in words."""
+    """Load the compiler's cache of this version; return what was found, in words."""
     path = Path(config.artifact).parent / COMPILED
-    # It holds code, as module.py does; a .pt2 is data, and brings none.
+    # The cache holds code, as module.py does. A .pt2 is only data, so no cache is read beside it.
     if not path.is_file() or not config.artifact.endswith(".py"):
         return "nothing"
     try:
         found = torch.compiler.load_cache_artifacts(path.read_bytes())
-    except Exception as error:  # Of another torch, or cut off: it is compiled anew.
+    except Exception as error:  # From another torch, or truncated: compile again.
         return f"nothing that can be used: {first_line(error)}"
     return f"{sum(map(len, found.artifacts.values()))} parts" if found is not None else "nothing"
 
 
 def _num_graphs() -> int:
-    """How many graphs torch has compiled in this process."""
+    """Return how many graphs torch has compiled in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

@@ -1,10 +1,10 @@
-"""Convolutions with what comes after them as one layer, run by whatever is fastest for its sizes.
+"""Convolutions fused with what follows them, run by the fastest implementation for their sizes.
 
-A layer has several implementations: torch's operators one by one, cuDNN's fused ones, a matrix
-product of cuBLAS where the window is one pixel, and kernels of our own. On a GPU a `Tuner` times
-them once for each case (sizes and datatype) on the device itself, and drops those whose results are
-off. What was chosen is kept with the version, so a second start times nothing. On a CPU, and where
-shapes are not known before, a layer is torch's operators.
+A layer has several implementations: torch's operators one by one, cuDNN's fused ones, a cuBLAS GEMM
+for windows of one pixel, and our own kernels. On a GPU a `Tuner` times them once for each case
+(sizes and datatype) on the device itself, and drops those with wrong results. Choices are kept with
+the version, so a second start times nothing. On a CPU, and for shapes that are unknown at load, a
+layer uses torch's operators.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from penstock.backends.checks import first_line
 Run = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 Pair = tuple[int, int]
 REFERENCE = "torch"
-# Of a batch; an image by itself has one less.
+# Rank of a batch of images; a single image has one less.
 IMAGE_RANK = 4
-# How far results may be from torch's, by datatype; of the norm.
+# Largest relative error against torch (in norm), by datatype.
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 5e-3}
-# Calls of one timed graph, and how often it runs.
+# Calls in a timed graph, and how often it is replayed.
 NUM_CALLS, NUM_RUNS = 8, 5
-# What may lie about while cases are timed.
+# Limit of unused reserved memory during timing.
 SPARE_BYTES = 4 << 30
-# Compilers at work at once, at most.
+# Limit of concurrent compilers.
 MAX_COMPILERS = 16
 
 
 def kernels() -> Any:
-    """Our own, or None where there is no Triton."""
+    """Return our kernels, or None without Triton."""
     if importlib.util.find_spec("triton") is None:
         return None
     from penstock.kernels import conv
@@ -52,7 +52,7 @@ def kernels() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """(height, width) each."""
+    """Geometry of a convolution; pairs are (height, width)."""
 
     stride: Pair = (1, 1)
     padding: Pair = (0, 0)
@@ -63,12 +63,12 @@ class Geometry:
 class Timer(Protocol):
     def seconds(self, call: Callable[[], object]) -> float: ...
     def done(self) -> None:
-        """All cases are timed."""
+        """Clean up after all cases are timed."""
 
 
 class Layer(Protocol):
     def key(self, x: torch.Tensor, residual: torch.Tensor | None) -> str:
-        """All that its time depends on."""
+        """Return a key of everything that its time depends on."""
 
     def implementations(
         self, x: torch.Tensor, residual: torch.Tensor | None
@@ -76,7 +76,7 @@ class Layer(Protocol):
 
 
 class GpuTimer:
-    """By CUDA graphs, as batches are run: launches one by one would take longer than the work."""
+    """Timer of calls in CUDA graphs, as batches run: single launches take longer than the work."""
 
     def __init__(
         self, device: torch.device, num_calls: int = NUM_CALLS, num_runs: int = NUM_RUNS
@@ -102,7 +102,7 @@ class GpuTimer:
             graph.replay()
             times = [self._replayed(graph) for _ in range(self._num_runs)]
         del graph
-        # Each graph had memory of its own, which is given back only when it is asked for.
+        # Each graph had its own memory, which is returned only on request.
         if self._spare_bytes() > SPARE_BYTES:
             torch.cuda.empty_cache()
         return statistics.median(times) / self._num_calls
@@ -121,7 +121,7 @@ class GpuTimer:
         return milliseconds / 1e3
 
     def done(self) -> None:
-        """What was tried out is no part of what the model takes."""
+        """Free memory and reset the peak: timing is not part of what the model needs."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -129,7 +129,7 @@ class GpuTimer:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A layer and what it was called with, without the values."""
+    """A layer and the form of its arguments, without values."""
 
     layer: Layer
     forms: tuple[tuple[torch.Size, tuple[int, ...]] | None, ...]
@@ -137,7 +137,7 @@ class Case:
     device: torch.device
 
     def drawn(self) -> list[torch.Tensor | None]:
-        """Not zeros, as at a warm-up: GPUs are faster on zeros, and nothing is wrong with them."""
+        """Return random arguments: GPUs are faster on zeros, and zeros hide wrong results."""
         return [None if each is None else each.normal_() for each in self.empty()]
 
     def empty(self) -> list[torch.Tensor | None]:
@@ -150,7 +150,7 @@ class Case:
 
 
 class Remembered(msgspec.Struct):
-    """The file of choices; they hold for the same hardware and libraries."""
+    """File of choices; valid for the same hardware and libraries."""
 
     made_for: dict[str, str]
     choices: dict[str, str]
@@ -158,7 +158,7 @@ class Remembered(msgspec.Struct):
 
 @dataclass(slots=True)
 class Tuner:
-    """Which implementation runs which case: `find` it, and `tune` what was not found."""
+    """Choice of implementation for each case: `find` returns it, `tune` times unknown cases."""
 
     timer: Timer
     device: torch.device
@@ -173,7 +173,7 @@ class Tuner:
     def find(
         self, layer: Layer, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[str, Run] | None:
-        """None where nothing is chosen yet; it then waits to be tuned."""
+        """Return the chosen implementation, or queue the case and return None."""
         key = layer.key(x, residual)
         name = self.choices.get(key)
         run = layer.implementations(x, residual).get(name) if name is not None else None
@@ -185,7 +185,7 @@ class Tuner:
         return None
 
     def tune(self) -> None:
-        """All that has come by."""
+        """Time all queued cases."""
         waiting, self._waiting = self._waiting, {}
         if not waiting:
             return
@@ -196,7 +196,7 @@ class Tuner:
         self.timer.done()
 
     def used(self) -> dict[str, str]:
-        """What runs; a file may have choices for another datatype too."""
+        """Return the choices in use; a file may also have some for another datatype."""
         return {key: self.choices[key] for key in sorted(self._used)}
 
     @property
@@ -206,7 +206,8 @@ class Tuner:
         return self._workspace
 
     def _compile(self, cases: Iterable[Case]) -> None:
-        """The kernels of all cases at once, by several threads: it takes longer than all else."""
+        """Compile the kernels of all cases at once in several threads: the slowest part of
+        tuning."""
         own = kernels()
         if own is None or self.device.type != "cuda":
             return
@@ -216,7 +217,7 @@ class Tuner:
                 assert x is not None
                 for name, run in case.layer.implementations(x, residual).items():
                     if name.startswith("triton"):
-                        # It fails again, and is told, when it is timed.
+                        # Errors are reported when it is timed.
                         with contextlib.suppress(Exception):
                             run(x, residual)
 
@@ -236,7 +237,7 @@ class Tuner:
                 if not off <= TOLERANCE.get(x.dtype, 0.0):
                     raise ArithmeticError(f"its results are off by {off:.2g}")
                 times[name] = self.timer.seconds(partial(run, x, residual))
-            except Exception as error:  # What one library does not have, another has.
+            except Exception as error:  # Implementations may not support the case.
                 self.problems[f"{key}: {name}"] = first_line(error)
         return min(times, key=lambda name: times[name]) if times else REFERENCE
 
@@ -247,7 +248,7 @@ def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _cudnn() -> str:
-    """One that is not torch's own is an error for torch, and not for models that need none."""
+    """Return cuDNN's version; torch raises for a foreign one, which must not fail other models."""
     try:
         return str(torch.backends.cudnn.version())
     except RuntimeError as error:
@@ -266,7 +267,7 @@ def made_for(device: torch.device) -> dict[str, str]:
 
 
 def remembered(content: bytes, device: torch.device) -> dict[str, str]:
-    """Of a file of choices; nothing where it was made for something else, or makes no sense."""
+    """Return the choices of a file; none if it is invalid or for other hardware or libraries."""
     try:
         found = msgspec.json.decode(content, type=Remembered)
     except msgspec.DecodeError:
@@ -275,7 +276,7 @@ def remembered(content: bytes, device: torch.device) -> dict[str, str]:
 
 
 def load_kernels(content: bytes) -> None:
-    """Those that were compiled before; what makes no sense is compiled anew."""
+    """Load kernels compiled before; invalid files are ignored and kernels compiled again."""
     if kernels() is not None:
         from penstock.kernels import stored
 
@@ -284,7 +285,7 @@ def load_kernels(content: bytes) -> None:
 
 
 def to_remember(tuner: Tuner) -> dict[str, bytes]:
-    """Files for the version's folder."""
+    """Return the files for the version's folder."""
     found = Remembered(made_for(tuner.device), tuner.used())
     files = {CHOICES: msgspec.json.format(msgspec.json.encode(found), indent=1)}
     own = kernels()
@@ -296,7 +297,7 @@ def to_remember(tuner: Tuner) -> dict[str, bytes]:
 
 
 class Chosen:
-    """The implementations of one layer, by what it is called with."""
+    """Chosen implementations of one layer, by shape and datatype."""
 
     def __init__(self, layer: Layer, tuner: Tuner | None) -> None:
         self._layer = layer
@@ -319,7 +320,7 @@ class Chosen:
         return run(x, residual)
 
     def names(self) -> list[tuple[int, str]]:
-        """(batch, implementation), of each case."""
+        """Return (batch, implementation) of each case."""
         return [(batch, name) for name, batch, _ in self._runs.values()]
 
     @property
@@ -329,7 +330,7 @@ class Chosen:
 
 
 class Convolution(torch.nn.Module):  # type: ignore[misc]
-    """conv2d, then perhaps a tensor added, then perhaps ReLU."""
+    """conv2d, optionally followed by the addition of a tensor and by ReLU."""
 
     def __init__(
         self,
@@ -348,7 +349,7 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         self._packed: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        # Compilers and exporters have ways of their own.
+        # Compilers and exporters get plain operators.
         is_other = x.ndim != IMAGE_RANK or torch.compiler.is_compiling()
         if is_other or (residual is not None and residual.shape != self._out_shape(x)):
             return self._plain(x, residual)
@@ -357,7 +358,7 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
 
     @property
     def default(self) -> str:
-        """What runs it where nothing was chosen."""
+        """Implementation to use before one is chosen."""
         is_fused = self.weight.is_cuda and self.has_relu and self.bias is not None
         return "cudnn" if is_fused else REFERENCE
 
@@ -426,7 +427,7 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
         return torch.cudnn_convolution_add_relu(x, self.weight, residual, 1.0, self.bias, *where)
 
     def _cublas(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Bias and ReLU with the product; a residual takes another pass."""
+        """Run as a GEMM with bias and ReLU as epilogue; a residual takes another pass."""
         rows = x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
         weight = self.weight.flatten(1).t()
         if self.bias is None:
@@ -488,7 +489,7 @@ class Convolution(torch.nn.Module):  # type: ignore[misc]
 
 
 class MaxPool(torch.nn.Module):  # type: ignore[misc]
-    """max_pool2d; torch's also writes where each value was, which nobody asked for."""
+    """max_pool2d without indices, which torch's operator also writes."""
 
     def __init__(self, size: Pair, stride: Pair, padding: Pair, tuner: Tuner | None) -> None:
         super().__init__()
@@ -521,7 +522,7 @@ class MaxPool(torch.nn.Module):  # type: ignore[misc]
 
 
 def counted(layers: Iterable[Convolution]) -> dict[int, Counter[str]]:
-    """How many layers each implementation runs, by batch."""
+    """Count the layers of each implementation, by batch size."""
     found: dict[int, Counter[str]] = {}
     for layer in layers:
         for batch, name in layer.chosen.names():

@@ -1,12 +1,12 @@
-"""How batches get to a GPU, run there and come back, so that copying and computing overlap.
+"""GPU pipeline of batches: H2D copies, computation and D2H copies overlap.
 
-A batch takes a *slot*: memory on the device for its inputs and outputs, and pinned memory of the
-host for what comes back. Copies in, computing and copies out each have a stream of their own, so
-that one slot's batch is copied while another's is computed; several instances of a model on one GPU
-are slots of one worker, and share its weights. Shapes that come again are CUDA graphs, captured
-here on buffers that stay where they are; what cannot be captured runs without, and says so.
+A batch takes a *slot*: device memory for its inputs and outputs, and pinned host memory for the
+answers. H2D copies, computation and D2H copies each have a stream (a *lane*), so one slot's batch
+is copied while another's is computed. Several instances of a model on one GPU are slots of one
+worker, and share its weights. Recurring shapes are captured as CUDA graphs on buffers at fixed
+addresses; what cannot be captured runs without a graph, and is reported.
 
-`Cuda` is all that this needs of the device, so that the rest is tested without one.
+`Cuda` is the only part that needs a device, so the rest is tested without one.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ log = logging.getLogger("penstock.gpu")
 Tensors = Mapping[str, torch.Tensor]
 Compute = Callable[[Tensors], Tensors]
 Lane = Literal["in", "compute", "out"]
-# Of every tensor in an arena: kernels read whole vectors.
+# Alignment of tensors in an arena: kernels read whole vectors.
 ALIGNMENT = 256
-# Of one model; each holds on to memory.
+# Limit of graphs of one model; each holds memory.
 MAX_GRAPHS = 256
-# Batches between two looks at the memory, which take about as long as a launch.
+# Batches between two memory checks, which take about as long as a launch.
 LOOK_EVERY = 256
 CUDA_SUCCESS = 0
 PORTABLE = 1
 
 
 class Mark(Protocol):
-    """A point in a lane's work."""
+    """A point in a stream (CUDA event)."""
 
     def synchronize(self) -> None: ...
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds."""
+        """Return milliseconds."""
 
 
 class Replayable(Protocol):
@@ -55,44 +55,44 @@ class Replayable(Protocol):
 
 class Device(Protocol):
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
-        """Work that is begun inside goes to this lane, in order."""
+        """Enqueue work launched inside the context on this stream."""
 
     def mark(self, lane: Lane) -> Mark: ...
     def follow(self, lane: Lane, mark: Mark) -> None:
-        """What the lane does next comes after the mark."""
+        """Make the stream wait for the mark."""
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Bytes on the device."""
+        """Allocate bytes on the device."""
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Bytes of the host that the device copies by itself."""
+        """Allocate pinned host memory."""
 
     def pin(self, memory: memoryview) -> bool:
-        """Make these such bytes; False where that is refused."""
+        """Pin this memory; return False if that is refused."""
 
     def is_lost(self) -> bool:
-        """After some errors nothing runs on it any more in this process."""
+        """Return whether an error has made the device unusable for this process."""
 
     def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]: ...
     def memory(self) -> Use: ...
     def shrink(self) -> None:
-        """Give back what is kept and not used."""
+        """Return unused memory to the driver."""
 
 
 class Cuda:
-    """One GPU. Events and streams belong to the thread that calls."""
+    """One GPU, used by the calling thread."""
 
     def __init__(self, name: str) -> None:
         self._device = torch.device(name)
-        # Lanes do not wait for the stream that weights were made ready on.
+        # The streams do not wait for the stream that prepared the weights.
         torch.cuda.synchronize(self._device)
         self._streams: dict[Lane, torch.cuda.Stream] = {
             "in": torch.cuda.Stream(self._device),
             "compute": torch.cuda.Stream(self._device),
-            # Somebody waits for what comes out.
+            # Higher priority: a client waits for the output.
             "out": torch.cuda.Stream(self._device, priority=-1),
         }
-        # Graphs run one after the other, so they may share what they compute in.
+        # Graphs run one after the other, so they can share a memory pool.
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def lane(self, lane: Lane) -> contextlib.AbstractContextManager[object]:
@@ -124,24 +124,24 @@ class Cuda:
         return False
 
     def _forget_refusal(self) -> None:
-        """The runtime keeps it as its last error, which the next launch of a kernel would take for
-        its own. Looking at it clears it; torch does that after every launch."""
+        """Clear the runtime's last error, which the next kernel launch would take for its own.
+        Reading it clears it, and torch does that after every launch."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
     def is_lost(self) -> bool:
         try:
             torch.cuda.synchronize(self._device)
-        except Exception:  # Of several types, by torch's version.
+        except Exception:  # The type depends on torch's version.
             return True
         return False
 
     def capture(self, run: Callable[[], Tensors]) -> tuple[Replayable, Tensors]:
-        """Not by torch.cuda.graph, which first gives back all memory that is kept for later: that
-        takes longer than everything else here, for each of a hundred graphs."""
+        """Capture without torch.cuda.graph, which first returns all cached memory: that takes
+        longer than everything else here, for each of a hundred graphs."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._streams["compute"]):
-            # Other threads wait for marks meanwhile, which a capture of all would not survive.
+            # Other threads wait for events meanwhile, which would break a global capture.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
@@ -158,19 +158,19 @@ class Cuda:
         return Use(allocated, reserved, free)
 
     def shrink(self) -> None:
-        # Memory of one lane is read by another, and giving it back waits for its own lane only.
+        # Streams read each other's memory, and freeing waits only for the owner's stream.
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()
 
 
 def open_device(name: str) -> Device | None:
-    """None for the CPU, which has no way to it."""
+    """Return the GPU; None for the CPU, which needs no pipeline."""
     return Cuda(name) if name.startswith("cuda") else None
 
 
 class Arena:
-    """Memory for the tensors of one batch after the other; it grows to the largest."""
+    """Memory reused by one batch after the other; grows to the largest."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
@@ -202,7 +202,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Replayed, it reads `inputs` and writes `outputs`, always the same memory."""
+    """A captured graph; replays read `inputs` and write `outputs`, at fixed addresses."""
 
     replayable: Replayable
     inputs: Tensors
@@ -211,13 +211,13 @@ class Graph:
 
 @dataclass(slots=True)
 class Running:
-    """A batch on its way; its answers are views of the slot, which is taken again only by a batch
-    that is started later."""
+    """A batch in flight. Its answers are views of the slot, which is reused only by a batch that is
+    started later."""
 
     answers: Mapping[str, Array]
-    # Copied in, begun, computed, copied out.
+    # Start of the H2D copy, its end, start and end of computation, end of the D2H copy.
     marks: tuple[Mark, Mark, Mark, Mark, Mark]
-    # Of the copies in and out, once it has ended.
+    # Seconds of the H2D and D2H copies, once it has ended.
     prepare_s: float = 0.0
     finish_s: float = 0.0
 
@@ -231,34 +231,34 @@ class Running:
 
 @dataclass(slots=True)
 class Pipeline:
-    """`compute` takes tensors on the device as users sent them, and gives the answer's there."""
+    """Batches in flight on the device. `compute` maps input tensors to output tensors there."""
 
     device: Device
     compute: Compute
     num_slots: int
     is_captured: bool
-    # What rows that nobody sent are filled with: the last one again, or zeros.
+    # Padding rows are zeros instead of copies of the last row.
     has_empty_rows: bool = False
     # Why shapes run without a graph, by shape.
     problems: dict[object, str] = field(default_factory=dict)
-    # Those whose graphs found no memory, and with which batch they are tried again.
+    # Shapes whose capture ran out of memory, and the batch number of the next try.
     postponed: dict[object, int] = field(default_factory=dict)
     _graphs: dict[object, Graph] = field(default_factory=dict)
     _slots: list[Slot] = field(default_factory=list)
     _turn: int = 0
     _is_pinned: bool | None = None
     guard: Guard = field(default_factory=Guard)
-    # Why a new worker should take the place of this one.
+    # Why a new worker should replace this one.
     restart_reason: str = ""
     num_shrinks: int = 0
 
     def start(
         self, inputs: Tensors, num_rows: int | None, num_run: int, variant: int = 0
     ) -> Running:
-        """Inputs in the host's memory, of so many rows, run as `num_run` of them (None: they have
-        no rows, and run as they are). What computes otherwise on the same shapes is another
-        variant, with graphs of its own. A batch that finds no memory is tried once more, with all
-        that can be given back."""
+        """Launch a batch of `num_rows` rows from host memory, padded to `num_run` (None: no batch
+        dimension, no padding). Computations that differ for the same shapes are variants, each with
+        its own graphs. A batch that runs out of memory is retried once, after unused memory is
+        freed."""
         slot = self._next_slot()
         try:
             try:
@@ -269,19 +269,19 @@ class Pipeline:
                 self._shrink()
                 running = self._start(slot, inputs, (num_rows, num_run), variant)
         except BaseException:
-            # The slot is free again; the next in turn may still be somebody's.
+            # The slot is free again; the next one may still be in use.
             self._turn -= 1
             raise
         if self._turn % LOOK_EVERY == 0:
             try:
                 self._look()
-            except Exception:  # Whoever looks after memory must not lose an answer for it.
+            except Exception:  # A failed memory check must not fail a batch.
                 log.exception("cannot look at the GPU's memory")
         return running
 
     def settle(self) -> None:
-        """All that was tried out first has ended. Graphs keep what they compute in; what runs
-        without them needs what is kept."""
+        """Free memory of the warm-up and set the baseline. Graphs keep their memory; without
+        graphs, the cached memory is needed."""
         if self.is_captured:
             self.device.shrink()
         self.guard.settle(self.device.memory())
@@ -314,7 +314,7 @@ class Pipeline:
             values = self._run(there, variant)
             if num_rows is not None:
                 values = {name: each[:num_rows] for name, each in values.items()}
-            # The next batch writes over what this one computed before it is copied out.
+            # Copy: the next batch overwrites the outputs before they are copied to the host.
             kept = slot.outputs.take(_forms(values))
             for name, each in values.items():
                 kept[name].copy_(each)
@@ -329,13 +329,13 @@ class Pipeline:
         return Running({name: _array(each) for name, each in answers.items()}, marks)
 
     def run(self, inputs: Tensors, variant: int = 0) -> Tensors:
-        """Inputs that are on the device, computed there and not waited for; the outputs are good
-        until the next batch."""
+        """Run inputs that are on the device, without waiting; the outputs are valid until the next
+        batch."""
         with self.device.lane("compute"):
             return self._run(inputs, variant)
 
     def pin(self, memory: memoryview) -> None:
-        """Batches will lie there."""
+        """Register memory that will hold batches."""
         self._is_pinned = self.device.pin(memory)
 
     def facts(self) -> dict[str, str]:
@@ -375,7 +375,7 @@ class Pipeline:
         return there
 
     def _pinned(self, slot: Slot, inputs: Tensors) -> Tensors:
-        """As they are, where the device can copy them by itself; else by way of the slot."""
+        """Return the inputs if they are pinned; else copies in the slot's pinned memory."""
         if all(each.is_pinned() for each in inputs.values()):
             return inputs
         staged = slot.staged.take(_forms(inputs))
@@ -396,7 +396,7 @@ class Pipeline:
         return graph.outputs
 
     def _capture(self, shapes: object, inputs: Tensors) -> Tensors:
-        """Runs it without a graph, so that libraries are set up; then captures it for the next."""
+        """Run without a graph, which initialises libraries, then capture for the next batch."""
         values = self.compute(inputs)
         if shapes in self.problems or len(self._graphs) >= MAX_GRAPHS:
             return values
@@ -413,8 +413,8 @@ class Pipeline:
         return values
 
     def _captured(self, inputs: Tensors) -> Graph:
-        """Memory that is kept for later is no help while something is captured: once more without
-        it."""
+        """Capture a graph. Cached memory cannot be used during capture, so on failure free it and
+        retry."""
         fixed = {name: each.clone() for name, each in inputs.items()}
         try:
             return Graph(*self._recorded(fixed))
@@ -429,9 +429,9 @@ class Pipeline:
         return replayable, fixed, outputs
 
     def _is_no_memory(self, error: BaseException) -> bool:
-        """The end of a capture that failed may raise an error of its own about it."""
+        """Return whether memory ran out, also if a failed capture raised another error on top."""
         use: Use | None = None
-        # A device that is lost tells nothing.
+        # Fails on a lost device.
         with contextlib.suppress(Exception):
             use = self.device.memory()
         cause: BaseException | None = error
@@ -443,13 +443,13 @@ class Pipeline:
 
 
 def alias(array: Array) -> torch.Tensor:
-    """The same memory as a tensor, which is only read. torch warns of arrays that must not be
-    written to, so it is told of an address instead."""
+    """Return a read-only tensor on the array's memory. torch warns about read-only arrays, so it is
+    made from the address."""
     array = np.ascontiguousarray(array)
     if not array.size:
         return torch.from_numpy(array.copy())
     memory = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
-    # Whoever holds the tensor holds the array.
+    # The tensor keeps the array alive.
     memory.array = array  # type: ignore[attr-defined]
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     return tensor.view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)

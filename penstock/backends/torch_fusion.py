@@ -1,9 +1,9 @@
-"""A module's convolutions made one layer each with what comes after them (`penstock.fuse`).
+"""Fuse each convolution of a module with the layers after it (`penstock.fuse`).
 
-The module is traced (`torch_tracing`). Batch normalisation goes into the weights, dropout away; a
-convolution, a tensor that is added to it and a ReLU become one `Convolution`. Only what no one
-else looks at is drawn in, and a convolution moves to where its chain ends only if nothing writes to
-what it reads in between: answers stay what they were, but for rounding.
+The module is traced (`torch_tracing`). Batch normalisation is folded into the weights and dropout
+is removed; a convolution, a tensor added to it and a ReLU become one `Convolution`. Only nodes
+without other users are fused, and a convolution moves to the end of its chain only if nothing
+writes to its inputs in between: answers stay the same, up to rounding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RELU_FUNCTIONS = {functional.relu, torch.relu, torch.relu_, functional.relu_}
 RELU_METHODS = {"relu", "relu_"}
 ADD_FUNCTIONS = {operator.add, operator.iadd, torch.add}
 ADD_METHODS = {"add", "add_", "__add__", "__iadd__"}
-# What gives memory of its own, so that whoever writes to it writes to nothing else.
+# Functions and modules that return new memory, so that writes to it affect nothing else.
 FRESH_FUNCTIONS = {functional.relu, torch.relu, operator.add, torch.add, torch.cat, torch.conv2d}
 FRESH_FUNCTIONS |= {functional.conv2d, functional.linear, operator.sub, operator.mul, torch.mul}
 FRESH_MODULES = ("conv", "batchnorm", "linear", "pooling", "normalization", "activation")
@@ -47,32 +47,31 @@ IN_PLACE_FUNCTIONS |= {operator.setitem, operator.delitem}
 
 @dataclass(slots=True)
 class Fusion:
-    """A fused module, and how its layers choose; `tuner` is None where nothing is timed."""
+    """A fused module, and the tuner of its layers; `tuner` is None if nothing is timed."""
 
     module: Any
     tuner: Tuner | None
-    # Whether new shapes are timed.
+    # Whether new shapes are still timed.
     is_open: bool = True
     _seen: set[object] = field(default_factory=set)
 
     def prepare(self, tensors: Mapping[str, torch.Tensor], call: Callable[[], object]) -> None:
-        """Before inputs of new shapes are run: the layers' implementations are timed, as long as
-        nobody waits for answers."""
+        """Time the implementations for inputs of new shapes, as long as the model is warming up."""
         shapes = tuple((name, tuple(each.shape)) for name, each in tensors.items())
         if self.tuner is None or not self.is_open or shapes in self._seen:
             return
-        # Layers tell what they are called with.
+        # Layers queue their cases.
         call()
         self.tuner.tune()
         self._seen.add(shapes)
 
     def settle(self) -> None:
-        """From now on somebody waits."""
+        """Stop timing new shapes: from now on clients wait for answers."""
         self.is_open = False
 
     @property
     def layers(self) -> list[Convolution]:
-        """Of every place where one is called: a module may be called at several."""
+        """The convolution of every call; a module may be called several times."""
         found = (
             self.module.get_submodule(node.target)
             for node in self.module.graph.nodes
@@ -81,7 +80,8 @@ class Fusion:
         return [each for each in found if isinstance(each, Convolution)]
 
     def built(self) -> dict[str, str]:
-        """How many there are and what runs them; of all sizes, the smallest and the largest."""
+        """Report the number of layers and their implementations, for the smallest and largest
+        batch."""
         layers = self.layers
         text = f"{len(layers)} convolutions"
         if self.tuner is None:
@@ -96,7 +96,7 @@ class Fusion:
         return facts
 
     def files(self) -> dict[str, bytes]:
-        """For the version's folder."""
+        """Return the files for the version's folder."""
         if self.tuner is None or not self.tuner.used():
             return {}
         return torch_convolution.to_remember(self.tuner)
@@ -107,11 +107,11 @@ def _list(counts: Counter[str]) -> str:
 
 
 def open_tuner(config: ModelConfig) -> Tuner | None:
-    """For a GPU and shapes that come again: nobody waits for what is timed at load."""
+    """Return a tuner for a GPU and fixed shapes, which can be timed at load; else None."""
     device = torch.device(config.device)
     if device.type != "cuda" or not all(spec.is_fixed for spec in config.inputs):
         return None
-    # The first call of a shape decides which of its algorithms cuDNN takes.
+    # cuDNN chooses its algorithm on the first call of a shape.
     torch.backends.cudnn.benchmark = True
     folder = Path(config.artifact).parent
     path, kernels = folder / CHOICES, folder / KERNELS
@@ -122,8 +122,8 @@ def open_tuner(config: ModelConfig) -> Tuner | None:
 
 
 def fuse(module: Any, tuner: Tuner | None = None, sample: Sample | None = None) -> Fusion:
-    """A module in evaluation mode, before it is cast: weights are folded in the precision they
-    have. ConfigError says why it cannot be traced."""
+    """Fuse a module in evaluation mode, before it is cast: weights are folded in their own
+    precision. Raise ConfigError if it cannot be traced."""
     traced = trace(module, sample)
     with torch.no_grad():
         _drop(traced)
@@ -141,7 +141,7 @@ def _module(traced: Any, node: fx.Node) -> Any:
 
 
 def _is_plain(module: Any) -> bool:
-    """Without code of others around it."""
+    """Return whether the module has no hooks."""
     return not (module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -157,14 +157,14 @@ def _drop(traced: Any) -> None:
 
 
 def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """Of a call of a Python function, by its name."""
+    """Return an argument of a call to a Python function, by name."""
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
     return bound.arguments.get(name, default)
 
 
 @dataclass(slots=True)
 class _Chain:
-    """A convolution and the nodes that it takes in, in order."""
+    """A convolution and the nodes fused with it, in order."""
 
     nodes: list[fx.Node]
     conv: Any
@@ -178,7 +178,7 @@ class _Fuser:
     traced: Any
     tuner: Tuner | None
     _order: dict[fx.Node, int] = field(default_factory=dict)
-    # Weights by convolution and normalisation: a module that is called twice has them once.
+    # Weights by convolution and normalisation: a module called twice shares them.
     _weights: dict[tuple[str, str], tuple[nn.Parameter, nn.Parameter | None]] = field(
         default_factory=dict
     )
@@ -221,7 +221,7 @@ class _Fuser:
         return node.op in ("call_function", "call_method") and node.target in known
 
     def _may_move(self, chain: _Chain) -> bool:
-        """Whether what it reads is the same at its end."""
+        """Return whether its inputs are unchanged at the end of the chain."""
         reads = [(chain.nodes[0].all_input_nodes[0], chain.nodes[0])]
         if chain.residual is not None:
             reads += [
@@ -230,7 +230,7 @@ class _Fuser:
         return not any(self._is_written(each, reader, chain) for each, reader in reads)
 
     def _is_written(self, read: fx.Node, reader: fx.Node, chain: _Chain) -> bool:
-        """Whether something writes there between its reader and the end of the chain."""
+        """Return whether a node writes there between its reader and the end of the chain."""
         memory = self._memory(read)
         first, last = self._order[reader], self._order[chain.nodes[-1]]
         return any(
@@ -241,7 +241,7 @@ class _Fuser:
         )
 
     def _written(self, node: fx.Node) -> list[fx.Node]:
-        """What the node writes to, beside its own result."""
+        """Return the nodes whose memory this one writes to, besides its own result."""
         given = node.all_input_nodes
         module = _module(self.traced, node)
         if module is not None:
@@ -256,12 +256,12 @@ class _Fuser:
             return given if schema.is_mutable else []
         name = getattr(node.target, "__name__", "")
         is_so = node.target in IN_PLACE_FUNCTIONS or name.endswith("_") or "out" in node.kwargs
-        # `inplace` may be given by position.
+        # `inplace` may be a positional argument.
         is_told = any(each is True for each in (*node.args, node.kwargs.get("inplace")))
         return given if is_so or is_told else []
 
     def _memory(self, node: fx.Node) -> set[fx.Node]:
-        """The nodes whose memory this one may be a look at, itself included."""
+        """Return the nodes whose memory this one may alias, including itself."""
         found: set[fx.Node] = set()
         waiting = [node]
         while waiting:
@@ -307,19 +307,19 @@ class _Fuser:
 
 
 def _geometry(conv: Any) -> Geometry | None:
-    """None where it is more than numbers say: padding by name, or with other values than zero."""
+    """Return the geometry; None for padding given by name or with values other than zero."""
     if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
         return None
     return Geometry(conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
 def _is_norm(module: Any) -> bool:
-    """With statistics of its own; else it takes those of the batch."""
+    """Return whether it is a batch norm with running statistics; without, it uses the batch's."""
     return type(module) is nn.BatchNorm2d and _is_plain(module) and module.running_mean is not None
 
 
 def _added(node: fx.Node, conv: fx.Node) -> fx.Node | None:
-    """What the node adds to `conv`. Where it writes to a tensor, that must be conv's."""
+    """Return what the node adds to `conv`, or None. An in-place add must write to conv's result."""
     is_call = node.op == "call_function" and node.target in ADD_FUNCTIONS
     is_method = node.op == "call_method" and node.target in ADD_METHODS
     if not (is_call or is_method) or node.kwargs or len(node.args) != len(("one", "other")):
@@ -333,7 +333,7 @@ def _added(node: fx.Node, conv: fx.Node) -> fx.Node | None:
 
 
 def _folded(conv: Any, norm: Any) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """The weights of both as those of one convolution, channels-last."""
+    """Fold the normalisation into the convolution's weights, channels-last."""
     weight, bias = conv.weight.double(), conv.bias
     if norm is not None:
         factor = (norm.running_var.double() + norm.eps).rsqrt()
@@ -352,8 +352,8 @@ def _constant(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def _move_biases(traced: Any) -> None:
-    """A convolution that is only added to another leaves its bias to that one: by itself, cuDNN
-    would take another pass over the result for it."""
+    """Move the bias of a convolution that is only added to another into that one: cuDNN would take
+    another pass over the result for it."""
     for node in traced.graph.nodes:
         layer = _module(traced, node)
         if not isinstance(layer, Convolution) or len(node.args) < len(("x", "residual")):

@@ -1,10 +1,11 @@
-"""Makes a packed encoder of a padded one: finds the model's layers, puts `packed_encoder` in their
-place, and proves that the answers stay the same.
+"""Convert a padded encoder to a packed one: find the model's layers, replace them with a
+`packed_encoder`, and prove that the answers stay the same.
 
-Layers are recognised by the names of their parts, and what names cannot say (heads, activation,
-where the norms are) by computing: a layer that does not give what the packed one gives is not such
-a layer. Embeddings, pooling and heads stay the model's own, and see batches as before. Positions
-that the mask leaves out are zeros behind the layers, where they were whatever came out before.
+Layers are recognised by the names of their parts; what names do not tell (heads, activation, order
+of norms) is found by computing: a layer whose outputs differ from the packed one's is refused.
+Embeddings are packed too where that changes nothing; pooling and task heads stay the model's own,
+and see batches as before. Masked positions are zeros after the layers, where they were arbitrary
+before.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ from penstock.types import DATATYPES, Array
 
 OPTION, TOKENS = "penstock.pack", "tokens"
 FP8_OPTION = "penstock.fp8"
-# Instead of a file of ranges: each token by its own.
+# Instead of a file of ranges: a scale per token.
 ROWWISE = "rowwise"
-# Query, key, value, output, inner and outer product, norm behind attention, norm behind it all; of
-# BERT and its family, and of DistilBERT.
+# Query, key, value and output projection, inner and outer MLP layer, norm after attention, final
+# norm; of BERT and its family, and of DistilBERT.
 NAMES = (
     (
         "attention.self.query",
@@ -76,72 +77,72 @@ NAMES = (
 )
 NUM_LINEARS = 6
 SEED = 20
-# Of made-up tokens for a layer, and of made-up sequences for the model.
+# Random tokens to test a layer with, and length of random sequences to test the model with.
 NUM_TOKENS, MAX_LENGTH = 5, 24
-# Of made-up tokens whose GELU is compared.
+# Random tokens to compare GELU on.
 NUM_FOR_GELU = 256
-# So much more than the present error is no more than what tokens make of it.
+# Allowed growth of the error, within the noise of random tokens.
 MOST_MORE = 1.02
-# The usual ones first: the first that fits ends the search.
+# Usual sizes first: the search ends at the first that fits.
 HEAD_SIZES = (64, 32, 128, *(size for size in range(8, 257, 4) if size not in (32, 64, 128)))
-# Of the largest value. Both compute in FP32, in another order.
+# Tolerance relative to the largest value. Both sides compute in FP32, in another order.
 LAYER_TOLERANCE, MODEL_TOLERANCE = 1e-4, 1e-3
-# Of the device's own kernels in 16 bits, against plain torch.
+# Tolerance of the device's kernels in 16 bits, against plain torch.
 KERNEL_TOLERANCE = 5e-2
-# Made-up integers are below this, so that every vocabulary has them; kinds of sequence are fewer.
+# Random integers are below these limits, valid for every vocabulary, and for token types.
 INTEGERS, KINDS = 100, 2
-# Token counts that batches run as: multiples of this, and so many between one and its double. More
-# of them compute less that nobody asked for, and take more graphs.
+# Token counts of batches: multiples of STEP, PER_OCTAVE of them between a number and its double.
+# More of them mean less padding, but more graphs.
 STEP, PER_OCTAVE = 64, 8
-# Rows of the largest tiles of a product, of which each multiprocessor takes one at a time; and a
-# full batch where nobody knows how many of those there are.
+# Rows of the largest GEMM tiles, of which each multiprocessor takes one at a time; and the full
+# batch if the number of multiprocessors is unknown.
 TILE_ROWS, FULL = 256, 32768
-# Fuller than one in so many: what batches are made ready for when a model is loaded.
+# Batches with more than one token in this many places are warmed up at load.
 SPARSEST = 4
-# Of a model's embeddings, by name; the last is not always there.
+# Parts of a model's embeddings, by name; the last one is optional.
 EMBEDDINGS = ("word_embeddings", "position_embeddings", "LayerNorm", "token_type_embeddings")
 log = logging.getLogger("penstock.packing")
 Call = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
 class NotPackable(Exception):
-    """Why a module cannot be packed."""
+    """A module cannot be packed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A model that was packed, and the input that says which positions are tokens."""
+    """A packed model, and the name of its mask input."""
 
     stack: PackedStack
     mask: str
     largest_difference: float
 
     def lay_out(self, tensors: Mapping[str, torch.Tensor], num_tokens: int) -> None:
-        """The next run of the model is of these inputs."""
+        """Set the layout for the next run of the model, on these inputs."""
         self.stack.layout = lay_out(tensors[self.mask], num_tokens)
 
     def num_tokens(self, inputs: Mapping[str, Array]) -> int:
         return max(1, int(np.count_nonzero(inputs[self.mask])))
 
     def prepare(self, num_tokens: int, call: Callable[[], object]) -> None:
-        """Before so many tokens are run for the first time: the ways to their products are timed,
-        as long as nobody waits for answers."""
+        """Time the GEMM algorithms before this token count runs for the first time, as long as the
+        model is warming up."""
         if self.stack.multiplier is not None:
             self.stack.multiplier.prepare(num_tokens, call)
 
     def settle(self) -> None:
-        """From now on somebody waits."""
+        """Stop timing: from now on clients wait for answers."""
         if self.stack.multiplier is not None:
             self.stack.multiplier.settle()
 
     def files(self) -> dict[str, bytes]:
-        """For the version's folder."""
+        """Return the files for the version's folder."""
         multiplier = self.stack.multiplier
         return {} if multiplier is None else multiplier.files()
 
     @property
     def full(self) -> int:
-        """Tokens of a full batch, where the model is."""
+        """Tokens of a full batch on the model's device."""
         device = self.stack.layers[0].qkv.weight.device
         if device.type != "cuda":
             return FULL
@@ -176,21 +177,22 @@ class Packing:
 def budget(
     num_tokens: int, num_places: int, max_tokens: int | None = None, full: int = FULL
 ) -> int:
-    """How many tokens to run for so many: the next of the buckets, so that graphs are few."""
+    """Return the token count to run a batch as: the next bucket, so that graphs are few."""
     buckets = token_buckets(num_places, max_tokens, full)
     return buckets[min(bisect_left(buckets, num_tokens), len(buckets) - 1)]
 
 
 def full_batch(num_processors: int) -> int:
-    """The tokens of a batch whose products end with no multiprocessor idle: on an H200 (132 of
-    them) 33,792 take less time than 32,768, which leave some without a tile in the last round."""
+    """Return the tokens of a batch whose GEMMs leave no multiprocessor idle at the end: on an H200
+    (132 of them) 33,792 take less time than 32,768, which leave some without a tile in the last
+    wave."""
     return num_processors * TILE_ROWS or FULL
 
 
 def token_buckets(num_places: int, max_tokens: int | None = None, full: int = FULL) -> list[int]:
-    """By 64 at first, from there on by an eighth of a full batch, or of its half, its quarter and
-    so on below: tiles of products then fill a GPU. Up to all places; the most tokens that batches
-    are given are among them."""
+    """Return the token counts to run: multiples of 64 at first, then steps of an eighth of a full
+    batch, or of its half, quarter and so on below, so that GEMM tiles fill a GPU. They end with all
+    places, and include the largest token budget of batches."""
     octave = float(full)
     while octave > STEP * PER_OCTAVE:
         octave /= 2
@@ -208,7 +210,7 @@ def token_buckets(num_places: int, max_tokens: int | None = None, full: int = FU
 def rehearsals(
     mask: Array, *, is_captured: bool, max_tokens: int | None = None, full: int = FULL
 ) -> Iterator[Array]:
-    """Masks like this one, of the token counts that are to be ready; the fullest comes last."""
+    """Yield masks like this one, for the token counts to warm up; the fullest comes last."""
     most = mask.size if max_tokens is None else min(mask.size, max_tokens)
     buckets = token_buckets(mask.size, max_tokens, full) if is_captured else []
     for count in [*(each for each in buckets if most < each * SPARSEST < most * SPARSEST), most]:
@@ -221,7 +223,7 @@ def rehearsals(
 
 
 def mask_of(config: ModelConfig) -> str:
-    """The input that says which positions are tokens; ConfigError where there is not just one."""
+    """Return the mask input; raise ConfigError unless there is exactly one."""
     found = [
         spec
         for spec in config.inputs
@@ -240,8 +242,8 @@ def mask_of(config: ModelConfig) -> str:
 
 
 def pack(module: Any, call: Call, config: ModelConfig) -> Packing:
-    """Changes the module. ConfigError with the reason where it cannot be packed, or where answers
-    are not those of the padded model."""
+    """Pack the module in place. Raise ConfigError with the reason if it cannot be packed, or if its
+    answers differ from the padded model's."""
     mask = mask_of(config)
     device = next((weight.device for weight in module.parameters()), torch.device("cpu"))
     inputs = {name: each.to(device) for name, each in _made_up(config, mask).items()}
@@ -266,14 +268,14 @@ def pack(module: Any, call: Call, config: ModelConfig) -> Packing:
         raise ConfigError([f"parameters.{OPTION}: {reason}"]) from None
     except BackendFailed:
         raise
-    except Exception as error:  # The model's code, called with made-up inputs.
+    except Exception as error:  # The model's code, called with random inputs.
         text = f"parameters.{OPTION}: the model cannot be tried out: {first_line(error)}"
         raise ConfigError([text]) from error
     return Packing(stack, mask, largest)
 
 
 def on_device(packing: Packing, config: ModelConfig) -> None:
-    """Once the model is where it will run, in the datatype it computes in."""
+    """Choose and check kernels once the model is on its device, in its final datatype."""
     if config.device != "cpu":
         choose_gelu(packing)
         choose_products(packing, Path(config.artifact).parent)
@@ -287,7 +289,7 @@ def on_device(packing: Packing, config: ModelConfig) -> None:
 
 
 def choose_products(packing: Packing, folder: Path) -> None:
-    """Have the ways to products timed, in 16 bits; torch's are the only ones without cuBLASLt."""
+    """Enable timing of GEMM algorithms in 16 bits; without cuBLASLt only torch's is used."""
     stack = packing.stack
     weight = stack.layers[0].qkv.weight
     if weight.dtype in KERNEL_TYPES:
@@ -298,8 +300,8 @@ def choose_products(packing: Packing, folder: Path) -> None:
 
 
 def choose_gelu(packing: Packing) -> None:
-    """The form with tanh in place of the exact one, where in this datatype it comes nearer: it is
-    computed of sums in FP32, the exact one of a product that was rounded. On the first layer."""
+    """Replace exact GELU by the tanh form if that is closer to the truth in this datatype: it works
+    on sums in FP32, the exact form on a rounded product. Decided on the first layer."""
     layer = packing.stack.layers[0]
     weight = layer.inner.weight
     if layer.activation != "gelu" or weight.dtype not in KERNEL_TYPES:
@@ -320,7 +322,7 @@ def choose_gelu(packing: Packing) -> None:
 
 
 def check_kernels(packing: Packing) -> None:
-    """Whether this device's kernels give what plain torch gives, on the first layer."""
+    """Check the device's kernels against plain torch, on the first layer."""
     layer = packing.stack.layers[0]
     weight = layer.qkv.weight
     mask = torch.zeros(3, 130, dtype=torch.int64)
@@ -332,7 +334,7 @@ def check_kernels(packing: Packing) -> None:
     with torch.inference_mode():
         given = x.to(weight.device, weight.dtype)
         if packing.stack.multiplier is not None:
-            # By the products that are then chosen.
+            # Tune first, so that the chosen algorithms are checked.
             layer(given, Taken(given), layout, None)
             packing.stack.multiplier.tune()
         found = layer(given, Taken(given), layout, None)[0].float().cpu()
@@ -349,7 +351,8 @@ def check_kernels(packing: Packing) -> None:
 
 
 def quantise(packing: Packing, config: ModelConfig) -> None:
-    """To FP8, by the ranges in the file that the configuration names, or each token by its own."""
+    """Convert to FP8, with calibrated ranges from the configured file, or with a scale per
+    token."""
     asked = config.options[FP8_OPTION]
     products = packing.stack.products()
     ranges: Mapping[str, float | None] = dict.fromkeys(products)
@@ -372,8 +375,8 @@ def quantise(packing: Packing, config: ModelConfig) -> None:
 
 
 def choose_epilogues(packing: Packing, originals: Sequence[Product]) -> None:
-    """GELU and the rounding to e4m3 inside the product, for layers where that is no less exact than
-    one after the other, whose weights have a scale for each channel."""
+    """Fuse GELU and the rounding to e4m3 into the GEMM, for layers where that is no less accurate
+    than separate steps, whose weights have a scale per channel."""
     for layer, original in zip(packing.stack.layers, originals, strict=True):
         products = layer.inner, layer.outer
         is_small = all(isinstance(each, Fp8Product) for each in products)
@@ -387,14 +390,14 @@ def choose_epilogues(packing: Packing, originals: Sequence[Product]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EpilogueGaps:
-    """How far GELU in e4m3 is from the exact one, of the norm, on average over channels."""
+    """Relative error of GELU in e4m3 (in norm), averaged over channels."""
 
     fused: float
     apart: float
 
 
 def _epilogue_gaps(layer: PackedLayer, original: Product, fused: GeluToFp8) -> EpilogueGaps:
-    """On made-up tokens. By channel, so that a large one does not hide what the others lose."""
+    """Measure on random tokens. Per channel, so that a large one does not hide errors of others."""
     weight, inverse = original.weight, layer.outer.inverse
     generator = torch.Generator().manual_seed(SEED)
     x = torch.randn(NUM_FOR_GELU, weight.shape[1], generator=generator)
@@ -418,7 +421,7 @@ def has_fp8(device: str) -> bool:
 
 
 def read_ranges(path: Path) -> dict[str, float]:
-    """The largest input of products, by name: a JSON object of numbers."""
+    """Read the largest inputs of linear layers, by name: a JSON object of numbers."""
     where = f"parameters.{FP8_OPTION}: {path.name}"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -436,7 +439,7 @@ def read_ranges(path: Path) -> dict[str, float]:
 
 
 def _replaced(module: Any) -> PackedStack:
-    """The stack that now stands in the place of the module's layers."""
+    """Replace the module's layers by a packed stack, and return it."""
     lists = [
         (owner, name, child)
         for owner in module.modules()
@@ -465,8 +468,8 @@ def _replaced(module: Any) -> PackedStack:
 def _has_packed_embeddings(
     module: Any, stack: PackedStack, difference: Callable[[], float]
 ) -> bool:
-    """Tries to pack the embeddings too, where they are recognised; they stay the model's own if
-    that changes anything, such as positions that do not begin at 0."""
+    """Try to pack the embeddings too, if recognised; keep the model's own if answers change, for
+    example because positions do not start at 0."""
     found = [
         (owner, name, child)
         for owner in module.modules()
@@ -501,7 +504,7 @@ def _is_embeddings(module: Any) -> bool:
 
 
 def _parts(layer: Any) -> list[Any]:
-    """Six products and two norms; empty where it has not all of them."""
+    """Return six linear layers and two norms; empty if any is missing."""
     for names in NAMES:
         try:
             found = [layer.get_submodule(name) for name in names]
@@ -527,7 +530,7 @@ def _packed_layer(layer: Any, num_heads: int, activation: str) -> PackedLayer:
 
 
 class _Trial:
-    """One layer, computed on made-up tokens in FP32: as it is, and packed."""
+    """One layer, run on random tokens in FP32: the original, and packed."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = copy.deepcopy(layer).float().eval()
@@ -543,7 +546,7 @@ class _Trial:
         self._layout = lay_out(mask[0, 0, :1], NUM_TOKENS)
 
     def kind(self) -> tuple[int, str]:
-        """Heads and activation with which the packed one comes nearest."""
+        """Return the number of heads and activation with which the packed layer is closest."""
         found: dict[tuple[int, str], float] = {}
         for size in HEAD_SIZES:
             if self._width % size == 0:
@@ -569,7 +572,7 @@ class _Trial:
 
 
 def _made_up(config: ModelConfig, mask: str) -> dict[str, torch.Tensor]:
-    """Three sequences, one as long as the batch, one of a single token."""
+    """Return random inputs: three sequences, one as long as the batch, one of a single token."""
     random = np.random.default_rng(SEED)
     (spec,) = [spec for spec in config.inputs if spec.name == mask]
     longest = min(config.padding.buckets[-1], MAX_LENGTH) if config.padding else MAX_LENGTH
@@ -595,7 +598,7 @@ def _made_up(config: ModelConfig, mask: str) -> dict[str, torch.Tensor]:
 def _difference(
     wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], is_token: torch.Tensor
 ) -> float:
-    """The largest of all float outputs; of those with a place for each token, at the tokens."""
+    """Return the largest gap over all float outputs; per-token outputs are compared at tokens."""
     gaps = []
     for name, one in wanted.items():
         other = found[name]
@@ -619,7 +622,7 @@ def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
 def calibrated(
     packing: Packing, call: Call, batches: Iterable[Mapping[str, torch.Tensor]]
 ) -> dict[str, float]:
-    """The largest input of each product over these batches."""
+    """Return the largest input of each linear layer over these batches."""
     packing.stack.watch()
     with torch.inference_mode():
         for batch in batches:

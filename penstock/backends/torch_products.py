@@ -1,10 +1,9 @@
-"""Which algorithm multiplies: torch's own way to a product, or one of those that cuBLASLt proposes,
-whichever is the fastest for its sizes on this GPU.
+"""Choose GEMM algorithms: torch's own, or one of those that cuBLASLt proposes, whichever is
+fastest for its sizes on this GPU.
 
-They are timed while a model is loaded, on a GPU that is warm, as it will be; one whose results are
-off is dropped. Where what an earlier start chose lies with the version nothing is timed: it is only
-looked once more whether results are right. What comes later, in sizes that nobody rehearsed, goes
-torch's way. `packed_encoder` asks.
+They are timed while a model is loaded, on a warm GPU; algorithms with wrong results are dropped.
+Choices of an earlier start are read from the version's folder: nothing is timed then, only the
+results are checked again. Sizes that were not warmed up use torch. `packed_encoder` calls it.
 """
 
 from __future__ import annotations
@@ -32,32 +31,32 @@ from penstock.backends.torch_convolution import (
 from penstock.kernels import cublaslt
 from penstock.kernels.cublaslt import E4M3, Form, Operands, Unavailable
 
-# How far results may be from torch's, by datatype; of the norm. Two ways to e4m3 may round a value
-# to two sides.
+# Largest relative error against torch (in norm), by output type. Two algorithms may round a value
+# to e4m3 in different directions.
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, E4M3: 0.1}
-# Calls of one timed graph, and how often it runs: products are long.
+# Calls in a timed graph, and replays: few, as GEMMs are long.
 NUM_CALLS, NUM_RUNS = 4, 3
-# What is computed before anything is timed, so that the GPU is as fast as under load: about 0.1 s.
+# Work before timing, so that the GPU has its clock under load: about 0.1 s.
 WARM_OPERATIONS, MAX_WARM_CALLS = 5e13, 256
-# Of so many rows on power is the limit of an H200, and torch's larger tiles take less of it: what
-# was 2 % faster for a moment was 2 % slower for seconds (33,792 tokens, 693 W, 2026-11-15).
+# From this many rows on, an H200 is limited by power, and torch's larger tiles draw less: an
+# algorithm 2 % faster for a moment was 2 % slower for seconds (33,792 tokens, 693 W, 2026-11-15).
 MANY_ROWS, CLEARLY = 16_384, 0.95
-# How large made-up operands in e4m3 are.
+# Standard deviation of random operands in e4m3.
 SPREAD = 50.0
 PREFIX = "cublaslt"
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One that is asked for, and torch's way to it from x."""
+    """A GEMM to compute, and torch's way to compute it from x."""
 
     form: Form
     operands: Operands
     by_torch: Callable[[torch.Tensor], torch.Tensor]
 
     def drawn(self) -> Product:
-        """With an x made up: GPUs are faster on what is all alike, as at a warm-up. In e4m3 one row
-        is as large as can be: results beyond the range are to be its end, and not NaN."""
+        """Return it with a random x: GPUs are faster on uniform values, as in a warm-up. In e4m3
+        one row has the largest values: results beyond the range must saturate, not become NaN."""
         x = self.operands.x
         made = torch.randn(x.shape, device=x.device)
         if x.dtype == E4M3:
@@ -68,7 +67,7 @@ class Product:
 
 @dataclass
 class Multiplier:
-    """The algorithms of one runner. `told` are choices of an earlier start."""
+    """The algorithms of one runner. `told` are the choices of an earlier start."""
 
     products: cublaslt.Products
     timer: Timer
@@ -76,17 +75,17 @@ class Multiplier:
     # Why algorithms were dropped, by form and number.
     problems: dict[str, str] = field(default_factory=dict)
     num_timed: int = 0
-    # Whether forms that are new wait to be timed.
+    # Whether new forms are queued for timing.
     is_open: bool = True
-    # None: torch's way.
+    # Algorithm by form; None: torch.
     _chosen: dict[Form, int | None] = field(default_factory=dict)
-    # Of these, those that nothing is known of.
+    # Forms that could not be timed.
     _untried: set[Form] = field(default_factory=set)
     _waiting: dict[Form, Product] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
 
     def __deepcopy__(self, memo: object) -> Multiplier:
-        """Copies of a layer share it."""
+        """Return itself: copies of a layer share it."""
         return self
 
     def run(self, product: Product) -> torch.Tensor:
@@ -102,27 +101,27 @@ class Multiplier:
         return self.products.multiply(form, product.operands, number)
 
     def prepare(self, num_tokens: int, call: Callable[[], object]) -> None:
-        """Before batches of so many tokens are run for the first time."""
+        """Time the GEMMs of a token count before it runs for the first time."""
         if self.is_open and num_tokens not in self._seen:
             if num_tokens not in self._told_counts:
-                # Products tell what they are called with.
+                # GEMMs queue their forms.
                 call()
                 self.tune()
             self._seen.add(num_tokens)
 
     def settle(self) -> None:
-        """From now on somebody waits."""
+        """Stop timing: from now on clients wait for answers."""
         self.is_open = False
-        # They hold on to what products were called with.
+        # Queued forms keep their operands alive.
         self._waiting.clear()
 
     def tune(self) -> None:
-        """All that has come by."""
+        """Time all queued forms."""
         if not self._waiting:
             return
         self._warm_up()
         num_before = self.num_timed
-        # The last one first: one product may be part of torch's way to another.
+        # Last one first: one GEMM may be part of torch's way to compute another.
         while self._waiting:
             self._choose(self._waiting.popitem()[1])
         if self.num_timed > num_before:
@@ -135,13 +134,13 @@ class Multiplier:
             drawn = product.drawn()
             number = self._recalled(drawn)
             self._chosen[form] = self._fastest(drawn) if number is None else number
-        except Exception as error:  # Mostly of memory: the model itself may need less.
+        except Exception as error:  # Mostly out of memory: the model itself may need less.
             self._untried.add(form)
             self.problems[str(form)] = first_line(error)
 
     @functools.cached_property
     def _told_counts(self) -> set[int]:
-        """Of tokens, whose products an earlier start has chosen: all of a count, or none."""
+        """Token counts with choices of an earlier start, which cover all GEMMs of a count."""
         start = self._key("")
         rows = (
             key.removeprefix(start).partition("x")[0] for key in self.told if key.startswith(start)
@@ -149,8 +148,8 @@ class Multiplier:
         return {int(each) for each in rows if each.isdecimal()}
 
     def files(self) -> dict[str, bytes]:
-        """For the version's folder; what could not be tried out is another start's to choose."""
-        # All of a count, or none: whoever finds one looks for no others.
+        """Return the files for the version's folder, without forms that could not be timed."""
+        # All forms of a count or none: a later start looks no further if it finds one.
         unknown = {form.num_rows for form in self._untried}
         choices = {
             self._key(form): _name(number)
@@ -179,7 +178,7 @@ class Multiplier:
         return f"{PREFIX} {self.products.version} {form}"
 
     def _warm_up(self) -> None:
-        """For what will be timed, if anything."""
+        """Warm up the GPU if anything is to be timed."""
         new = [each for form, each in self._waiting.items() if self._key(form) not in self.told]
         if not new:
             return
@@ -187,12 +186,12 @@ class Multiplier:
         count = min(MAX_WARM_CALLS, int(WARM_OPERATIONS / product.form.num_operations))
         with contextlib.suppress(torch.OutOfMemoryError):
             drawn = product.drawn()
-            # On a CPU nothing gets warm.
+            # CPUs need no warm-up.
             for _ in range(count if drawn.operands.x.is_cuda else 0):
                 drawn.by_torch(drawn.operands.x)
 
     def _recalled(self, product: Product) -> int | None:
-        """What an earlier start chose, where its results are right here too."""
+        """Return the choice of an earlier start, if its results are right here too."""
         name = self.told.get(self._key(product.form), "")
         number = name.removeprefix(f"{PREFIX} ")
         if name == number or not number.isdecimal():
@@ -219,14 +218,14 @@ class Multiplier:
             try:
                 self._check(product, number, wanted)
                 times[number] = self.timer.seconds(call)
-            except Exception as error:  # What one algorithm cannot do, another can.
+            except Exception as error:  # An algorithm may not support the form.
                 self.problems[f"{product.form}: {_name(number)}"] = first_line(error)
         best = min(times, key=lambda number: times[number])
         is_enough = product.form.num_rows < MANY_ROWS or times[best] <= CLEARLY * times[None]
         return best if is_enough else None
 
     def _num_algorithms(self, product: Product) -> int:
-        """None of an older library that does not know all that is asked for."""
+        """Return the number of algorithms; 0 if the library is too old for this form."""
         try:
             return self.products.num_algorithms(product.form, product.operands)
         except Unavailable as error:
@@ -242,7 +241,8 @@ class Multiplier:
 
 
 def open_multiplier(device: torch.device, folder: Path) -> Multiplier:
-    """With the choices in a version's folder. Unavailable says why there is none."""
+    """Return a multiplier with the choices in a version's folder; raise Unavailable if
+    impossible."""
     products = cublaslt.open_products(device)
     path = folder / CHOICES
     told = remembered(path.read_bytes(), device) if path.is_file() else {}

@@ -1,8 +1,8 @@
-"""A module's code as a graph, for whoever rewrites it (`torch_fusion`).
+"""Trace a module's code to a graph, for rewriting (`torch_fusion`).
 
-torch.fx runs `forward` once with stand-ins for tensors, which fails where code looks at shapes.
-torch.export can follow that, given inputs like the real ones; of what it gives, the operators that
-matter here are made modules again, so both ways give the same kind of graph.
+torch.fx runs `forward` once with proxies for tensors, which fails if code depends on shapes.
+torch.export handles that, given sample inputs; the operators in its graph that matter here are
+converted back to modules, so both ways give the same kind of graph.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from penstock.backends.checks import first_line
 from penstock.errors import ConfigError
 
 IN_PLACE_NAMES = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
-# What torch.export puts in to check what it was told.
+# Module of checks that torch.export inserts.
 GUARDS = "_guards_fn"
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Inputs like those of a batch; with a first dimension of any size where `has_batch`."""
+    """Sample inputs of a batch; the first dimension is dynamic if `has_batch`."""
 
     positional: Sequence[torch.Tensor]
     keywords: Mapping[str, torch.Tensor]
@@ -33,8 +33,8 @@ class Sample:
 
 
 class _Traced(fx.Proxy):  # type: ignore[misc]
-    """A value while it is traced. torch's own makes `x = x + y` of `x += y`, which is another thing
-    where somebody else holds x."""
+    """A proxy for a value. torch's own turns `x += y` into `x = x + y`, which differs if x is used
+    elsewhere."""
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -54,7 +54,7 @@ class _Tracer(fx.Tracer):  # type: ignore[misc]
 
 
 def trace(module: Any, sample: Sample | None = None) -> Any:
-    """A GraphModule that shares the module's weights. ConfigError says why there is none."""
+    """Return a GraphModule that shares the module's weights; raise ConfigError if tracing fails."""
     try:
         return fx.GraphModule(module, _Tracer().trace(module))
     except Exception as error:  # The tracer runs the model's code.
@@ -63,7 +63,7 @@ def trace(module: Any, sample: Sample | None = None) -> Any:
             raise ConfigError([problem]) from error
     try:
         return _exported(module, sample)
-    except Exception as error:  # The same.
+    except Exception as error:  # Exporting runs the model's code too.
         raise ConfigError([f"{problem}; nor exported: {first_line(error)}"]) from error
 
 
@@ -91,7 +91,7 @@ def _exported(module: Any, sample: Sample) -> Any:
 
 
 def _lift(made: Any, node: fx.Node) -> None:
-    """One of torch's operators as the module that it was."""
+    """Convert one of torch's operators back to a module."""
     aten = torch.ops.aten
     known: dict[Any, Callable[..., Any]] = {
         aten.conv2d.default: _conv,
@@ -118,7 +118,7 @@ def _lift(made: Any, node: fx.Node) -> None:
 
 
 def _value(made: Any, argument: Any) -> Any:
-    """Of a weight, the tensor."""
+    """Return the tensor of a weight, or the argument itself."""
     if isinstance(argument, fx.Node) and argument.op == "get_attr":
         return operator.attrgetter(argument.target)(made)
     return tuple(argument) if isinstance(argument, list) else argument
@@ -141,7 +141,7 @@ def _conv(
 
 
 def _pair(lengths: Sequence[int]) -> tuple[int, int]:
-    """One length is for both."""
+    """Return a pair; a single length is used for both."""
     return lengths[0], lengths[-1]
 
 

@@ -1,6 +1,6 @@
-"""Weights for a torch module, from the safetensors files beside it: all of them and no others.
+"""Load weights of a torch module from the safetensors files beside it; names must match exactly.
 
-Pickles (.pt, .pth, .bin) are not read: whoever wrote one may run any code here.
+Pickles (.pt, .pth, .bin) are not read: they can run any code here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
-# Of one kind of problem.
+# Limit of names listed for one kind of problem.
 MAX_NAMES = 5
 CONVERT = (
     "a pickle, which can run any code and is not read; convert it where you trust it: "
@@ -29,13 +29,13 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class _Index(msgspec.Struct):
-    """Which file each weight is in, as Hugging Face writes it."""
+    """The file of each weight, as Hugging Face writes it."""
 
     weight_map: dict[str, str]
 
 
 def load_weights(module: Any, folder: Path, version: str) -> None:
-    """ConfigError with everything that does not fit."""
+    """Load the weights; raise ConfigError with all mismatches."""
     expected: Weights = module.state_dict()
     if (folder / WHOLE).exists():
         where, weights = f"{version}/{WHOLE}", _read(folder, WHOLE, version)
@@ -91,7 +91,7 @@ def _read_shards(folder: Path, version: str) -> Weights:
 
 
 def _misfits(weights: Weights, expected: Weights) -> list[str]:
-    """Weights that are there and cannot be the module's."""
+    """Return the problems of weights whose names match but which do not fit."""
     names = sorted(weights.keys() & expected.keys())
     misfits = [(name, _misfit(weights[name], expected[name])) for name in names]
     problems = [f"'{name}' {misfit}" for name, misfit in misfits if misfit]
@@ -113,17 +113,17 @@ def _misfit(found: torch.Tensor, wanted: torch.Tensor) -> str:
 
 
 def _overflows(found: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a number would become infinite, or the largest there is where a type has no other."""
+    """Return whether a number would overflow, to infinity or to the largest of the type."""
     limit = torch.finfo(dtype).max
     if limit >= torch.finfo(found.dtype).max:
         return False
-    # Types of one byte cannot be compared.
+    # One-byte types do not support comparison.
     values = found.float() if found.element_size() == 1 else found
     return bool((values.isfinite() & (values.abs() > limit)).any())
 
 
 def _not_tied(missing: Sequence[str], weights: Weights, expected: Weights) -> list[str]:
-    """A weight that shares its memory with another is stored once."""
+    """Return the missing weights, without tied ones, which share memory with a loaded weight."""
     loaded = {expected[name].data_ptr() for name in weights if name in expected}
     return [name for name in missing if expected[name].data_ptr() not in loaded]
 

@@ -1,8 +1,8 @@
-"""What a Triton `model.py` imports as `triton_python_backend_utils`, usually named pb_utils.
+"""The module that a Triton `model.py` imports as `triton_python_backend_utils`, usually pb_utils.
 
-The names and signatures are Triton's, so that such files run unchanged; tensors lie on the CPU and
-input arrays are read-only. What would need the server's help while a model runs (other models,
-several responses to a request, metrics of its own) raises TritonModelException.
+Names and signatures are Triton's, so that such files run unchanged; tensors are on the CPU and
+input arrays are read-only. Features that need the server while a model runs (other models, several
+responses to a request, custom metrics) raise TritonModelException.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 DLPACK_CPU = (1, 0)
-# Triton's numbers for datatypes, as its C interface counts them.
+# Triton's numbers of datatypes, in the order of its C API.
 TYPE_NAMES = "BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 BYTES BF16"
 TYPE_NUMBERS = {name: number for number, name in enumerate(TYPE_NAMES.split(), 1)}
 
 
 class TritonModelException(Exception):
-    """What a model raises, and what is raised where this server cannot do what it asks."""
+    """Raised by models, and by this module for features that the server does not support."""
 
 
 class TritonError:
-    """Why one request failed. The code is kept; clients see the message."""
+    """Error of one request. The code is stored; clients see only the message."""
 
     UNKNOWN = 0
     INTERNAL = 1
@@ -67,7 +67,7 @@ TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
 
 
 class PreferredMemory:
-    """A wish; tensors stay on the CPU."""
+    """A preference without effect; tensors stay on the CPU."""
 
     def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
         self.preferred_memory_type = preferred_memory_type
@@ -75,7 +75,7 @@ class PreferredMemory:
 
 
 class Tensor:
-    """A named numpy array. `datatype` is given where numpy has no type for it (BF16 as bits)."""
+    """A named numpy array. `datatype` is set if numpy has no type for it (BF16 as bits)."""
 
     def __init__(self, name: str, array: Array, datatype: str = "") -> None:
         if not isinstance(array, np.ndarray):
@@ -91,7 +91,8 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """From a DLPack capsule, or from what can make one (a tensor of torch, for example)."""
+        """Create from a DLPack capsule, or from an object with `__dlpack__`, such as a torch
+        tensor."""
         source = tensor if hasattr(tensor, "__dlpack__") else _Capsule(tensor)
         try:
             return Tensor(name, np.from_dlpack(source))
@@ -104,7 +105,7 @@ class Tensor:
         return self.__dlpack__()
 
     def __dlpack__(self, **wishes: Any) -> Any:
-        # Receivers may write, and most DLPack versions cannot tell them not to.
+        # Copy: receivers may write, and most DLPack versions cannot forbid it.
         array = self._array if self._array.flags.writeable else self._array.copy()
         return array.__dlpack__()
 
@@ -121,7 +122,7 @@ class Tensor:
         return self._array.shape
 
     def triton_dtype(self) -> int:
-        """Triton's number of the datatype; `triton_to_np_type` reads it."""
+        """Return Triton's number of the datatype, for `triton_to_np_type`."""
         return TYPE_NUMBERS[self._datatype or np_to_triton_dtype(self._array.dtype)]
 
     def is_cpu(self) -> bool:
@@ -129,8 +130,8 @@ class Tensor:
 
 
 class InferenceRequest:
-    """One request. The server makes those that `execute` sees; a model makes others only to ask
-    another model, which is not supported yet."""
+    """One request. The server creates those that `execute` gets; a model creates others only to
+    call another model, which is not supported yet."""
 
     def __init__(  # noqa: PLR0913 (Triton's signature)
         self,
@@ -182,14 +183,14 @@ class InferenceRequest:
         return self._flags
 
     def timeout(self) -> int:
-        """In microseconds; the server keeps deadlines itself and says 0."""
+        """Return microseconds; always 0, as the server handles deadlines itself."""
         return self._timeout
 
     def trace(self) -> object:
         return self._trace
 
     def parameters(self) -> str:
-        """As JSON."""
+        """Return the parameters as JSON."""
         return json.dumps(dict(self._parameters))
 
     def is_cancelled(self) -> bool:
@@ -242,7 +243,7 @@ class InferenceResponse:
 
 
 class Logger:
-    """To Python's logging, under `penstock.model_code`."""
+    """Logger of models on top of Python's logging, `penstock.model_code`."""
 
     INFO = logging.INFO
     WARNING = logging.WARNING
@@ -288,7 +289,7 @@ def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) 
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """The entry of the parsed `model_config` for an input; None if there is none."""
+    """Return the entry of an input in the parsed `model_config`, or None."""
     return next((item for item in model_config.get("input", ()) if item["name"] == name), None)
 
 
@@ -301,13 +302,13 @@ def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) ->
 
 
 def triton_string_to_numpy(triton_type_string: str) -> type[np.generic]:
-    """`TYPE_FP32`, as in a model's configuration, to np.float32."""
+    """Convert `TYPE_FP32`, as in a model's configuration, to np.float32."""
     name = triton_type_string.removeprefix("TYPE_")
     return _numpy_type("BYTES" if name == "STRING" else name, triton_type_string)
 
 
 def triton_to_np_type(data_type: int) -> type[np.generic]:
-    """What `Tensor.triton_dtype` gave, as a numpy type."""
+    """Convert a number from `Tensor.triton_dtype` to a numpy type."""
     name = next((name for name, number in TYPE_NUMBERS.items() if number == data_type), "")
     return _numpy_type(name, data_type)
 
@@ -317,7 +318,7 @@ def np_to_triton_type(data_type: Any) -> int:
 
 
 def np_to_triton_dtype(data_type: Any) -> str:
-    """A numpy type to the name on the wire: np.float32 to FP32."""
+    """Convert a numpy type to its name on the wire: np.float32 to FP32."""
     dtype = np.dtype(data_type)
     if dtype.kind in "OSU":
         return "BYTES"
@@ -340,7 +341,7 @@ def is_model_ready(model_name: str, model_version: str = "") -> NoReturn:
 
 
 class _Capsule:
-    """A bare DLPack capsule as the object that numpy expects."""
+    """Wrapper of a bare DLPack capsule, as numpy expects it."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule

@@ -1,4 +1,4 @@
-"""Own GPU kernels, in Triton: one file for each kind of layer. They know tensors and nothing of
-models or the server; importing one needs Triton, so whoever has another way imports it when used.
-`cublaslt` is a library's, called by hand, and needs none.
+"""Our own GPU kernels in Triton, one file for each kind of layer. They know tensors, but neither
+models nor the server. Importing one needs Triton, so callers with a fallback import it on use.
+`cublaslt` calls a library instead, and does not need Triton.
 """

@@ -1,9 +1,9 @@
 """Convolution and max pooling of channels-last images, in Triton.
 
-A convolution is one matrix product whose left side is never written down: each program gathers the
-pixels under its rows tap by tap. Bias, residual and ReLU are applied before the result is written.
-Where there are few rows, several programs share the sum of one tile (`split`), and the last of them
-to arrive adds the parts in their order, so that a result does not depend on who was first.
+A convolution is one GEMM whose left matrix is never materialised (implicit GEMM): each program
+gathers the pixels under its rows tap by tap. Bias, residual and ReLU are the epilogue. With few
+rows, several programs share the sum of one tile (`split`), and the last to arrive adds the parts in
+a fixed order, so results are deterministic.
 
 With TRITON_INTERPRET=1 in the environment, before this file is imported, all of it runs on a CPU.
 """
@@ -21,13 +21,13 @@ import torch
 import triton
 import triton.language as tl
 
-# A packed pixel: what small images with at most so many channels are widened to.
+# Channels of a packed pixel: images with at most this many are widened to it.
 PIXEL = 4
-# Elements of a tensor; offsets are 32 bits wide.
+# Limit of elements of a tensor; offsets have 32 bits.
 MAX_ELEMENTS = 2**31 - 1
-# About as many as the largest GPUs run at once.
+# About as many programs as the largest GPUs run at once.
 NUM_PROGRAMS = 132
-# Of one row that a program reads at a time.
+# Bytes of one row that a program reads at a time.
 MAX_DEPTH_BYTES = 128
 POOL_PIXELS, POOL_CHANNELS = 32, 64
 PACK_PIXELS = 512
@@ -36,8 +36,8 @@ _is_ahead: ContextVar[bool] = ContextVar("is_ahead", default=False)
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How the work is cut up: rows (pixels) and columns (channels) of a program, how many input
-    channels it takes at a time, and how many programs share one sum."""
+    """Tile sizes: rows (pixels) and columns (channels) of a program, input channels per step, and
+    the number of programs that share one sum."""
 
     rows: int
     columns: int
@@ -53,7 +53,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a convolution or a pooling moves over the image; (height, width) each."""
+    """Window of a convolution or pooling; pairs are (height, width)."""
 
     size: tuple[int, int]
     stride: tuple[int, int]
@@ -68,8 +68,8 @@ class Window:
 
 
 class Workspace:
-    """Where programs that share a tile leave their parts. Of one stream: two convolutions at once
-    would take each other's. It stays where it is, so CUDA graphs may hold on to it."""
+    """Memory for the parts of programs that share a tile. For one stream: concurrent convolutions
+    would overwrite each other. Its address is fixed, so CUDA graphs can use it."""
 
     def __init__(self, device: torch.device | str, num_floats: int = 8 << 20) -> None:
         self.parts = torch.empty(num_floats, dtype=torch.float32, device=device)
@@ -82,8 +82,8 @@ class Workspace:
 
 @triton.jit
 def _place(num_rows, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows and columns of this program's tile. Tiles that follow each other share what they read:
-    a few rows of tiles are done column by column."""
+    """Return rows and columns of this program's tile. Consecutive tiles share their inputs: a few
+    rows of tiles are processed column by column."""
     tile = tl.program_id(0)
     GROUP: tl.constexpr = 8
     first = tile // (GROUP * WIDE) * GROUP
@@ -95,12 +95,12 @@ def _place(num_rows, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def _shared(total, parts, arrived, split, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of all programs of this tile, and whether this one is to write it."""
+    """Return the sum over all programs of this tile, and whether this one writes it."""
     tile = tl.program_id(0)
     size: tl.constexpr = ROWS * COLUMNS
     part = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mine = parts + tile * split * size + part
-    # Past the first cache: other programs are to see it.
+    # Bypass L1, so that other programs see it.
     tl.store(mine + tl.program_id(1) * size, total, cache_modifier=".cg")
     tl.debug_barrier()
     before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
@@ -125,12 +125,12 @@ def _convolve(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     IS_SPLIT: tl.constexpr, IS_FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: on
-    """`weight` is [OUT, SIZE_H, SIZE_W, IN]. IS_FLAT: one tap, and every pixel is read once, so
-    rows of the image are rows of the matrix."""
+    """`weight` is [OUT, SIZE_H, SIZE_W, IN]. IS_FLAT: one tap and stride 1, so rows of the image
+    are rows of the matrix."""
     at_m, at_n = _place(num_rows, OUT // COLUMNS, ROWS, COLUMNS)
     at_k = tl.arange(0, DEPTH)
     is_row = at_m < num_rows
-    # Rows past the end read the first one, and are not written.
+    # Rows past the end read the first row, and are not written.
     row = tl.where(is_row, at_m, 0)
     top = 0
     left = 0
@@ -255,13 +255,13 @@ def _pack(
     tl.store(written, value, mask=is_pixel[:, None])
 
 
-# All that is compiled here.
+# All kernels of this file.
 FUNCTIONS = (_convolve, _pool, _pack)
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What is done to a convolution's sums before they are written."""
+    """Operations on a convolution's sums before they are written."""
 
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
@@ -271,9 +271,9 @@ class Epilogue:
 def tiles_of(
     num_rows: int, out_channels: int, in_channels: int, num_taps: int, item_bytes: int = 2
 ) -> list[Tile]:
-    """Those worth a try: few, because each is compiled. None where the channels do not fit, and
-    none for many rows and taps, where cuDNN was faster at every size (H200, ResNet-50)."""
-    # What is read ahead must fit the shared memory.
+    """Return the tiles worth trying: few, because each is compiled. Empty if the channels do not
+    fit, and for many rows and taps, where cuDNN was faster at every size (H200, ResNet-50)."""
+    # Prefetched data must fit the shared memory.
     depths = [size for size in (64, 32, 16) if size * item_bytes <= MAX_DEPTH_BYTES]
     depth = next((size for size in depths if in_channels % size == 0), 0)
     if not depth or out_channels % 32:
@@ -288,7 +288,7 @@ def tiles_of(
             split = 1
             while num_tiles * split * 2 <= 200 and num_steps // (split * 2) >= 2 and split < 16:
                 split *= 2
-            # Wide tiles that many programs share never won.
+            # Wide tiles shared by many programs never won.
             if columns == 32 or split <= 2:
                 found.append(Tile(64, columns, depth, 4, 4, split))
     return found
@@ -311,7 +311,7 @@ def convolve(
     tile: Tile,
     workspace: Workspace,
 ) -> torch.Tensor:
-    """All images [n, c, h, w] and channels-last in memory, as is the weight."""
+    """Convolve images [n, c, h, w]; images and weight are channels-last."""
     batch, channels, height, width = x.shape
     out_h, out_w = window.out(height, width)
     y = _empty(x, batch, weight.shape[0], out_h, out_w)
@@ -366,13 +366,13 @@ def _launch_convolve(
 
 
 def num_packed(width: int) -> int:
-    """Pixels that are read at once for a window of this width."""
+    """Return the pixels that are read at once for a window of this width."""
     return 1 << max(2, (width - 1).bit_length())
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """For `convolve_packed`: [out, few, height, width] to [out, height, pixels, PIXEL]; what is new
-    is zero, on the left, so that what is read at once begins at a multiple of the stride."""
+    """Pack weights for `convolve_packed`: [out, few, height, width] to [out, height, pixels,
+    PIXEL]. Padding is on the left, so that reads begin at a multiple of the stride."""
     out, channels, high, wide = weight.shape
     pixels = num_packed(wide)
     packed = weight.new_zeros(out, high, pixels, PIXEL)
@@ -395,8 +395,8 @@ def convolve_packed(
     tile: Tile,
     workspace: Workspace,
 ) -> torch.Tensor:
-    """Of images with few channels, however they lie: they are padded and widened first, so that a
-    row of the window is one piece of memory."""
+    """Convolve images with few channels, in any memory format: they are padded and widened first,
+    so that a row of the window is contiguous."""
     batch, channels, height, width = x.shape
     out, size_h, pixels, _ = packed.shape
     out_h, out_w = window.out(height, width)
@@ -432,7 +432,7 @@ def convolve_packed(
 
 
 def max_pool(x: torch.Tensor, window: Window) -> torch.Tensor:
-    """Of channels-last images; torch's own also writes where each value was."""
+    """Max-pool channels-last images without indices, which torch's operator also writes."""
     batch, channels, height, width = x.shape
     out_h, out_w = window.out(height, width)
     y = _empty(x, batch, channels, out_h, out_w)
@@ -461,8 +461,8 @@ def max_pool(x: torch.Tensor, window: Window) -> torch.Tensor:
 
 @contextlib.contextmanager
 def compiling(num_threads: int) -> Iterator[None]:
-    """What is called inside is compiled, by so many threads, and not run: its results are
-    garbage. What cannot be compiled says so when it is run."""
+    """Compile the kernels called inside in `num_threads` threads, without running them: results are
+    garbage. Compile errors are raised when a kernel is run."""
     with ThreadPoolExecutor(num_threads) as pool:
         mode = triton.AsyncCompileMode(pool, ignore_errors=True)
         token = _is_ahead.set(True)

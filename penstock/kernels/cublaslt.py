@@ -1,9 +1,9 @@
-"""Products of cuBLASLt, with bias and GELU inside: the library that torch has loaded, called by
-hand. torch takes the algorithm that cuBLASLt guesses to be the fastest; here whoever calls says
-which of those that it proposes. Nothing is allocated but the result, so a CUDA graph can hold it.
+"""GEMMs of cuBLASLt with bias and GELU as epilogue, called through ctypes on the library that torch
+has loaded. torch takes the algorithm that cuBLASLt expects to be fastest; here the caller chooses
+among those it proposes. Only the result is allocated, so a CUDA graph can hold a call.
 
-cuBLASLt counts by columns: what is [rows, columns] here is its own transpose there, and x W^T is
-asked for as W x^T.
+cuBLASLt is column-major: a matrix [rows, columns] here is its transpose there, and x W^T is
+requested as W x^T.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import torch
 
-# How operands in e4m3 are scaled: by one number each, or each of their rows. Others are not.
+# Scales of operands in e4m3: one each, or one per row. Other types have none.
 Scaling = Literal["", "one", "rows"]
 E4M3 = torch.float8_e4m3fn
 # cudaDataType.
 TYPES = {torch.float16: 2, torch.bfloat16: 14, E4M3: 28}
-# From here on cublasLt.h.
+# Constants of cublasLt.h from here on.
 FLOAT, COMPUTE_FLOAT = 0, 68
 TRANSPOSE_A, TRANSPOSE_B, EPILOGUE, BIAS_POINTER, BIAS_TYPE = 3, 4, 7, 8, 26
 A_SCALE, B_SCALE, D_SCALE, FAST_SUMS, A_SCALE_MODE, B_SCALE_MODE = 17, 18, 20, 25, 31, 32
@@ -29,11 +29,11 @@ WITH_BIAS, WITH_GELU_AND_BIAS = 4, 36
 SCALE_MODES: dict[Scaling, int] = {"one": 0, "rows": 3}
 MAX_WORKSPACE_BYTES = 1
 VERSION_OF_MAJOR = 10_000
-# As much as torch gives it on Hopper.
+# The same size as torch's on Hopper.
 WORKSPACE_BYTES = 32 << 20
-# Algorithms that it is asked for.
+# Algorithms to request.
 NUM_ALGORITHMS = 8
-# cublasStatus_t, by the names that everybody looks for.
+# cublasStatus_t by name, as users search for them.
 STATUSES = {
     1: "CUBLAS_STATUS_NOT_INITIALIZED",
     3: "CUBLAS_STATUS_ALLOC_FAILED",
@@ -43,25 +43,25 @@ STATUSES = {
     14: "CUBLAS_STATUS_INTERNAL_ERROR",
     15: "CUBLAS_STATUS_NOT_SUPPORTED",
 }
-# What it takes for granted of addresses.
+# Required alignment of addresses.
 ALIGNMENT = 256
 OLDEST = 12
 
 
 class Unavailable(RuntimeError):
-    """Why cuBLASLt cannot be called, or refuses; as torch tells of what its libraries refuse."""
+    """cuBLASLt cannot be called, or refuses; a RuntimeError like torch's own for libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """All that the choice of an algorithm depends on."""
+    """Everything that the choice of an algorithm depends on."""
 
     num_rows: int
     depth: int
     width: int
     dtype: torch.dtype
     out: torch.dtype
-    # In the form with tanh.
+    # GELU in its tanh form.
     has_gelu: bool = False
     scaling: Scaling = ""
 
@@ -77,8 +77,8 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """x [rows, depth], weight [width, depth], bias [width]; what those in e4m3 are multiplied by
-    (FP32), and what a result in e4m3 is multiplied by before it is rounded."""
+    """x [rows, depth], weight [width, depth], bias [width]; FP32 scales of e4m3 operands, and the
+    factor of an e4m3 result before rounding."""
 
     x: torch.Tensor
     weight: torch.Tensor
@@ -108,13 +108,13 @@ class _Found(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class _Plan:
     description: ctypes.c_void_p
-    # Of the weight, x, what would be added, and the result.
+    # For the weight, x, the unused matrix C and the result.
     layouts: tuple[ctypes.c_void_p, ...]
     algorithms: Sequence[_Found]
 
 
 class Products:
-    """Of one device and one stream at a time, for they share a workspace. `calls` is the
+    """GEMMs of one device. Only for one stream at a time, as they share a workspace. `calls` is the
     library."""
 
     def __init__(self, calls: Any, device: torch.device | str) -> None:
@@ -124,15 +124,15 @@ class Products:
         self._plans: dict[Form, _Plan] = {}
         self._handle = self._made("cublasLtCreate")
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # Not when Python ends: CUDA may be gone by then.
+        # Not at interpreter exit: CUDA may be gone by then.
         weakref.finalize(self, calls.cublasLtDestroy, self._handle).atexit = False
 
     def num_algorithms(self, form: Form, operands: Operands) -> int:
-        """How many there are; 0 where cuBLASLt has none."""
+        """Return the number of algorithms; 0 if cuBLASLt has none."""
         return len(self._plan(form, operands).algorithms)
 
     def multiply(self, form: Form, operands: Operands, number: int) -> torch.Tensor:
-        """By one of the algorithms, on the current stream."""
+        """Multiply with one of the algorithms, on the current stream."""
         assert operands.are_aligned
         plan = self._plan(form, operands)
         if not 0 <= number < len(plan.algorithms):
@@ -141,7 +141,7 @@ class Products:
         x = operands.x
         out = torch.empty(form.num_rows, form.width, dtype=form.out, device=x.device)
         weight_layout, x_layout, added_layout, out_layout = plan.layouts
-        # Times 0, and of another type where the result is in e4m3.
+        # C is multiplied by 0; it cannot be the output in e4m3, where it has another type.
         added = None if form.out == E4M3 else _address(out)
         status = self._calls.cublasLtMatmul(
             self._handle,
@@ -187,7 +187,7 @@ class Products:
         return description
 
     def _point(self, description: ctypes.c_void_p, form: Form, operands: Operands) -> None:
-        """To the vectors of this very product."""
+        """Set the pointers to the bias and scales of this GEMM."""
         self._set(description, BIAS_POINTER, _address(operands.bias))
         if form.scaling:
             scales = operands.weight_scale, operands.x_scale, operands.factor
@@ -235,7 +235,7 @@ class Products:
             ctypes.byref(num),
         )
         calls.cublasLtMatmulPreferenceDestroy(preference)
-        # A form that it does not support is an error here, and for us one without algorithms.
+        # cuBLASLt returns an error for unsupported forms; we return no algorithms.
         usable = [] if status else list(found)[: num.value]
         return [each for each in usable if each.state == 0]
 
@@ -253,7 +253,7 @@ class Products:
 
 
 def open_products(device: torch.device) -> Products:
-    """Unavailable where there is no such library, or another one than torch's."""
+    """Open the library; raise Unavailable if it is missing or of another version than torch's."""
     if device.type != "cuda" or torch.version.cuda is None:
         raise Unavailable(f"'{device}' is no NVIDIA GPU")
     major = int(torch.version.cuda.partition(".")[0])

@@ -1,8 +1,7 @@
-"""What lies between the products of a language model's layer, each in one pass over memory:
-residual with RMSNorm; norms and rotation of queries and keys, with keys and values going to where
-they are kept; the gate of the last product. The first and the last also in e4m3, each row by its
-own largest value, for a product that multiplies in FP8. `llm.operations` calls them and has the
-same in plain torch.
+"""Operations between the linear layers of a language model, each in one pass over memory: residual
+with RMSNorm; norms and RoPE of queries and keys, with keys and values written to the KV cache;
+SwiGLU. The first and the last also in e4m3, with a scale per row, as input of an FP8 GEMM.
+`llm.operations` calls them and has the same in plain torch.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import triton.language as tl
 from penstock.kernels.paged import Paged
 
 E4M3_MAX = tl.constexpr(448.0)
-# The least that a row's range is taken for: of all zeros there is none.
+# Lower bound of a row's range, for rows that are all zero.
 SMALLEST = tl.constexpr(1e-6)
-# Heads of one token that one program turns.
+# Heads of one token that one program rotates.
 HEADS_TOGETHER = 8
-# Elements of one program of the gate.
+# Elements per program of SwiGLU.
 ELEMENTS = 1024
 
 
 @triton.jit
 def _to_e4m3(values, scales, row):
-    """Of a row; its scale is written."""
+    """Scale a row to e4m3, and store its scale."""
     scale = tl.maximum(tl.max(tl.abs(values), 0), SMALLEST) / E4M3_MAX
     tl.store(scales + row, scale)
     return tl.minimum(tl.maximum(values * (1.0 / scale), -E4M3_MAX), E4M3_MAX)
@@ -49,7 +48,7 @@ def _add_norm(
     wide = x.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
     factor = tl.load(weight + columns, mask=is_inside, other=0.0)
-    # Rounded in between, as the models were trained.
+    # Rounded before the weight is applied, as in training.
     normed = (factor.to(tl.float32) * wide.to(factor.dtype).to(tl.float32)).to(factor.dtype)
     if TO_FP8:
         small = _to_e4m3(normed.to(tl.float32), scales, row)
@@ -65,7 +64,7 @@ def _turn(
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, SIZE: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token, which are queries, then keys, then values."""
+    """Process some heads of one token; heads are queries, then keys, then values."""
     HALF: tl.constexpr = SIZE // 2
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token * row_stride)
@@ -135,8 +134,8 @@ def _gate_to_e4m3(x, out, scales, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 def add_norm(
     added: Any, residual: Any, weight: Any, epsilon: float, scales: Any = None
 ) -> tuple[Any, Any]:
-    """RMSNorm of the sum (without `added`, of the residual) and the sum; the former in e4m3 where
-    `scales` [rows, 1] are given, which are written."""
+    """Return the RMSNorm of the sum (of the residual without `added`), and the sum. With `scales`
+    [rows, 1] the former is in e4m3, and its scales are stored there."""
     num_rows, width = residual.shape
     assert residual.is_contiguous() and (added is None or added.is_contiguous())
     total = residual if added is None else torch.empty_like(residual)
@@ -154,9 +153,9 @@ def add_norm(
 def turn(
     qkv: Any, paged: Paged, turns: Any, positions: Any, rows: Any, norms: Any, epsilon: float
 ) -> None:
-    """[tokens, queries, keys and values]: queries are turned in place, by cosines and sines that
-    `turns` [positions, 2, half a head] has; keys and values go to the sequence's blocks. `norms` of
-    queries and keys, or None. Nothing is done for positions below 0."""
+    """Apply RoPE to qkv [tokens, queries, keys and values]: queries in place, keys and values to
+    the sequence's KV blocks. `turns` [positions, 2, half a head] has cosines and sines; `norms` are
+    those of queries and keys, or None. Positions below 0 are skipped."""
     num_kv_heads, size = paged.keys.shape[1:]
     num_heads = qkv.shape[1] // size - 2 * num_kv_heads
     assert qkv.stride(1) == 1 and positions.stride(0) == rows.stride(0)
@@ -171,8 +170,8 @@ def turn(
 
 
 def gate(x: Any, scales: Any = None) -> Any:
-    """[rows, gate and up] to SiLU of the one times the other; in e4m3 where `scales` [rows, 1] are
-    given, which are written."""
+    """Apply SwiGLU: [rows, gate and up] to SiLU(gate) times up. With `scales` [rows, 1] the result
+    is in e4m3, and its scales are stored there."""
     num_rows, width = x.shape[0], x.shape[1] // 2
     assert x.is_contiguous()
     dtype = x.dtype if scales is None else torch.float8_e4m3fn

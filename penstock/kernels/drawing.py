@@ -1,7 +1,7 @@
-"""From logits in 16 bits to tokens, without sorting them and without leaving the device: `cut`
-finds below which logit nothing is drawn, `draw` adds noise and takes the largest. The noise is
-`llm.sampling`'s: of a row's key and the token alone. What was asked for is in tensors, one value
-for each row, so a CUDA graph can hold both.
+"""Sample tokens from 16-bit logits, without sorting and without leaving the device: `cut` finds
+the lowest logit that may be sampled, `draw` adds Gumbel noise and takes the argmax. The noise is
+that of `llm.sampling`: it depends only on a row's key and the token. Sampling parameters are
+tensors with one value per row, so a CUDA graph can hold both.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import torch
 import triton
 import triton.language as tl
 
-# Logits that a program looks at together.
+# Logits that a program reads at a time.
 CUT_CHUNK, DRAW_CHUNK = 8192, 1024
-# Parts of a row that are looked at by programs of their own.
+# Parts of a row, each with a program of its own.
 NUM_PARTS = 16
-# Logits are ordered as these whole numbers are.
+# Range of the integers that order like 16-bit logits.
 LOWEST, HIGHEST = tl.constexpr(-32768), tl.constexpr(32767)
 NUM_BITS = tl.constexpr(16)
-# As in `llm.sampling`.
+# Same as in `llm.sampling`.
 FIRST, SECOND, STEP = tl.constexpr(0x85EBCA6B), tl.constexpr(0xC2B2AE35), tl.constexpr(0x7FEB352D)
 UNIT = tl.constexpr(2.0**-32)
 HALF = tl.constexpr(1 << 31)
-# Below it a logarithm of what is left of 1 is a sum of its powers.
+# Below it, log(1 - x) is computed as a power series.
 SMALL = tl.constexpr(2.0**-8)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _ordered(logits):
-    """Numbers in the same order."""
+    """Map logits to integers of the same order."""
     bits = logits.to(tl.int16, bitcast=True).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFF, bits)
 
 
 @triton.jit
 def _share(row, low, peak, scale, size, CHUNK: tl.constexpr):
-    """How many logits are at least so much, and how much they weigh together."""
+    """Return how many logits are at least `low`, and their total weight."""
     columns = tl.arange(0, CHUNK)
     count = tl.zeros([CHUNK], tl.int32)
     weight = tl.zeros([CHUNK], tl.float32)
@@ -56,7 +56,7 @@ def _cut(
     logits, lowest, temperatures, most, shares, least, row_stride, size,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One row: the logit below which nothing is drawn."""
+    """Find the lowest logit of one row that may be sampled."""
     number = tl.program_id(0).to(tl.int64)
     at = number * row_stride
     temperature = tl.load(temperatures + at)
@@ -76,7 +76,7 @@ def _cut(
         peak = tl.max(peaks, 0)
         low = LOWEST
         if (top_k > 0) & (top_k < size):
-            # Those from `low` on are enough, those from `high` on are not.
+            # Binary search: logits from `low` on are enough, those from `high` on are not.
             high = HIGHEST + 1
             for _ in range(NUM_BITS):
                 middle = (low + high) // 2
@@ -98,14 +98,14 @@ def _cut(
         if low == LOWEST:
             found = float("-inf")
         if min_p > 0:
-            # Rounding must not leave out the largest.
+            # Rounding must not exclude the largest.
             found = tl.minimum(tl.maximum(found, peak + tl.log2(min_p) / scale), peak)
     tl.store(lowest + number, found)
 
 
 @triton.jit
 def _mixed(numbers):
-    """Every bit depends on every other."""
+    """Hash: every output bit depends on every input bit."""
     numbers = (numbers ^ (numbers >> 16)) * FIRST
     numbers = (numbers ^ (numbers >> 13)) * SECOND
     return numbers ^ (numbers >> 16)
@@ -113,7 +113,7 @@ def _mixed(numbers):
 
 @triton.jit
 def _noise(key, tokens):
-    """Gumbel's. The logarithm of what is next to 1 is taken of what is missing there."""
+    """Return Gumbel noise. Near 1, the logarithm is computed from the difference to 1."""
     numbers = _mixed(key ^ _mixed(tokens.to(tl.uint32) * STEP))
     missing = (0xFFFFFFFF - numbers).to(tl.float32) * UNIT + 0.5 * UNIT
     is_low = numbers < HALF
@@ -128,7 +128,7 @@ def _draw(
     logits, lowest, temperatures, keys, bests, places, row_stride, size,
     CHUNK: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The best of one part of one row."""
+    """Find the best token of one part of one row."""
     number = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     temperature = tl.load(temperatures + number * row_stride)
@@ -152,7 +152,7 @@ def _draw(
         place = tl.where(is_better, at, place)
     peak = tl.max(best, 0)
     tl.store(bests + number * NUM_PARTS + part, peak)
-    # Of equals the first; what is no number is nobody's.
+    # The first of equals. A NaN is never better, so it is never chosen.
     tl.store(places + number * NUM_PARTS + part, tl.min(tl.where(best == peak, place, size), 0))
 
 
@@ -160,7 +160,7 @@ def _draw(
 def _choose(
     bests, places, drawn, last, rows, row_stride, size, NUM_PARTS: tl.constexpr
 ):  # fmt: skip
-    """The best of a row, to the row's place and to its sequence's."""
+    """Store the best token of a row in `drawn`, and in `last` for its sequence."""
     number = tl.program_id(0).to(tl.int64)
     parts = number * NUM_PARTS + tl.arange(0, NUM_PARTS)
     best = tl.load(bests + parts)
@@ -172,9 +172,9 @@ def _choose(
 
 
 def cut(logits: Any, temperatures: Any, most: Any, shares: Any, least: Any) -> Any:
-    """Of each row the logit below which nothing is drawn, by how many are left at most (0: all),
-    their share of the whole (1: all) and the least share of the largest's (0: all). Those as likely
-    as the last of them stay, too. A temperature of 0 needs nothing to be left out."""
+    """Return for each row the lowest logit that may be sampled, by top_k in `most` (0: off), top_p
+    in `shares` (1: off) and min_p in `least` (0: off). Tokens as likely as the last one stay too.
+    Rows with temperature 0 are not cut."""
     num_rows, size = logits.shape
     assert logits.is_contiguous() and logits.dtype.itemsize == 2
     lowest = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -188,8 +188,8 @@ def cut(logits: Any, temperatures: Any, most: Any, shares: Any, least: Any) -> A
 def draw(
     logits: Any, lowest: Any, temperatures: Any, keys: Any, drawn: Any, last: Any, rows: Any
 ) -> None:
-    """A token for each row to `drawn`, and to the place in `last` that `rows` says. Without noise
-    where the temperature is 0."""
+    """Sample a token for each row into `drawn`, and into `last` at the row's target in `rows`. No
+    noise at temperature 0."""
     num_rows, size = logits.shape
     assert temperatures.stride(0) == keys.stride(0) == rows.stride(0)
     bests = torch.empty(num_rows, NUM_PARTS, dtype=torch.float32, device=logits.device)

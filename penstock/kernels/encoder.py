@@ -1,6 +1,6 @@
-"""What lies between the products of a transformer's layer, each in one pass over memory: residual
-with LayerNorm, and GELU; both also in e4m3 for a product that multiplies in FP8, by a factor that
-is known or each row by its own. `packed_encoder` calls them and has the same in plain torch.
+"""Operations between the linear layers of a transformer encoder, each in one pass over memory:
+residual with LayerNorm, and GELU; both also in e4m3 as input of an FP8 GEMM, by a given factor or
+with a scale per row. `packed_encoder` calls them and has the same in plain torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 E4M3_MAX = tl.constexpr(448.0)
-# From so many rows on, several go to one program.
+# From this many rows on, a program takes several.
 MANY_ROWS, ROWS_TOGETHER = 4096, 4
-# Elements of one program of the GELU: 16 a thread.
+# Elements per program of GELU: 16 per thread.
 ELEMENTS, NUM_WARPS = 4096, 8
-# The least that a row's range is taken for: of all zeros there is none.
+# Lower bound of a row's range, for rows that are all zero.
 SMALLEST = tl.constexpr(1e-6)
 
 
@@ -28,7 +28,7 @@ def _to_e4m3(values, inverse):
 
 @triton.jit
 def _rows_to_e4m3(values, scales, rows, num_rows):
-    """Each row by its own largest value; its scale is written."""
+    """Scale each row to e4m3 by its largest value, and store its scale."""
     scale = tl.maximum(tl.max(tl.abs(values), 1), SMALLEST) / E4M3_MAX
     tl.store(scales + rows, scale, mask=rows < num_rows)
     scaled = values * (1.0 / scale)[:, None]
@@ -37,7 +37,7 @@ def _rows_to_e4m3(values, scales, rows, num_rows):
 
 @triton.jit
 def _bent(value, IS_FAST: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """GELU."""
+    """Return GELU of the value."""
     if IS_FAST:
         inner = value * (0.7978845608028654 + 0.035677408136300125 * value * value)
         half = 0.5 * value
@@ -117,9 +117,8 @@ def _quantise_rows(
 def add_norm(
     added: Any, residual: Any, norm: Any, inverse: Any = None, scales: Any = None
 ) -> tuple[Any, Any]:
-    """LayerNorm (the module `norm`) of the sum; and the same in e4m3: multiplied by `inverse` where
-    that is given, or each row by its own number, whose inverse goes to `scales` where that is
-    given. Else None."""
+    """Return the LayerNorm (of the module `norm`) of the sum, and the same in e4m3: multiplied by
+    `inverse`, or with a scale per row, which is stored in `scales`; None without either."""
     num_rows, width = added.shape
     assert added.is_contiguous() and residual.is_contiguous()
     out = torch.empty_like(added)
@@ -135,9 +134,9 @@ def add_norm(
 
 
 def gelu(x: Any, inverse: Any = None, *, is_fast: bool = False) -> Any:
-    """Of each element; multiplied by `inverse` and in e4m3 where that is given. `is_fast` is the
-    form with tanh, which the device has an instruction for: up to 5e-4 away from the exact one,
-    less than the rounding to e4m3 around 0.01 and above."""
+    """Return GELU of each element; with `inverse`, multiplied by it and in e4m3. `is_fast` is the
+    tanh form, for which the device has an instruction: up to 5e-4 away from the exact one, less
+    than the rounding to e4m3 around 0.01 and above."""
     assert x.is_contiguous()
     out = torch.empty_like(x, dtype=x.dtype if inverse is None else torch.float8_e4m3fn)
     _gelu[(triton.cdiv(x.numel(), ELEMENTS),)](
@@ -148,8 +147,8 @@ def gelu(x: Any, inverse: Any = None, *, is_fast: bool = False) -> Any:
 
 
 def quantise_rows(x: Any, scales: Any, *, has_gelu: bool = False, is_fast: bool = False) -> Any:
-    """Rows in e4m3, each by its own largest value, whose scale goes to `scales`; of their GELU
-    where that is asked for."""
+    """Quantise rows, or their GELU, to e4m3 by their largest values; scales are stored in
+    `scales`."""
     assert x.is_contiguous()
     num_rows, width = x.shape
     out = torch.empty_like(x, dtype=torch.float8_e4m3fn)

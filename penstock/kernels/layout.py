@@ -1,6 +1,5 @@
-"""Where the tokens of a padded batch lie when they are laid end to end, from its mask, in two
-launches: in plain torch (`packed_encoder.lay_out`) it takes thirty, which is a good part of the
-time of a small model's batch.
+"""Compute the layout of packed tokens from the mask of a padded batch in two launches. Plain torch
+(`packed_encoder.plain_layout`) takes thirty, a good part of the time of a small model's batch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _place(
     LENGTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One row: its tokens' places, and its blocks of queries."""
+    """Compute the token places and query blocks of one row."""
     row = tl.program_id(0)
     before = tl.arange(0, ROWS)
     counts = tl.load(lengths + before, mask=before < row, other=0)
@@ -49,7 +48,7 @@ def _place(
 
 
 def lay_out(mask: Any, num_tokens: int, block: int) -> tuple[Any, Any]:
-    """Places and blocks of a mask [rows, length], as `packed_encoder.Layout` has them."""
+    """Return places and blocks of a mask [rows, length], as in `packed_encoder.Layout`."""
     num_rows, length = mask.shape
     device = mask.device
     mask = mask.contiguous()

@@ -1,4 +1,4 @@
-"""Keys and values in blocks, as kernels take them; needs no Triton."""
+"""The KV cache of a layer, as kernels take it; needs no Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Of a layer, [slots, heads, size] each, and whose they are: `table` has a row of blocks for
+    """Keys and values of a layer, [slots, heads, size] each, and the block table, with a row for
     each sequence."""
 
     keys: Any

@@ -1,11 +1,10 @@
-"""Attention over keys and values that lie in blocks, wherever those are: a sequence's row of the
-table of blocks says which are its own. All heads of queries that share a head of keys go through
-one product, so keys and values are read once for them.
+"""Paged attention: keys and values are in KV blocks, which a sequence finds by its row of the block
+table. All query heads that share a KV head go through one matmul, so keys and values are read once
+for them.
 
-`attend_one` is for sequences that compute one token each, with what such a token sees cut into
-parts where there are few of them; `attend_many` is for prompts, or parts of them. All that changes
-from step to step is in tensors on the device, so a CUDA graph can hold `attend_one`.
-`llm.operations` calls both and has the same in plain torch.
+`attend_one` is for decode; with few sequences it splits the context of each token into parts.
+`attend_many` is for prompts and chunks of prompts. All per-step inputs are tensors on the device,
+so a CUDA graph can hold `attend_one`. `llm.operations` calls both and has the same in plain torch.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ import triton.language as tl
 from penstock.kernels.paged import Paged
 from penstock.kernels.varlen import fold
 
-# Rows of a product at least, for tensor cores.
+# Minimum rows of a matmul on tensor cores.
 LEAST_ROWS = 16
-# Programs that fill the GPU: eight for each of an H200's multiprocessors.
+# Programs that fill a GPU: eight for each multiprocessor of an H200.
 NUM_PROGRAMS = 8 * 132
 MAX_SPLITS = 64
-# Keys that are looked at together by head size, with warps and stages: those of one token wait for
-# memory, so many are on their way at once.
+# Keys per iteration by head size, with warps and stages: decode is bound by memory,
+# so it keeps many loads in flight.
 ONE_KEYS, ONE_WARPS, ONE_STAGES = {16: 64, 32: 64, 64: 128, 128: 64}, 4, 3
-# Rows (tokens times heads) of a prompt that one program takes.
+# Rows (tokens times heads) of a prompt per program.
 MANY_ROWS, MANY_KEYS, MANY_WARPS, MANY_STAGES = 128, 64, 8, 3
-# With heads of 128, 3 stages need so much shared memory; smaller GPUs have room for 2.
+# Shared memory for 3 stages with heads of 128; smaller GPUs have room for 2.
 MANY_BYTES, FEW_STAGES = 131_104, 2
 HEAD_SIZES = tuple(ONE_KEYS)
 
 
 @triton.jit
 def _slots(block, at, PIECE: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr):
-    """Where keys are kept that lie, piece by piece, in these blocks at these positions."""
+    """Return the slots of keys, given the block and position of each contiguous piece."""
     first = block.to(tl.int64) * BLOCK + at % BLOCK
     return tl.reshape(first[:, None] + tl.arange(0, PIECE)[None, :], [BN])
 
@@ -50,7 +49,7 @@ def _attend_one(
     GROUP: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, IS_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One part of what one token sees, for the heads that share one of keys."""
+    """Attend to one part of one token's context, for the query heads that share a KV head."""
     head = tl.program_id(0)
     token = tl.program_id(1)
     split = tl.program_id(2)
@@ -70,14 +69,14 @@ def _attend_one(
     total = tl.zeros([BM], tl.float32)
     mixed = tl.zeros([BM, SIZE], tl.float32)
     columns = tl.arange(0, BN)
-    # Keys that lie next to each other; `begin` is where some such begin.
+    # Contiguous keys; `begin` is at the start of a piece.
     PIECE: tl.constexpr = BN if BN < BLOCK else BLOCK
     pieces = begin + tl.arange(0, BN // PIECE) * PIECE
     block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
     for start in range(begin, end, BN):
         is_seen = start + columns < end
         slot = _slots(block, pieces, PIECE, BN, BLOCK) * token_stride + head * SIZE
-        # Blocks are looked up one round before their keys are, so that these are fetched early.
+        # Block numbers are loaded one iteration ahead, so that keys are fetched early.
         pieces += BN
         block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
         some = tl.load(keys + slot[None, :] + places[:, None], mask=is_seen[None, :], other=0.0)
@@ -85,7 +84,7 @@ def _attend_one(
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         given = tl.load(values + slot[:, None] + places[None, :], mask=is_seen[:, None], other=0.0)
         peak, total, mixed = fold(scores, given, peak, total, mixed)
-    # Of a place without a token nothing is seen.
+    # Padding rows see nothing.
     total = tl.where(total > 0, total, 1.0)
     mixed = mixed / total[:, None]
     if IS_SPLIT:
@@ -103,7 +102,7 @@ def _join(
     parts, sums, out, out_stride,
     SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one head of one token, each as much as it weighs."""
+    """Combine the parts of one head of one token, by their weights."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     splits = tl.arange(0, NUM_SPLITS)
@@ -126,8 +125,9 @@ def _attend_many(
     GROUP: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one prompt, for the heads that share one of keys. A line is (the sequence's
-    row of the table, first token, end of its tokens, position of the first)."""
+    """Attend for some tokens of one prompt, for the query heads that share a KV head. A line (query
+    tile) is (row of the block table, first token, end of the prompt's tokens, position of the
+    first)."""
     head = tl.program_id(0)
     line = lines + tl.program_id(1) * 4
     blocks = table + tl.load(line).to(tl.int64) * table_stride
@@ -150,7 +150,7 @@ def _attend_many(
     PIECE: tl.constexpr = BN if BN < BLOCK else BLOCK
     pieces = tl.arange(0, BN // PIECE) * PIECE
     block = tl.load(blocks + pieces // BLOCK, mask=pieces < end, other=0)
-    # All of these are seen by all of them.
+    # No mask needed: all tokens see these keys.
     whole = (position + 1) // BN * BN
     for _ in range(0, whole, BN):
         slot = _slots(block, pieces, PIECE, BN, BLOCK) * token_stride + head * SIZE
@@ -178,22 +178,22 @@ def _attend_many(
 
 
 def num_splits(num_tokens: int, num_kv_heads: int) -> int:
-    """Into how many parts what each of so many tokens sees is cut: a power of two."""
+    """Return into how many parts the context of each token is split: a power of two."""
     wanted = NUM_PROGRAMS / (num_tokens * num_kv_heads)
     return min(MAX_SPLITS, triton.next_power_of_2(math.ceil(wanted))) if wanted > 1 else 1
 
 
 def tokens_of_line(group: int) -> int:
-    """How many tokens of a prompt a line of `attend_many` has at most."""
+    """Return the most tokens of a line of `attend_many`."""
     return MANY_ROWS // group
 
 
 def attend_one(
     queries: Any, paged: Paged, positions: Any, rows: Any, out: Any, splits: int
 ) -> None:
-    """[tokens, heads, size] of queries, each at its position, which is -1 where there is none, in
-    its row of the table; to `out`, of the same shape. What they see is there. Those that see most
-    should come first: what begins last would else be waited for."""
+    """Attend for queries [tokens, heads, size] with their positions (-1 for padding) and rows of
+    the block table, into `out` of the same shape. Their keys and values are in the cache already.
+    Put the longest contexts first: one that starts last would delay the end."""
     num_tokens, num_heads, size = queries.shape
     num_kv_heads = paged.keys.shape[1]
     group = num_heads // num_kv_heads
@@ -205,7 +205,7 @@ def attend_one(
         shape = num_tokens, num_heads, splits
         parts = torch.empty((*shape, size), dtype=torch.float32, device=queries.device)
         sums = torch.empty(shape, dtype=torch.float32, device=queries.device)
-    # The heads of a token run next to each other: their keys lie next to each other too.
+    # Heads of a token run next to each other, as their keys are next to each other.
     _attend_one[(num_kv_heads, num_tokens, splits)](
         queries, paged.keys, paged.values, paged.table, positions, rows, out, parts, sums,
         queries.stride(0), positions.stride(0), paged.table.stride(0), paged.keys.stride(0),
@@ -222,8 +222,8 @@ def attend_one(
 def attend_many(
     queries: Any, paged: Paged, lines: Any, out: Any, num_stages: int | None = None
 ) -> None:
-    """[tokens, heads, size] of queries; `lines` [lines, 4] say which of them are whose. Their own
-    keys are there already."""
+    """Attend for queries [tokens, heads, size]; `lines` [lines, 4] assign them to sequences. Their
+    keys and values are in the cache already."""
     num_heads, size = queries.shape[1:]
     num_kv_heads = paged.keys.shape[1]
     assert size in HEAD_SIZES and queries.stride(1) == out.stride(1) == size

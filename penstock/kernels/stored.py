@@ -1,7 +1,7 @@
-"""Compiled kernels as bytes, so that a version can bring them along.
+"""Serialise compiled kernels, so that a version can ship them.
 
-Triton keeps what it compiles in a folder of its own, by a digest of source, options, compiler and
-GPU: what does not fit is not found there, and compiled as ever.
+Triton caches compiled kernels in a folder, by a digest of source, options, compiler and GPU:
+kernels that do not match are not found there, and compiled as usual.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 from triton.runtime.cache import get_cache_manager
 
-# Of what is kept of a kernel: what it is, and its code for the GPU.
+# Files to keep of a kernel: its metadata, and its code for the GPU.
 KEPT = (".json", ".cubin")
 Stored = dict[str, dict[str, bytes]]
 
 
 def pack(functions: Iterable[Any]) -> bytes:
-    """All that was compiled of these functions in this process."""
+    """Return everything compiled from these functions in this process."""
     found: Stored = {}
     for function in functions:
         for cache, *_ in function.device_caches.values():
@@ -32,8 +32,8 @@ def pack(functions: Iterable[Any]) -> bytes:
 
 
 def unpack(content: bytes) -> int:
-    """Put them where Triton looks; how many were not there. msgspec.DecodeError and ValueError
-    where the bytes make no sense."""
+    """Add kernels to Triton's cache; return how many were new. Raise msgspec.DecodeError or
+    ValueError if the bytes are invalid."""
     found = msgspec.msgpack.decode(content, type=Stored)
     for digest, files in found.items():
         int(digest, 16)

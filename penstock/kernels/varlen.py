@@ -1,7 +1,6 @@
-"""Attention over sequences laid end to end, without a single padded position: the softmax is
-computed while keys and values stream by, block by block, and every block of queries looks only at
-its own sequence. `packed_encoder` calls it; `packed_encoder.padded_attention` is the same in plain
-torch.
+"""Attention over packed sequences, without padding: the softmax is computed online, one block of
+keys and values at a time, and each block of queries sees only its own sequence. `packed_encoder`
+calls it; `packed_encoder.padded_attention` is the same in plain torch.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-# Rows of queries that one program takes; the table of blocks is made for it.
+# Query rows per program; the table of blocks is made for this size.
 BLOCK = 64
-# Keys and values that it looks at together, warps and stages: the fastest of twelve on an H200,
-# with sequences of 177 tokens on average and heads of 64 (133 us for 32,768 tokens; 139 with 64
-# keys, 162 with blocks of 128). Larger blocks compute more that is masked out.
+# Keys per iteration, warps and stages: the fastest of twelve on an H200, with sequences of 177
+# tokens on average and heads of 64 (133 us for 32,768 tokens; 139 with 64 keys, 162 with blocks of
+# 128). Larger blocks compute more masked scores.
 KEYS, NUM_WARPS, NUM_STAGES = 32, 4, 3
 HEAD_SIZES = (16, 32, 64, 128)
-# Heads of this size need so much shared memory that fewer blocks are on their way.
+# Heads of this size need more shared memory, so they get fewer stages.
 LARGE_HEAD, FEW_STAGES = 128, 2
 MAX_ELEMENTS = 1 << 31
 TYPES = (torch.float16, torch.bfloat16)
@@ -35,7 +34,7 @@ def _score(queries, keys, qk_scale, is_inside):
 
 @triton.jit
 def fold(scores, values, peak, total, mixed):
-    """What is known of the softmax after one more block of keys."""
+    """Update the online softmax with one more block of keys."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
@@ -50,9 +49,9 @@ def _attend(
     WIDTH: tl.constexpr, SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TO_FP8: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head; its line of the table is (first query, where the sequence
-    begins, where it ends). A line that ends at 0 has nothing to do. The heads of a block run next
-    to each other: their rows lie next to each other too."""
+    """Attend for one block of queries of one head; its line of the table is (first query, begin and
+    end of its sequence), and an end of 0 means unused. Heads of a block run next to each other, as
+    their rows are next to each other."""
     NUM_HEADS: tl.constexpr = WIDTH // SIZE
     line = table + tl.program_id(0) // NUM_HEADS * 3
     head = tl.program_id(0) % NUM_HEADS
@@ -98,8 +97,9 @@ def _attend(
 
 
 def attend(qkv: Any, table: Any, num_heads: int, inverse: Any = None) -> Any:
-    """[tokens, 3 x width], queries, keys and values side by side, to [tokens, width]; in e4m3 and
-    multiplied by `inverse` where that is given. Rows of no block are left as memory was."""
+    """Attend within sequences: [tokens, 3 x width], queries, keys and values side by side, to
+    [tokens, width]; with `inverse`, multiplied by it and in e4m3. Rows outside all blocks stay
+    uninitialised."""
     num_tokens, width = qkv.shape[0], qkv.shape[1] // 3
     size = width // num_heads
     assert size in HEAD_SIZES and qkv.dtype in TYPES and qkv.stride(1) == 1

@@ -1,1 +1,1 @@
-"""How tokens are generated."""
+"""Language models: scheduling, KV cache, sampling and text."""

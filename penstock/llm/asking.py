@@ -1,4 +1,4 @@
-"""From what was wished for, by whatever protocol, to a request for text."""
+"""Turn the sampling parameters of a request, from any protocol, into a `Generation`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from penstock.wire.openai_v1 import Invalid, Wishes
 if TYPE_CHECKING:
     from penstock.llm.text_model import TextModel
 
-# Sequences of one request.
+# Limit of sequences per request.
 MAX_CHOICES = Limits().max_sequences_of_request
 
 
 def generation_of(
     model: TextModel, wishes: Wishes, tokens: Sequence[int], sink: GenerationSink, salt: str
 ) -> Generation:
-    """Invalid where prompt and answer are longer together than a text may be."""
+    """Return the generation; raise Invalid if prompt and output exceed the model's length."""
     if wishes.num > MAX_CHOICES:
         raise Invalid(f"n is {wishes.num}; expected at most {MAX_CHOICES}", "n")
     left = model.max_length - len(tokens)
-    # 0: only the prompt is wanted. Prefill then computes one token, which is dropped.
+    # 0: the client wants the prompt only. Prefill still samples one token, which is dropped.
     is_prompt_only = wishes.max_tokens == 0
     if left < (0 if is_prompt_only else wishes.max_tokens or 1):
         asked = f" and {wishes.max_tokens} are to follow" if wishes.max_tokens else ""

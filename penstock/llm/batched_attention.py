@@ -1,10 +1,11 @@
-"""Attention on CPUs: all sequences that compute one token at once.
+"""Batched decode attention on CPUs: one call for all sequences that compute one token.
 
-Gathering the blocks of a sequence costs more than looking at them, so what was gathered is kept, in
-a *row* that gets the keys and values of each further token as the cache does. Rows of one length
-make a *shelf*, over which one call attends; a sequence that outgrows its row is gathered again on
-the next longer shelf. Rows are copies: the cache has everything, and whoever is not in a step loses
-its row. What has no row, such as prompts, is attended to as `cache.PlainAttention` does.
+Gathering the KV blocks of a sequence costs more than attending to them, so the gathered copy is
+kept in a *row*, and each new token's keys and values are written to the row as well as to the
+cache. Rows of one length form a KV bucket (`Shelf`), over which one call attends; a sequence that
+outgrows its row is gathered again into the next longer bucket. Rows are only copies: the cache has
+everything, and a sequence that is not in a step loses its row. Tokens without a row, such as
+prompts, go through `cache.PlainAttention`.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from penstock.llm.exact_attention import attend, pad_length
 from penstock.llm.scheduler import Chunk, Step
 from penstock.llm.sequence import Sequence
 
-# Tokens of the shortest rows. Longer ones are in steps of a half, so that at most a third is empty.
+# Tokens in the shortest rows. Lengths grow by at most half, so at most a third of a row is empty.
 SHORTEST = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     owner: Sequence
-    # Tokens that are in it.
+    # Tokens stored in the row.
     count: int
 
 
 class Shelf:
-    """Rows of `length` tokens; [layers, rows, kv heads, length, head size]."""
+    """KV bucket: rows of `length` tokens; [layers, rows, kv heads, length, head size]."""
 
     def __init__(self, cache: Cache, length: int) -> None:
         self.length = length
@@ -51,7 +52,8 @@ class Shelf:
         return not any(self.rows)
 
     def row_of(self, sequence: Sequence, count: int) -> int | None:
-        """Where its first `count` tokens are; a row that has more or fewer of it is free then."""
+        """Return the row with the sequence's first `count` tokens; free rows with any other
+        count."""
         for place, row in enumerate(self.rows):
             if row is not None and row.owner is sequence:
                 if row.count == count:
@@ -60,7 +62,7 @@ class Shelf:
         return None
 
     def keep(self, sequences: Many[Sequence]) -> None:
-        """Rows of all others are free; so are all where half of them would lie idle between."""
+        """Free the rows of all other sequences; free every row if over half would lie idle."""
         kept = {id(each) for each in sequences}
         self.rows = [row if row and id(row.owner) in kept else None for row in self.rows]
         used = [place for place, row in enumerate(self.rows) if row]
@@ -68,22 +70,22 @@ class Shelf:
             self.rows = [None] * len(self.rows)
 
     def grow(self, num_rows: int) -> None:
-        """To so many rows."""
+        """Grow to `num_rows` rows."""
         more = num_rows - len(self.rows)
         layers, _, *sizes = self.keys.shape
         empty = self.keys.new_zeros(layers, more, *sizes)
-        # One after the other, so that only one of them is there twice.
+        # One tensor at a time, so that only one of them is in memory twice.
         self.keys = torch.cat([self.keys, empty], 1)
         self.values = torch.cat([self.values, empty], 1)
         self.rows += [None] * more
 
     def take(self, sequence: Sequence, count: int, cache: Cache, slots: Tensor) -> int:
-        """The first free row, with the `count` tokens that the cache has at `slots`."""
+        """Fill the first free row with the `count` tokens that the cache has at `slots`."""
         place = self.rows.index(None)
         self.rows[place] = Row(sequence, count)
         self.keys[:, place, :, :count] = cache.keys[:, slots].transpose(1, 2)
         self.values[:, place, :, :count] = cache.values[:, slots].transpose(1, 2)
-        # Nobody looks behind them, but what is no number there would still spoil a sum.
+        # The tail is masked, but a NaN in it would still spoil a sum.
         self.keys[:, place, :, count:] = 0
         self.values[:, place, :, count:] = 0
         return place
@@ -91,28 +93,27 @@ class Shelf:
 
 @dataclass(frozen=True, slots=True)
 class Lot:
-    """What one step has on a shelf: which of its tokens each row computes, up to the last row that
-    is somebody's."""
+    """The tokens of one step that attend in one bucket, for rows up to the last used one."""
 
     shelf: Shelf
-    # Of each row, a token of the step; rows that are nobody's repeat another's.
+    # The step's token for each row; unused rows repeat another row's token.
     tokens: Tensor
-    # The rows that are somebody's, and their tokens again.
+    # Used rows, and their tokens.
     rows: Tensor
     own: Tensor
-    # Where keys and values go among [rows x kv heads x length].
+    # Slots of the new keys and values, as indices into [rows x kv heads x length].
     slots: Tensor
-    # As far as the longest has tokens.
+    # Tokens of the longest sequence.
     length: int
-    # None where all are of that length.
+    # None if all sequences have that length.
     mask: Tensor | None
-    # How many tokens each row sees; only where attention is exact.
+    # Number of tokens that each row sees; only for exact attention.
     ends: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Shelves:
-    """Rows of all lengths, from step to step; as many slots as the cache has, at most."""
+    """Buckets of all lengths, kept from step to step; at most as many slots as the cache."""
 
     cache: Cache
     _shelves: dict[int, Shelf] = field(default_factory=dict)
@@ -145,7 +146,8 @@ class Shelves:
         return lots, placed
 
     def _rows(self, length: int, chunks: Many[Chunk]) -> list[int | None]:
-        """Of each chunk, with all tokens before it."""
+        """Return the row of each chunk, filled with all tokens before it; None if there is no
+        room."""
         shelf = self._shelves.setdefault(length, Shelf(self.cache, length))
         rows = [shelf.row_of(chunk.sequence, chunk.start) for chunk in chunks]
         missing = [number for number, row in enumerate(rows) if row is None]
@@ -159,12 +161,12 @@ class Shelves:
         return rows
 
     def _grow(self, shelf: Shelf, more: int) -> int:
-        """By how many rows: no more than there is room for."""
+        """Drop empty buckets, then add at least `more` rows if there is room; return how many."""
         for other in [each for each in self._shelves.values() if each.is_empty]:
             if other is not shelf:
                 del self._shelves[other.length]
         room = (self.cache.keys.shape[1] - self.num_slots) // shelf.length
-        # More than are needed now, so that not every newcomer moves all.
+        # Grow by more than is needed now, so that not every new sequence copies all rows.
         more = max(0, min(max(more, len(shelf.rows) // 2), room))
         if more:
             shelf.grow(len(shelf.rows) + more)
@@ -197,7 +199,7 @@ class Shelves:
 
 
 class BatchedAttention:
-    """Of one step."""
+    """Attention of one step: batched for tokens with a row, plain for the others."""
 
     def __init__(
         self, cache: Cache, spans: Many[Span], others: Many[Span], lots: Many[Lot]
@@ -206,7 +208,7 @@ class BatchedAttention:
         self._others = others
         self._lots = lots
         num_tokens = spans[-1].end
-        # Nothing is to be put together where one shelf has all, in order.
+        # If one bucket has all tokens in order, its result needs no reassembly.
         whole = list(range(num_tokens))
         self._is_one = len(lots) == 1 and lots[0].tokens.tolist() == whole
 
@@ -224,7 +226,7 @@ class BatchedAttention:
 
 
 def row_length(num_tokens: int) -> int:
-    """Of the rows for a sequence of so many."""
+    """Return the row length for a sequence of `num_tokens` tokens."""
     length = SHORTEST
     while length < num_tokens:
         # 128, 192, 256, 384, ...
@@ -233,7 +235,8 @@ def row_length(num_tokens: int) -> int:
 
 
 def _on_shelf(lot: Lot, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Of each row up to the last."""
+    """Write the new keys and values to their rows; return the attention of each row up to the
+    last."""
     all_keys, all_values = lot.shelf.keys[layer], lot.shelf.values[layer]
     num_heads, size = all_keys.shape[1], all_keys.shape[3]
     all_keys.view(-1, size).index_copy_(0, lot.slots, keys.reshape(-1, size))
@@ -246,7 +249,7 @@ def _on_shelf(lot: Lot, layer: int, queries: Tensor, keys: Tensor, values: Tenso
         seen_values = all_values[:num, :, : lot.length].flatten(0, 1)
         mixed = attend(rows, seen_keys, seen_values, seen)
         return mixed.to(queries.dtype).reshape(num, -1, size)
-    # Heads that share keys are as tokens that see the same.
+    # Query heads that share keys are treated as tokens that see the same keys.
     mixed = F.scaled_dot_product_attention(
         queries.reshape(num, num_heads, -1, size),
         all_keys[:num, :, : lot.length],

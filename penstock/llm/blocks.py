@@ -1,11 +1,10 @@
-"""Which blocks of the KV cache hold which tokens: handed out, shared by sequences that begin alike,
-and found again by what is in them.
+"""Block pool of the KV cache, with prefix caching.
 
-Pure: it knows ids and tokens, and neither tensors nor time. A block holds `block_size` tokens. Full
-blocks have a key, made from their tokens and all before them; one that nobody holds any more keeps
-its key until its room is needed, so whoever comes with the same beginning finds it. Those that were
-let go longest ago are taken first, of one sequence the last block before the first: what many share
-is at the beginning. The scheduler calls it.
+Pure: it knows ids and tokens, but neither tensors nor time. A block holds `block_size` tokens. A
+full block has a key, a hash of its tokens and all tokens before them. A block that no sequence
+holds keeps its key until it is reused, so a later sequence with the same prefix finds it. Free
+blocks are reused in LRU order, the last block of a sequence before its first, because prefixes are
+what sequences share. The scheduler calls it.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Of tokens in a key; as wide as any vocabulary.
+# Array type of the tokens that a key hashes; wide enough for any vocabulary.
 TOKEN_TYPE = "I"
 KEY_BYTES = 16
 
 
 def first_key(salt: str) -> bytes:
-    """What the key of a first block builds on: nobody finds the blocks of another salt."""
+    """Return the parent key of first blocks. Sequences never share blocks across salts."""
     return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES).digest()
 
 
@@ -33,15 +32,15 @@ def next_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 @dataclass(slots=True)
 class Counts:
-    """Of tokens that were looked for in the cache, and of those that were there."""
+    """Prompt tokens that were looked up in the cache, and those that were found there."""
 
     num_asked: int = 0
     num_found: int = 0
 
 
 class BlockPool:
-    """Invariant: a block is held by `num_holders` sequences, or it is one of the free ones; one
-    with a key is found by it, whether it is held or free."""
+    """Invariant: a block is held by `num_holders` sequences, or it is free; a block with a key is
+    found by its key, whether held or free."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -50,12 +49,12 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
-        # Those to be taken first come first.
+        # In order of reuse.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     @property
     def num_free(self) -> int:
-        """Those in the cache among them: they are given up when somebody needs their room."""
+        """Free blocks, including cached ones: those are evicted when their room is needed."""
         return len(self._free)
 
     @property
@@ -66,7 +65,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def found(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest beginning that is there; nobody holds them for it yet."""
+        """Return the cached blocks of the longest known prefix, without holding them."""
         blocks: list[int] = []
         for key in keys:
             block = self._by_key.get(key)
@@ -76,19 +75,19 @@ class BlockPool:
         return blocks
 
     def num_free_without(self, blocks: Sequence[int]) -> int:
-        """How many would be free if somebody held these."""
+        """Return how many blocks would be free if a sequence held these."""
         return len(self._free) - sum(self._num_holders[block] == 0 for block in blocks)
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """One more sequence needs them."""
+        """Add one holder to each block."""
         for block in blocks:
             if self._num_holders[block] == 0:
                 del self._free[block]
             self._num_holders[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """So many of the free ones, with nothing in them; whoever asks has looked that there are
-        enough."""
+        """Allocate `count` free blocks and drop their content; the caller checks that enough are
+        free."""
         assert count <= len(self._free), "taken without looking"
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
@@ -97,26 +96,26 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A sequence needs them no longer."""
+        """Remove one holder from each block."""
         for block in reversed(blocks):
             assert self._num_holders[block] > 0, "released by nobody who held it"
             self._num_holders[block] -= 1
             if self._num_holders[block] == 0:
                 self._free[block] = None
                 if self._keys[block] is None:
-                    # Nobody can find what is in it.
+                    # Without a key its content cannot be found again, so reuse it first.
                     self._free.move_to_end(block, last=False)
 
     def name(self, block: int, key: bytes) -> None:
-        """It is full and computed: others may share it. The second with the same content stays
-        unnamed, and is the first to go."""
+        """Give a full, computed block its key, so that others can share it. A second block with the
+        same content gets no key, and so is reused first."""
         assert self._num_holders[block] > 0 and self._keys[block] is None
         if key not in self._by_key:
             self._keys[block] = key
             self._by_key[key] = block
 
     def clear(self) -> None:
-        """Nothing that was computed is found any more."""
+        """Drop all cached content."""
         for block in list(self._by_key.values()):
             self._forget(block)
 

@@ -1,8 +1,8 @@
-"""Keys and values of all sequences, in blocks, and attention over them in plain torch.
+"""KV cache of all sequences, in blocks, and attention over it in plain torch.
 
-One tensor for the keys of all layers and one for the values; a *slot* is the place of a token:
-its block times the size of a block, and its place there. The scheduler says which blocks are whose.
-Kernels on GPUs read the same tensors.
+One tensor holds the keys of all layers and one the values. A *slot* is the place of a token: block
+number times block size, plus the offset in the block. The scheduler assigns blocks to sequences.
+GPU kernels read the same tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from penstock.llm.scheduler import Step
 
 
 class Cache:
-    """`is_exact`: attention over it does not depend on what else is computed (`exact_attention`);
-    on CPUs only."""
+    """Keys and values of all layers. `is_exact`: the attention of a token does not depend on the
+    rest of the batch (`exact_attention`); CPUs only."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ def bytes_of_block(shape: Shape, block_size: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens of one sequence in a step: from where to where among the step's, and the slots of all
+    """Tokens of one sequence in a step: their range among the step's tokens, and the slots of all
     tokens that they see."""
 
     first: int
@@ -67,13 +67,13 @@ def spans_of(step: Step, block_size: int) -> list[Span]:
 
 
 def slots_of(blocks: Sequence[int], num_tokens: int, block_size: int) -> Tensor:
-    """Of a sequence's first tokens."""
+    """Return the slots of a sequence's first `num_tokens` tokens."""
     some = torch.tensor(blocks[: -(-num_tokens // block_size)], dtype=torch.int64)
     return (some[:, None] * block_size + torch.arange(block_size)).flatten()[:num_tokens]
 
 
 class PlainAttention:
-    """Of one step, sequence by sequence."""
+    """Attention of one step, one sequence at a time."""
 
     def __init__(self, cache: Cache, spans: Sequence[Span]) -> None:
         self._cache = cache
@@ -89,25 +89,25 @@ class PlainAttention:
         return found
 
     def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Of all the step's tokens."""
+        """Write the keys and values of all the step's tokens to the cache."""
         self._cache.keys[layer].index_copy_(0, self._slots, keys)
         self._cache.values[layer].index_copy_(0, self._slots, values)
 
     def attended(
         self, layer: int, span: Span, queries: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """The tokens of one span, whose keys and values are kept."""
+        """Return the attention of one span, whose keys and values are in the cache."""
         own = slice(span.first, span.end)
         attend = exact_attention.attend_prompt if self._cache.is_exact else attend_sdpa
         if len(span.slots) == span.end - span.first:
-            # A prompt from its beginning: all that it sees is here.
+            # A prompt from its first token: everything that it sees is in this step.
             return attend(queries[own], keys[own], values[own])
         seen = self._cache.keys[layer][span.slots], self._cache.values[layer][span.slots]
         return attend(queries[own], *seen)
 
 
 def attend_sdpa(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """[tokens, heads, size] of the last tokens, over all [tokens, kv heads, size]."""
+    """Attend from the last tokens, [tokens, heads, size], to all, [tokens, kv heads, size]."""
     num, length = len(queries), len(keys)
     mask = None
     if num > 1:

@@ -1,7 +1,7 @@
-"""A language model's files: a folder as Hugging Face has it (config.json and safetensors, in one
-file or several), a GGUF file, or a configuration alone with weights made up for speed tests.
+"""Open the files of a language model: a Hugging Face folder (config.json and safetensors, in one
+file or several), a GGUF file, or a configuration alone with random weights for speed tests.
 
-Weights are read one at a time, when they are asked for. Pickles are not read.
+Weights are read one at a time, on request. Pickles are not read.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from penstock.llm.models.families import family_of
 from penstock.llm.models.shape import Shape
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-# Of a GGUF file: what the angles of positions are divided by.
+# Tensor of GGUF files with the divisors of the RoPE frequencies.
 ROPE = "rope_freqs.weight"
 MAX_NAMES = 5
-# Weights that some files have and nobody needs: a table for logits that is tied, angles.
+# Weights that some files have but that are not needed: a tied output head, RoPE frequencies.
 LEFT_OUT = (decoder.HEAD, "rotary_emb.inv_freq")
 SEED = 11
-# As models are before training.
+# Standard deviation of random weights, as is usual before training.
 SPREAD = 0.02
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """Open until `close`."""
+    """Open weight files of a model; call `close` when done."""
 
     shape: Shape
     weight: Callable[[str], Tensor]
     close: Callable[[], None]
-    # What else the files say: of the tokenizer, and how texts of a chat are put together.
+    # Everything else in the files, such as the tokenizer and the chat template.
     metadata: Mapping[str, Any]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """ConfigError with all that is wrong."""
+    """Open a folder or a GGUF file; raise ConfigError with all problems."""
     if path.suffix == ".gguf":
         return _open_gguf(path)
     if not path.is_dir():
@@ -56,7 +56,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def made_up(config: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Checkpoint:
-    """Weights of the true sizes, drawn where they are needed; the same each time on one kind of
+    """Return random weights of the true sizes, made on the device; they repeat on one kind of
     device."""
     values = read_object(config)
     shape = family_of(_architecture(values, config.name)).shape_of_config(values)
@@ -109,7 +109,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Which file each weight is in."""
+    """Return the file of each weight."""
     if (folder / WHOLE).is_file():
         with _opened(folder / WHOLE) as file:
             return dict.fromkeys(file.keys(), WHOLE)
@@ -133,7 +133,7 @@ def _opened(path: Path) -> Any:
 
 
 def _check(shape: Shape, files: Mapping[str, Any]) -> None:
-    """Every weight is there, in its size."""
+    """Check that every weight is there and has the right shape."""
     wanted = {name: _size_of(name, shape) for name in decoder.names(shape)}
     missing = sorted(wanted.keys() - files.keys())
     problems = [f"no weight '{name}'" for name in missing]

@@ -1,10 +1,10 @@
-"""Keeps text that users wrote from becoming special tokens.
+"""Keep user text from becoming special tokens.
 
 A chat template puts special tokens such as `<|im_start|>` between messages. The same characters
-within a message are text: `escape` marks them before the template runs, and `encode` gives marked
-characters the tokens of ordinary text, while those of the template become special tokens. Only
-strings that contain (or end within) the name of a special token are changed, so templates see all
-other strings as they were sent.
+within a message are plain text: `escape` marks them before the template runs, and `encode`
+tokenizes marked characters as ordinary text, while those of the template become special tokens.
+Only strings that contain the name of a special token, or end within one, are changed; templates see
+all other strings as they were sent.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import cached_property
 
 from tokenizers import AddedToken, Tokenizer
 
-# Characters that Unicode will never assign: between characters that are not to be a special token,
-# and around the number of one that is.
+# Characters that Unicode will never assign. BREAK follows each character of a name that must stay
+# text; START and END enclose the number of a special token.
 BREAK, START, END = "\ufdd0", "\ufdd1", "\ufdd2"
 _RESERVED = dict.fromkeys(map(ord, (BREAK, START, END)), "\ufffd")
 
@@ -38,7 +38,8 @@ class ControlTokens:
         self._pattern = re.compile(f"(?:{either})(?!{BREAK})")
 
     def escape(self, value: object) -> object:
-        """The same strings, lists and mappings, with special tokens in them marked as text."""
+        """Return the same strings, lists and mappings, with special tokens in them marked as
+        text."""
         if isinstance(value, str):
             return self._escape_text(value)
         if isinstance(value, list | tuple):
@@ -48,7 +49,7 @@ class ControlTokens:
         return value
 
     def encode(self, rendered: str) -> list[int] | None:
-        """The tokens of a text with marks; None where it has none and needs no care."""
+        """Return the tokens of a text with marks; None if it has none and is encoded as usual."""
         if BREAK not in rendered:
             return None
         text = self._pattern.sub(self._alias, rendered).replace(BREAK, "")
@@ -70,7 +71,8 @@ class ControlTokens:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """A copy that reads special tokens as text, and aliases as special tokens."""
+        """A copy of the tokenizer that reads special tokens as text, and aliases as special
+        tokens."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         plain.add_tokens(

@@ -1,12 +1,12 @@
-"""Runs steps on a GPU: each is begun and not waited for, so that the next is planned meanwhile.
+"""Run steps on a GPU asynchronously: the next step is planned while the last one runs.
 
-Steps of few tokens are CUDA graphs, one for each of some numbers of them, with sampling inside:
-those in which every sequence computes one, and short rests of prompts, whose tokens are looked at
-as if each were a sequence of its own that shares its blocks. Longer prompts run by the same kernels
-without a graph. Tokens that were drawn stay on the device, where the next step takes them; the host
-gets a copy when it asks. What a step is told lies in a sheet (see `operations`) of fixed places
-that is copied once from pinned memory. Whoever wants penalties, a bias or logprobs is drawn for
-once more behind the graph.
+Small steps replay a CUDA graph, captured for a set of batch sizes, with sampling inside: decode
+steps, and steps with short remainders of prompts, each of whose tokens attends as if it were a
+sequence of its own that shares the blocks. Longer prompts use the same kernels without a graph.
+Sampled tokens stay on the device, where the next step reads them; the host gets a copy when it
+asks. The inputs of a step are a batch table at a fixed address (the sheet, see `operations`),
+filled by one H2D copy from pinned memory. Rows with penalties, a bias or logprobs are sampled again
+after the graph.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from penstock.llm.table_rows import Changes, TableRows
 from penstock.types import Array
 
 log = logging.getLogger("penstock.engine")
-# Steps that are begun before the one before them is committed.
+# Steps launched ahead, before the previous one is committed.
 NUM_AHEAD = 1
-# Tokens of graphs: up to this by powers of two, then by steps of 8, 16 and 32.
+# Batch sizes with a graph: powers of two up to FEW, then steps of 8, 16 and 32.
 FEW, STEP_SIZES = 8, ((128, 8), (256, 16), (1 << 30, 32))
-# The largest graph has room for so many tokens at least, so that rests of prompts find one.
+# The largest graph has room for at least this many tokens, so that remainders of prompts fit.
 LEAST_TOKENS = 64
-# Keys that the tokens of prompts in a graph see, all together: each reads its own, and from so many
-# on that takes longer than a step without a graph needs to be begun.
+# Limit of keys that all prompt tokens of a graph step read together. Each token reads its own, and
+# above this limit the reads take longer than launching a step without a graph.
 MOST_SEEN = 1 << 18
-# Of what a row of the sheet says about drawing; see `operations`.
+# Sampling columns of the batch table; see `operations`.
 NUM_PARAMETERS = NUM_COLUMNS - KEY
 
 
 def buckets(most: int) -> list[int]:
-    """Numbers of tokens that have a graph."""
+    """Return the batch sizes, in tokens, that get a graph."""
     found, size = [], 1
     while size < most:
         found.append(size)
@@ -62,7 +62,7 @@ def buckets(most: int) -> list[int]:
 
 @dataclass(slots=True)
 class Staged:
-    """The host's memory of one step, pinned: what it is told, and what came of it."""
+    """Pinned host memory of one step: its inputs and its sampled tokens."""
 
     sheet: Tensor
     extras: Tensor
@@ -72,14 +72,14 @@ class Staged:
 
 @dataclass(slots=True)
 class Begun:
-    """A step on its way. Tokens and likelihoods are of its sampled chunks, in order."""
+    """A launched step. Tokens and likelihoods are those of its sampled chunks, in order."""
 
     begin: Mark
     end: Mark
     drawn: Tensor
-    # Where in it those of the sampled chunks are.
+    # Index into `drawn` for each sampled chunk.
     places: list[int]
-    # Those that were drawn for once more, by their place among the sampled.
+    # Sampled chunks that were sampled again, by their place among the sampled ones.
     others: list[int] = field(default_factory=list)
     ran: Ran | None = None
     prompts: Mapping[int, PromptPart] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Begun:
 
     @property
     def tokens(self) -> list[int]:
-        """Waits for them."""
+        """Sampled tokens; waits for the device."""
         if self._tokens is None:
             self.end.synchronize()
             drawn = self.drawn.tolist()
@@ -104,13 +104,13 @@ class Begun:
 
     @property
     def device_s(self) -> float:
-        """How long the device took, once it is done."""
+        """Seconds that the device took, once the step is done."""
         return self.begin.elapsed_time(self.end) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A step as the device is told of it; `num_ones` first rows are of one token each."""
+    """The device inputs of a step; the first `num_ones` rows are chunks of one token."""
 
     num_tokens: int
     num_ones: int
@@ -122,7 +122,7 @@ class Laid:
 
 
 class CudaRunner:
-    """Single thread. Everything goes to the device's one lane of computing, in order."""
+    """Runner for one thread. All work goes to one compute stream of the device, in order."""
 
     num_ahead = NUM_AHEAD
 
@@ -132,14 +132,14 @@ class CudaRunner:
         self._decoder, self._device, self._limits = decoder, device, limits
         self._has_graphs = has_graphs
         self._block_size = cache.block_size
-        # Sequences in a step have one each, and others keep theirs for a while.
+        # One row for each sequence of a step; sequences of earlier steps keep theirs for a while.
         self._num_rows = 2 * limits.max_sequences
         max_blocks = -(-limits.max_length // cache.block_size)
         most = max(limits.max_sequences, min(LEAST_TOKENS, limits.max_tokens))
         self._rows = TableRows(self._num_rows, max_blocks)
-        # Written where it is read.
+        # Zeroed on the stream that reads it.
         with device.lane("compute"):
-            # The last row is nobody's.
+            # The last row is a dummy that belongs to no sequence.
             self._table = self._zeros(self._num_rows + 1, max_blocks)
             self._last = self._zeros(self._num_rows + 1)
             self._sheet = self._zeros(limits.max_tokens, NUM_COLUMNS)
@@ -152,20 +152,20 @@ class CudaRunner:
         self._turn = 0
         self._graphs: dict[int, Replayable] = {}
         self._buckets = buckets(most)
-        # Why steps of so many tokens run without a graph.
+        # Why steps of a given size run without a graph.
         self.problems: dict[int, str] = {}
         self.num_replayed = 0
         self.num_eager = 0
 
     def prepare(self) -> None:
-        """Compile and capture all that steps need, before somebody waits; nothing that is in the
-        cache is kept."""
+        """Compile and capture everything that steps need, before the first request; overwrites the
+        content of the cache."""
         self._rehearse()
         with torch.inference_mode():
             for size in reversed(self._buckets):
                 with self._device.lane("compute"):
                     self._sheet[:size] = torch.from_numpy(self._nobody(size)).to(self._sheet.device)
-                    # Libraries are set up by it.
+                    # Warm-up: initialises the libraries.
                     self._generate(size)
                 if self._has_graphs:
                     self._capture(size)
@@ -179,8 +179,8 @@ class CudaRunner:
         return found
 
     def run(self, step: Step, samplings: dict[int, Sampling]) -> Begun:
-        """Begun, and not waited for. A token that is not known must be the last that its sequence
-        got in the step before."""
+        """Launch a step without waiting for it. A token that the host does not know yet must be the
+        last that its sequence sampled in the step before."""
         staged = self._next_staged()
         order = _ordered(step.chunks)
         chunks = [step.chunks[number] for number in order]
@@ -191,7 +191,7 @@ class CudaRunner:
         rows = np.array([each.row for each in held], np.int32)
         is_told = _wants_prompts(chunks, samplings)
         laid = self._laid(chunks, rows, staged, changes, is_told=is_told)
-        # In the order of the step again.
+        # Back to the order of the step.
         where = np.argsort(order)
         sampled = [n for n, chunk in enumerate(step.chunks) if chunk.is_sampled]
         places: list[int] = laid.ends[where[sampled]].tolist()
@@ -214,28 +214,28 @@ class CudaRunner:
         staged.mark = end
         return Begun(begin, end, staged.drawn[:num], places, *again, prompts)
 
-    # What the device is told.
+    # Inputs of a step.
 
     def _laid(
         self, chunks: Many[Chunk], rows: Array, staged: Staged, changes: Changes, *, is_told: bool
     ) -> Laid:
-        """Writes the sheet of a step. A graph tells nobody more than what was drawn."""
+        """Write the batch table of a step. Graphs cannot return prompt logprobs (`is_told`)."""
         counts = np.array([chunk.count for chunk in chunks])
         ends = counts.cumsum()
         num_tokens = int(ends[-1])
         starts = np.array([chunk.start for chunk in chunks])
         sheet: Array = staged.sheet.numpy()[:num_tokens]
         sheet[:, ROW] = rows.repeat(counts)
-        # Counted on from the start of each chunk.
+        # Offset of each token within its chunk.
         offsets = np.arange(num_tokens) - (ends - counts).repeat(counts)
         sheet[:, POSITION] = starts.repeat(counts) + offsets
         sheet[:, TOKEN] = _tokens(chunks, num_tokens)
         last = ends - 1
-        # Those in front of it may be drawn for as well, greedily and for nobody.
+        # Earlier rows of a chunk may be sampled too: greedily, into the dummy row.
         sheet[:, TARGET], sheet[:, KEY:] = self._num_rows, 0
         sheet[last, TARGET] = rows
         sheet[last, KEY:] = self._parameters[rows]
-        # As `key_of` has it, of as many tokens as there are.
+        # Like `key_of` for the current number of tokens.
         factor = np.uint32(STEPS[0])
         moved = (starts + counts).astype(np.uint32) * factor
         sheet[last, KEY] += moved.view(np.int32)
@@ -251,7 +251,8 @@ class CudaRunner:
         return num_seen <= MOST_SEEN and self._bucket(num_tokens) in self._graphs
 
     def _lines(self, chunks: Many[Chunk], rows: Array, ends: Array, num_ones: int) -> list[Array]:
-        """Of prompts: those that see most first, for they take longest."""
+        """Return the work items of prompt attention: those that see most first, as they take
+        longest."""
         size = operations.tokens_of_line(self._decoder.shape.group)
         found: list[Array] = []
         for place in range(num_ones, len(chunks)):
@@ -279,7 +280,7 @@ class CudaRunner:
             self._table.view(-1).scatter_(0, entries, blocks.int())
 
     def _sent(self, staged: Staged, arrays: list[Array], at: int) -> Tensor:
-        """On the device, by way of pinned memory from `at` on, which grows."""
+        """Copy arrays to the device through pinned memory, from `at` on; grow it if needed."""
         flat = np.concatenate([each.ravel() for each in arrays])
         if at + len(flat) > len(staged.extras):
             self._device.mark("compute").synchronize()
@@ -288,7 +289,7 @@ class CudaRunner:
         part.numpy()[:] = flat
         return part.to(self._sheet.device, non_blocking=True)
 
-    # What the device does.
+    # Device work.
 
     def _replay(self, laid: Laid) -> None:
         size = self._bucket(laid.num_tokens)
@@ -301,7 +302,7 @@ class CudaRunner:
             graph.replay()
 
     def _generate(self, size: int) -> None:
-        """The first rows of the sheet, each drawn for."""
+        """Compute the first `size` rows of the batch table and sample a token for each."""
         sheet = self._sheet[:size]
         splits = operations.num_splits(size, self._decoder.shape.num_kv_heads)
         tokens = operations.known(sheet, self._last)
@@ -311,18 +312,18 @@ class CudaRunner:
     def _capture(self, size: int) -> None:
         try:
             self._graphs[size], _ = self._device.capture(partial(self._captured, size))
-        except Exception as error:  # Of many types; such steps run without.
+        except Exception as error:  # Many types; these steps run without a graph.
             self.problems[size] = first_line(error)
             log.warning("no CUDA graph for %d tokens: %s", size, self.problems[size])
 
     def _captured(self, size: int) -> dict[str, Tensor]:
         self._generate(size)
-        # What it computes is in places of its own.
+        # Outputs are written to preallocated tensors.
         return {}
 
     def _run_eagerly(self, laid: Laid, staged: Staged, places: list[int]) -> Tensor:
-        """`places` are those of rows that are drawn for, in order. What logits are made of, of all
-        rows."""
+        """Run a step without a graph and sample the rows `places`, in order; return the final
+        hidden states of all rows."""
         self.num_eager += 1
         sheet = self._sheet[: laid.num_tokens]
         flat = np.array(places, np.int64)
@@ -351,8 +352,7 @@ class CudaRunner:
         places: list[int],
         rows: Array,
     ) -> tuple[list[int], Ran | None]:
-        """Of those that were drawn for, the ones that want what the graph does not do, from the
-        same logits."""
+        """Sample again, from the same logits, the rows that need more than the graph does."""
         others = [
             number
             for number, chunk in enumerate(chunks)
@@ -372,7 +372,7 @@ class CudaRunner:
     # Memory.
 
     def _rehearse(self) -> None:
-        """A step of prompts that is as large as they come."""
+        """Run a prefill step of the largest size."""
         limits, left = self._limits, self._limits.max_tokens
         step, samplings = Step(), {}
         while left > 0 and len(step.chunks) < limits.max_sequences:
@@ -389,7 +389,7 @@ class CudaRunner:
         self._turn += 1
         staged = self._staged[self._turn % len(self._staged)]
         if staged.mark is not None:
-            # Whoever copies from it or to it has ended.
+            # Wait until all copies from and to it are done.
             staged.mark.synchronize()
         return staged
 
@@ -405,18 +405,18 @@ class CudaRunner:
         return torch.zeros(sizes, dtype=torch.int32, device=self._decoder.device)
 
     def _bucket(self, num: int) -> int:
-        """The least that has room; what is larger has none."""
+        """Return the smallest batch size that has room, or `num` itself if none has."""
         return next((size for size in self._buckets if size >= num), num)
 
     def _nobody(self, num: int) -> Array:
-        """Rows of a sheet without a token."""
+        """Return `num` padding rows of the batch table."""
         rows = np.zeros((num, NUM_COLUMNS), np.int32)
         rows[:, POSITION], rows[:, ROW], rows[:, TARGET] = -1, self._num_rows, self._num_rows
         return rows
 
 
 def _wants_prompts(chunks: Many[Chunk], samplings: Mapping[int, Sampling]) -> bool:
-    """Whether somebody wants to know how likely the prompt was."""
+    """Return whether a request wants the logprobs of its prompt."""
     return any(
         samplings[chunk.sequence.id].num_prompt_logprobs is not None and num_told(chunk) > 0
         for chunk in chunks
@@ -424,7 +424,7 @@ def _wants_prompts(chunks: Many[Chunk], samplings: Mapping[int, Sampling]) -> bo
 
 
 def is_other(chunk: Chunk, sampling: Sampling) -> bool:
-    """Whether it wants more than a graph does."""
+    """Return whether the chunk needs more sampling features than a graph has."""
     if sampling.has_penalties or sampling.bias or sampling.num_logprobs is not None:
         return True
     sequence = chunk.sequence
@@ -433,7 +433,7 @@ def is_other(chunk: Chunk, sampling: Sampling) -> bool:
 
 
 def parameters_of(sampling: Sampling) -> Array:
-    """Of a row of the sheet, from KEY on; the key is of no tokens yet."""
+    """Return the batch-table columns from KEY on; the key is that of zero tokens."""
     found = np.zeros(NUM_PARAMETERS, np.int32)
     found[:1] = np.array([key_of(sampling.seed, 0) & MASK], np.uint32).view(np.int32)
     temperature = 0.0 if sampling.is_greedy else sampling.temperature
@@ -444,15 +444,15 @@ def parameters_of(sampling: Sampling) -> Array:
 
 
 def _ordered(chunks: Many[Chunk]) -> list[int]:
-    """Those of one token first, and of these the ones that see most (`kernels.paged_attention` says
-    why); then prompts, as they are."""
+    """Order chunks: those of one token first, longest context first (`kernels.paged_attention` says
+    why); then prompts in their order."""
     ones = [number for number, chunk in enumerate(chunks) if chunk.count == 1]
     ones.sort(key=lambda number: -chunks[number].start)
     return ones + [number for number, chunk in enumerate(chunks) if chunk.count > 1]
 
 
 def _tokens(chunks: Many[Chunk], num_tokens: int) -> list[int]:
-    """-1 for those that only the device knows."""
+    """Return the input tokens, with -1 for those that only the device knows."""
     found: list[int] = []
     for chunk in chunks:
         known = chunk.sequence.tokens[chunk.start : chunk.end]

@@ -1,8 +1,8 @@
-"""Default datatype on a CPU for models whose files are already in four bits.
+"""Default datatype on CPUs for models whose files already have four-bit weights.
 
-Four bits as the file has them are several times faster than float32. How far `int4` moves the
-model's next-token distributions from those of float32 is measured on the model itself when it is
-loaded; it is chosen where that is little.
+Four bits are several times faster than float32. When such a model is loaded, the distance between
+its next-token distributions in `int4` and in float32 is measured on the model itself; `int4` is
+chosen if that distance is small.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from penstock.llm.models.decoder import Decoder
 
 FLOAT, SMALL = "float32", "int4"
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
-# Nats, on average over positions; the default of `penstock optimize`.
+# Mean over positions, in nats; same as the default of `penstock optimize`.
 MAX_KL = 0.02
-# Tokens that distributions are compared after.
+# Number of positions at which distributions are compared.
 NUM_TOKENS, SEED = 48, 5
-# Memory beyond the weights in float32.
+# Memory needed, as a multiple of the weights in float32.
 SPARE = 1.25
 Open = Callable[[Settings], Decoder]
 
@@ -36,12 +36,12 @@ Open = Callable[[Settings], Decoder]
 class Choice:
     settings: Settings
     decoder: Decoder
-    # For the log; empty where there was nothing to choose.
+    # For the log; empty if there was no choice.
     reason: str = ""
 
 
 def choose(settings: Settings, open_decoder: Open) -> Choice:
-    """The decoder, with the settings that it has."""
+    """Return the decoder, and its settings with the chosen datatype."""
     if not settings.is_dtype_free or not is_four_bits(Path(settings.path)):
         return Choice(settings, open_decoder(settings))
     small = msgspec.structs.replace(settings, dtype=SMALL)
@@ -49,7 +49,7 @@ def choose(settings: Settings, open_decoder: Open) -> Choice:
         reason = f"{SMALL}, not compared: memory does not hold the model in {FLOAT}"
         return Choice(small, open_decoder(small), reason)
     wide = msgspec.structs.replace(settings, dtype=FLOAT)
-    # One after the other: memory holds one.
+    # One after the other: memory may hold only one.
     wanted = _logprobs(open_decoder(wide))
     decoder = open_decoder(small)
     distance = divergence(wanted, _logprobs(decoder))
@@ -61,7 +61,7 @@ def choose(settings: Settings, open_decoder: Open) -> Choice:
 
 
 def is_four_bits(path: Path) -> bool:
-    """Whether most weights of a GGUF file have four bits."""
+    """Return whether most weights of a GGUF file have four bits."""
     if path.suffix != ".gguf":
         return False
     with GgufFile(path) as file:
@@ -71,7 +71,7 @@ def is_four_bits(path: Path) -> bool:
 
 
 def divergence(wanted: Tensor, found: Tensor) -> float:
-    """Mean KL of distributions, each a row of logprobs."""
+    """Return the mean KL divergence of distributions, each a row of logprobs."""
     each = F.kl_div(found, wanted, reduction="none", log_target=True).sum(1)
     return float(each.mean())
 

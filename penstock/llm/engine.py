@@ -1,11 +1,11 @@
-"""The loop of generation: plan, run, commit, one step after the other, for whoever asked.
+"""The engine loop: plan, run and commit one step after the other.
 
-One thread, no sockets: requests are added and given up between steps, and every step tells what is
-new. Where the runner does not wait, the next step is planned and begun before the one before it is
-committed: that a sequence has ended by a token is then seen one step late, and the token too many
-is dropped. It holds together what knows nothing of each other: the scheduler plans, the runner
-computes, the pace says how much a step may hold and whether a request would be in time.
-`engine_main` runs it in a process of its own.
+One thread, no sockets: requests are added and aborted between steps, and every step returns its new
+tokens. With an asynchronous runner the next step is planned and launched before the last one is
+committed: the end of a sequence is then seen one step late, and its extra token is dropped. The
+engine connects parts that do not know each other: the scheduler plans, the runner computes, the
+pace limits the size of a step and predicts whether a request would be in time. `engine_main` runs
+it in a process of its own.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from penstock.llm.sequence import Ending, Reason, Sequence
 
 Clock = Callable[[], float]
 PROBE_EVERY = 50
-# What the last sequence counts in what is usual.
+# Weight of the newest sequence in the moving average of output lengths.
 NEWEST = 0.1
 
 
 class Ran(Protocol):
-    """Of each that got a token, in order."""
+    """Result of a step: one entry for each sampled sequence, in order."""
 
     @property
     def tokens(self) -> list[int]: ...
@@ -38,19 +38,19 @@ class Ran(Protocol):
     def likelihoods(self) -> Many[Likelihood | None]: ...
     @property
     def prompts(self) -> Mapping[int, PromptPart]:
-        """By the ids of sequences."""
+        """Prompt logprobs, by sequence id."""
 
 
 class Runs(Protocol):
-    """What computes steps; the answer may be waited for only when its tokens are asked for."""
+    """Runner of steps; it may wait for the device only when the tokens are read."""
 
     def run(self, step: Step, samplings: dict[int, Sampling]) -> Ran: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request: one prompt, continued `num` times. Whoever asks with several prompts at once has
-    one for each, which are judged together, with the first."""
+    """A request: one prompt, continued `num` times. A client's request with several prompts becomes
+    one of these for each prompt; admission is decided for all of them with the first."""
 
     id: int
     tokens: Many[int]
@@ -59,28 +59,28 @@ class Asked:
     num: int = 1
     priority: int = 0
     salt: str = ""
-    # Of several, the id of the first, for the others; and tokens of the others, for the first.
+    # For requests of several prompts. Others: the id of the first. First: the tokens of the others.
     leader: int | None = None
     num_following: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one sequence of a request got in a step."""
+    """A new token of one sequence of a request."""
 
     request: int
-    # Which of its sequences.
+    # Which of the request's sequences.
     index: int
     token: int
     reason: Reason
-    # Of the prompt, found in the cache.
+    # Prompt tokens found in the cache.
     num_found: int
     likelihood: Likelihood | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How likely a part of a request's prompt was."""
+    """Logprobs of a part of a request's prompt."""
 
     request: int
     part: PromptPart
@@ -95,38 +95,38 @@ class UnderWay:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    # Requests that wait; whoever comes then is refused.
+    # Limit of the queue; further requests are refused.
     max_waiting: int = 1024
     max_sequences_of_request: int = 16
 
 
 @dataclass(slots=True)
 class Engine:
-    """Invariant: a request is in `_sequences` until all its sequences have ended, however."""
+    """Invariant: a request is in `_sequences` until all its sequences have ended."""
 
     scheduler: Scheduler
     runner: Runs
     pace: Pace
     clock: Clock
     limits: Limits = field(default_factory=Limits)
-    # Steps that are begun before the one before them is committed; more than none where the runner
-    # does not wait for what it begins.
+    # Steps launched ahead, before the previous one is committed; above 0 only for an asynchronous
+    # runner.
     num_ahead: int = 0
-    # Of prompts, since somebody took them.
+    # Prompt logprobs not yet taken by the caller.
     told: list[Told] = field(default_factory=list)
     _under_way: deque[UnderWay] = field(default_factory=deque)
-    # Tokens that sequences generated, of late.
+    # Moving average of the tokens that a sequence generates.
     _usual: float | None = None
-    # When the last step was committed.
+    # Time of the last commit.
     _committed: float = 0.0
     _sequences: dict[int, list[Sequence]] = field(default_factory=dict)
     _samplings: dict[int, Sampling] = field(default_factory=dict)
-    # Request and number of each sequence, by the sequence's id.
+    # Request id and index of each sequence, by sequence id.
     _places: dict[int, tuple[int, int]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
-    # Requests that were too slow even alone.
+    # Requests that were too slow even alone; counted to let a probe through.
     _num_too_slow: int = 0
-    # The request that was refused last, and why: those that came with it are, too.
+    # The request refused last, and why: requests with it as leader are refused too.
     _refused: tuple[int | None, PenstockError | None] = None, None
 
     @property
@@ -134,7 +134,8 @@ class Engine:
         return not self._sequences and not self._under_way
 
     def add(self, asked: Asked) -> None:
-        """InvalidRequest where it never could run, Overloaded where it would come too late."""
+        """Queue a request; raise InvalidRequest if it can never run, Overloaded if it would be
+        late."""
         self._check(asked)
         arrived = self.clock()
         leader: Sequence | None = None
@@ -157,21 +158,21 @@ class Engine:
             self.scheduler.add(sequence)
 
     def give_up(self, request: int, reason: Reason = "abort") -> None:
-        """Nobody waits for it any more; its blocks are free with the next step."""
+        """Abort a request; its blocks are free for the next step."""
         for sequence in self._sequences.pop(request, []):
             self.scheduler.end(sequence, reason)
             self._forget(sequence)
 
     def end(self, request: int, index: int) -> None:
-        """One of its sequences has ended, by its text."""
+        """End one sequence of a request because of a stop string in its text."""
         sequences = self._sequences.get(request)
         if sequences is not None:
             self.scheduler.end(sequences[index], "stop")
             self._forget_ended(request)
 
     def step(self) -> list[Piece]:
-        """Begin what is due, and tell what came of the oldest that is under way; nothing where
-        there is nothing."""
+        """Launch the next step, and return the new tokens of the oldest step in flight; empty if
+        there is nothing to do."""
         began = self.clock()
         work = self._work()
         step = self.scheduler.plan(
@@ -182,11 +183,11 @@ class Engine:
         self.scheduler.note_begun(step, began)
         if not step.chunks:
             return self._finish() if self._under_way else []
-        # Some may end before it runs.
+        # Keep them with the step: a sequence may end before it runs.
         samplings = {each.sequence.id: self._samplings[each.sequence.id] for each in step.chunks}
         pieces: list[Piece] = []
         if any(sampling.has_penalties for sampling in samplings.values()):
-            # Which are for tokens that are still under way, too.
+            # Penalties depend on tokens that are still in flight.
             while self._under_way:
                 pieces += self._finish()
         self._under_way.append(UnderWay(step, self.runner.run(step, samplings), began))
@@ -195,7 +196,7 @@ class Engine:
         return pieces
 
     def _finish(self) -> list[Piece]:
-        """The oldest step under way."""
+        """Commit the oldest step in flight."""
         done = self._under_way.popleft()
         step, ran = done.step, done.ran
         tokens = ran.tokens
@@ -220,7 +221,7 @@ class Engine:
         return pieces
 
     def fail(self) -> list[int]:
-        """A step could not be run: all requests end, and these are their ids."""
+        """End all requests after a failed step, and return their ids."""
         self._under_way.clear()
         requests = list(self._sequences)
         for request in requests:
@@ -251,7 +252,7 @@ class Engine:
         if len(self.scheduler.waiting) >= self.limits.max_waiting:
             return Overloaded(f"{len(self.scheduler.waiting)} requests wait already")
         if asked.leader is not None:
-            # It came just before, and may have ended by now.
+            # The leader was added just before and may have ended since.
             leader, refusal = self._refused
             return refusal if leader == asked.leader else None
         promised_s = self.pace.targets.ttft_s
@@ -262,7 +263,7 @@ class Engine:
             return refusal
         lefts = [each.num_left for each in before if not each.num_generated]
         if self.scheduler.shares_prompts:
-            # While it is computed, others get as much as it does.
+            # Prompts share each step evenly, so others get at most as much as this one meanwhile.
             own = len(asked.tokens) + asked.num_following
             lefts = [min(each, own) for each in lefts]
         left = sum(lefts)
@@ -275,8 +276,8 @@ class Engine:
         return Overloaded(text, first_s - promised_s, "predicted_late")
 
     def _refusal_alone(self, asked: Asked, promised_s: float) -> PenstockError | None:
-        """Where its prompt takes too long even alone, so that it makes no sense to ask again. One
-        in `PROBE_EVERY` is let pass, for the machine may have become faster."""
+        """Refuse a prompt that takes too long even on an idle server, where a retry is pointless.
+        One in `PROBE_EVERY` is let through, as the machine may have become faster."""
         num_prompt = len(asked.tokens)
         alone_s = self.pace.first_token_s(0, num_prompt, Work(0, 0))
         if alone_s <= promised_s:
@@ -295,7 +296,7 @@ class Engine:
         )
 
     def _num_cached(self, asked: Asked) -> int:
-        """Tokens of its prompt that are in the cache."""
+        """Return how many tokens of its prompt are in the cache."""
         if asked.sampling.num_prompt_logprobs is not None:
             return 0
         size = self.scheduler.pool.block_size
@@ -303,8 +304,8 @@ class Engine:
         return len(self.scheduler.pool.found(keys.keys(len(asked.tokens) - 1, size))) * size
 
     def _steps_to_a_place(self) -> float:
-        """Until one that comes now may run: those that run end one after the other, and those
-        before it take their places. They are taken to be as long as others were."""
+        """Estimate the steps until a new request gets a batch slot: running sequences end one after
+        the other, and queued ones take their slots. Output lengths are taken to be as usual."""
         scheduler = self.scheduler
         place = len(scheduler.waiting) - (scheduler.limits.max_sequences - len(scheduler.running))
         if place < 0:
@@ -316,13 +317,13 @@ class Engine:
         return rounds * mean + (left[place] if left else 0.0)
 
     def _left(self, sequence: Sequence) -> float:
-        """Tokens that it will still generate."""
+        """Estimate the tokens that it will still generate."""
         most = float(sequence.ending.max_tokens)
         usual = most if self._usual is None else min(most, self._usual)
         return max(1.0, usual - sequence.num_generated)
 
     def _work(self) -> Work:
-        """Of those that generate."""
+        """Work of a decode step of the running sequences."""
         running = [each for each in self.scheduler.running if each.num_generated]
         return Work(0, len(running), sum(len(each.tokens) for each in running))
 
@@ -342,7 +343,7 @@ class Engine:
 
 
 def _of_number(sampling: Sampling, index: int) -> Sampling:
-    """Those of one request draw differently, and what is said of their prompt is said once."""
+    """Vary the seed for each sequence of a request, and report prompt logprobs only once."""
     if not index:
         return sampling
     return replace(sampling, seed=sampling.seed + index, num_prompt_logprobs=None)

@@ -1,7 +1,7 @@
-"""An engine in a process of its own: `python -m penstock.llm.engine_main FD PARENT`.
+"""Engine process: `python -m penstock.llm.engine_main FD PARENT`.
 
-Loads when it is told to, then takes messages between steps and answers each step with one. While
-there is nothing to do it sleeps until a message comes. It dies with the core.
+Loads a model on request, then handles messages between steps and answers each step with one
+message. While idle it sleeps until a message arrives. It dies with the core.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ from penstock.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger("penstock.engine")
 MAX_ERROR_CHARS = 500
-# Tokens of a prompt in one message.
+# Prompt tokens whose logprobs go into one message.
 MAX_TOLD = 1024
-# Steps in a row, after which a new process may do better: a GPU may be lost to this one.
+# Failed steps in a row before the process exits: the GPU may be lost to this process only.
 MAX_FAILURES = 3
-# Prompts that show how long steps take, as shares of the largest step, and tokens after each.
+# Warm-up prompts that show how long steps take, as shares of the largest step, and output tokens.
 PROMPT_SHARES, NUM_LEARNT = (0.1, 0.5, 1.0, 0.25, 1.0), 3
 
 
 class EngineProcess:
-    """Single thread."""
+    """Engine behind one socket, with one thread."""
 
     def __init__(
         self, sock: socket.socket, set_policy: Callable[[int], str] = lambda num_threads: ""
     ) -> None:
-        """`set_policy`: how threads wait for each other, set before torch is loaded."""
+        """`set_policy` sets how threads wait for each other; it is called before torch is
+        loaded."""
         self._sock = sock
         self._set_policy = set_policy
         self._buffer = bytearray(MAX_FRAME_BYTES)
         self._engine: Engine | None = None
         self._num_failures = 0
-        # Tokens that were computed when the core was last told.
+        # Computed tokens at the last report to the core.
         self._num_told = 0
 
     def serve(self) -> None:
-        """Until the core closes the socket or says Stop."""
+        """Serve until the core closes the socket or sends Stop."""
         while self._take_messages():
             if self._engine is not None:
                 self._step(self._engine)
 
     def _take_messages(self) -> bool:
-        """All that have come; False when it is over. Without work the next one is waited for."""
+        """Handle all pending messages, or wait for one if idle; return False to exit."""
         is_idle = self._engine is None or self._engine.is_idle
         while is_idle or select.select([self._sock], [], [], 0)[0]:
             size = self._sock.recv_into(self._buffer)
@@ -107,11 +108,11 @@ class EngineProcess:
         except ConfigError as error:
             self._send(messages.LoadFailed(error.problems))
             return False
-        except Exception as error:  # Whatever a library raises is the answer to Load.
+        except Exception as error:  # Any error of a library is the answer to Load.
             log.exception("the model cannot be loaded")
             self._send(messages.LoadFailed((f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS],)))
             return False
-        # What is here stays; looking at it again and again would hold up steps.
+        # The model's objects are permanent; scanning them in every collection would delay steps.
         gc.collect()
         gc.freeze()
         take_part()
@@ -133,7 +134,7 @@ class EngineProcess:
             engine.add(asked_of(message))
         except PenstockError as error:
             self._send(_refusal(message.request, error))
-        except Exception as error:  # The engine loop: one that cannot be read is not the others'.
+        except Exception as error:  # Engine loop: one bad request must not affect others.
             log.exception("a request cannot be added")
             engine.give_up(message.request, "error")
             self._send(messages.Refused(message.request, f"{type(error).__name__}: {error}", False))
@@ -142,7 +143,7 @@ class EngineProcess:
         began = time.perf_counter()
         try:
             pieces = engine.step()
-        except Exception as error:  # The engine loop: a step that fails ends those that wait.
+        except Exception as error:  # Engine loop: a failed step ends the requests in flight.
             log.exception("a step failed")
             reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
             self._send(messages.Failed(tuple(engine.fail()), reason))
@@ -162,7 +163,7 @@ class EngineProcess:
 
 
 def _drained(engine: Engine) -> Iterator[messages.Prompt]:
-    """What is known of prompts, in messages that are not too large."""
+    """Take the new prompt logprobs, in messages of limited size."""
     told, engine.told = engine.told, []
     for each in told:
         likelihoods = [_likely(likelihood) for likelihood in each.part.likelihoods]
@@ -223,8 +224,8 @@ def asked_of(message: messages.Generate) -> Asked:
 
 
 def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
-    """An engine that is ready, and what it was built with. Files are compared with their digests
-    while torch is imported, and before they are used."""
+    """Return an engine that is ready, and facts about how it was built. File digests are checked
+    while torch is imported, before the files are used."""
     with ThreadPoolExecutor(1) as pool:
         checked = pool.submit(_check_files, settings.manifest)
         import torch
@@ -264,13 +265,13 @@ def load(settings: messages.Settings) -> tuple[Engine, dict[str, str]]:
 
 
 def learn_pace(engine: Engine) -> None:
-    """Run prompts of several sizes, so that the first requests are judged by what was measured."""
+    """Run prompts of several sizes, so that admission of the first requests uses measured times."""
     limits, pool = engine.scheduler.limits, engine.scheduler.pool
     targets, engine.pace.targets = engine.pace.targets, Targets()
     for number, share in enumerate(PROMPT_SHARES):
         size = max(1, min(int(limits.max_tokens * share), limits.max_length - NUM_LEARNT))
         asked = Asked(-1 - number, [0] * size, Sampling(), Ending(NUM_LEARNT), salt=f"{number}")
-        with contextlib.suppress(PenstockError):  # A cache that holds no such prompt.
+        with contextlib.suppress(PenstockError):  # The cache may be too small for the prompt.
             engine.add(asked)
         while not engine.is_idle:
             engine.step()

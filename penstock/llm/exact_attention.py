@@ -1,10 +1,10 @@
-"""Attention on CPUs whose result for a token does not depend on what else is computed with it.
+"""Batch-invariant attention on CPUs: a token's result does not depend on the rest of the batch.
 
-Datatypes that round activations (int4, int8, bfloat16, float16) turn the last bit of a sum into
-another token, and BLAS orders sums by the sizes of its matrices. So every sum here has a fixed
-order: scores are sums over a head, whose size is fixed; products with values are sums over blocks
+With datatypes that round activations (int4, int8, bfloat16, float16), the last bit of a sum can
+change a token, and BLAS orders sums by the sizes of its matrices. So every sum here has a fixed
+order: scores are sums over a head, whose size is fixed; the weighted sum of values runs over blocks
 of `BLOCK` keys, added one after the other; and matrices have multiples of `ROWS` rows, below which
-BLAS has other kernels. Keys behind the end are zeros and add nothing, so padding changes no bit.
+BLAS uses other kernels. Keys past the end are zeros and add nothing, so padding changes no bit.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Keys of a block. Lengths of `batched_attention` are multiples of it.
+# Keys in a block. Row lengths in `batched_attention` are multiples of it.
 BLOCK = 64
 ROWS = 4
-# Tokens of a prompt that are computed together: their scores are kept.
+# Tokens of a prompt that are computed together; limits the memory for their scores.
 TILE = 64
 
 
@@ -25,9 +25,9 @@ def pad_length(num_keys: int) -> int:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor) -> Tensor:
-    """[batch, rows, size], in FP32: each row sees the keys before its end. Keys and values are
-    [batch, length, size], with a length of whole blocks and finite numbers behind the ends; `ends`
-    are [batch or 1, rows]."""
+    """Return [batch, rows, size] in FP32; each row sees the keys before its end. Keys and values
+    are [batch, length, size], where length is a multiple of BLOCK and all numbers are finite;
+    `ends` are [batch or 1, rows]."""
     batch, num_rows, size = queries.shape
     padded = F.pad(queries.float() * size**-0.5, (0, 0, 0, -num_rows % ROWS))
     seen = F.pad(ends, (0, -num_rows % ROWS), value=1)
@@ -45,8 +45,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor) -> Tenso
 
 
 def attend_prompt(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """[tokens, heads, size] of the last tokens of a sequence, over all its [tokens, kv heads,
-    size]."""
+    """Attend from the last tokens of a sequence, [tokens, heads, size], to all its tokens, [tokens,
+    kv heads, size]."""
     num, num_heads, size = queries.shape
     length, num_kv_heads = keys.shape[:2]
     found = torch.empty_like(queries)
@@ -58,7 +58,7 @@ def attend_prompt(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     for start in range(0, num, TILE):
         tile = queries[start : start + TILE]
         count = len(tile)
-        # Heads that share keys lie together, each token's padded to whole rows.
+        # Group the query heads that share keys, and pad each token's group to a multiple of ROWS.
         rows = tile.reshape(count, num_kv_heads, -1, size).transpose(0, 1)
         group = rows.shape[2]
         rows = F.pad(rows, (0, 0, 0, -group % ROWS))

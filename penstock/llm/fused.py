@@ -1,7 +1,7 @@
-"""A decoder's layers by `operations`, over all tokens of a step at once, keys and values in blocks.
+"""Decoder layers made of fused `operations`, over all tokens of a step and the paged KV cache.
 
-The same model as `Decoder.hidden` computes, with fewer passes over memory and nothing that a CUDA
-graph could not hold. `cuda_runner` calls it.
+Computes the same model as `Decoder.hidden`, with fewer passes over memory and only operations that
+a CUDA graph can hold. `cuda_runner` calls it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.llm.operations import Places
 
 
 class Fused:
-    """`table` [rows, blocks] says where each row's tokens are kept."""
+    """Decoder over a paged KV cache; `table` [rows, blocks] is the block table."""
 
     def __init__(self, decoder: Decoder, cache: Cache, table: Tensor) -> None:
         self._decoder = decoder
@@ -29,7 +29,7 @@ class Fused:
         self._head = Product(decoder.head, None)
 
     def hidden(self, tokens: Tensor, places: Places) -> Tensor:
-        """[tokens, width], normalised: what logits are made of."""
+        """Return the final hidden states, [tokens, width], after the last RMSNorm."""
         decoder, epsilon = self._decoder, self._decoder.shape.epsilon
         layers = decoder.layers
         x = F.embedding(tokens, decoder.embeddings)

@@ -1,8 +1,8 @@
-"""GGUF files (version 2 and 3): what llama.cpp keeps a model in, tokenizer and chat template
-included. Numbers are read where they lie; tensors are unpacked when somebody asks for them.
+"""Read GGUF files (version 2 and 3), llama.cpp's format, with tokenizer and chat template. The
+file is memory-mapped; tensors are unpacked on request.
 
-Formats: F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q4_K and Q6_K, of which Q4_K_M files are made. Whatever
-makes no sense is a ConfigError that says what and where.
+Formats: F32, F16, BF16, Q4_0, Q4_1, Q8_0, Q4_K and Q6_K, which cover Q4_K_M files. Anything invalid
+is a ConfigError that says what and where.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
-# Bytes that an entry takes at least; so that no count is believed beyond the file's end.
+# Least size of an entry, so that counts larger than the file are refused.
 MIN_ENTRY_BYTES = 12
-# Deeper lists of lists are nobody's model.
+# Nesting limit of lists; no model needs more.
 MAX_DEPTH = 2
 STRING, LIST = 8, 9
 SCALARS = {
@@ -40,7 +40,7 @@ Unpack = Callable[[Array], Array]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """So many values in a block of so many bytes."""
+    """Tensor format with blocks of `num_values` values in `num_bytes` bytes."""
 
     name: str
     num_values: int
@@ -51,7 +51,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor; shapes are as numpy and torch count them."""
+    """A tensor of the file; its shape has the order of numpy and torch."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class Entry:
 
 
 class GgufFile:
-    """Open until `close`, or the end of a `with`; arrays that were read live on."""
+    """A GGUF file, open until `close` or the end of a `with`; arrays read from it stay valid."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +89,7 @@ class GgufFile:
         self._data.close()
 
     def tensor(self, name: str) -> Array:
-        """Its values, in FP32."""
+        """Return the values of a tensor in FP32."""
         entry = self.tensors[name]
         form = entry.format
         raw = np.frombuffer(self._data[entry.offset : entry.offset + entry.num_bytes], np.uint8)
@@ -141,7 +141,7 @@ class _Reader:
         return found
 
     def count(self, of: str) -> int:
-        """One that the rest of the file could hold."""
+        """Read a count, and check that the file can hold as many entries."""
         count = self.number("<Q")
         if count * MIN_ENTRY_BYTES > len(self._data):
             raise self.problem(f"{count} {of} do not fit a file of {len(self._data)} bytes")
@@ -213,7 +213,7 @@ class _Reader:
         return values
 
 
-# Values from blocks. A half is the factor of its block.
+# Unpacking of blocks. A half is the scale of its block.
 
 
 def _half(blocks: Array, at: int) -> Array:
@@ -221,7 +221,7 @@ def _half(blocks: Array, at: int) -> Array:
 
 
 def _nibbles(packed: Array) -> Array:
-    """The lower ones first, then the upper ones."""
+    """Return the lower nibbles, then the upper ones."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
@@ -251,9 +251,9 @@ def _q8_0(blocks: Array) -> Array:
 
 
 def _q4_k(blocks: Array) -> Array:
-    """Eight parts of 32 values; each has a scale and a least value of six bits."""
+    """Unpack eight parts of 32 values; each has a scale and a minimum of six bits."""
     scales, least = _sixes(blocks[:, 4:16])
-    # Two parts lie in the lower and upper halves of 32 bytes.
+    # Every 32 bytes hold two parts, in the lower and the upper nibbles.
     values = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32).astype(np.float32)
     factors = _half(blocks, 0) * scales.astype(np.float32)
     offsets = _half(blocks, 2) * least.astype(np.float32)
@@ -262,8 +262,9 @@ def _q4_k(blocks: Array) -> Array:
 
 
 def _sixes(packed: Array) -> tuple[Array, Array]:
-    """Eight scales and eight least values in twelve bytes: of the first four of each all bits, and
-    above them the upper two of the last four, whose lower four come last."""
+    """Unpack eight scales and eight minimums of six bits from twelve bytes. The first four of each
+    are the low six bits of bytes 0-3 and 4-7; the last four have their lower four bits in bytes
+    8-11 and their upper two in the high bits of bytes 0-7."""
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, (last & 15) | (first >> 6 << 4)], axis=1)
     least = np.concatenate([second & 63, (last >> 4) | (second >> 6 << 4)], axis=1)
@@ -271,8 +272,8 @@ def _sixes(packed: Array) -> tuple[Array, Array]:
 
 
 def _q6_k(blocks: Array) -> Array:
-    """Two halves of 128 values: four bits of each in 64 bytes, two more in 32; a scale of eight
-    bits for every 16."""
+    """Unpack two halves of 128 values: four bits of each in 64 bytes, two more in 32; one scale of
+    eight bits for every 16 values."""
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
     values = (low | ((high & 3) << 4).reshape(-1, 2, 128)).astype(np.float32) - 32

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """ConfigError where it is none."""
+    """Read a JSON object; raise ConfigError if the file cannot be read or is not an object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,6 +1,5 @@
-"""What an engine is made of, from its settings: the decoder, room for keys and values, and what
-runs steps. `engine_main` and whoever measures it call this.
-"""
+"""Build the parts of an engine from its settings: the decoder, the KV cache and the runner.
+`engine_main` calls it."""
 
 from __future__ import annotations
 
@@ -25,29 +24,29 @@ from penstock.llm.models.shape import Shape
 from penstock.llm.runner import Runner
 from penstock.llm.scheduler import Limits
 
-# Where nothing says how much of a CPU's memory keys and values may take.
+# Default size of the KV cache on CPUs.
 DEFAULT_CACHE_BYTES = 1 << 30
-# Of a GPU's memory that is free; the rest is for fragments, and for what others may need.
+# Share of the free GPU memory that may be used; the rest is for fragmentation and other processes.
 SHARE = 0.94
-# For CUDA graphs and libraries.
+# Memory for CUDA graphs and libraries.
 SPARE_BYTES = 2 << 30
-# Products of layers in e4m3, all else in this.
+# Linear layers run in e4m3, everything else in this type.
 FP8, BESIDE_FP8 = "fp8", torch.bfloat16
-# Those by what torch has on CPUs, of which all that is no product is FP32.
+# Linear layers by torch's CPU kernels; everything else runs in FP32.
 INT4 = "int4"
-# Products in e4m3 take sizes that are multiples of this.
+# Matrix sizes must be multiples of this for e4m3.
 FP8_MULTIPLE = 16
 ADA = (8, 9)
 
 
 def open_decoder(settings: Settings) -> Decoder:
-    """With its weights, on its device."""
+    """Return the decoder, with its weights on its device."""
     is_fp8 = settings.dtype == FP8
     on_cpu = settings.dtype if settings.dtype in ON_CPU else ""
     dtype = _dtype_beside(settings.dtype)
     path = Path(settings.path)
     if settings.is_made_up:
-        # Drawn as they will be, where they will be: files of that size would take minutes.
+        # Drawn on the device in their final type: files of that size would take minutes.
         on_device = settings.device.startswith("cuda")
         checkpoint = made_up(path, settings.device, dtype) if on_device else made_up(path)
     else:
@@ -64,7 +63,7 @@ def open_decoder(settings: Settings) -> Decoder:
 
 
 def _dtype_beside(name: str) -> torch.dtype:
-    """Of all that is not multiplied in small types."""
+    """Return the type of everything except low-precision linear layers."""
     beside = {FP8: BESIDE_FP8, **dict.fromkeys(ON_CPU, torch.float32)}
     found: torch.dtype = beside.get(name) or getattr(torch, name)
     return found
@@ -85,8 +84,8 @@ def _check_fp8(device: str, shape: Shape) -> None:
 
 
 def room(settings: Settings, decoder: Decoder, limits: Limits) -> tuple[Cache, int]:
-    """For keys and values, and how many blocks it has; ConfigError where one sequence would not
-    fit."""
+    """Return the KV cache and its number of blocks; raise ConfigError if it cannot hold one
+    sequence of the full length."""
     size, dtype = settings.block_size, decoder.dtype
     if size & (size - 1):
         raise ConfigError([f"block_size is {size}; expected a power of two"])
@@ -108,7 +107,7 @@ def room(settings: Settings, decoder: Decoder, limits: Limits) -> tuple[Cache, i
 
 
 def _left(decoder: Decoder, limits: Limits) -> int:
-    """Of the device's memory, without what a step computes in."""
+    """Return the device memory left for the cache, without the workspace of a step."""
     if decoder.device.type != "cuda":
         return DEFAULT_CACHE_BYTES
     torch.cuda.empty_cache()
@@ -117,8 +116,8 @@ def _left(decoder: Decoder, limits: Limits) -> int:
 
 
 def step_bytes(shape: Shape, limits: Limits) -> int:
-    """About as much as the largest step needs, in 16 bits: what goes into a layer's products and
-    comes out of them, and logits, which those that are drawn for apart have several times."""
+    """Estimate the workspace of the largest step in 16 bits: inputs and outputs of a layer's GEMMs,
+    and logits, of which rows that are sampled again need several copies."""
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size
     token = 2 * (4 * shape.width + heads + 4 * shape.inner)
     return limits.max_tokens * token + limits.max_sequences * shape.vocabulary * 16
@@ -127,7 +126,7 @@ def step_bytes(shape: Shape, limits: Limits) -> int:
 @dataclass(frozen=True, slots=True)
 class Opened:
     runner: Runs
-    # Steps that it may begin before the one before them is committed.
+    # Steps that it may launch ahead, before the previous one is committed.
     num_ahead: int = 0
     facts: Mapping[str, str] = field(default_factory=dict)
 
@@ -139,7 +138,7 @@ def open_runner(settings: Settings, decoder: Decoder, cache: Cache, limits: Limi
     from penstock.backends.torch_cuda import Cuda
     from penstock.llm.cuda_runner import CudaRunner
 
-    # What is not computed by kernels waits for the device, which a graph cannot hold.
+    # Without the kernels, operations wait for the device, which a CUDA graph cannot hold.
     has_graphs = uses_kernels(decoder.embeddings)
     has_graphs = has_graphs and decoder.shape.head_size in operations.KERNEL_HEADS
     device = Cuda(settings.device)
@@ -149,7 +148,7 @@ def open_runner(settings: Settings, decoder: Decoder, cache: Cache, limits: Limi
 
 
 def _in_int4(decoder: Decoder) -> dict[str, str]:
-    """Of the products of layers: some have sizes that torch does not take."""
+    """Report how many linear layers run in int4: torch does not take all sizes."""
     all_of_them: list[object] = [
         each for n in decoder.layers for each in (n.qkv, n.out, n.gate_up, n.down)
     ]

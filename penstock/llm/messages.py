@@ -1,9 +1,9 @@
-"""The messages between the core and an engine, each one datagram (see `wire.frames`).
+"""Messages between the core and an engine, each one datagram (see `wire.frames`).
 
     core → engine   Load, Generate, GiveUp, EndText, Stop
     engine → core   Ready, LoadFailed, Prompt, Pieces, Refused, Failed
 
-Tokens travel as bytes, four each. All that a step brought is one message.
+Tokens travel as bytes, four each. All results of a step are one message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.wire.frames import MAX_FRAME_BYTES, Frame
 
 VERSION = 1
 TOKEN_TYPE = "I"
-# Of a prompt; what else a message has is small.
+# Limit of a prompt; the other fields of a message are small.
 MAX_PROMPT_TOKENS = (MAX_FRAME_BYTES - (1 << 16)) // 4
 
 
@@ -33,15 +33,15 @@ def unpacked(data: bytes) -> list[int]:
 
 
 class Settings(Frame, tag="set"):
-    """How a model is run; "auto" was resolved before."""
+    """How to run a model; "auto" values are resolved before."""
 
     path: str
     device: str
-    # Of torch.
+    # Name of a torch dtype, or fp8, int8 or int4.
     dtype: str
     num_threads: int
     block_size: int
-    # 0: what is left of the device's memory.
+    # 0: what the GPU has left, or 1 GiB on a CPU.
     cache_bytes: int
     max_sequences: int
     max_tokens: int
@@ -49,17 +49,17 @@ class Settings(Frame, tag="set"):
     max_waiting: int
     ttft_s: float | None = None
     tpot_s: float | None = None
-    # Weights are made up for the configuration at `path`.
+    # Random weights for the configuration at `path`.
     is_made_up: bool = False
-    # Of a version that was committed: its files are to be those of it.
+    # Manifest of a committed version; the model's files must match its digests.
     manifest: str = ""
-    # The core's: an engine that is silent for longer hangs, if its steps are not so slow.
+    # Used by the core: an engine that is silent for longer hangs, unless its steps are that slow.
     hang_s: float = DEFAULT_HANG_S
-    # The core's too: seconds that the renderer may take for a request, and whether special tokens
-    # within messages are special.
+    # Used by the core: seconds that the renderer may take for a request.
     text_timeout_s: float = 5.0
     # The datatype is a default: the engine may measure and choose another one.
     is_dtype_free: bool = False
+    # Used by the core: special tokens within messages are special, not text.
     parses_special: bool = False
 
 
@@ -69,7 +69,7 @@ class Load(Frame, tag="load"):
 
 
 class Generate(Frame, tag="gen"):
-    """`sampling` are those of `params.Sampling` that differ from its own."""
+    """A request. `sampling` has the fields of `params.Sampling` that differ from the defaults."""
 
     request: int
     tokens: bytes
@@ -86,13 +86,13 @@ class Generate(Frame, tag="gen"):
 
 
 class GiveUp(Frame, tag="up"):
-    """Nobody waits for these any more."""
+    """Abort these requests."""
 
     requests: tuple[int, ...]
 
 
 class EndText(Frame, tag="end"):
-    """A sequence has ended by its text: request, and which of its sequences."""
+    """End a sequence because of its text: request, and index of the sequence."""
 
     request: int
     index: int
@@ -116,27 +116,27 @@ class LoadFailed(Frame, tag="lf"):
 
 
 class Pieces(Frame, tag="new"):
-    """One of each for every token of a step, which may have brought none; reasons are empty while a
-    sequence goes on."""
+    """Results of a step: one entry per token, possibly none; reasons are empty while a sequence
+    continues."""
 
     requests: tuple[int, ...]
     indices: tuple[int, ...]
     tokens: tuple[int, ...]
     reasons: tuple[str, ...]
     num_found: tuple[int, ...]
-    # What is under way after it.
+    # State after the step.
     num_running: int
     num_waiting: int
     num_free_blocks: int
     num_preemptions: int
     step_s: float
-    # Of the tokens that somebody wants to know it of, by their place.
+    # Logprobs by place in `tokens`, for requests that want them.
     likelihoods: dict[int, tuple[float, tuple[int, ...], tuple[float, ...]]] = {}
-    # Tokens since the engine was loaded: computed, looked for in the cache, found there.
+    # Tokens since the engine was loaded: computed, looked up in the cache, found there.
     num_computed: int = 0
     num_asked: int = 0
     num_cached: int = 0
-    # How long requests waited that were begun since the last message.
+    # Queueing time of the requests that were started since the last message.
     waits_s: tuple[float, ...] = ()
 
 
@@ -144,7 +144,7 @@ Likely = tuple[float, tuple[int, ...], tuple[float, ...]]
 
 
 class Prompt(Frame, tag="prompt"):
-    """How likely the tokens of a request's prompt were, from `start` on."""
+    """Logprobs of the tokens of a request's prompt, from `start` on."""
 
     request: int
     start: int
@@ -152,18 +152,18 @@ class Prompt(Frame, tag="prompt"):
 
 
 class Refused(Frame, tag="no"):
-    """`is_overload`: it may be asked for again later."""
+    """A request was refused. `is_overload`: a retry may succeed."""
 
     request: int
     reason: str
     is_overload: bool
     retry_after_s: float = 1.0
-    # Of an overload: what it counts as.
+    # For overloads: the reason in the metrics.
     kind: str = "queue_full"
 
 
 class Failed(Frame, tag="bad"):
-    """A step could not be run; these end with it."""
+    """A step failed; these requests end with it."""
 
     requests: tuple[int, ...]
     reason: str

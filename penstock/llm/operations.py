@@ -1,10 +1,10 @@
-"""What lies between the products of a decoder's layer, and after the last of them: by the kernels
-of `penstock.kernels` on GPUs, in plain torch elsewhere. Every one takes what changes from step to
-step in tensors of fixed places, so that a CUDA graph can hold it. `fused` makes layers of them.
+"""Operations between the linear layers of a decoder, and sampling after the last one: by the
+kernels of `penstock.kernels` on GPUs, in plain torch elsewhere. Each takes its per-step inputs in
+tensors at fixed addresses, so that a CUDA graph can hold it. `fused` builds layers of them.
 
-A step's tokens are rows of a *sheet* of whole numbers: which token, at which position, in which row
-of the table of blocks, and, for those that a token is drawn from, how, and in which row the next
-step finds it.
+The tokens of a step are rows of an integer batch table (the *sheet*): token, position and row of
+the block table; for rows that are sampled also the sampling parameters, and the row in which the
+next step finds the sampled token.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from penstock.llm import sampling
 from penstock.llm.models.decoder import normed, turned
 from penstock.llm.models.products import AnyProduct, Fp8Product, Small, in_fp8
 
-# Columns of the sheet. A token below 0 is the last that was drawn in its row of the table; a
-# position below 0 is nobody's. What is drawn is kept for the row of `TARGET`, its own or nobody's.
-# Temperature and shares are FP32, by their bits.
+# Columns of the batch table. A token below 0 is the last one sampled in its row of the block table;
+# a position below 0 marks a padding row. The sampled token is stored for row `TARGET`, its own or
+# the dummy row. TEMPERATURE, TOP_P and MIN_P are the bits of FP32 numbers.
 TOKEN, POSITION, ROW, TARGET, KEY, TEMPERATURE, TOP_K, TOP_P, MIN_P = range(9)
 NUM_COLUMNS = 9
-# Heads that `kernels.paged_attention` knows.
+# Head sizes that `kernels.paged_attention` supports.
 KERNEL_HEADS = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Of a step's tokens: the first `num_ones` are of sequences that compute one each, whose past
-    is looked at in so many parts; of the others `lines` say which are whose (see
-    `kernels.paged_attention`)."""
+    """Tokens of a step and their places in the KV cache. The first `num_ones` belong to sequences
+    that compute one token, whose context is read in `num_splits` parts; `lines` are the query tiles
+    of the others (see `kernels.paged_attention`)."""
 
     sheet: Tensor
     num_ones: int
@@ -59,7 +59,7 @@ def num_splits(num_tokens: int, num_kv_heads: int) -> int:
 
 
 def tokens_of_line(group: int) -> int:
-    # As `kernels.paged_attention` has it, which cannot be asked without Triton.
+    # Same as in `kernels.paged_attention`, which cannot be imported without Triton.
     return 128 // group
 
 
@@ -69,7 +69,7 @@ def tokens_of_line(group: int) -> int:
 def add_norm(
     added: Tensor | None, residual: Tensor, weight: Tensor, epsilon: float, product: AnyProduct
 ) -> tuple[Tensor | Small, Tensor]:
-    """RMSNorm of the sum as the product takes it, and the sum."""
+    """Return the RMSNorm of the sum, in the input format of `product`, and the sum."""
     if not uses_kernels(residual):
         total = residual if added is None else residual + added
         return taken(normed(total, weight, epsilon), product), total
@@ -81,7 +81,7 @@ def add_norm(
 
 
 def taken(x: Tensor, product: AnyProduct) -> Tensor | Small:
-    """As the product takes it."""
+    """Convert to the input format of the linear layer."""
     if not isinstance(product, Fp8Product):
         return x
     if not uses_kernels(x):
@@ -93,7 +93,7 @@ def taken(x: Tensor, product: AnyProduct) -> Tensor | Small:
 
 
 def gate(x: Tensor, product: AnyProduct) -> Tensor | Small:
-    """[tokens, gate and up] to what the product takes."""
+    """Apply SwiGLU to [tokens, gate and up], in the input format of the linear layer."""
     if not uses_kernels(x):
         one, other = x.chunk(2, 1)
         return taken(F.silu(one) * other, product)
@@ -112,7 +112,7 @@ def turn(
     norms: tuple[Tensor, Tensor] | None,
     epsilon: float,
 ) -> None:
-    """Queries are turned in place; keys, turned, and values go to the blocks of their sequences."""
+    """Apply RoPE to queries in place; write rotated keys and values to the KV cache."""
     if not uses_kernels(qkv):
         _plain_turn(qkv, paged, places, turns, norms, epsilon)
         return
@@ -147,13 +147,13 @@ def _plain_turn(
 
 
 def slots_of(paged: Paged, rows: Tensor, positions: Tensor) -> Tensor:
-    """Where tokens are kept."""
+    """Return the KV cache slots of tokens."""
     blocks = paged.table[rows.long(), positions // paged.block_size].long()
     return blocks * paged.block_size + positions % paged.block_size
 
 
 def attend(queries: Tensor, paged: Paged, places: Places) -> Tensor:
-    """[tokens, heads, size], of which every one sees its sequence up to itself."""
+    """Return [tokens, heads, size]; each token sees its sequence up to itself."""
     size = queries.shape[2]
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     if not uses_kernels(queries) or size not in KERNEL_HEADS:
@@ -190,14 +190,13 @@ def _plain_attend(queries: Tensor, paged: Paged, places: Places, out: Tensor) ->
 
 
 def known(sheet: Tensor, last: Tensor) -> Tensor:
-    """The tokens of a sheet, those included that only the device knows."""
+    """Return the tokens of a batch table, including those that only the device knows."""
     tokens = sheet[:, TOKEN]
     return torch.where(tokens < 0, last[sheet[:, ROW].long()], tokens)
 
 
 def draw(logits: Tensor, sheet: Tensor, drawn: Tensor, last: Tensor) -> None:
-    """A token for each row of logits to `drawn`, and to the row of the table in `last` that is its
-    target."""
+    """Sample a token for each row of logits into `drawn`, and into `last` at the row's target."""
     floats = sheet.view(torch.float32)
     temperatures = floats[:, TEMPERATURE]
     if not uses_kernels(logits):

@@ -1,9 +1,8 @@
-"""How long steps take, learnt from those that ran, and what follows from it: how many tokens of
-prompts a step may compute without keeping those that generate waiting, and when a request that
-comes now would have its first token.
+"""Step time model, fitted to past steps. It tells how many prompt tokens a step may compute without
+delaying decodes, and when a new request would get its first token.
 
-Pure: times are told. A step takes a while by itself, and then for each token of a prompt, for each
-sequence that generates, and for each token of context that these read.
+Pure: times are passed in. A step has a fixed cost, and a cost for each prompt token, for each
+decoding sequence, and for each token of their context.
 """
 
 from __future__ import annotations
@@ -15,28 +14,28 @@ import numpy as np
 
 from penstock.types import Array
 
-# Steps after which one counts half: the machine, or what is asked, may change.
+# Steps after which the weight of a measurement halves: the machine or the load may change.
 HALF_LIFE = 200
-# Before so many nothing is known.
+# Steps needed before predictions are used.
 MIN_STEPS = 8
-# Of prompts, however slow the others are: somebody who waits gets on.
+# Least prompt tokens per step, however slow steps are, so that prefill always progresses.
 MIN_CHUNK = 16
-# Of what is measured: what cannot be told apart is shared out, and nothing is divided by zero.
+# Ridge term, relative: shares cost among inputs that always change together, avoids singularity.
 RIDGE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes."""
+    """Size of a step."""
 
     num_prompt_tokens: int
     num_generating: int
-    # Of those that generate, all together.
+    # Total over the decoding sequences.
     num_context_tokens: int = 0
 
     @property
     def features(self) -> Array:
-        """Of about the same size, for the sake of the arithmetic."""
+        """Inputs of the fit, scaled to similar sizes for numerical stability."""
         return np.array(
             [
                 1.0,
@@ -49,7 +48,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Seconds; None where nothing was promised."""
+    """Latency targets in seconds; None without a target."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -57,8 +56,8 @@ class Targets:
 
 @dataclass(slots=True)
 class Pace:
-    """Least squares, in which older steps count less and less. Nothing takes less than no time:
-    what comes out negative is left out, and the rest found again."""
+    """Least squares with exponentially decaying weights. Costs are not negative: terms that come
+    out negative are dropped, and the rest is fitted again."""
 
     targets: Targets = Targets()
     num_steps: int = 0
@@ -69,7 +68,7 @@ class Pace:
     def add(self, work: Work, took_s: float) -> None:
         features = work.features
         keep = 0.5 ** (1 / HALF_LIFE)
-        # Relative errors count: a long step is not more true than a short one.
+        # Minimise relative errors, so that long steps do not dominate.
         weight = 1 / max(took_s, 1e-6) ** 2
         self._squares = keep * self._squares + weight * np.outer(features, features)
         self._sums = keep * self._sums + weight * took_s * features
@@ -84,8 +83,8 @@ class Pace:
         return float(self._solved() @ work.features)
 
     def max_tokens(self, num_generating: int, num_context_tokens: int, limit: int) -> int:
-        """Of a step in which so many generate: as many as keep the promise on time per token, and
-        at most the limit."""
+        """Return the token budget of a step with this many decodes: as many as keep the TPOT
+        target, at most `limit`."""
         if self.targets.tpot_s is None or not num_generating or not self.is_known:
             return limit
         left_s = self.targets.tpot_s - self.step_s(Work(0, num_generating, num_context_tokens))
@@ -95,8 +94,8 @@ class Pace:
         return min(limit, num_generating + int(chunk))
 
     def first_token_s(self, num_tokens_before: int, num_prompt: int, running: Work) -> float:
-        """Until the first token of a prompt of so many that comes now, behind so many of others',
-        while so many generate."""
+        """Predict the time to first token of a prompt of `num_prompt` tokens that arrives now,
+        behind `num_tokens_before` prompt tokens of others, while `running` decodes."""
         limit = max(1, num_tokens_before + num_prompt)
         budget = self.max_tokens(running.num_generating, running.num_context_tokens, limit)
         chunk = max(1, budget - running.num_generating)

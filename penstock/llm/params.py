@@ -1,17 +1,17 @@
-"""What a request says about how tokens are drawn. Values are checked where they come in."""
+"""Sampling parameters of a request, and logprobs. Values are validated at the protocol layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Below it logits would be divided by nothing.
+# Temperatures below it count as 0; the logits are divided by the temperature.
 COLDEST = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """Of a token that was drawn, as a logarithm; and the most likely ones with theirs."""
+    """Logprob of a sampled token, and the most likely tokens with theirs."""
 
     logprob: float
     top_tokens: Sequence[int] = ()
@@ -20,7 +20,7 @@ class Likelihood:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """How likely tokens of a prompt were, the first of them at `start`; that at 0 never is one."""
+    """Logprobs of prompt tokens, the first of them at `start`; position 0 never has one."""
 
     start: int
     likelihoods: Sequence[Likelihood]
@@ -30,24 +30,24 @@ class PromptPart:
 class Sampling:
     # 0: always the most likely token.
     temperature: float = 1.0
-    # Of the most likely tokens those that together have so much.
+    # Keep the most likely tokens with this total probability.
     top_p: float = 1.0
-    # So many of the most likely; 0: all.
+    # Keep this many of the most likely tokens; 0: all.
     top_k: int = 0
-    # Those that have at least so much of what the most likely one has.
+    # Keep tokens with at least this share of the highest probability.
     min_p: float = 0.0
-    # Of logits: for each that was generated, and once more for each time.
+    # Subtracted from the logits of generated tokens: once, and once per occurrence.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # Divides the logits of all that came before, prompt included, or multiplies those below 0.
+    # Divides positive logits of all earlier tokens, prompt included; multiplies negative ones.
     repetition_penalty: float = 1.0
-    # The same seed draws the same tokens, whoever else is in the batch.
+    # The same seed samples the same tokens, whatever else is in the batch.
     seed: int = 0
     # Added to logits, by token.
     bias: Mapping[int, float] = field(default_factory=dict)
-    # So many of the most likely are told with every token; None: not even its own.
+    # Return the logprobs of this many of the most likely tokens; None: not even of the sampled one.
     num_logprobs: int | None = None
-    # The same of the prompt's tokens, which are then all computed, whoever has done so before.
+    # The same for prompt tokens; the prompt is then computed without the prefix cache.
     num_prompt_logprobs: int | None = None
 
     @property
@@ -56,7 +56,7 @@ class Sampling:
 
     @property
     def is_cut(self) -> bool:
-        """Whether some tokens are left out."""
+        """Whether top_p, top_k or min_p excludes tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property

@@ -1,8 +1,8 @@
-"""A model's renderer as the core sees it: texts and messages go there and come back as tokens.
+"""The core's side of a renderer process: sends texts and messages there, and gets tokens back.
 
 Code and patterns of a model folder that run on a client's text (tokenizer, chat template) run in
 that process under limits of time, output and memory, never in the core. A job that exceeds its time
-limit fails and its process is killed; the other jobs run again in a new process. This side lives on
+limit fails and its process is killed; the other jobs run again in a new process. This side runs on
 the core's event loop.
 """
 
@@ -46,11 +46,11 @@ from penstock.serving.supervisor import (
 log = logging.getLogger("penstock.llm")
 RendererLife: StartLife = partial(ProcessLife, module="penstock.llm.renderer_main")
 Lane = Literal["chat", "short", "long"]
-# Jobs that run at a time. Short texts and chats each have a place that long ones cannot take.
+# Concurrent jobs. Short texts and chats each have a slot that long ones cannot take.
 SLOTS: Mapping[Lane, int] = {"chat": 1, "short": 1, "long": 2}
-# Characters of the longest job that is short: about a millisecond.
+# Characters of the longest job that counts as short: about a millisecond.
 MAX_SHORT = 2000
-# Characters of all jobs that wait: about those of one body.
+# Limit on the characters of all jobs: about those of one request body.
 MAX_WAITING_SIZE = 1 << 26
 STOP_S = 2.0
 
@@ -59,14 +59,14 @@ STOP_S = 2.0
 class TextLimits:
     """Limits on code and patterns of a model folder."""
 
-    # To load the tokenizer: those of 256,000 tokens take 2 s.
+    # To load the tokenizer: one of 256,000 tokens takes 2 s.
     load_s: float = 120.0
-    # For a job, and more for each of its characters: tokenizers take about 1 µs.
+    # For a job, and for each of its characters: tokenizers take about 1 µs.
     job_s: float = 5.0
     char_s: float = 2e-5
     # Data beyond that of the loaded tokenizer: a text of 8 MiB takes about 1 GiB.
     memory_bytes: int = 2 << 30
-    # Jobs that wait before others are refused.
+    # Limit of unfinished jobs; further ones are refused.
     max_waiting: int = 1024
 
     def of(self, num_chars: int) -> float:
@@ -85,7 +85,7 @@ class TextSource:
 
 
 class Asker(Protocol):
-    """Waits for the tokens of a job; called on the event loop."""
+    """Receiver of a job's outcome; called on the event loop."""
 
     def is_gone(self) -> bool: ...
     def encoded(self, tokens: list[list[int]]) -> None: ...
@@ -134,11 +134,11 @@ class Renderer:
         self._joiner = messages.Joiner()
         self._is_ready = False
         self._is_stopping = False
-        # The job that the present process is killed for.
+        # The job whose time limit the process is being killed for.
         self._overdue: Job | None = None
         self._problems: Sequence[str] = ()
         self._num_deaths = 0
-        # Until a process has loaded, and between a death and the next start.
+        # Limits the load of a process, then delays the next start after a death.
         self._timer: asyncio.TimerHandle | None = None
         self._loaded: asyncio.Future[Vocabulary] = self._loop.create_future()
         self._dead = asyncio.Event()
@@ -146,15 +146,15 @@ class Renderer:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    # Life.
+    # Lifecycle.
 
     async def start(self) -> Vocabulary:
-        """ConfigError where the model's files cannot be loaded."""
+        """Start the process and return the vocabulary; raise ConfigError if it cannot load."""
         self._launch()
         return await self._loaded
 
     async def drain(self) -> None:
-        """Until every job has an answer."""
+        """Wait until every job has an answer."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -176,7 +176,8 @@ class Renderer:
     # Jobs.
 
     def encode(self, texts: Sequence[str], is_whole: bool, asker: Asker) -> None:
-        """Overloaded where too many jobs wait; every other outcome goes to the asker."""
+        """Encode texts; raise Overloaded if too many jobs wait. The asker gets every other
+        outcome."""
         message = messages.EncodeTexts(next(self._numbers), list(texts), is_whole)
         size = sum(map(len, texts))
         self._submit(Job(message, asker, size, "long" if size > MAX_SHORT else "short"))
@@ -188,7 +189,7 @@ class Renderer:
         max_chars: int,
         asker: Asker,
     ) -> None:
-        """The same for messages. The template may produce at most `max_chars` characters."""
+        """Like `encode`, for messages. The template may produce at most `max_chars` characters."""
         told, settings = msgspec.json.encode(asked), msgspec.json.encode(options)
         message = messages.EncodeChat(next(self._numbers), told, settings, max_chars)
         size = len(told) + len(settings)
@@ -225,7 +226,7 @@ class Renderer:
                 num_running += self._run(queue.popleft())
 
     def _run(self, job: Job) -> bool:
-        """Send it, unless its client has left."""
+        """Send it, unless its client has disconnected; return whether it was sent."""
         if job.asker.is_gone():
             self._loop.call_soon(self._tell, job, Cancelled("the client left"))
             return False
@@ -235,7 +236,7 @@ class Renderer:
         return True
 
     def _end_overdue(self, job: Job) -> None:
-        # This loop may be late itself: the answer may have come.
+        # The event loop may be late: the answer may have arrived.
         self._receive()
         if job.message.job not in self._sent:
             return
@@ -387,7 +388,8 @@ class Renderer:
         self._timer = self._loop.call_later(delay_s, self._launch)
 
     def _judge(self, reason: str) -> None:
-        """Fail the job that ended the process; the others run again."""
+        """Fail the job that killed the process and run the others again; if several jobs may be to
+        blame, run them one at a time."""
         overdue, self._overdue = self._overdue, None
         jobs = list(self._sent.values())
         for job in jobs:

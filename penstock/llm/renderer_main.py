@@ -1,9 +1,8 @@
-"""The renderer of one model, in a process of its own: `python -m penstock.llm.renderer_main FD
-PARENT`.
+"""Renderer process of one model: `python -m penstock.llm.renderer_main FD PARENT`.
 
-It runs what comes from the model folder: the tokenizer with its patterns and the chat template.
-Jobs run in threads; the core decides how many it sends and ends this process when one takes too
-long. Data beyond the memory limit makes an allocation fail, and with it the job or this process.
+It runs the code of the model folder: the tokenizer with its patterns and the chat template. Jobs
+run in threads; the core limits how many it sends and kills this process when one takes too long. An
+allocation beyond the memory limit fails, and with it the job or this process.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from penstock.serving.worker import begin_life, take_part
 log = logging.getLogger("penstock.text")
 NUM_THREADS = 4
 MAX_ERROR_CHARS = 500
-# Threads give way to each other this soon: a long text must not hold up short ones.
+# Thread switch interval, short so that a long text does not delay short ones.
 SWITCH_S = 0.0005
-# The library's own threads: each job is one text, which they cannot share.
+# Switch of the library's own threads: each job is one text, which they cannot share.
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 _json = msgspec.json.Decoder()
 
@@ -48,7 +47,7 @@ class RendererProcess:
         self._text: Text | None = None
 
     def serve(self) -> None:
-        """Until the core closes the socket or says so."""
+        """Serve until the core closes the socket or sends StopText."""
         with ThreadPoolExecutor(NUM_THREADS, "render") as threads:
             while (message := self._receive()) is not None:
                 match message:
@@ -105,7 +104,7 @@ class RendererProcess:
         except MemoryError:
             reason = "the tokenizer needs more memory than it may use"
             self._send(messages.NotEncoded(message.job, "failed", reason))
-        except BaseException:  # Also panics of the library, which are no Exception.
+        except BaseException:  # Also panics of the library, which are not Exceptions.
             log.exception("a text cannot be encoded")
             self._send(messages.NotEncoded(message.job, "failed", "the tokenizer failed"))
 
@@ -124,7 +123,7 @@ class RendererProcess:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """So much more data than there is now."""
+    """Limit the process to `num_bytes` more data than it has now."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     most = _data_bytes() + num_bytes
     if hard != resource.RLIM_INFINITY:

@@ -1,7 +1,7 @@
-"""Runs steps: from a plan to the tokens that come out of it.
+"""Run steps on CPUs: from a planned step to its sampled tokens.
 
-Knows the decoder, the cache and how tokens are drawn; which sequences there are is the scheduler's
-business. Tokens that an earlier step sampled are taken from where that step left them.
+Knows the decoder, the cache and sampling, but not which sequences exist; that is the scheduler's
+task.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from penstock.llm.sampling import Row, Sampled, sample
 from penstock.llm.scheduler import Chunk, Step
 from penstock.llm.sequence import Sequence
 
-# Of a prompt's logits at a time: a vocabulary is wide.
+# Prompt positions whose logits are computed at a time: a vocabulary is large.
 MAX_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What came of a step, in the order of its sampled chunks."""
+    """Result of a step, in the order of its sampled chunks."""
 
     sampled: Sampled
-    # How many likely ones each wants to know; None: not even its own.
+    # Number of top logprobs that each sequence wants; None: not even that of its token.
     wanted: Many[int | None] = ()
-    # By the ids of sequences.
+    # By sequence id.
     prompts: Mapping[int, PromptPart] = field(default_factory=dict)
 
     @property
@@ -59,14 +59,14 @@ class Ran:
 
 
 class Runner:
-    """One step after the other, on the calling thread."""
+    """Synchronous runner, on the calling thread."""
 
     def __init__(self, decoder: Decoder, cache: Cache) -> None:
         self._decoder = decoder
         self._shelves = Shelves(cache)
 
     def run(self, step: Step, samplings: dict[int, Sampling]) -> Ran:
-        """`samplings` by the ids of sequences. All tokens are known."""
+        """Run a step whose tokens are all known; `samplings` are by sequence id."""
         with torch.inference_mode():
             return self._ran(step, samplings)
 
@@ -100,7 +100,7 @@ def prompts_of(
     hidden: Tensor,
     logits: Callable[[Tensor], Tensor],
 ) -> dict[int, PromptPart]:
-    """How likely the prompts' tokens were, of those that want to know."""
+    """Return the prompt logprobs of the requests that want them, by sequence id."""
     found: dict[int, PromptPart] = {}
     first = 0
     for chunk in step.chunks:
@@ -117,12 +117,13 @@ def prompts_of(
 
 
 def num_told(chunk: Chunk) -> int:
-    """Of its tokens those that are followed by one of the prompt."""
+    """Return how many tokens of the chunk are followed by a prompt token."""
     return min(chunk.end, chunk.sequence.num_prompt - 1) - chunk.start
 
 
 def likely(logits: Tensor, tokens: Many[int], num: int) -> list[Likelihood]:
-    """Of each token by its row of logits, with the `num` most likely ones."""
+    """Return the logprob of each token from its row of logits, with the `num` most likely
+    tokens."""
     logprobs = logits.float().log_softmax(1)
     index = torch.tensor(tokens, device=logits.device)[:, None]
     own: list[float] = logprobs.gather(1, index)[:, 0].tolist()
@@ -134,7 +135,7 @@ def likely(logits: Tensor, tokens: Many[int], num: int) -> list[Likelihood]:
 def row_of(chunk: Chunk, sampling: Sampling) -> Row:
     sequence: Sequence = chunk.sequence
     ending, tokens = sequence.ending, sequence.tokens
-    # By its place, for tokens may be on their way.
+    # Counted by position, as tokens may still be in flight.
     is_held = chunk.end - sequence.num_prompt < ending.min_tokens
     banned = sorted(ending.stop_tokens) if is_held else ()
     if not sampling.has_penalties:

@@ -1,9 +1,9 @@
-"""From logits to tokens, for all sequences of a step at once.
+"""Sample tokens from logits, for all sequences of a step at once.
 
-A token is drawn by adding noise to the logits and taking the largest (Gumbel's trick), so nothing
-is summed up and nothing leaves the device. The noise of a sequence depends on its seed and on how
-many tokens it has, on nothing else: whoever else is in the batch, the same seed draws the same.
-`torch` does the work wherever the logits are.
+A token is sampled by adding Gumbel noise to the logits and taking the argmax, so no cumulative sum
+is needed and nothing leaves the device. The noise of a sequence depends only on its seed and its
+number of tokens: the same seed samples the same tokens, whatever else is in the batch. torch runs
+on the device of the logits.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch import Tensor
 
 from penstock.llm.params import Sampling
 
-# Of a mixing function for 32 bits (murmur3's last step), in numbers of 64 without a sign.
+# Constants of a 32-bit hash (murmur3's finaliser), computed in 64-bit integers.
 FACTORS = 0x85EBCA6B, 0xC2B2AE35
 MASK = 0xFFFFFFFF
-# Between positions and between tokens, so that neighbours have nothing in common.
+# Strides between positions and between tokens, so that neighbours get unrelated hashes.
 STEPS = 0x9E3779B1, 0x7FEB352D
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence that gets a token."""
+    """Sampling input of one sequence."""
 
     sampling: Sampling
-    # How many tokens it has.
+    # Number of tokens that it has.
     position: int
     # Needed for penalties only.
     prompt: Sequence[int] = ()
     generated: Sequence[int] = ()
-    # Not to be drawn now.
+    # Tokens that may not be sampled now.
     banned: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens, one for each row; with the logarithms of their probabilities, and the most likely
-    ones with theirs, for as many places as the row that wants most (none where nobody does)."""
+    """Tokens, one for each row, with their logprobs and the most likely tokens with theirs, for as
+    many places as the largest request in the batch (None if no row wants them)."""
 
     tokens: Tensor
     logprobs: Tensor | None = None
@@ -50,7 +50,7 @@ class Sampled:
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
-    """`logits` are [rows, vocabulary], and are not kept."""
+    """Sample a token for each row of `logits` [rows, vocabulary], which is left unchanged."""
     logits = logits.float()
     told = told_of(logits, rows)
     changed = biased(logits, rows)
@@ -58,7 +58,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
     if places:
         drawn = [rows[place] for place in places]
         index = torch.tensor(places, device=logits.device)
-        # The same storage may be the model's.
+        # `logits` may be the model's own storage.
         changed = changed.clone() if changed is logits else changed
         changed[index] = noised(changed[index], drawn)
     tokens = changed.argmax(1)
@@ -75,13 +75,13 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> Sampled:
 
 
 def told_of(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, int] | None:
-    """Of what the model says, before anything is changed; and for how many places."""
+    """Return the logprobs before any logits processor, and the number of top places wanted."""
     wanted = [row.sampling.num_logprobs for row in rows if row.sampling.num_logprobs is not None]
     return (logits.log_softmax(1), max(wanted)) if wanted else None
 
 
 def biased(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """With what was said about single tokens, and about those that came before."""
+    """Apply penalties, bias and banned tokens."""
     found = logits
     for place, row in enumerate(rows):
         sampling = row.sampling
@@ -94,7 +94,7 @@ def biased(logits: Tensor, rows: Sequence[Row]) -> Tensor:
             tokens = torch.tensor(list(sampling.bias), device=logits.device)
             values = torch.tensor(list(sampling.bias.values()), device=logits.device)
             found[place, tokens] += values
-        # Those that this vocabulary has not cannot be drawn.
+        # Tokens outside the vocabulary cannot be sampled anyway.
         if banned := [token for token in row.banned if token < logits.shape[1]]:
             found[place, banned] = float("-inf")
     return found
@@ -118,7 +118,7 @@ def penalised(logits: Tensor, row: Row) -> Tensor:
 
 
 def noised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Of which the largest is a token drawn as it was asked for."""
+    """Apply temperature and cuts, and add noise: the argmax is a random sample."""
     device = logits.device
     samplings = [row.sampling for row in rows]
     temperatures = torch.tensor([each.temperature for each in samplings], device=device)
@@ -137,16 +137,16 @@ def cut(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def without(logits: Tensor, most: Tensor, share: Tensor, least: Tensor) -> Tensor:
-    """Without the tokens that are not to be drawn, by what each row has of top_k, top_p and min_p;
-    the most likely one always stays."""
+    """Mask the tokens that top_k, top_p and min_p of each row exclude; the most likely one always
+    stays."""
     device, size = logits.device, logits.shape[1]
     most = torch.where(most > 0, most, size)
-    # Of all there is nothing to leave out, however sums are rounded.
+    # top_p of 1 excludes nothing, whatever the rounding of sums.
     share = torch.where(share < 1, share, math.inf)
     ordered, places = logits.sort(1, descending=True)
     is_out = torch.arange(size, device=device)[None, :] >= most[:, None]
     probabilities = ordered.masked_fill(is_out, float("-inf")).softmax(1)
-    # What comes before it has enough already.
+    # Tokens before it already reach top_p.
     is_out |= (probabilities.cumsum(1) - probabilities) >= share[:, None]
     is_out |= probabilities < least[:, None] * probabilities[:, :1]
     is_out[:, 0] = False
@@ -155,7 +155,7 @@ def without(logits: Tensor, most: Tensor, share: Tensor, least: Tensor) -> Tenso
 
 
 def gumbel(rows: Sequence[Row], size: int, device: torch.device) -> Tensor:
-    """[rows, size], each of its seed and position."""
+    """Return Gumbel noise [rows, size], from each row's seed and position."""
     keys = [key_of(row.sampling.seed, row.position) for row in rows]
     return noise(torch.tensor(keys, device=device), size)
 
@@ -163,19 +163,19 @@ def gumbel(rows: Sequence[Row], size: int, device: torch.device) -> Tensor:
 def noise(keys: Tensor, size: int) -> Tensor:
     tokens = torch.arange(size, device=keys.device) * STEPS[1]
     bits = _mixed(keys[:, None] ^ _mixed(tokens)[None, :])
-    # Between 0 and 1, without either.
+    # In the open interval (0, 1).
     uniform = (bits.double() + 0.5) / (MASK + 1)
     return -(-uniform.log()).log().float()
 
 
 def key_of(seed: int, position: int) -> int:
-    """32 bits of a seed of any size."""
+    """Return a 32-bit key for a seed of any size."""
     folded = (seed ^ (seed >> 32)) & MASK
     return (folded * FACTORS[0] + position * STEPS[0]) & MASK
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Every bit depends on every other."""
+    """Hash: every output bit depends on every input bit."""
     numbers = numbers & MASK
     for factor, shift in zip(FACTORS, (16, 13), strict=True):
         numbers = ((numbers ^ (numbers >> shift)) * factor) & MASK

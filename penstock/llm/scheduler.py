@@ -1,10 +1,10 @@
-"""Which tokens of which sequences the next step computes.
+"""Continuous batching: choose the tokens that the next step computes.
 
-Pure: no clock, no tensors. `plan` makes a step, somebody runs it, `commit` tells what it sampled; a
-step may be planned while the one before it still runs, for where its tokens go is known before they
-are. Every sequence that generates gets its one token first; what is left of the budget goes to
-prompts, in order, a long one in several steps; then whoever waits is admitted. Where blocks run out
-the last in rank gives its up and computes them again later.
+Pure: no clock, no tensors. `plan` makes a step, the engine runs it, `commit` takes its sampled
+tokens. A step can be planned while the one before it still runs, because the positions of its
+tokens are known before the tokens are. Every decoding sequence gets its token first; the rest of
+the budget goes to chunked prefill, in order; then waiting sequences are admitted. When blocks run
+out, the sequence of the lowest rank is preempted and computed again later.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from penstock.llm.blocks import BlockPool
 from penstock.llm.sequence import Reason, Sequence
 
 RANK = attrgetter("rank")
-# Tokens of a prompt in a step, where prompts share it: fewer are not worth a chunk.
+# Least prompt tokens per chunk when prompts share a step: smaller chunks are not worth it.
 MIN_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one step."""
+    """Limits of one step."""
 
-    # Sequences that run together; more for throughput, fewer for time per token.
+    # Sequences that run at a time; more for throughput, fewer for time per token.
     max_sequences: int
-    # Tokens; more for throughput of prompts, fewer for time per token.
+    # Token budget; more for prefill throughput, fewer for time per token.
     max_tokens: int
-    # Of a sequence, prompt and all.
+    # Tokens of a sequence, including its prompt.
     max_length: int
 
     def __post_init__(self) -> None:
-        # Or some that generate would get nothing.
+        # Otherwise some decoding sequences would get no token.
         assert self.max_tokens >= self.max_sequences >= 1
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of one sequence, from `start` on."""
+    """Tokens of one sequence in a step, from `start` on."""
 
     sequence: Sequence
     start: int
     count: int
-    # Whether a token comes out: it computes the last that there is.
+    # Whether it ends with the sequence's last token, so that the next token is sampled.
     is_sampled: bool
-    # `num_evictions` when it was planned.
+    # The sequence's `num_evictions` at planning time.
     num_evictions: int
-    # The sequence's then. Some may have been added since, at its end: a sequence that loses its
-    # blocks gets another list.
+    # The sequence's block list. Blocks may have been appended since; a sequence that loses its
+    # blocks gets a new list.
     blocks: Many[int]
 
     @property
@@ -74,15 +74,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """A token that a sequence got; its reason is set if that was its last."""
+    """A new token of a sequence; the sequence's reason is set if it was the last."""
 
     sequence: Sequence
     token: int
 
 
 class Scheduler:
-    """Invariant: a sequence is in `waiting` and has no blocks, or in `running`, both by rank, or it
-    has ended."""
+    """Invariant: a sequence is in `waiting` without blocks, or in `running`, or it has ended. Both
+    lists are sorted by rank."""
 
     def __init__(self, pool: BlockPool, limits: Limits, *, shares_prompts: bool = False) -> None:
         """`shares_prompts`: prompts share the tokens of a step evenly, so that short ones need not
@@ -93,13 +93,13 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        # Tokens, by all steps that are committed.
+        # Tokens computed by all committed steps.
         self.num_computed = 0
         self._waits_s: list[float] = []
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:
-        """Whether such a sequence could run if it were alone."""
-        # The last one is never computed, so it needs neither a position nor room.
+        """Return whether such a sequence could run alone."""
+        # The last token is never computed, so it needs neither a position nor room.
         num_computed = num_prompt + max_tokens - 1
         is_short = num_computed <= self.limits.max_length
         return is_short and self.pool.num_needed(num_computed) <= self.pool.num_blocks
@@ -109,8 +109,8 @@ class Scheduler:
         insort(self.waiting, sequence, key=RANK)
 
     def end(self, sequence: Sequence, reason: Reason) -> None:
-        """Nothing more of it is wanted. Steps under way may still compute it, in blocks that others
-        may have by then: what those write comes later."""
+        """End a sequence. Steps in flight may still write to its freed blocks; this is safe because
+        steps run in order, so the next owner writes later."""
         if sequence.state == "ended":
             return
         (self.waiting if sequence.state == "waiting" else self.running).remove(sequence)
@@ -118,8 +118,8 @@ class Scheduler:
         sequence.state, sequence.reason = "ended", reason
 
     def plan(self, max_tokens: int | None = None) -> Step:
-        """The next step, of at most so many tokens where that is less than the limit; an empty one
-        where there is nothing to do before another is committed."""
+        """Return the next step, of at most `max_tokens` tokens if that is below the limit; empty if
+        nothing can run before another step is committed."""
         step = Step()
         most = self.limits.max_tokens if max_tokens is None else max_tokens
         num_before = self.num_preemptions
@@ -132,8 +132,8 @@ class Scheduler:
         return step
 
     def commit(self, step: Step, sampled: Many[int]) -> list[New]:
-        """What it sampled, one for each chunk that is sampled, in order. Steps are committed in the
-        order in which they were planned."""
+        """Take the sampled tokens of a step, one for each sampled chunk, in order. Steps are
+        committed in the order in which they were planned."""
         self.num_computed += step.num_tokens
         tokens = iter(sampled)
         new: list[New] = []
@@ -142,27 +142,27 @@ class Scheduler:
         return new
 
     def note_begun(self, step: Step, now: float) -> None:
-        """Those that it begins have waited until now; those of one request once."""
+        """Record the queueing times of requests that this step starts, one for each request."""
         for sequence in (chunk.sequence for chunk in step.chunks):
             if not sequence.is_begun and sequence.leader is None:
                 self._waits_s.append(now - sequence.arrived)
             sequence.is_begun = True
 
     def take_waits(self) -> tuple[float, ...]:
-        """How long those waited that were begun since this was last asked."""
+        """Return the queueing times of requests started since the last call."""
         found, self._waits_s = tuple(self._waits_s), []
         return found
 
     # Planning.
 
     def _plan_tokens(self, step: Step) -> None:
-        """One for each that generates, whatever the budget."""
+        """Plan one token for each decoding sequence, whatever the budget."""
         for sequence in list(self.running):
             if sequence.state == "running" and _is_generating(sequence) and sequence.num_left:
                 self._plan_chunk(step, sequence, 1)
 
     def _plan_prompts(self, step: Step, most: int, shares: Mapping[int, int]) -> None:
-        """What was computed once and lost to others is a prompt, too."""
+        """Plan chunked prefill, including the recomputation of preempted sequences."""
         for sequence in list(self.running):
             if sequence.state != "running" or _is_generating(sequence):
                 continue
@@ -172,7 +172,8 @@ class Scheduler:
                 self._plan_chunk(step, sequence, count)
 
     def _admit(self, step: Step, most: int, shares: Mapping[int, int]) -> None:
-        """In order: whoever does not fit holds up those behind him, or he might wait for ever."""
+        """Admit by rank: a sequence that does not fit blocks those behind it, so that long prompts
+        cannot starve."""
         while step.num_tokens < most and len(self.running) < self.limits.max_sequences:
             sequence = self._first_due()
             if sequence is None or not self._begin(sequence):
@@ -182,7 +183,7 @@ class Scheduler:
             self._add_chunk(step, sequence, count)
 
     def _shares(self, budget: int) -> dict[int, int]:
-        """Tokens of each prompt that shares a step, by the ids of sequences."""
+        """Return the tokens of each prompt that shares the step, by sequence id."""
         if not self.shares_prompts or budget <= 0:
             return {}
         prompts = [each for each in self.running if not _is_generating(each) and each.num_left]
@@ -193,8 +194,8 @@ class Scheduler:
         return {each.id: share for each, share in zip(prompts, shares, strict=True)}
 
     def _first_due(self) -> Sequence | None:
-        """Of those that wait; not one whose prompt another computes just now, nor one whose next
-        token is not known."""
+        """Return the first waiting sequence that can start: its prompt is not being computed by its
+        leader, and it has no tokens in flight."""
         for sequence in self.waiting:
             leader = sequence.leader
             is_led = leader is not None and leader.state == "running" and not _has_prompt(leader)
@@ -203,15 +204,15 @@ class Scheduler:
         return None
 
     def _begin(self, sequence: Sequence) -> bool:
-        """Give it blocks for all its tokens, so that of those that run only the ones that generate
-        ever need more; those with the same beginning first."""
+        """Allocate blocks for all known tokens, reusing cached ones of the same prefix. Running
+        sequences then need more blocks only for decode."""
         pool = self.pool
         known = len(sequence.tokens)
-        # One token at least is computed: the next is sampled from it.
+        # At least one token must be computed, to sample the next one from it.
         keys = sequence.keys(known - 1, pool.block_size) if sequence.is_cached else []
         shared = pool.found(keys)
         needed = pool.num_needed(known) - len(shared)
-        # Those that run will need a block each before long.
+        # Headroom: each running sequence will soon need another block.
         spare = len(self.running)
         if pool.num_free_without(shared) < needed + spare:
             return False
@@ -230,12 +231,12 @@ class Scheduler:
         return True
 
     def _plan_chunk(self, step: Step, sequence: Sequence, count: int) -> None:
-        """With room for it, which the last in rank give up; perhaps it is the last itself."""
+        """Plan a chunk, preempting sequences of the lowest rank to make room, possibly this one."""
         pool = self.pool
         missing = pool.num_needed(sequence.num_planned + count) - len(sequence.blocks)
         while missing > pool.num_free:
             last = self.running[-1]
-            # Those behind this one have nothing in this step yet.
+            # Sequences behind this one have nothing in this step yet.
             self._preempt(last)
             if last is sequence:
                 return
@@ -264,7 +265,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_planned = 0
         sequence.num_evictions += 1
 
-    # What came of it.
+    # Commit.
 
     def _commit(self, chunk: Chunk, tokens: Iterator[int]) -> Iterator[New]:
         sequence = chunk.sequence
@@ -284,7 +285,7 @@ class Scheduler:
         yield New(sequence, token)
 
     def _name(self, sequence: Sequence, num_computed: int) -> None:
-        """The blocks that are full now."""
+        """Register the blocks that are now full in the prefix cache."""
         size = self.pool.block_size
         first = sequence.num_computed // size
         if first < num_computed // size:
@@ -294,8 +295,8 @@ class Scheduler:
 
 
 def fair_shares(wanted: Many[int], budget: int) -> list[int]:
-    """As much for each as for the others, and at most what it wants; what one does not want is for
-    the others. The first get what cannot be divided."""
+    """Split the budget evenly, giving each at most what it wants; unused shares go to the others,
+    and the remainder to the first."""
     shares = [0] * len(wanted)
     # Smallest demand first. Among equal demands the earliest comes last and gets the remainder.
     places = sorted(range(len(wanted)), key=lambda place: (wanted[place], -place))
@@ -306,7 +307,7 @@ def fair_shares(wanted: Many[int], budget: int) -> list[int]:
 
 
 def _is_generating(sequence: Sequence) -> bool:
-    """Whether all but its last token are planned."""
+    """Return whether all tokens but the last are planned, i.e. it decodes."""
     return sequence.num_planned >= len(sequence.tokens) + sequence.num_ahead - 1 and (
         sequence.num_generated + sequence.num_ahead > 0
     )

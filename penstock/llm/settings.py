@@ -1,5 +1,4 @@
-"""What a language model's configuration says to its engine. `parameters` have the names that vLLM's
-users know, where it has one."""
+"""Engine settings from a model's configuration. Parameters have vLLM's names where there is one."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from penstock.repository import GGUF
 
 PREFIX = "penstock."
 DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8", "int4")
-# Those that only a GPU multiplies in, and only a CPU.
+# Datatypes for GPUs only, and for CPUs only.
 ON_GPUS, ON_CPUS = ("fp8",), ("int8", "int4")
-# More than any model has: its own length holds.
+# Longer than any model: the model's own length applies.
 LONGEST = 1 << 24
 
 
@@ -30,36 +29,36 @@ class Number:
 
 
 NUMBERS: Mapping[str, Number] = {
-    # Larger ones make tables shorter, smaller ones share more of prompts.
+    # Larger blocks make block tables shorter, smaller ones share more of prompts.
     "block_size": Number(16, 1, 256),
-    # 0: on a CPU 1 GiB, on a GPU what is free. More for longer texts and more of them at a time.
+    # 0: 1 GiB on a CPU, the free memory on a GPU. More for longer and more concurrent sequences.
     "kv_cache_bytes": Number(0, 0, 1 << 50),
-    # Of a text, prompt and all. Lower it where memory does not hold one of the model's length.
+    # Tokens of a sequence, prompt included. Lower it if memory cannot hold the model's length.
     "max_model_len": Number(LONGEST, 2, LONGEST),
-    # Tokens of a step: more for throughput of prompts, fewer for time per token.
+    # Tokens of a step: more for prefill throughput, fewer for time per token.
     "max_num_batched_tokens": Number(0, 1, 1 << 24),
-    # Texts that are generated together: more for throughput, fewer for time per token.
+    # Sequences that run at a time: more for throughput, fewer for time per token.
     "max_num_seqs": Number(0, 1, 1 << 16),
-    # Requests that wait for their first token before others are refused.
+    # Queue limit; further requests are refused.
     "max_waiting": Number(1024, 1, 1 << 20),
-    # Cores of the engine; fewer where others need some.
+    # Threads of the engine; fewer if other processes need cores.
     "threads": Number(0, 1, 1024),
     # Seconds that the chat template and tokenizer may take for a request, and 20 us more for each
-    # character. Raise it where templates are slow, or the machine is.
+    # character. Raise it for slow templates or machines.
     "text_timeout_s": Number(5, 0.1, 3600),
-    # What is promised: until the first token, and for each that follows. They decide how much of
-    # a prompt a step takes, and who is refused.
+    # Latency targets: time to first token, and time per output token. They limit prefill chunks and
+    # drive admission control.
     "ttft_ms": Number(0, 0.001, 1e9),
     "tpot_ms": Number(0, 0.001, 1e9),
 }
 FLAGS = ("random_weights", "parse_special_tokens", "follow_links")
 TEXTS = ("dtype", *FLAGS)
-# Where nobody says: (on a CPU, on a GPU).
+# Defaults (on a CPU, on a GPU).
 MAX_SEQUENCES, MAX_TOKENS = (16, 256), (256, 8192)
 
 
 def settings_of(config: ModelConfig) -> Settings:
-    """ConfigError with all that is wrong."""
+    """Return the settings; raise ConfigError with all problems."""
     problems: list[str] = []
     numbers = {name: _number(config, name, problems) for name in NUMBERS}
     dtype = config.options.get(f"{PREFIX}dtype", "auto")
@@ -112,7 +111,7 @@ def settings_of(config: ModelConfig) -> Settings:
 
 
 def path_of(config: ModelConfig) -> Path:
-    """A GGUF file, or Hugging Face's folder; of random weights the configuration alone."""
+    """Return the GGUF file or Hugging Face folder; for random weights the configuration file."""
     artifact = Path(config.artifact)
     is_alone = config.options.get(f"{PREFIX}random_weights") == "true"
     return artifact if artifact.suffix == GGUF or is_alone else artifact.parent

@@ -1,7 +1,7 @@
-"""Text that ends a sequence, found in a stream of pieces whatever their borders.
+"""Find stop strings in a stream of text pieces, also across piece borders.
 
-Pure. What could be the beginning of such a text is held back until it is clear whether it is one;
-nobody is sent a part of what is then cut off.
+Pure. Text that could be the beginning of a stop string is held back until it is clear whether
+it is one, so a client never receives a part of one.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from collections.abc import Sequence
 
 
 class StopTexts:
-    """Of one sequence. Whoever may be sent to is given all text in order, up to what ends it."""
+    """Stop strings of one sequence. Passes on all text in order, up to the stop string."""
 
     def __init__(self, texts: Sequence[str], *, is_kept: bool = False) -> None:
-        """`is_kept`: the text that ends it is sent too."""
+        """`is_kept`: the stop string itself is passed on too."""
         assert all(texts), "nothing ends with the empty text"
         self._texts = texts
         self._is_kept = is_kept
         self._held = ""
-        # The one that was found.
+        # The stop string that was found.
         self.found: str | None = None
 
     def add(self, piece: str) -> str:
-        """What may be sent now. Nothing is added once one was found."""
+        """Return the text that may be sent now. Must not be called after a stop string was
+        found."""
         assert self.found is None
         if not self._texts:
             return piece
@@ -36,19 +37,20 @@ class StopTexts:
         return text[: len(text) - num_held]
 
     def rest(self) -> str:
-        """It has ended otherwise: what was held back was none."""
+        """Return the text held back, after the sequence has ended otherwise."""
         held, self._held = self._held, ""
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """The one that ends first; of those the longest. As if each character came alone."""
+        """Return the match that ends first, the longest of several, as if characters came one by
+        one."""
         hits = [(place, each) for each in self._texts if (place := text.find(each)) >= 0]
         if not hits:
             return None
         return min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
 
     def _num_held(self, text: str) -> int:
-        """Of the longest end that one of them begins with."""
+        """Return the length of the longest suffix that is the beginning of a stop string."""
         most = max(map(len, self._texts)) - 1
         for size in range(min(most, len(text)), 0, -1):
             end = text[len(text) - size :]

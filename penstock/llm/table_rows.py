@@ -1,8 +1,8 @@
-"""Which sequence has which row of the device's table of blocks, and what of it the device does not
-know yet. Whole numbers only; `cuda_runner` sends them.
+"""Assign rows of the device's block table to sequences, and track what the device does not know
+yet. Integers only; `cuda_runner` sends them.
 
-A row is a sequence's while it is in steps; those of sequences that a step does not have may be
-given to others, for whoever comes back has nothing there that only the device knows.
+A sequence keeps its row while it is in steps. Rows of sequences that are not in a step may be
+reassigned: such a sequence has no state that only the device knows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.llm.scheduler import Chunk
 @dataclass(slots=True)
 class Held:
     row: int
-    # Of the sequence, when its blocks were sent.
+    # The sequence's value when its blocks were sent.
     num_evictions: int
     # How many of its blocks were sent.
     num_sent: int = 0
@@ -24,7 +24,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Entries of the table, counted from its first, and the blocks that they are now."""
+    """Flat indices of changed table entries, and their new blocks."""
 
     entries: list[int]
     blocks: list[int]
@@ -37,8 +37,8 @@ class TableRows:
         self._free = list(range(num_rows))
 
     def take(self, chunks: Many[Chunk]) -> tuple[list[Held], list[int], Changes]:
-        """Of each chunk of a step its row; the places in the step of those that are new to theirs;
-        and what is to be changed in the table."""
+        """Return the row of each chunk of a step, the places of chunks that got a new row, and the
+        changes of the table."""
         held: list[Held] = []
         new: list[int] = []
         changes = Changes([], [])

@@ -1,8 +1,9 @@
-"""A model's tokenizer and chat template: from text and messages to tokens.
+"""A model's tokenizer and chat template: turns text and messages into tokens.
 
-The tokenizer is one of `tokenizers`, from a folder's tokenizer.json or from a GGUF file. Both come
-with model folders and may loop or take all memory, so a server runs them in a process of their own
-(`renderer_main`), never in the core. Templates run in Jinja's sandbox and see messages only.
+The tokenizer is one of `tokenizers`, from a folder's tokenizer.json or from a GGUF file. Tokenizer
+and template come with the model and may loop or exhaust memory, so a server runs them in a process
+of their own (`renderer_main`), never in the core. Templates run in Jinja's sandbox and see messages
+only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TOKENIZER, SETTINGS, GENERATION = (
     "generation_config.json",
 )
 TEMPLATE = "chat_template.jinja"
-# What GGUF calls the way a text is cut before pairs are merged.
+# Patterns of GGUF's pre-tokenizers, which split a text before BPE merges.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = "llama-bpe"
@@ -56,15 +57,15 @@ CUTS = {
     "qwen2": rf"{WORDS}|\p{{N}}|{SIGNS}",
 }
 DIGITS_APART = ("smollm",)
-# Of a GGUF file's tokens: those that stand for something, and are never part of a text.
+# GGUF token type of special tokens, which are never part of a text.
 CONTROL = 3
-# Parts of a text that are never cut.
+# GGUF token type of user-defined tokens, which are never split.
 OF_USERS = 4
 
 Messages = Sequence[Mapping[str, Any]]
-# Characters of an error that a template raises.
+# Length limit of the error messages that a template raises.
 MAX_REASON_CHARS = 500
-# For random weights: messages one below the other.
+# For random weights: messages one per line.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 )
@@ -116,9 +117,9 @@ class Text:
         return size
 
     def encode(self, text: str, *, is_whole: bool = True) -> list[int]:
-        """The tokens of a text; `is_whole`: with those that the model wants around a text. Other
-        threads run meanwhile."""
-        # The only call of the library that releases the interpreter lock.
+        """Return the tokens of a text; `is_whole`: with the special tokens that the model wants
+        around it. Releases the GIL."""
+        # The only call of the library that releases the GIL.
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=is_whole)
         tokens: list[int] = found.ids
         return tokens
@@ -129,9 +130,9 @@ class Text:
         options: Mapping[str, object] | None = None,
         max_chars: int | None = None,
     ) -> list[int]:
-        """The tokens that the model continues with an answer. Special tokens within messages are
-        text. InvalidRequest where the template does not take the messages, TooLarge where it makes
-        more than `max_chars` characters of them."""
+        """Return the tokens of a chat prompt. Special tokens within messages are text. Raise
+        InvalidRequest if the template refuses the messages, TooLarge if it produces more than
+        `max_chars` characters."""
         if self.parses_special:
             return self.encode(self.chat(messages, options, max_chars), is_whole=False)
         control = self._control
@@ -156,7 +157,7 @@ class Text:
         options: Mapping[str, object] | None = None,
         max_chars: int | None = None,
     ) -> str:
-        """The text that the template makes of messages; errors as of `encode_chat`."""
+        """Render messages with the template; raises the errors of `encode_chat`."""
         if not self.template:
             raise InvalidRequest("the model has no chat template; use /v1/completions")
         values = {"add_generation_prompt": True, **(options or {}), **self.names}
@@ -192,7 +193,7 @@ class Text:
 
 
 def _join(parts: Iterable[str], max_chars: int | None) -> str:
-    """TooLarge as soon as there are too many characters: a template may never end."""
+    """Join parts; raise TooLarge at once if there are too many characters: a template may loop."""
     found, num_chars = [], 0
     for part in parts:
         num_chars += len(part)
@@ -219,7 +220,7 @@ def _to_json(value: object, indent: int | None = None) -> str:
 
 def read_text(path: str, *, is_made_up: bool = False, parses_special: bool = False) -> Text:
     """Read the tokenizer and chat template of a folder, a GGUF file or, for random weights, those
-    beside a config.json. ConfigError with what is wrong."""
+    beside a config.json. Raise ConfigError if they are invalid."""
     where = Path(path)
     if is_made_up:
         text = _read_made_up(where)
@@ -243,8 +244,8 @@ def _read_gguf(path: Path) -> Text:
 
 
 def _read_made_up(config: Path) -> Text:
-    """The tokenizer beside a config.json, or else one of bytes. Random weights choose any token, so
-    every token has text: speed is measured by the text that comes."""
+    """Return the tokenizer beside a config.json, or else one of bytes. Random weights sample any
+    token, so every token gets text: clients measure speed by the text they receive."""
     num_tokens = read_object(config).get("vocab_size")
     if not isinstance(num_tokens, int) or num_tokens < 1:
         raise ConfigError([f"{config.name}: vocab_size is {num_tokens!r}; expected a number"])
@@ -258,7 +259,7 @@ def _read_made_up(config: Path) -> Text:
 
 
 def of_bytes(num_tokens: int) -> Text:
-    """A token for each byte of a text, in a vocabulary of this size whose every token has text."""
+    """Return a tokenizer of bytes with `num_tokens` tokens, each of which has text."""
     letters = {letter: byte % num_tokens for letter, byte in letters_of_bytes().items()}
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -270,7 +271,8 @@ def of_bytes(num_tokens: int) -> Text:
 
 
 def _printed(token: int) -> bytes:
-    """ASCII as it is; other bytes, which may be half a character, by number."""
+    """Return printable ASCII as it is, and other bytes, which may be part of a character, in
+    hex."""
     if token >= 256:
         return b" w%d" % token
     is_shown = 32 <= token < 127 or chr(token) in "\n\t"
@@ -280,7 +282,7 @@ def _printed(token: int) -> bytes:
 def of_folder(folder: Path) -> Text:
     try:
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    except Exception as error:  # The library raises nothing more special.
+    except Exception as error:  # The library raises plain Exception.
         raise ConfigError([f"{TOKENIZER}: cannot be read: {error}"]) from None
     settings = _read(folder / SETTINGS)
     template = settings.get("chat_template", "")
@@ -301,12 +303,12 @@ def of_folder(folder: Path) -> Text:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Nothing where there is no such file."""
+    """Read a JSON object; empty if there is no such file."""
     return read_object(path) if path.is_file() else {}
 
 
 def _content(value: object) -> str:
-    """A token is its text, or an object with it."""
+    """Return the text of a token, which is a string or an object with `content`."""
     return str(value.get("content", "")) if isinstance(value, Mapping) else str(value)
 
 
@@ -322,7 +324,7 @@ def of_gguf(metadata: Mapping[str, Any]) -> Text:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(each.split(" ", 1)) for each in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    # Words that are tokens as they are need not be merged to be found.
+    # Llama 3: words that are in the vocabulary need no merges.
     whole = cut == LLAMA3
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_cuts(cut))

@@ -1,11 +1,11 @@
-"""The messages between the core and a model's renderer process, which runs its tokenizer and chat
+"""Messages between the core and a model's renderer process, which runs its tokenizer and chat
 template.
 
     core → renderer   LoadText, EncodeTexts, EncodeChat, StopText
     renderer → core   TextReady, TextFailed, Encoded, NotEncoded
 
-Texts are of any size and datagrams are not: a message is cut into datagrams of one byte (whether it
-is the last) and a part each, and `Joiner` puts it together again.
+Texts can be larger than datagrams: a message is split into datagrams, each with one byte that marks
+the last one, and `Joiner` puts it together again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from penstock.llm.token_bytes import Vocabulary
 from penstock.wire.frames import Frame
 
 VERSION = 1
-# Bytes of a message in one datagram: below what sockets take by default.
+# Payload bytes of a datagram: below the default limit of sockets.
 PART_BYTES = 1 << 16
 _MORE, _LAST = b"\x00", b"\x01"
 
 
 class LoadText(Frame, tag="load"):
-    """`path` and `is_made_up` as the engine's settings have them."""
+    """`path` and `is_made_up` are those of the engine's settings."""
 
     version: int
     path: str
@@ -38,12 +38,12 @@ class LoadText(Frame, tag="load"):
 class EncodeTexts(Frame, tag="texts"):
     job: int
     texts: list[str]
-    # With the special tokens that the model wants around a text.
+    # Whether to add the special tokens that the model wants around a text.
     is_whole: bool
 
 
 class EncodeChat(Frame, tag="chat"):
-    """Messages and options of the template as JSON, as clients sent them."""
+    """Messages and template options as JSON, as clients sent them."""
 
     job: int
     messages: bytes
@@ -72,7 +72,7 @@ class Encoded(Frame, tag="done"):
 
 
 class NotEncoded(Frame, tag="no"):
-    """`kind`: the client's messages are wrong, or too large; or the model's files failed."""
+    """`kind`: the client's messages are invalid or too large, or the model's files failed."""
 
     job: int
     kind: Literal["invalid", "too_large", "failed"]
@@ -87,7 +87,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: ToRenderer | FromRenderer) -> Iterator[bytes]:
-    """The datagrams of a message."""
+    """Yield the datagrams of a message."""
     data = _encode(message)
     for start in range(0, len(data), PART_BYTES):
         end = start + PART_BYTES
@@ -95,13 +95,13 @@ def encode(message: ToRenderer | FromRenderer) -> Iterator[bytes]:
 
 
 class Joiner:
-    """Puts datagrams together again, in the order they were sent."""
+    """Reassembly of datagrams, in the order they were sent."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
     def add(self, datagram: bytes) -> bytes | None:
-        """A whole message when its last part came."""
+        """Return the whole message when its last part has arrived, else None."""
         self._parts.append(datagram[1:])
         if datagram[:1] == _MORE:
             return None

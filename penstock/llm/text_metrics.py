@@ -1,8 +1,8 @@
-"""What a language model has done, under the names that vLLM's users know: `vllm:` is `penstock:`.
+"""Metrics of a language model under vLLM's names, with `penstock:` in place of `vllm:`.
 
-Plain numbers that are added to, with the time as an argument; text only when somebody looks.
-`LlmModel` tells it what happens. What every model has (answers, failures, refusals) goes on to the
-model's own metrics. docs/observability.md lists them all.
+Plain counters, with the time as an argument; text is made only for a scrape. `LlmModel` reports the
+events. Metrics that every model has (answers, failures, refusals) are passed on to the model's own
+metrics. docs/observability.md lists all of them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from penstock.llm.messages import Pieces, Ready
 
 PREFIX = "penstock:"
-# How an engine ended: by itself, or silent for so long that it was killed.
+# Why an engine ended: it crashed, or it was killed after being silent for too long.
 Death = Literal["crash", "hang"]
-# Why requests ended, as vLLM says it.
+# Finish reasons, as in vLLM.
 REASONS = ("stop", "length", "abort", "error")
-# The bounds are those of vLLM, so that its dashboards show the same.
+# Histogram bounds are those of vLLM, so that its dashboards work.
 FIRST_TOKEN_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -40,7 +40,7 @@ STEP_TOKENS = (1.0, *(float(8 << power) for power in range(12)))
 
 
 def token_bounds(max_length: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 and so on, as far as texts can be long."""
+    """Return 1, 2, 5, 10, 20, 50 and so on, up to the longest text."""
     found = []
     power = 1
     while power <= max_length:
@@ -50,7 +50,7 @@ def token_bounds(max_length: int) -> tuple[float, ...]:
 
 
 class Distribution:
-    """How many values fell between which bounds, and their sum."""
+    """Histogram: counts per bucket, and the sum of values."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -69,7 +69,7 @@ class Distribution:
 
 
 class EngineTotals:
-    """What an engine has told of itself; another one begins at nothing."""
+    """Last totals that an engine reported; a new engine starts at 0."""
 
     __slots__ = ("num_asked", "num_cached", "num_computed", "num_preemptions")
 
@@ -81,14 +81,14 @@ class EngineTotals:
 
 
 class TextMetrics:
-    """Of one language model, over all lives of its engine."""
+    """Metrics of one language model, across restarts of its engine."""
 
     def __init__(self, model: ModelMetrics) -> None:
         self._model = model
         model.others = self
         self.num_running = 0
         self.num_waiting = 0
-        # Share of the blocks for keys and values that are held.
+        # Share of KV blocks in use.
         self.cache_use = 0.0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
@@ -98,7 +98,7 @@ class TextMetrics:
         self.num_ended = dict.fromkeys(REASONS, 0)
         self.first_token_s = Distribution(FIRST_TOKEN_S)
         self.next_token_s = Distribution(NEXT_TOKEN_S)
-        # Of a request's tokens after the first, their mean.
+        # Mean time per output token of a request, without the first.
         self.mean_token_s = Distribution(NEXT_TOKEN_S)
         self.request_s = Distribution(REQUEST_S)
         self.queue_s = Distribution(REQUEST_S)
@@ -111,7 +111,7 @@ class TextMetrics:
     # The engine.
 
     def loaded(self, ready: Ready) -> None:
-        """An engine has come."""
+        """Reset the totals for a new engine."""
         self._told = EngineTotals()
         self._num_blocks = ready.num_blocks
         bounds = token_bounds(ready.max_length)
@@ -133,7 +133,7 @@ class TextMetrics:
         told.num_asked, told.num_cached = pieces.num_asked, pieces.num_cached
 
     def idle(self) -> None:
-        """Nobody waits for anything: what an engine still has, if there is one, is given up."""
+        """Zero the gauges: no client waits, and the engine aborts what it still has."""
         self.num_running = self.num_waiting = 0
         self.cache_use = 0.0
 
@@ -146,7 +146,7 @@ class TextMetrics:
     # Requests.
 
     def token(self, generation: Generation, going: Going, now: float) -> None:
-        """One has come; neither of them knows it yet."""
+        """Count a token, before `generation` and `going` are updated."""
         self.num_generated_tokens += 1
         if generation.first_at is None:
             self.num_prompt_tokens += len(generation.tokens)
@@ -157,13 +157,13 @@ class TextMetrics:
     def finished(self, generation: Generation, now: float) -> None:
         total_s = now - generation.arrived
         reasons = {each.reason for each in generation.going}
-        # One of several texts that was cut is what an operator wants to know of.
+        # If any of several texts hit the limit, operators want to see that.
         self.num_ended["length" if "length" in reasons else "stop"] += 1
         self._ended(generation, now)
         self._model.answered(total_s, now - generation.admitted)
 
     def failed(self, generation: Generation, error: PenstockError, now: float) -> None:
-        """After it was admitted."""
+        """Count a failure after admission."""
         is_left = isinstance(error, Cancelled | NotReady)
         self.num_ended["abort" if is_left else "error"] += 1
         self._ended(generation, now)
@@ -171,7 +171,7 @@ class TextMetrics:
         self._model.fail_s += max(0.0, now - generation.arrived)
 
     def refused(self, error: PenstockError, seconds: float) -> None:
-        """Before anything was computed."""
+        """Count a refusal, before anything was computed."""
         self._model.refused(error)
         self._model.fail_s += max(0.0, seconds)
 
@@ -184,7 +184,7 @@ class TextMetrics:
         if first_at is not None and last_at is not None and max(numbers) > 1:
             self.mean_token_s.add((last_at - first_at) / (max(numbers) - 1))
 
-    # What a scrape gets.
+    # Scrape.
 
     def families(self) -> Sequence[Family]:
         return [*self._gauges(), *self._counters(), *self._distributions()]

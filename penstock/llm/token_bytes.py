@@ -1,11 +1,11 @@
-"""The bytes each token stands for, and a stream of tokens as growing text.
+"""The bytes of each token, and the text of a token stream.
 
 A `Vocabulary` is plain data: it holds no tokenizer and runs no code of a model folder, so the core
 can use it on its event loop. `read_vocabulary` makes one from a tokenizer, in the process that
-reads the model folder. The text of a sequence is the bytes of its tokens, one after the other, so
-text that was sent never changes. This holds for byte-level tokenizers (GPT-2, Llama 3, Qwen) and
-for tokenizers of words with byte fallback (Llama 2, Mistral). Only bytes that are not UTF-8 are
-replaced; the library of the latter replaces all bytes next to them as well.
+reads the model folder. The text of a sequence is the concatenation of its tokens' bytes, so text
+that was sent never changes. This holds for byte-level tokenizers (GPT-2, Llama 3, Qwen) and for
+SentencePiece tokenizers with byte fallback (Llama 2, Mistral). Only bytes that are not UTF-8 are
+replaced; for the latter, the tokenizers library also replaces the bytes next to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# How tokenizers write a byte that is a token.
+# How tokenizers with byte fallback write the token of a byte.
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # Bytes of the longest character in UTF-8.
 MAX_CHARACTER_BYTES = 4
@@ -32,13 +32,13 @@ END_TYPE: Literal["I"] = "I"
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What the core knows of a model's text: the bytes of each token (part of a character, or
-    several characters), which tokens are special, and what its files say about chats."""
+    """The core's view of a model's text: the bytes of each token (part of a character, or several
+    characters), its special tokens, and the chat settings of its files."""
 
-    # All tokens one after the other, and where each ends, as unsigned 32-bit integers.
+    # All tokens concatenated, and the end of each, as unsigned 32-bit integers.
     data: bytes
     ends: bytes
-    # Tokens with other bytes at the start of a text: some tokenizers drop its first space.
+    # Tokens with other bytes at the start of a text, where some tokenizers drop a space.
     first: Mapping[int, bytes] = field(default_factory=dict)
     special: frozenset[int] = frozenset()
     # Tokens that end an answer.
@@ -47,8 +47,7 @@ class Vocabulary:
     names: Mapping[str, str] = field(default_factory=dict)
     # The chat template; shown to clients, never run here.
     template: str = ""
-    # Characters of the longest token: a text of more characters than n of these has more than n
-    # tokens.
+    # Characters of the longest token: a text of more than n times as many has more than n tokens.
     longest_token: int = 1
 
     @property
@@ -63,33 +62,34 @@ class Vocabulary:
         return token not in self.special and bool(self.piece(token))
 
     def piece(self, token: int) -> bytes:
-        """The bytes of a token after others; special tokens by name, unknown ones empty."""
+        """Return the bytes of a token that follows others; the name of a special token; empty if
+        unknown."""
         ends = memoryview(self.ends).cast(END_TYPE)
         if not 0 <= token < len(ends):
             return b""
         return self.data[ends[token - 1] if token else 0 : ends[token]]
 
     def first_piece(self, token: int) -> bytes:
-        """The bytes of a token at the start of a text."""
+        """Return the bytes of a token at the start of a text."""
         found = self.first.get(token)
         return self.piece(token) if found is None else found
 
     def decode(self, tokens: Sequence[int], *, keeps_special: bool = False) -> str:
-        """Special tokens are left out, or shown by name; bytes that are not UTF-8 are replaced."""
+        """Decode tokens. Special ones are dropped or shown by name; invalid UTF-8 is replaced."""
         shown = [token for token in tokens if keeps_special or self.has_text(token)]
         start = [self.first_piece(token) for token in shown[:1]]
         return b"".join([*start, *map(self.piece, shown[1:])]).decode("utf-8", "replace")
 
     def token(self, token: int) -> str:
-        """One token as it is within a text."""
+        """Return the text of one token within a text."""
         return self.piece(token).decode("utf-8", "replace")
 
     def stream(self, prompt: Sequence[int] = ()) -> Stream:
-        """Text that follows a prompt."""
+        """Return a stream for the text after a prompt."""
         return Stream(self, prompt)
 
     def last_bytes(self, tokens: Sequence[int]) -> bytes:
-        """The end of a text, as far back as its last character may begin."""
+        """Return the end of a text, from where its last character may begin."""
         found = b""
         for token in reversed(tokens):
             if len(found) >= MAX_CHARACTER_BYTES:
@@ -99,13 +99,13 @@ class Vocabulary:
 
 
 def pack(pieces: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """`data` and `ends` of a vocabulary."""
+    """Return `data` and `ends` of a vocabulary."""
     return b"".join(pieces), array(END_TYPE, accumulate(map(len, pieces))).tobytes()
 
 
 class Stream:
-    """The text of one sequence as it grows. Characters come when they are complete; together they
-    are the text of all tokens without that of the prompt."""
+    """Incremental detokenizer of one sequence. Emits characters when they are complete; together
+    they are the text of all tokens without the prompt's."""
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
@@ -124,11 +124,12 @@ class Stream:
         return self._shown(self._characters.decode(found))
 
     def rest(self) -> str:
-        """At the end: bytes that were held back and never became a character."""
+        """Return the rest at the end: held back bytes that never became a character."""
         return self._shown(self._characters.decode(b"", final=True))
 
     def _shown(self, text: str) -> str:
-        """A character that the prompt broke off belongs to the prompt, unless it is completed."""
+        """Drop a replaced character that the prompt began: it belongs to the prompt unless
+        completed."""
         if not self._is_broken or not text:
             return text
         self._is_broken = False
@@ -139,7 +140,7 @@ class Stream:
 
 
 def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Without what only the model's other files say."""
+    """Return the vocabulary, without what only the model's other files say."""
     reader = _Reader(tokenizer)
     names = tokenizer.get_vocab()
     num_tokens = max(names.values(), default=-1) + 1
@@ -189,7 +190,7 @@ class _Reader:
         return str(self._tokenizer.decode([token])).encode()
 
     def _find_word(self) -> list[int]:
-        """Some token with text, to decode others after it."""
+        """Return a token with text, to decode others after it; empty for byte-level tokenizers."""
         if self._has_letters:
             return []
         for token in range(self._tokenizer.get_vocab_size()):
@@ -209,7 +210,8 @@ def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
 
 @cache
 def letters_of_bytes() -> dict[str, int]:
-    """The byte of each letter: visible characters are their own, the others follow."""
+    """Return the byte of each letter of GPT-2's byte encoding: visible characters stand for
+    themselves, other bytes get characters from 256 on."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     shown += range(ord("®"), ord("ÿ") + 1)
     hidden = [byte for byte in range(256) if byte not in shown]
@@ -222,5 +224,5 @@ def _bytes_of_letters(name: str) -> bytes:
     letters = letters_of_bytes()
     if all(letter in letters for letter in name):
         return bytes(letters[letter] for letter in name)
-    # A token that was added as it is.
+    # An added token, stored as plain text.
     return name.encode()

@@ -1,8 +1,8 @@
-"""Whether the threads of an engine spin or sleep while they wait for each other.
+"""Choose whether an engine's threads spin or sleep while they wait for each other.
 
-OpenMP's threads spin, which is faster on cores of their own. Where others need the same cores, a
-spinning thread takes the time that the one it waits for would need, and steps take a hundred times
-as long. What others use is measured before torch is loaded, since OpenMP reads its policy then.
+OpenMP threads spin, which is faster on dedicated cores. If other processes need the same cores, a
+spinning thread takes the time of the thread it waits for, and steps take a hundred times as long.
+The load of others is measured before torch is loaded, since OpenMP reads its policy then.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from pathlib import Path
 VARIABLE = "OMP_WAIT_POLICY"
 SPIN, SLEEP = "ACTIVE", "PASSIVE"
 SAMPLE_S = 0.25
-# Cores that others may use beside the threads: less is what any machine does by the way.
+# Load of others that is ignored: any machine has that much in the background.
 SPARE_CORES = 0.25
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Cores there are for the engine, and how many of them others use."""
+    """Cores available to the engine, and how many of them others use."""
 
     num_cores: int
     others: float
-    # Cores that the control group may use.
+    # CPU quota of the cgroup, in cores.
     quota: float | None = None
 
 
 def choose(load: Load, num_threads: int) -> tuple[str, str]:
-    """The policy, and why."""
+    """Return the policy and the reason."""
     if load.quota is not None and load.quota < num_threads:
         return SLEEP, f"{num_threads} threads share a quota of {load.quota:g} cores"
     used = f"others use {load.others:.2f} of {load.num_cores} cores"
@@ -46,8 +46,8 @@ def apply(
     environment: MutableMapping[str, str] = os.environ,
     measure: Callable[[], Load] | None = None,
 ) -> str:
-    """Set the policy for libraries that are loaded from now on, unless the operator did; what was
-    chosen and why."""
+    """Set the policy for libraries loaded from now on, unless the operator did; return it with the
+    reason."""
     if VARIABLE in environment:
         return f"{environment[VARIABLE]} (set by {VARIABLE})"
     policy, reason = choose((measure or measure_load)(), num_threads)
@@ -56,7 +56,7 @@ def apply(
 
 
 def measure_load() -> Load:
-    """The server's own processes do not count: they load now, and idle later."""
+    """Measure the load, without the server's own processes: they load now, and idle later."""
     cores, own = os.sched_getaffinity(0), server_processes(os.getppid())
     began, all_before, own_before = time.monotonic(), busy_s(cores), process_s(own)
     time.sleep(SAMPLE_S)
@@ -66,7 +66,7 @@ def measure_load() -> Load:
 
 
 def busy_s(cores: Iterable[int], path: Path = Path("/proc/stat")) -> float:
-    """Seconds that these cores have worked."""
+    """Return the seconds that these cores have been busy."""
     names = {f"cpu{core}" for core in cores}
     ticks = 0
     for line in path.read_text().splitlines():
@@ -78,7 +78,7 @@ def busy_s(cores: Iterable[int], path: Path = Path("/proc/stat")) -> float:
 
 
 def server_processes(core: int, root: Path = Path("/proc")) -> list[Path]:
-    """The core and what it has started."""
+    """Return the core process and its children."""
     found = [root / str(core)]
     for entry in root.iterdir():
         fields = _fields(entry) if entry.name.isdigit() else []
@@ -88,7 +88,7 @@ def server_processes(core: int, root: Path = Path("/proc")) -> list[Path]:
 
 
 def process_s(processes: Iterable[Path]) -> float:
-    """Seconds that these have worked; those that are gone have not."""
+    """Return the CPU seconds of these processes; those that are gone count as 0."""
     ticks = 0
     for each in processes:
         fields = _fields(each)
@@ -105,7 +105,7 @@ def _fields(process: Path) -> list[str]:
 
 
 def read_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
-    """Cores of the control group; None without a limit."""
+    """Return the CPU quota of the cgroup in cores; None without a limit."""
     try:
         limit, period = path.read_text().split()
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Families of language models, one file each, and the decoder that all of them are."""
+"""Model families, one file each, and the decoder that they share."""

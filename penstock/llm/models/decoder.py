@@ -1,8 +1,8 @@
-"""The decoder of all families: layers of attention and a gated product, with norms before them.
+"""The decoder of all families: pre-norm layers of attention and SwiGLU.
 
-It computes hidden states of tokens that are laid end to end, whichever sequences they belong to;
-who sees whom is the business of `Attend`, which also keeps keys and values. Names of weights are
-Hugging Face's; queries, keys and values are one product, and so are gate and up.
+It computes hidden states of the concatenated tokens of any sequences; `Attend` knows which tokens
+see each other, and stores keys and values. Weight names are Hugging Face's. Queries, keys and
+values are one linear layer, and so are gate and up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EMBEDDINGS, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_h
 
 class Attend(Protocol):
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[tokens, heads, size] each, of queries and of the answer; keys and values are kept."""
+        """Attend from queries [tokens, heads, size]; store keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Layer:
     first_norm: Tensor
     qkv: AnyProduct
     out: AnyProduct
-    # Of queries and of keys.
+    # For queries and for keys.
     head_norms: tuple[Tensor, Tensor] | None
     last_norm: Tensor
     gate_up: AnyProduct
@@ -54,12 +54,12 @@ class Decoder:
         is_fp8: bool = False,
         on_cpu: str = "",
     ) -> None:
-        """`weights` gives each by name, in any type, once. In FP8 multiply the products of layers;
-        so they do `on_cpu` in "int8" or "int4", with logits in INT8. Tables and what lies between
-        products stay as they are."""
+        """`weights` returns each weight by name, in any type, and is called once for each.
+        `is_fp8`: linear layers except the output head run in FP8. `on_cpu`: they run in "int8" or
+        "int4", the head in INT8. Embeddings and everything between linear layers keep `dtype`."""
         self.shape = shape
         self.device, self.dtype = torch.device(device), dtype
-        # Whether activations are rounded to fewer bits than FP32 has.
+        # Whether activations are rounded to fewer bits than FP32.
         self.rounds = is_fp8 or bool(on_cpu) or dtype != torch.float32
 
         def placed(*names: str) -> Tensor:
@@ -77,12 +77,12 @@ class Decoder:
         head = self.embeddings if shape.is_tied else placed(HEAD)
         of_logits: MakeProduct = int8_product if on_cpu else Product
         self._logits = of_logits(head, None)
-        # What was packed is not kept as it was.
+        # Packed weights replace the original ones.
         self._head = None if on_cpu else head
         self.turns = _turns(shape).to(self.device)
 
     def hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """[tokens, width], normalised: what logits are made of."""
+        """Return the final hidden states, [tokens, width], after the last RMSNorm."""
         x = F.embedding(tokens, self.embeddings)
         turns = _widened(self.turns[positions])
         for number, layer in enumerate(self.layers):
@@ -92,7 +92,7 @@ class Decoder:
 
     @property
     def head(self) -> Tensor:
-        """Of those that are not packed."""
+        """Weights of the output head; not available when packed."""
         assert self._head is not None
         return self._head
 
@@ -123,7 +123,7 @@ class Decoder:
 
 
 def normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """In FP32, as the models were trained."""
+    """Apply RMSNorm in FP32, as the models were trained."""
     wide = x.float()
     wide = wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return weight * wide.to(x.dtype)
@@ -156,14 +156,14 @@ def _layer(
 
 
 def _turns(shape: Shape) -> Tensor:
-    """[positions, 2, half a head]: cosines and sines."""
+    """Return the RoPE table [positions, 2, half a head]: cosines and sines."""
     frequencies = torch.tensor(shape.rope.frequencies(shape.head_size), dtype=torch.float64)
     angles = torch.arange(shape.max_length, dtype=torch.float64)[:, None] * frequencies
     return torch.stack([angles.cos(), angles.sin()], 1).float()
 
 
 def turned(heads: Tensor, turns: Tensor) -> Tensor:
-    """[tokens, heads, size]: halves of a head make pairs, each of which is turned by its angle."""
+    """Apply RoPE to [tokens, heads, size]; the two halves of a head form the pairs."""
     cosines, sines = turns[:, :1], turns[:, 1:]
     first, second = heads.float().chunk(2, 2)
     found = torch.cat([first * cosines - second * sines, second * cosines + first * sines], 2)
@@ -171,21 +171,21 @@ def turned(heads: Tensor, turns: Tensor) -> Tensor:
 
 
 def _widened(turns: Tensor) -> Tensor:
-    """For whole heads instead of halves, once for all layers."""
+    """Expand the RoPE table from half heads to whole heads, once for all layers."""
     cosines, sines = turns.unbind(1)
     wide = torch.cat([cosines, cosines, -sines, sines], 1)
     return wide.unflatten(1, (2, -1))
 
 
 def _turned(heads: Tensor, turns: Tensor) -> Tensor:
-    """As `turned` does, in fewer operations."""
+    """Like `turned`, in fewer operations."""
     wide = heads.float()
     found = wide * turns[:, :1] + wide.roll(heads.shape[2] // 2, 2) * turns[:, 1:]
     return found.to(heads.dtype)
 
 
 def names(shape: Shape) -> Iterator[str]:
-    """Of all weights, as they lie in files."""
+    """Yield the names of all weights, as in files."""
     yield EMBEDDINGS
     yield NORM
     if not shape.is_tied:
@@ -195,7 +195,7 @@ def names(shape: Shape) -> Iterator[str]:
 
 
 def sizes(shape: Shape) -> Mapping[str, tuple[int, ...]]:
-    """Of a layer's weights, by name."""
+    """Return the shapes of a layer's weights, by name."""
     width, queries = shape.width, shape.num_heads * shape.head_size
     keys = shape.num_kv_heads * shape.head_size
     found: dict[str, tuple[int, ...]] = {

@@ -1,8 +1,7 @@
-"""Families of language models, one file each: what their configurations and weights are called.
+"""Model families, one file each: names of their configuration fields and weights.
 
-All of them are decoders of one kind (`decoder`), so a family says which `Shape` a configuration
-means and under which names its weights lie in safetensors and in GGUF files. `FAMILIES` is all that
-others ask for.
+All families share one `decoder`, so a family only maps a configuration to a `Shape`, and weight
+names of GGUF files to those of the decoder. `FAMILIES` is the public list.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ Config = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class Family:
     name: str
-    # From config.json of Hugging Face, and from a GGUF file's metadata.
+    # From config.json of Hugging Face, and from the metadata of a GGUF file.
     shape_of_config: Callable[[Config], Shape]
     shape_of_gguf: Callable[[Config], Shape]
-    # Weights by the decoder's names, in a GGUF file's.
+    # GGUF names of weights, by the decoder's names.
     gguf_names: Callable[[Shape], Mapping[str, str]]
-    # A weight of a GGUF file as the decoder has it.
+    # Converts a weight from its GGUF layout to the decoder's.
     from_gguf: Callable[[str, Array, Shape], Array]
-    # Architectures, as a config.json and a GGUF file have them.
+    # Names of the architecture in config.json and in GGUF files.
     architectures: tuple[str, ...] = field(default=())
 
 
@@ -49,7 +48,8 @@ FAMILIES = (_family(llama), _family(qwen3))
 
 
 def family_of(architecture: str) -> Family:
-    """ConfigError with those that there are."""
+    """Return the family of an architecture; raise ConfigError with the known ones if it has
+    none."""
     for family in FAMILIES:
         if architecture in family.architectures:
             return family

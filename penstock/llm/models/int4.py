@@ -1,9 +1,9 @@
-"""Products with weights of four bits on CPUs, in groups of 32 that have a scale and a zero of their
-own; inputs are rounded to BF16.
+"""Linear layers with four-bit weights on CPUs, in groups of 32 with a scale and a zero point each;
+inputs are rounded to BF16.
 
-Weights come dense. Those that were in four bits before, such as Q4_0 and Q4_1 of GGUF files, are
-found again as they were: the values of a group lie on a grid of at most 16 steps, and a group is
-given the grid that it lies on. Only scales and zeros are rounded, to BF16.
+Weights arrive dequantised. Those that were four-bit before, such as Q4_0 and Q4_1 of GGUF files,
+are recovered: the values of a group lie on a grid of at most 16 points, and the group gets that
+grid. Only scales and zero points are rounded, to BF16.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from penstock.llm.exact_attention import ROWS
 from penstock.llm.models.products import AnyProduct, Small
 
 GROUP = 32
-# Channels come in so many.
+# The number of channels must be a multiple of this.
 MULTIPLE = 16
-# Steps between the least and the largest value of a group: fewer than 15 where a grid was not used
-# up to its ends.
+# Steps between the smallest and the largest value of a group: fewer than 15 if a group does not use
+# its whole grid.
 MOST_STEPS, FEWEST_STEPS = 15, 8
-# The number of four bits that zeros belong to.
+# The 4-bit number that stands for the zero point.
 MIDDLE = 8
 SMALLEST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Product:
-    """x W^T + b, in FP32 outside."""
+    """x W^T + b, with FP32 inputs and outputs."""
 
     packed: Tensor
     # [groups, channels, 2], in BF16.
@@ -48,8 +48,8 @@ class Int4Product:
 
 @dataclass(frozen=True, slots=True)
 class FixedRowsProduct:
-    """x W^T + b in FP32, in matrices of `ROWS` rows: BLAS rounds fewer rows in another way, and a
-    token's result must not depend on how many others there are."""
+    """x W^T + b in FP32, in matrices of `ROWS` rows: BLAS rounds differently for fewer rows, and
+    the result of a token must not depend on the batch size."""
 
     weight: Tensor
     bias: Tensor | None
@@ -63,7 +63,7 @@ class FixedRowsProduct:
 
 
 def int4_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
-    """As it is, where its sizes are none that torch takes."""
+    """Return a four-bit linear layer, or an FP32 one if torch does not take its size."""
     channels, width = weight.shape
     if channels % MULTIPLE or width % GROUP:
         return FixedRowsProduct(weight, bias)
@@ -74,8 +74,8 @@ def int4_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
 
 
 def in_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[channels, width] numbers from 0 to 15, and [channels, groups] scales and zeros: a value is
-    (number - 8) x scale + zero."""
+    """Return [channels, width] numbers from 0 to 15, and [channels, groups] scales and zero points:
+    a value is (number - 8) x scale + zero."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
     numbers = torch.zeros_like(groups)

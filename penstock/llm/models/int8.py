@@ -1,10 +1,10 @@
-"""Products in INT8 on CPUs: weights by a scale for each channel of the output, inputs each token by
-its own.
+"""INT8 linear layers on CPUs: weights with a scale per output channel, inputs with a scale per
+token.
 
-One integer for each value of the input is too coarse: a few values of a token are a hundred times
-as large as the others and take the range for themselves. So inputs are two terms, integers and what
-they leave over in integers of a finer scale, and both are multiplied at once as rows of one matrix.
-A product of few rows waits for its weights, so the second row of each token costs little.
+One integer per input value is too coarse: a few values of a token are a hundred times as large as
+the others and take up the range. So inputs are the sum of two terms, integers and their rounding
+errors as integers of a finer scale; both are multiplied at once, as rows of one matrix. With few
+rows a GEMM is bound by reading weights, so the second row of each token costs little.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from penstock.config import CPU
 from penstock.errors import ConfigError
 from penstock.llm.models.products import AnyProduct, Small
 
-# Of weights, and of inputs, which have one bit less and are kept without a sign: CPUs without VNNI
-# add two products in 16 bits, and 2 x 127 x (63 + 64) fit.
+# Largest integers of weights and of inputs. Inputs have one bit less and are stored unsigned: CPUs
+# without VNNI add two products in 16 bits, and 2 x 127 x (63 + 64) fits.
 MOST, MOST_OF_INPUTS, ZERO = 127.0, 63.0, 64
-# By how much the second term is finer. It is what rounding leaves, so one half at most.
+# How much finer the second term is. It is a rounding error, so at most one half.
 FINER_BY = 2 * MOST_OF_INPUTS
-# The least that a range is taken for: of all zeros there is none.
+# Lower bound of a range, for inputs that are all zero.
 SMALLEST = 1e-30
-# The same as tensors, which torch takes sooner than numbers.
+# The same as tensors, which torch takes faster than numbers.
 RANGE_OF_INPUTS, FINER, LEAST = map(torch.tensor, (MOST_OF_INPUTS, FINER_BY, SMALLEST))
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Product:
-    """x W^T + b, in FP32 outside."""
+    """x W^T + b, with FP32 inputs and outputs."""
 
-    # As torch packs it for this CPU, scales included.
+    # Weights as torch packs them for this CPU, scales included.
     packed: Any
     bias: Tensor | None
 
@@ -53,11 +53,11 @@ class Int8Product:
 def int8_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
     ranges = weight.abs().amax(1, keepdim=True).clamp(min=SMALLEST)
     whole = (weight * (MOST / ranges)).round().to(torch.int8)
-    # What inputs are divided by is multiplied in here; their ranges are when they are known.
+    # Includes the inputs' constant divisor; their ranges are multiplied in at run time.
     scales = ranges[:, 0].double() / (MOST * MOST_OF_INPUTS)
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     with warnings.catch_warnings():
-        # That torch will have another type for these one day.
+        # torch warns that this type is deprecated.
         warnings.simplefilter("ignore")
         small = torch._make_per_channel_quantized_tensor(whole, scales, zeros, 0)
         packed = torch.ops.quantized.linear_prepack(small, None)
@@ -65,7 +65,8 @@ def int8_product(weight: Tensor, bias: Tensor | None) -> AnyProduct:
 
 
 def check_int8(device: str, dtype: str = "int8") -> None:
-    """ConfigError where torch cannot multiply so; logits beside INT4 are multiplied so as well."""
+    """Raise ConfigError if torch has no INT8 GEMM here. Also needed for INT4, whose logits are
+    INT8."""
     if device != CPU:
         raise ConfigError([f"dtype {dtype}: '{device}' is no CPU; expected another one there"])
     try:
@@ -77,7 +78,7 @@ def check_int8(device: str, dtype: str = "int8") -> None:
 
 
 def _multiplied(terms: Tensor, packed: Any) -> Tensor:
-    """Of integers, though they lie in FP32."""
+    """Multiply integers that are stored as FP32."""
     found: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
         terms, 1.0, ZERO, packed
     )

@@ -1,4 +1,4 @@
-"""Llama, and what is built like it: SmolLM2, TinyLlama, Mistral without its window."""
+"""Llama and models of the same architecture, such as SmolLM2 and TinyLlama."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.types import Array
 NAME = "llama"
 ARCHITECTURES = ("LlamaForCausalLM", "llama")
 LABEL = "config.json"
-# What is not computed here, by what it must be.
+# Settings that are supported only with these values.
 UNSERVED = {"mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 # Weights of a layer: the decoder's names, which are Hugging Face's, and GGUF's.
 OF_LAYERS = {
@@ -70,7 +70,7 @@ def shape_of_gguf(values: Mapping[str, Any], prefix: str = "llama") -> Shape:
         max_length=reader.whole(f"{prefix}.context_length"),
         epsilon=reader.real(f"{prefix}.attention.layer_norm_rms_epsilon"),
         rope=_rope_of_gguf(reader, values, prefix),
-        # Files with a table of their own for logits have it among their tensors.
+        # A separate output head is found among the tensors later.
         is_tied=True,
     )
     reader.check()
@@ -88,8 +88,8 @@ def _rope_of_gguf(reader: Reader, values: Mapping[str, Any], prefix: str) -> Rop
 
 
 def from_gguf(name: str, values: Array, shape: Shape) -> Array:
-    """A weight as this decoder has it: GGUF files of this family have the values of a head's pairs
-    next to each other, and here they are half a head apart."""
+    """Return a weight in the decoder's layout: GGUF files of this family store RoPE pairs next to
+    each other, the decoder half a head apart."""
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
         return values
     pairs = values.reshape(-1, shape.head_size // 2, 2, values.shape[1])

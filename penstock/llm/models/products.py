@@ -1,5 +1,5 @@
-"""Products of a decoder with its weights: as they are, or in FP8, weights by a scale for each
-channel of the output and inputs each token by its own."""
+"""Linear layers of a decoder: in the model's type, or in FP8 with a scale per output channel for
+weights and per token for inputs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.nn import functional as F
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-# The least that a range is taken for: of all zeros there is none.
+# Lower bound of a range, for rows that are all zero.
 SMALLEST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """Tokens in e4m3, and [tokens, 1] what each is multiplied by."""
+    """Tokens in e4m3, and their scales [tokens, 1]."""
 
     values: Tensor
     scales: Tensor
 
 
 class AnyProduct(Protocol):
-    """x W^T + b, whatever the weights are."""
+    """Linear layer x W^T + b, for any weight type."""
 
     def __call__(self, x: Tensor | Small) -> Tensor: ...
 
@@ -44,7 +44,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Product:
-    """The same in e4m3; `scales` are [1, channels]."""
+    """Linear layer in e4m3; `scales` are [1, channels]."""
 
     weight: Tensor
     scales: Tensor
@@ -71,7 +71,7 @@ class Fp8Product:
 
 
 def in_fp8(x: Tensor) -> Small:
-    """Each row by its own largest value."""
+    """Quantise each row with its own scale."""
     wide = x.float()
     scales = wide.abs().amax(1, keepdim=True).clamp(min=SMALLEST) / FP8_MAX
     return Small((wide / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales)

@@ -1,4 +1,4 @@
-"""Qwen3, dense: Llama's layers, with queries and keys normalised head by head."""
+"""Qwen3, dense: Llama's layers, with RMSNorm on each head of queries and keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NORMS = {
 
 
 def shape_of_config(values: Mapping[str, Any]) -> Shape:
-    # Its heads are larger than the width divided by their number.
+    # Its heads are larger than width / number of heads.
     return replace(llama.shape_of_config({"head_dim": 128, **values}), has_qk_norm=True)
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a decoder, and how positions turn its queries and keys."""
+"""Sizes of a decoder, and its RoPE."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Number = int | float
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Positions as angles. `kind` says how lengths beyond those of the training are reached."""
+    """Rotary position embedding. `kind` says how it extends beyond the length of training."""
 
     theta: float = 10_000.0
-    # "" (as it is), "linear" (positions divided by the factor), "llama3" (slow ones only).
+    # "" (unchanged), "linear" (positions divided by the factor), "llama3" (low frequencies only).
     kind: str = ""
     factor: float = 1.0
     low_factor: float = 1.0
     high_factor: float = 4.0
     original_length: int = 8192
-    # Of each pair, where a file says so by itself.
+    # Divisor of each frequency, if the file has them.
     divisors: tuple[float, ...] = ()
 
     def frequencies(self, head_size: int) -> list[float]:
-        """Radians for each position, of each pair of values."""
+        """Return the radians per position of each pair of values."""
         plain = [self.theta ** (-2 * i / head_size) for i in range(head_size // 2)]
         if self.divisors:
             return [each / divisor for each, divisor in zip(plain, self.divisors, strict=True)]
@@ -38,8 +38,8 @@ class Rope:
         return plain
 
     def _slowed(self, frequency: float) -> float:
-        """Those that turn once in more than the original length are slowed, fast ones are not, and
-        those between a little."""
+        """Scale down low frequencies, whose period exceeds the original length; keep high ones, and
+        interpolate between them."""
         turns = self.original_length * frequency / (2 * math.pi)
         if turns < self.low_factor:
             return frequency / self.factor
@@ -61,11 +61,11 @@ class Shape:
     max_length: int
     epsilon: float
     rope: Rope
-    # The table of tokens is also what makes logits.
+    # The output head shares the embeddings.
     is_tied: bool
-    # Queries and keys are normalised, head by head.
+    # RMSNorm on each head of queries and keys.
     has_qk_norm: bool = False
-    # Of all products of attention.
+    # All linear layers of attention have a bias.
     has_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Heads of queries for each of keys."""
+        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -88,7 +88,7 @@ class Shape:
 
 
 class Reader:
-    """Values of a configuration; all that is missing or makes no sense is told together."""
+    """Reader of a configuration's values that collects all problems."""
 
     def __init__(self, values: Mapping[str, Any], label: str) -> None:
         self._values = values
@@ -132,7 +132,7 @@ class Reader:
 
 
 def rope_of_config(values: Mapping[str, Any], label: str) -> Rope:
-    """From config.json: the older `rope_theta` with `rope_scaling`, or `rope_parameters`."""
+    """Read config.json: the older `rope_theta` with `rope_scaling`, or `rope_parameters`."""
     reader = Reader(values, label)
     told = {**reader.part("rope_scaling"), **reader.part("rope_parameters")}
     inner = Reader(told, f"{label}: rope")
