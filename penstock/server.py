@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -52,6 +52,8 @@ SWITCH_S = 0.0005
 PROGRESS_S = 1.0
 # How often files that may change while the server runs are looked at.
 WATCH_S = 1.0
+# Nothing on the metrics port needs a body.
+METRICS_BODY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +141,14 @@ class Server:
         generate = GenerateHttp(self.catalog, lambda: self.routes.is_draining, is_logged)
         models = Models(self.catalog, self.routes, is_logged, openai.handle, generate.handle, gate)
         self.v2 = V2Http(models, config.limits, gate, config.logs_requests)
-        self.http = HttpServer(self.v2.handle, config.limits)
+        self.http = HttpServer(self.v2.handle, config.limits, self.v2.screen)
         self.http_port = config.http_port
         self._metrics = MetricsHttp(gate, self.routes)
         self._metrics_http: HttpServer | None = None
         self.metrics_port = config.metrics_port
         if config.metrics_port is not None:
-            self._metrics_http = HttpServer(self._metrics.handle, config.limits)
+            limits = replace(config.limits, max_body_bytes=METRICS_BODY_BYTES)
+            self._metrics_http = HttpServer(self._metrics.handle, limits)
         self._desk = Desk(
             self.catalog,
             self.routes.control,
@@ -418,12 +421,16 @@ async def serve(
     on_start: Callable[[Server], None],
     on_progress: Callable[[Progress], None],
 ) -> signal.Signals:
-    """Run until SIGTERM or SIGINT and return which it was; a second signal ends it at once."""
+    """Run until SIGTERM, SIGQUIT or SIGINT, or SIGHUP from a terminal, and return which it was; a
+    second signal ends it at once."""
     # Threads that read repositories or inflate bodies give way to the event loop this soon.
     sys.setswitchinterval(SWITCH_S)
     received: list[signal.Signals] = []
 
     def asked_to_stop(number: signal.Signals) -> None:
+        if number == signal.SIGHUP and not sys.stdin.isatty():
+            log.info("SIGHUP: API keys and certificates are reloaded whenever their files change")
+            return
         if server.routes.is_draining:
             is_interrupt = number == signal.SIGINT
             os._exit(ExitCode.INTERRUPTED if is_interrupt else ExitCode.FAILED)

@@ -2,9 +2,9 @@
 
 It asks the loop for a sign of life twice a second. After `STUCK_S` without one it logs where the
 loop is and answers the metrics port itself, every path with 503, so that an orchestrator sees the
-server as not live. It also receives SIGTERM and SIGINT and passes them to the loop; a loop that is
-still stuck when the grace period ends is ended with the process. A C extension that holds the
-interpreter lock stops this thread too.
+server as not live. It also receives signals and passes them to the loop; a loop that is still stuck
+when the grace period of a signal that ends the server is over is ended with the process. A C
+extension that holds the interpreter lock stops this thread too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.exit_codes import ExitCode
 from penstock.wire.v2 import encode_error
 
 log = logging.getLogger("penstock.watchdog")
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 # Without a sign of life for this long, the loop is stuck.
 STUCK_S = 5.0
 PING_S = 0.5
@@ -170,6 +170,11 @@ class Watchdog:
 
     def _take_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
+        if number == signal.SIGHUP:
+            # Does not end a server, unless the loop says so.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._on_signal, number)
+            return
         if self._grace.signalled_at is not None and self._pulse.silent_s(now) >= LATE_S:
             self._end_process(f"{number.name} came again")
         self._grace.signalled_at = self._grace.signalled_at or now

@@ -105,7 +105,7 @@ def test_signals_reach_a_loop_that_runs():
         watchdog = Watchdog(30.0, received.put_nowait)
         watchdog.start()
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGINT):
                 os.kill(os.getpid(), number)
                 assert await asyncio.wait_for(received.get(), 60) == number
         finally:

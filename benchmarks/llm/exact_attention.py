@@ -3,8 +3,8 @@
     python benchmarks/llm/exact_attention.py          about a minute on two cores
 
 Prefill attention of one layer with the heads of SmolLM2-135M (9 query heads, 3 KV heads of 64), for
-prompts from the beginning and for a last chunk of 64 tokens. Both sides run in turns in one process,
-with as many threads as cores; medians of 15 rounds after one that does not count. Ratios above 1:
+whole prompts and for a last chunk of 64 tokens. Both sides run in turns in one process, with as
+many threads as cores; medians of 15 rounds after one that does not count. Ratios above 1:
 the exact one is slower.
 """
 

@@ -216,9 +216,11 @@ class Renderer:
     def _pump(self) -> None:
         if not self._is_ready or any(job.num_deaths for job in self._sent.values()):
             return
+        # One at a time, and before all others.
+        while self._suspects and not self._sent:
+            if self._run(self._suspects.popleft()):
+                return
         if self._suspects:
-            if not self._sent:
-                self._run(self._suspects.popleft())
             return
         for lane, queue in self._queues.items():
             num_running = sum(job.lane == lane for job in self._sent.values())

@@ -42,6 +42,10 @@ MAX_CHUNK_BYTES = 1 << 20
 # Clients send the same head again and again; its parse is remembered. Bounded in size and number.
 MAX_KNOWN_HEADS = 1024
 MAX_KNOWN_HEAD_BYTES = 1024
+# Smaller bodies are read before the handler looks at the head.
+SCREEN_BYTES = 1 << 20
+# A refused client may go on sending for so long; a reset would lose it the answer.
+LINGER_S = 10.0
 _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
@@ -238,6 +242,9 @@ class Handler(Protocol):
     def __call__(self, exchange: Exchange, /) -> None: ...
 
 
+Screen = Callable[[Head], bool]
+
+
 class Connection(asyncio.Protocol):
     """One client: receiving a head or a body, or idle; at most one exchange runs."""
 
@@ -249,8 +256,10 @@ class Connection(asyncio.Protocol):
         self._running: Exchange | None = None
         self._waiting: deque[tuple[Head, Buffer] | Rejection] = deque()
         self._is_closing = False
+        # Refused: what comes is dropped.
+        self._is_deaf = False
         self._is_paused = False
-        self._rejection: Rejection | None = None
+        self._rejection: tuple[Head, Buffer] | Rejection | None = None
         # The message being received.
         self._at_boundary = True
         self._has_head = False
@@ -287,6 +296,9 @@ class Connection(asyncio.Protocol):
         self._server.remove(self)
         self.writable.set()
         self._waiting.clear()
+        self._drop_body()
+        # It refers back to this object: both would stay until the garbage collector runs.
+        del self._parser
         exchange, self._running = self._running, None
         if exchange is not None:
             exchange.leave()
@@ -300,7 +312,7 @@ class Connection(asyncio.Protocol):
         self.writable.set()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_closing:
+        if self._is_closing or self._is_deaf:
             return
         self.received = self._server.now()
         if self._at_boundary and self._running is None:
@@ -444,12 +456,24 @@ class Connection(asyncio.Protocol):
                 self._refuse_body()
         elif b"transfer-encoding" not in headers:
             head.content_length = 0
-        if headers.get(b"expect", b"").lower() == b"100-continue" and version == "1.1":
-            self._owes_continue = True
-            self._continue()
+        self._screen(head)
         self._head = head
         self._has_head = True
         self._body = bytearray()
+
+    def _screen(self, head: Head) -> None:
+        """Have a message that is refused whatever its body is answered before the body is read, if
+        that is long or the client waits for a word."""
+        expect = head.headers.get(b"expect", b"").lower()
+        expects = expect == b"100-continue" and not head.is_http_1_0
+        is_long = head.content_length is None or head.content_length > SCREEN_BYTES
+        if (expects or is_long) and not self._server.screen(head):
+            head.keep_alive = False
+            self._rejection = head, b""
+            raise Rejection(400, "refused by its head")
+        if expects:
+            self._owes_continue = True
+            self._continue()
 
     def _path_and_query(self) -> bytes:
         """Return path and query of the target; a target in absolute form also sets the host."""
@@ -482,7 +506,13 @@ class Connection(asyncio.Protocol):
         self._at_boundary = True
         self._owes_continue = False
         self._num_complete += 1
-        self._enqueue((self._head, self._first_part or self._body))
+        body = self._first_part or self._body
+        self._drop_body()
+        self._enqueue((self._head, body))
+
+    def _drop_body(self) -> None:
+        """Leave the body to its exchange: an idle connection keeps none."""
+        self._first_part, self._body = b"", bytearray()
 
     # Exchanges.
 
@@ -518,9 +548,14 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """After what was written has been sent."""
-        self._is_closing = True
+        is_first, self._is_closing = not self._is_closing, True
         self._waiting.clear()
-        if self._transport is not None:
+        if self._transport is None:
+            return
+        if is_first and self._is_deaf:
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+        else:
             self._transport.close()
 
     def abort(self) -> None:
@@ -531,16 +566,12 @@ class Connection(asyncio.Protocol):
     def sweep(self, now: float) -> None:
         """Close what took too long; called about once a second."""
         limits = self._limits
-        blocked = self.write_blocked_since
-        if blocked is not None and self._transport is not None:
-            # What is added meanwhile does not hide that something was read.
-            num_sent = self._num_written - self.num_unsent
-            if num_sent > self._num_sent:
-                self.write_blocked_since = blocked = now
-            self._num_sent = num_sent
-        if blocked is not None and now - blocked > limits.write_timeout_s:
+        if self._is_write_blocked(now):
             self.abort()
-        elif self._running is not None or self._is_closing:
+        elif self._is_closing:
+            if self._is_deaf and now - self.since > LINGER_S:
+                self.abort()
+        elif self._running is not None:
             return
         elif self._at_boundary:
             if now - self.since > limits.keep_alive_s:
@@ -550,8 +581,21 @@ class Connection(asyncio.Protocol):
                 self._reject(Rejection(408, "the request head took too long"))
         else:
             allowed_s = limits.body_timeout_s + len(self._body) / limits.min_body_rate
-            if now - self.since > allowed_s:
+            is_silent = now - self.received > limits.body_timeout_s
+            if is_silent or now - self.since > allowed_s:
                 self._reject(Rejection(408, "the request body took too long"))
+
+    def _is_write_blocked(self, now: float) -> bool:
+        """Whether the client has read nothing for too long."""
+        blocked = self.write_blocked_since
+        if blocked is None:
+            return False
+        # What is added meanwhile does not hide that something was read.
+        num_sent = self._num_written - self.num_unsent
+        if num_sent > self._num_sent:
+            self.write_blocked_since = blocked = now
+        self._num_sent = num_sent
+        return now - blocked > self._limits.write_timeout_s
 
     @property
     def is_running(self) -> bool:
@@ -593,15 +637,15 @@ class Connection(asyncio.Protocol):
             else:
                 exchange.reply_error(500, "internal error")
 
-    def _reject(self, rejection: Rejection) -> None:
-        """No byte after this is looked at."""
-        self._at_boundary = True
-        if self._transport is not None:
-            self._transport.pause_reading()
+    def _reject(self, rejection: tuple[Head, Buffer] | Rejection) -> None:
+        """Answer this, and look at no byte after it."""
+        self._at_boundary = self._is_deaf = True
+        self._drop_body()
         self._enqueue(rejection)
 
     def _refuse_now(self, rejection: Rejection) -> None:
         self.write(_refusal(rejection.status, str(rejection)))
+        self.since = self._server.now()
         self.close()
 
     def _refuse(self, status: int, text: str) -> NoReturn:
@@ -616,8 +660,12 @@ class Connection(asyncio.Protocol):
 class HttpServer:
     """Listens, owns the connections, and drains them."""
 
-    def __init__(self, handler: Handler, limits: HttpLimits) -> None:
+    def __init__(
+        self, handler: Handler, limits: HttpLimits, screen: Screen = lambda head: True
+    ) -> None:
+        """`screen` decides whether a long body is read; if not, the handler gets the head alone."""
         self.handler = handler
+        self.screen = screen
         self.limits = limits
         self.is_draining = False
         self.known_heads: dict[bytes, Head] = {}

@@ -152,7 +152,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
     limits = settings.limits or HttpLimits()
     gate = gate_of(settings)
     v2 = V2Http(Core(remote), limits, gate, settings.logs_requests)
-    http = HttpServer(v2.handle, limits)
+    http = HttpServer(v2.handle, limits, v2.screen)
 
     def use_keys(keys: Keys) -> None:
         gate.keys = keys

@@ -32,7 +32,7 @@ from penstock.protocols import access_log, audit_log, openai_errors, route_table
 from penstock.protocols.audit_log import AdminCall
 from penstock.protocols.gate import Gate
 from penstock.protocols.handler_tasks import HandlerTasks, Reply, RouteCall, RouteHandler
-from penstock.protocols.http import Exchange, Handler
+from penstock.protocols.http import Exchange, Handler, Head
 from penstock.protocols.route_table import Match
 from penstock.serving.catalog import Catalog
 from penstock.serving.served import Served
@@ -250,6 +250,17 @@ class V2Http:
         self._door = door
         self._infer = door.infer
         self._inflating: set[asyncio.Task[None]] = set()
+
+    def screen(self, head: Head) -> bool:
+        """Whether the message may pass the gate and leads somewhere, before its body is read."""
+        try:
+            self._gate.check_host(head.headers)
+            match = route_table.find(head.path)
+            if match is not None:
+                self._gate.check_scope(match.route.scope, head.headers)
+        except NotAllowed:
+            return False
+        return match is not None and head.method.decode("latin-1") in match.route.methods
 
     def handle(self, exchange: Exchange) -> None:
         call = exchange.head.note

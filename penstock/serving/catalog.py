@@ -64,6 +64,7 @@ class Catalog:
         # What each API key may send, of all models together.
         self.quotas = Quotas()
         self._makers = makers or {}
+        self._is_closed = False
         self._fleet = fleet or Fleet()
         # What each load was promised of the GPUs and may not have taken yet.
         self._promised: list[list[Share]] = []
@@ -154,6 +155,8 @@ class Catalog:
 
     def _absence(self, name: str) -> NotReady | NotFound:
         """Why a model is not there."""
+        if self._is_closed:
+            return NotReady("the server is shutting down")
         if (failure := self._failures.get(name)) is not None:
             return NotReady(f"model '{name}' could not be loaded: {'; '.join(failure.problems)}")
         loaded = listed(sorted(self._models))
@@ -208,6 +211,7 @@ class Catalog:
 
     async def close(self) -> None:
         await asyncio.gather(*(model.close() for model in self), *self._leaving)
+        self._is_closed = True
         self._models.clear()
         self._latest.clear()
 

@@ -32,6 +32,7 @@ class Served:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, *flags],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,

@@ -135,9 +135,9 @@ def test_metrics_count_what_was_done(server, client):
     )
 
 
-@pytest.mark.parametrize("num_fronts", ["0", "2"])
-def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path, num_fronts):
-    served = Served(null_model(tmp_path, "slow", a_ms=1500), "--fronts", num_fronts)
+@pytest.mark.parametrize(("num_fronts", "number"), [("0", signal.SIGTERM), ("2", signal.SIGQUIT)])
+def test_a_signal_drains_the_server_and_sighup_does_not(tmp_path, num_fronts, number):
+    served = Served(null_model(tmp_path, "slow", a_ms=3000), "--fronts", num_fronts)
     answers: list[tuple[int, dict]] = []
     thread = threading.Thread(
         target=lambda: answers.append(served.infer("slow", "x", "INT32", [7]))
@@ -145,8 +145,13 @@ def test_sigterm_finishes_what_was_accepted_and_refuses_the_rest(tmp_path, num_f
     thread.start()
     time.sleep(0.5)
     processes = served.processes()
-    served.process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
+    served.process.send_signal(signal.SIGHUP)
+    while "SIGHUP" not in served.logged():
+        time.sleep(0.01)
+    assert served.status("/v2/health/ready") == 200
+    served.process.send_signal(number)
+    while served.status("/v2/health/ready") == 200:
+        time.sleep(0.01)
     assert served.status("/v2/health/ready") == 503
     assert served.status("/v2/health/live") == 200
     assert served.infer("slow", "x", "INT32", [8]) == (

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 import logging
+import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 
 from penstock.config import HttpLimits
 from penstock.protocols import http
-from penstock.protocols.http import Connection, Exchange, HttpServer
+from penstock.protocols.http import LINGER_S, SCREEN_BYTES, Connection, Exchange, HttpServer
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
@@ -91,6 +94,11 @@ class Wire:
         self.is_closed = True
 
     abort = close
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    write_eof = close
 
     def get_write_buffer_size(self) -> int:
         return 0
@@ -1002,11 +1010,24 @@ async def test_time_outs_are_those_of_the_limits() -> None:
 async def test_a_large_body_may_take_longer() -> None:
     limits = HttpLimits()
     clock, connection, wire = timed(Echo())
-    connection.data_received(post(bytes(100 * limits.min_body_rate))[: 50 * limits.min_body_rate])
-    connection.sweep(clock.now + limits.body_timeout_s + 45)
+    message, began = post(bytes(100 * limits.min_body_rate)), clock.now
+    connection.data_received(message[: 49 * limits.min_body_rate])
+    clock.now += limits.body_timeout_s - 1
+    connection.data_received(message[49 * limits.min_body_rate : 50 * limits.min_body_rate])
+    connection.sweep(began + limits.body_timeout_s + 45)
     assert not wire.is_closed
-    connection.sweep(clock.now + limits.body_timeout_s + 55)
+    connection.sweep(began + limits.body_timeout_s + 55)
     assert wire.is_closed
+
+
+async def test_a_body_that_stops_coming_is_ended_however_large_it_is() -> None:
+    limits = HttpLimits()
+    clock, connection, wire = timed(Echo())
+    connection.data_received(post(bytes(limits.max_body_bytes))[:-1])
+    connection.sweep(clock.now + limits.body_timeout_s - 1)
+    assert not wire.is_closed
+    connection.sweep(clock.now + limits.body_timeout_s + 1)
+    assert b" 408 " in wire.sent and wire.is_closed
 
 
 async def test_a_request_that_runs_is_never_timed_out() -> None:
@@ -1154,3 +1175,109 @@ async def test_nobody_can_connect_after_close(serve: Any) -> None:
         await served.http.close()
         with pytest.raises(ConnectionError):
             await served.ask(get())
+
+
+class TestScreen:
+    """A head that is refused whatever its body is costs no memory."""
+
+    def attach(self, handler: Callable[[Exchange], None]) -> tuple[Connection, Wire]:
+        return attach(HttpServer(handler, HttpLimits(), lambda head: head.path == b"/open"))
+
+    @pytest.mark.parametrize(
+        "message",
+        [
+            post(bytes(SCREEN_BYTES + 1), "/shut"),
+            chunked(bytes(10), path="/shut"),
+            post(bytes(10), "/shut", "Expect: 100-continue"),
+        ],
+        ids=["long", "chunked", "expect"],
+    )
+    async def test_it_is_answered_before_its_body_and_the_connection_closes(
+        self, message: bytes
+    ) -> None:
+        echo = Echo()
+        connection, wire = self.attach(echo)
+        head, end, body = message.partition(b"\r\n\r\n")
+        connection.data_received(head + end)
+        assert wire.sent.startswith(b"HTTP/1.1 200 ") and wire.is_closed
+        assert b"100 Continue" not in wire.sent
+        connection.data_received(body)
+        assert echo.seen == [(b"/shut", b"")]
+
+    async def test_behind_a_request_that_runs_its_answer_waits(self) -> None:
+        hold = Hold()
+        connection, wire = self.attach(hold)
+        connection.data_received(get("/open"))
+        connection.data_received(post(bytes(SCREEN_BYTES + 1), "/shut")[:1000])
+        assert not wire.sent
+        hold.arrived.get_nowait().reply(200, b"", ())
+        assert not wire.is_closed
+        hold.arrived.get_nowait().reply(401, b"", ())
+        assert wire.is_closed
+
+    async def test_the_client_may_send_its_body_and_then_read_the_answer(self) -> None:
+        server = HttpServer(Echo(), HttpLimits(), lambda head: False)
+        port = await server.start("127.0.0.1", 0)
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(post(bytes(20 << 20)))
+            await writer.drain()
+            assert (await reader.read()).startswith(OK)
+            writer.close()
+            await writer.wait_closed()
+        finally:
+            await server.close()
+
+    async def test_a_client_that_does_not_stop_is_cut_off(self) -> None:
+        server = HttpServer(Echo(), HttpLimits(), lambda head: False)
+        clock = server.now = Clock()
+        connection, wire = attach(server)
+        connection.data_received(post(bytes(SCREEN_BYTES + 1)))
+        wire.is_closed = False
+        connection.sweep(clock.now + LINGER_S - 1)
+        assert not wire.is_closed
+        connection.sweep(clock.now + LINGER_S + 1)
+        assert wire.is_closed
+
+    async def test_what_may_pass_is_read(self) -> None:
+        echo = Echo()
+        connection, wire = self.attach(echo)
+        for message in (post(bytes(SCREEN_BYTES + 1), "/open"), post(b"short", "/shut")):
+            connection.data_received(message)
+        assert [len(body) for _, body in echo.seen] == [SCREEN_BYTES + 1, 5]
+        assert not wire.is_closed
+
+
+@pytest.mark.parametrize("num_missing", [0, 1], ids=["whole", "cut"])
+async def test_a_body_is_free_when_its_connection_is_gone(num_missing: int) -> None:
+    """At once: the garbage collector may come much later."""
+    hold = Hold()
+    connection, _ = attach(HttpServer(hold, HttpLimits()))
+    message = post(bytes(1 << 20))
+    half = len(message) // 2
+    connection.data_received(message[:half])
+    connection.data_received(message[half : len(message) - num_missing])
+    is_gone = weakref.ref(connection)
+    gc.disable()
+    try:
+        if num_missing:
+            body = connection._body
+            connection.connection_lost(None)
+        else:
+            body = hold.arrived.get_nowait().body
+            connection.connection_lost(None)
+        assert len(body) == (1 << 20) - num_missing
+        # Of the variable, and of the argument.
+        assert sys.getrefcount(body) == 2
+        del connection
+        assert is_gone() is None
+    finally:
+        gc.enable()
+
+
+async def test_an_idle_connection_keeps_no_body() -> None:
+    connection, _ = attach(HttpServer(Echo(), HttpLimits()))
+    message = post(bytes(1 << 20))
+    connection.data_received(message[: 1 << 19])
+    connection.data_received(message[1 << 19 :])
+    assert not connection._body and not connection._first_part and connection._running is None
