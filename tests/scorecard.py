@@ -104,8 +104,8 @@ ROWS = (
     Row(
         7,
         "an instance that hangs or exceeds its memory",
-        "only its batch fails; replaced within the time-out and 1 s",
-        missing="a test under load",
+        "only its batch fails; killed within the time-out and 1 s, and replaced",
+        ("tests/e2e/test_hangs.py",),
     ),
     Row(
         8,

@@ -89,6 +89,12 @@ class Served:
                     found.append(process)
         return found
 
+    def num_ready_instances(self) -> int:
+        """Count the workers of all models, without spares."""
+        lines = self.get("/metrics")[1].decode().splitlines()
+        ready = [line for line in lines if line.startswith("penstock_ready_instances")]
+        return sum(int(line.split()[-1]) for line in ready)
+
     def get(self, path: str) -> tuple[int, bytes]:
         return self._open(f"http://{self.address}{path}", None)
 
@@ -164,4 +170,23 @@ def null_model(
     for key, value in options.items():
         lines.append(f'parameters {{ key: "null.{key}" value {{ string_value: "{value}" }} }}')
     (folder / "config.pbtxt").write_text("\n".join(lines))
+    return root
+
+
+def python_model(
+    root: Path, name: str, code: str, *, config: str = "", **parameters: object
+) -> Path:
+    """Add a `python` model INT32 [1] -> [1] with `penstock.*` parameters to a repository."""
+    folder = root / name / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(code)
+    lines = [
+        'backend: "python" max_batch_size: 4',
+        'input { name: "x" data_type: TYPE_INT32 dims: 1 }',
+        'output { name: "y" data_type: TYPE_INT32 dims: 1 }',
+        config,
+    ]
+    for key, value in parameters.items():
+        lines.append(f'parameters {{ key: "penstock.{key}" value {{ string_value: "{value}" }} }}')
+    (root / name / "config.pbtxt").write_text("\n".join(lines))
     return root

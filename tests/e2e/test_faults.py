@@ -31,22 +31,15 @@ def faulty(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
         assert served.terminate() == 0
 
 
-def num_ready_instances(served: Served) -> int:
-    """Count the workers of all models, without spares."""
-    text = served.get("/metrics")[1].decode()
-    lines = [row for row in text.splitlines() if row.startswith("penstock_ready_instances")]
-    return sum(int(row.split()[-1]) for row in lines)
-
-
 def kill_and_time(served: Served) -> float:
     """Kill one worker; how long until all instances are ready again."""
     victim = served.workers()[0].pid
-    wanted = num_ready_instances(served)
+    wanted = served.num_ready_instances()
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     while True:
         # Asked only after the death was noticed, so the count is not an old one.
-        if not psutil.pid_exists(victim) and num_ready_instances(served) == wanted:
+        if not psutil.pid_exists(victim) and served.num_ready_instances() == wanted:
             return time.monotonic() - began
         time.sleep(0.005)
 

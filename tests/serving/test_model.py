@@ -6,6 +6,7 @@ import random
 import re
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -705,26 +706,25 @@ class TestSharedWorker:
     def test_a_worker_whose_device_is_lost_ends_without_an_answer(self, monkeypatch):
         """So that its batches run again elsewhere, and whoever takes it away twice is blamed."""
         died: list[bool] = []
-        ours, theirs = supervisor.socket_pair()
-        inputs, outputs = Segment(1 << 16), Segment(1 << 16)
-        with ours, theirs:
-            made = worker.Worker(worker.Channel(theirs), die=lambda: died.append(True))
-            config = replace(FIXED, options={"null.fail_on": "1000"})
-            load = frames.Load(frames.VERSION, config, 1 << 16, None)
-            fds = (os.dup(inputs.fd), os.dup(outputs.fd))
-            socket.send_fds(ours, [frames.encode(load)], fds)
-            assert made.step()
-            for is_lost in (False, True):
-                monkeypatch.setattr(NullRunner, "is_lost", lambda _, lost=is_lost: lost, False)
-                extent = frames.Extent("x", "INT64", (1, 4), 0, 32)
-                inputs.view[:32] = canary(1, (1, 4)).tobytes()
-                part = frames.RequestPart("", 1, (extent,))
-                ours.send(frames.encode(frames.Dispatch(7, (), requests=(part,))))
-                assert made.step()
-                assert died == [True] * is_lost
-            made.close()
-        inputs.close()
-        outputs.close()
+        monkeypatch.setattr(worker, "backend", lambda name: Losable)
+        config = replace(FIXED, options={"null.fail_on": "1000"})
+        with worker_alone(config, lambda: died.append(True)) as run_batch:
+            for Losable.lost in (False, True):
+                run_batch()
+                assert died == [True] * Losable.lost
+
+    @pytest.mark.parametrize("has_own_process", [True, False], ids=["process", "thread"])
+    def test_a_worker_that_keeps_its_memory_asks_to_be_replaced_once(
+        self, monkeypatch, has_own_process
+    ):
+        """Before it answers, or the core would send it the next batch."""
+        monkeypatch.setattr(worker, "MemoryLimit", FullMemory)
+        config = replace(FIXED, options={"null.fail_on": "1000"}, memory_bytes=1 << 30)
+        die = (lambda: None) if has_own_process else None
+        with worker_alone(config, die) as run_batch:
+            kinds = [[type(frame) for frame in run_batch()] for _ in range(2)]
+        leaves = [frames.Leaving] if has_own_process else []
+        assert kinds == [[*leaves, frames.Failed], [frames.Failed]]
 
     def test_answers_of_batches_that_run_ahead_are_those_of_their_requests(self):
         """In a thread of its own, with the thread that waits."""
@@ -1321,6 +1321,60 @@ class TestMaxWait:
             assert not any(request.sink.error for request in requests)
 
         self.run(scenario)
+
+
+class Losable(NullRunner):
+    """On a device that may be lost."""
+
+    lost = False
+
+    def is_lost(self) -> bool:
+        return self.lost
+
+
+class FullMemory:
+    """A limit that is reached at the first error."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        assert limit_bytes == 1 << 30
+
+    def restart_reason(self, errors) -> str:
+        return "it is full" if any("null.fail_on" in error for error in errors) else ""
+
+
+@contextmanager
+def worker_alone(config: ModelConfig, die: Callable[[], None] | None):
+    """A worker without a core; yields what runs a batch of 1000 and returns the frames it sent."""
+    ours, theirs = supervisor.socket_pair()
+    inputs, outputs = Segment(1 << 16), Segment(1 << 16)
+    with ours, theirs:
+        made = worker.Worker(worker.Channel(theirs), die=die)
+        load = frames.Load(frames.VERSION, config, 1 << 16, None)
+        fds = (os.dup(inputs.fd), os.dup(outputs.fd))
+        socket.send_fds(ours, [frames.encode(load)], fds)
+        assert made.step()
+        buffer = bytearray(frames.MAX_FRAME_BYTES)
+
+        def receive_all() -> list[frames.FromWorker]:
+            received = []
+            with suppress(BlockingIOError):
+                while size := ours.recv_into(buffer):
+                    received.append(frames.decode_from_worker(memoryview(buffer)[:size]))
+            return received
+
+        def run_batch() -> list[frames.FromWorker]:
+            extent = frames.Extent("x", "INT64", (1, 4), 0, 32)
+            inputs.view[:32] = canary(1, (1, 4)).tobytes()
+            part = frames.RequestPart("", 1, (extent,))
+            ours.send(frames.encode(frames.Dispatch(7, (), requests=(part,))))
+            assert made.step()
+            return receive_all()
+
+        receive_all()
+        yield run_batch
+        made.close()
+    inputs.close()
+    outputs.close()
 
 
 class Restless(NullRunner):
