@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,13 +20,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
 
 
 class Served:
-    """A server on a free port; `stop` asserts that it leaves nobody behind. With `grpc` it answers
-    that too, at `grpc_address`."""
+    """A server on a free port; `terminate` asserts that it leaves no process behind. With `grpc` it
+    answers that too, at `grpc_address`. `prefix` is a command that runs the server's command in its
+    own process, such as `prlimit`."""
 
     def __init__(
-        self, path: Path, *flags: str, grpc: bool = False, environment: dict[str, str] | None = None
+        self,
+        path: Path,
+        *flags: str,
+        grpc: bool = False,
+        environment: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        command = [sys.executable, "-m", "penstock", "serve", str(path), "--http-port", "0"]
+        command = [*prefix, sys.executable, "-m", "penstock", "serve", str(path)]
+        command += ["--http-port", "0"]
         command += ["--metrics-port", "0"]
         command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -50,6 +57,19 @@ class Served:
         if grpc:
             self.grpc_address = next(lines).split()[-1]
         self.metrics_url = next(lines).split()[-1]
+
+    def __enter__(self) -> "Served":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """It ends well; after a failed test it is killed."""
+        if kind is None:
+            assert self.terminate() == 0
+        elif self.process.poll() is None:
+            processes = self.processes()
+            self.process.kill()
+            psutil.wait_procs(processes, timeout=20)
+            self.finish(processes)
 
     def _logged(self) -> Iterator[str]:
         """What a log of JSON lines says of addresses. Does not move the file's position, which is
