@@ -146,7 +146,7 @@ ROWS = (
         12,
         "priorities under 5x overload",
         "high class p99 within the SLO; no tenant below 90 % of its share",
-        missing="a test under load; there are no tenants yet",
+        ("tests/e2e/test_fairness.py",),
     ),
     Row(
         13,

@@ -43,7 +43,7 @@ from penstock.serving.quarantine import (
     Verdict,
     fingerprint,
 )
-from penstock.serving.quotas import Quotas
+from penstock.serving.quotas import QueueSize, Quotas
 from penstock.serving.refusals import Refusals
 from penstock.serving.saturation import Saturation
 from penstock.serving.slab import Extents, Layout, Place, Segment, Slab, SlabPool, aligned
@@ -127,9 +127,14 @@ class Model:
     ) -> None:
         self.config = config
         self._quotas = quotas or Quotas()
-        # Admitted requests of keys with a share of the queue, and how many each key has.
+        # Admitted requests of keys with a share of the queue, and how many each key has by level.
         self._sharing: set[Request] = set()
-        self._num_shared: Counter[bytes] = Counter()
+        self._num_shared: Counter[tuple[bytes, int]] = Counter()
+        # By level: requests of a low one are refused while there is room for those of a higher one.
+        self._queue_sizes = tuple(
+            QueueSize(config.batching.max_pending)
+            for _ in range(max(1, config.batching.num_priorities))
+        )
         self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.history = History()
         # How it is served and why, where that is not plain from its configuration.
@@ -285,7 +290,7 @@ class Model:
             if self._quarantine.is_active:
                 self._check_quarantine(request)
             if self._quotas.is_active:
-                self._check_quota(request.caller)
+                self._check_quota(request)
             timings = request.timings
             timings.queued = now = self._clock()
             timings.saturated_s = self._saturation.at(now)
@@ -293,6 +298,7 @@ class Model:
                 self._note_processor_wait(self._slo, now)
             self._batcher.add(request, geometry, now)
         except PenstockError as error:
+            self._note_full(request, error)
             self.refused(error, request.timings.received)
             request.respond(error)
             return
@@ -317,13 +323,23 @@ class Model:
     def _note_share(self, request: Request) -> None:
         if self._quotas.has_share(request.caller):
             self._sharing.add(request)
-            self._num_shared[request.caller] += 1
+            self._num_shared[request.caller, request.priority] += 1
 
-    def _check_quota(self, caller: bytes) -> None:
-        """The share first: a request that is refused for it does not use up the rate."""
-        max_pending = self.config.batching.max_pending
-        self._quotas.check_share(caller, self._num_shared[caller], max_pending)
-        self._quotas.check_rate(caller, self._clock())
+    def _note_full(self, request: Request, error: PenstockError) -> None:
+        """A request that brought its own deadline says nothing about the queue."""
+        if self._quotas.is_active and _is_overload(error) and request.timeout_s is None:
+            num_held = self.num_waiting + self.num_running
+            self._queue_sizes[request.priority].refused(num_held, self._clock())
+
+    def _check_quota(self, request: Request) -> None:
+        """The share first: a request that is refused for it does not use up the rate. Requests of
+        lower levels do not count: they wait behind this one."""
+        caller, now = request.caller, self._clock()
+        if self._quotas.has_share(caller):
+            level = self.config.batching.level(request.priority)
+            num_held = sum(self._num_shared[caller, each] for each in range(level + 1))
+            self._quotas.check_share(caller, num_held, self._queue_sizes[level].estimate(now))
+        self._quotas.check_rate(caller, now)
 
     def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
         total_s = self._processor_wait.total_s()
@@ -863,7 +879,7 @@ class Model:
     def _finish(self, request: Request, answer: Response | PenstockError) -> None:
         if self._sharing and request in self._sharing:
             self._sharing.remove(request)
-            self._num_shared[request.caller] -= 1
+            self._num_shared[request.caller, request.priority] -= 1
         if isinstance(answer, PenstockError):
             request.timings.completed = now = self._clock()
             self.metrics.fail_s += now - request.timings.received
@@ -1064,8 +1080,7 @@ class Model:
         self._saturation.note(True, now)
 
     def _note_overload(self, error: PenstockError, now: float) -> None:
-        is_quota = isinstance(error, QuotaExceeded)
-        if isinstance(error, Overloaded) and not is_quota and self._refusals.refused(now):
+        if _is_overload(error) and self._refusals.refused(now):
             log.warning(
                 "%s/%s is overloaded and refuses requests (%s)",
                 self.config.name,
@@ -1122,6 +1137,11 @@ def _taken(instance: Instance, frame: frames.FromWorker) -> InFlight | None:
                 found: InFlight = flight
                 return found
     return None
+
+
+def _is_overload(error: PenstockError) -> bool:
+    """Whether the server lacks capacity, rather than one API key a larger quota."""
+    return isinstance(error, Overloaded) and not isinstance(error, QuotaExceeded)
 
 
 def _has_ended(request: Request) -> bool:

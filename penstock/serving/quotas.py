@@ -7,6 +7,7 @@ overloaded, for the batchers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ from penstock.errors import QuotaExceeded
 
 # A key that was idle may send this many seconds' worth of requests at once.
 BURST_S = 1.0
+# After an overload, the estimate of how much a queue holds doubles in this time without another.
+FULL_GROWTH_S = 10.0
+# Weight of the newest overload in that estimate.
+FULL_WEIGHT = 0.25
 # When asking again may make sense while a key's share of a queue is full.
 SHARE_RETRY_S = 1.0
 
@@ -47,6 +52,31 @@ class Bucket:
             self._tokens -= 1.0
             return 0.0
         return (1.0 - self._tokens) / self._rate
+
+
+class QueueSize:
+    """How many requests a model can hold: as many as it may, or as many as it had when it refused
+    others for lack of capacity. Latency limits refuse requests long before the queue is full, and a
+    share of a size that is never reached limits nobody."""
+
+    __slots__ = ("_full_at", "_max_pending", "_refused_at")
+
+    def __init__(self, max_pending: int) -> None:
+        self._max_pending = max_pending
+        self._full_at = 0.0
+        self._refused_at = -math.inf
+
+    def refused(self, num_held: int, now: float) -> None:
+        """Note that a model with this many requests had no capacity for another."""
+        known = self._full_at if now - self._refused_at < FULL_GROWTH_S else num_held
+        self._full_at = known + FULL_WEIGHT * (num_held - known)
+        self._refused_at = now
+
+    def estimate(self, now: float) -> int:
+        growth = 1 + (now - self._refused_at) / FULL_GROWTH_S
+        if self._full_at == 0.0 or self._full_at * growth >= self._max_pending:
+            return self._max_pending
+        return max(1, int(self._full_at * growth))
 
 
 class Quotas:
@@ -90,16 +120,16 @@ class Quotas:
         quota = self._quotas.get(caller)
         return quota is not None and quota.queue_share is not None
 
-    def check_share(self, caller: bytes, num_held: int, max_pending: int) -> None:
-        """QuotaExceeded when a model that may hold `max_pending` requests has enough of this key's
-        already."""
+    def check_share(self, caller: bytes, num_held: int, queue_size: int) -> None:
+        """QuotaExceeded when a model that holds `queue_size` requests at most has enough of this
+        key's already."""
         quota = self._quotas.get(caller)
         if quota is None or quota.queue_share is None:
             return
-        most = max(1, int(quota.queue_share * max_pending))
+        most = max(1, int(quota.queue_share * queue_size))
         if num_held >= most:
             raise QuotaExceeded(
                 f"the API key has {num_held} requests in this model's queue; its share is {most} "
-                f"of {max_pending}",
+                f"of {queue_size}",
                 SHARE_RETRY_S,
             )

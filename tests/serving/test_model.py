@@ -1796,3 +1796,64 @@ def test_a_key_gets_its_share_of_the_queue_back_however_its_requests_end():
         await closing
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0.001], ids=["full", "own deadline"])
+def test_a_share_is_one_of_what_the_queue_holds_before_it_refuses(timeout_s):
+    """8192 may wait, but the queue is full at 8: half of it is 4, whatever was promised."""
+    policies = (QueuePolicy(max_queue_size=8),)
+    config = replace(FIXED, batching=BatchPolicy(8, is_dynamic=True, policies=policies))
+    quotas = Quotas({b"team-a": Quota(queue_share=0.5)})
+
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(config, start_life=puppets, quotas=quotas)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+
+        async def send(count: int, caller: bytes) -> list[str]:
+            requests = [ask(config, canary(i, (1, 4))) for i in range(count)]
+            for request in requests:
+                request.caller, request.timeout_s = caller, timeout_s
+                model.submit(request)
+            errors = [type(request.sink.error).__name__ for request in requests]
+            await puppets.step_all()
+            return errors
+
+        taken, full, over_quota = "NoneType", "Overloaded", "QuotaExceeded"
+        assert await send(9, b"team-a") == [taken] * 8 + [full]
+        expected = [taken] * 4 + [over_quota] * 2 if timeout_s is None else [taken] * 6
+        assert await send(6, b"team-a") == expected
+        assert await send(6, b"team-b") == [taken] * 6
+        closing = asyncio.ensure_future(model.close())
+        await puppets.step_all()
+        await closing
+
+    asyncio.run(main())
+
+
+def test_requests_of_a_low_level_take_no_share_from_those_of_a_higher_one():
+    levels = BatchPolicy(8, is_dynamic=True, max_pending=4, num_priorities=2, default_priority=2)
+    config = replace(FIXED, batching=levels)
+    quotas = Quotas({b"team-a": Quota(queue_share=0.5)})
+
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(config, start_life=puppets, quotas=quotas)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        for _ in range(2):
+            requests = [ask(config, canary(i, (1, 4))) for i in range(6)]
+            for request, priority in zip(requests, (2, 0, 0, 1, 1, 1), strict=True):
+                request.caller, request.priority = b"team-a", priority
+                model.submit(request)
+            full = [isinstance(each.sink.error, QuotaExceeded) for each in requests]
+            assert full == [False, False, True] * 2
+            await puppets.step_all()
+        closing = asyncio.ensure_future(model.close())
+        await puppets.step_all()
+        await closing
+
+    asyncio.run(main())

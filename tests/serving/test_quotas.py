@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import Overloaded, QuotaExceeded
-from penstock.serving.quotas import Quota, Quotas
+from penstock.serving.quotas import FULL_GROWTH_S, QueueSize, Quota, Quotas
 from penstock.testing import FakeClock
 
 A, B = b"team-a", b"team-b"
@@ -60,6 +60,31 @@ def test_a_key_fills_only_its_share_of_a_queue():
         quotas.check_share(A, 25, 100)
     quotas.check_share(B, 10**6, 100)
     quotas.check_share(A, 0, 1)  # The smallest queue has room for one.
+
+
+def test_a_queue_is_as_large_as_it_was_when_requests_were_refused():
+    size = QueueSize(8192)
+    assert size.estimate(0.0) == 8192
+    size.refused(48, 1.0)
+    assert size.estimate(1.0) == 48
+    size.refused(40, 1.0)
+    assert size.estimate(1.0) == 46, "one overload does not decide alone"
+    for _ in range(50):
+        size.refused(20, 1.0)
+    assert size.estimate(1.0) == 20
+    assert size.estimate(1.0 + FULL_GROWTH_S) == 40, "it grows while no request is refused"
+    assert size.estimate(1e6) == 8192
+    size.refused(100, 1e6)
+    assert size.estimate(1e6) == 100, "old overloads say nothing"
+    size.refused(10**6, 1e6)
+    assert size.estimate(1e6) == 8192
+
+
+def test_a_queue_that_was_empty_has_room_for_one():
+    size = QueueSize(8)
+    for _ in range(100):
+        size.refused(1, 0.0)
+    assert size.estimate(0.0) == 1
 
 
 def test_new_quotas_hold_at_once_and_unchanged_ones_go_on():
