@@ -132,7 +132,7 @@ ROWS = (
         10,
         "rolling restart of two servers behind a proxy",
         "0 lost",
-        missing="a test with a proxy",
+        ("tests/e2e/test_rolling_restart.py",),
     ),
     Row(
         11,
