@@ -57,9 +57,11 @@ ROWS = (
         1,
         "rolling reload, ten times, under load",
         "0 lost; p99 while reloading at most twice the steady one",
-        ("tests/e2e/test_control.py::test_reloading_under_load_loses_nothing_and_stays_fast",),
+        (
+            "tests/e2e/test_control.py::test_reloading_under_load_loses_nothing_and_stays_fast",
+            "tests/e2e/test_control.py::test_new_versions_under_grpc_load_lose_nothing_and_stay_fast",
+        ),
         "0 lost, p99 7 ms to 1.43 s",
-        missing="gRPC clients",
     ),
     Row(
         2,
