@@ -99,9 +99,8 @@ ROWS = (
         6,
         "an instance killed every second, 10 min",
         "99.9 % answered, no hang, no wrong answer, no orphan",
-        (f"{FAULTS}test_a_random_killer_for_twenty_seconds",),
+        (f"{FAULTS}test_a_random_killer[10min]",),
         runs=1,
-        missing="10 min; the test kills for 20 s",
     ),
     Row(
         7,
