@@ -189,7 +189,8 @@ class Model:
         # Not an exception of the future: its traceback would keep the model alive, and that it.
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
         self._load_problems: Sequence[str] = ()
-        self._without_instance_since = clock()
+        # None while one is ready.
+        self._without_instance_since: float | None = clock()
         self._idle_waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
@@ -920,6 +921,7 @@ class Model:
             self._note_duration(num_rows, duration_s)
         self._batcher.seed(instance.ready.timings)
         self._saturation.note(False, self._clock())
+        self._without_instance_since = None
         self._count_executors()
         if all(each.is_ready for each in self.instances) and not self._first_ready.done():
             self._apply_proofs([each.ready for each in self.instances if each.ready is not None])
@@ -976,7 +978,8 @@ class Model:
             if not instance.is_leaving:
                 self.metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1
         now = self._clock()
-        if not any(each.is_ready for each in self.instances):
+        # The death of one that was loading changes nothing: requests do not wait for ever.
+        if self._without_instance_since is None and not any(i.is_ready for i in self.instances):
             self._without_instance_since = now
         self._note_idle(now)
         self._count_executors()
@@ -1055,7 +1058,8 @@ class Model:
         if self.state != "READY" or any(i.is_ready for i in self.instances):
             return
         patience_s = max(UNAVAILABLE_AFTER_S, LOAD_FACTOR * self.metrics.load_s)
-        if self.num_waiting and self._clock() - self._without_instance_since > patience_s:
+        since = self._without_instance_since
+        if self.num_waiting and since is not None and self._clock() - since > patience_s:
             self._fail_waiting(NotReady(self._not_ready_text()))
 
     def _fail_waiting(self, error: PenstockError) -> None:

@@ -44,6 +44,12 @@ def kill_and_time(served: Served) -> float:
         time.sleep(0.005)
 
 
+def find_ready(served: Served) -> list[int]:
+    """Workers that are not loading any more, by the log."""
+    ready = {int(pid) for pid in re.findall(r"ready on cpu .*\(pid (\d+)\)", served.logged())}
+    return sorted(ready & {worker.pid for worker in served.workers()})
+
+
 def check_nothing_lost(load: Load) -> None:
     tally = load.tally
     assert tally.num_wrong == 0
@@ -153,7 +159,7 @@ def test_sigterm_under_load(faulty: Served):
     ],
 )
 def test_a_random_killer(tmp_path: Path, duration_s: int):
-    """An instance is killed every second; each time the clients are served on."""
+    """An instance that is ready is killed every second; each time the clients are served on."""
     null_model(tmp_path, "two", config=TWO, a_ms=2)
     chance = random.Random(1)
 
@@ -163,9 +169,9 @@ def test_a_random_killer(tmp_path: Path, duration_s: int):
             ends = time.monotonic() + duration_s
             while time.monotonic() < ends:
                 await asyncio.sleep(1)
-                workers = served.workers()
-                if workers:
-                    os.kill(chance.choice(workers).pid, signal.SIGKILL)
+                ready = find_ready(served)
+                if ready:
+                    os.kill(chance.choice(ready), signal.SIGKILL)
                     kills += 1
         return load, kills
 
@@ -177,11 +183,11 @@ def test_a_random_killer(tmp_path: Path, duration_s: int):
         f"{tally.num_sent} requests lost, statuses {tally.statuses}, longest gap "
         f"{tally.longest_gap_s:.2f} s, p99 {tally.percentile_s(0.99) * 1e3:.1f} ms"
     )
-    assert kills >= 0.8 * duration_s
+    assert kills >= 0.7 * duration_s
     assert tally.num_wrong == tally.num_cut == 0
     assert tally.num_good >= 0.999 * tally.num_sent
-    # A hang would be a gap: the longest back-off, and a start on a busy machine.
-    assert tally.longest_gap_s < 10 + 5
+    # Both instances may be gone at once; a start on a busy machine takes seconds.
+    assert tally.longest_gap_s < 5
 
 
 def test_a_killer_of_fronts_for_twenty_seconds(tmp_path: Path):
