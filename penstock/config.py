@@ -87,6 +87,14 @@ class BatchPolicy:
     def policy(self, level: int) -> QueuePolicy:
         return self.policies[level] if level < len(self.policies) else self.policies[0]
 
+    def level(self, priority: int) -> int:
+        """Return the index of the level of a request with this priority; 0 is the highest.
+        Priorities that are not given (0) or not known mean the default."""
+        if self.num_priorities <= 1:
+            return 0
+        is_known = 0 < priority <= self.num_priorities
+        return max(1, priority if is_known else self.default_priority) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:

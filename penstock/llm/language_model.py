@@ -214,8 +214,9 @@ class LlmModel:
 
     def _check_quota(self, caller: bytes) -> None:
         """QuotaExceeded when the key has used up its tokens or its share of the queue."""
-        self._shares.check(caller)
-        self._quotas.check_tokens(caller, self._clock())
+        now = self._clock()
+        self._shares.check(caller, now)
+        self._quotas.check_tokens(caller, now)
 
     def _left(self, request: int) -> Generation | None:
         """The request with this number, which ends now; None if it has ended before."""
@@ -436,6 +437,7 @@ class LlmModel:
             error: PenstockError = InvalidRequest(message.reason)
             if message.is_overload:
                 error = Overloaded(message.reason, message.retry_after_s, message.kind)
+                self._shares.refused(sum(each.num for each in self._open.values()), self._clock())
             self.metrics.refused(error, self._clock() - generation.arrived)
             generation.sink.failed(error)
             self._check_idle()

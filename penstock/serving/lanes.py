@@ -12,7 +12,7 @@ from typing import Literal
 
 from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
-from penstock.types import LEVEL_UNSET, Request
+from penstock.types import Request
 
 # Why a batch did not take more: nobody else waited, only others of another shape did, it has
 # the most rows, the most tokens, a preferred size or the size aimed at under the SLO, waiting any
@@ -99,7 +99,7 @@ class Lanes:
 
     def __init__(self, policy: BatchPolicy) -> None:
         self._num_levels = max(1, policy.num_priorities)
-        self._default_level = policy.default_priority
+        self._level = policy.level
         self._max_pending = policy.max_pending
         first = 1 if policy.num_priorities else 0
         self._policies = [policy.policy(first + level) for level in range(self._num_levels)]
@@ -116,13 +116,13 @@ class Lanes:
 
     def admit(self, request: Request) -> QueuePolicy:
         """Set the request's level; returns its policy, or raises Overloaded at a limit."""
-        level = self._level(request) if self._num_levels > 1 else 0
+        level = self._level(request.priority) if self._num_levels > 1 else 0
         policy = self._policies[level]
+        request.priority = level
         if self.num_waiting >= self._max_pending:
             raise Overloaded(f"Exceeds maximum queue size: {self._max_pending} waiting")
         if 0 < policy.max_queue_size <= self._counts[level]:
             raise Overloaded(f"Exceeds maximum queue size: {policy.max_queue_size} waiting")
-        request.priority = level
         return policy
 
     def policy(self, request: Request) -> QueuePolicy:
@@ -248,13 +248,6 @@ class Lanes:
         self._counts[level] += step
         self._sizes[level] += step * (request.num_tokens if self._has_budget else request.num_rows)
         self.num_waiting += step
-
-    def _level(self, request: Request) -> int:
-        """Index of the request's level; 0 is the highest. Unknown levels mean the default."""
-        wanted = request.priority
-        if wanted == LEVEL_UNSET or wanted > self._num_levels:
-            wanted = self._default_level
-        return max(1, wanted) - 1
 
 
 def _head_rank(lane: Lane) -> tuple[int, float]:

@@ -127,7 +127,8 @@ class Model:
     ) -> None:
         self.config = config
         self._quotas = quotas or Quotas()
-        self._shares = QueueShares(self._quotas, config.batching.max_pending)
+        num_levels = max(1, config.batching.num_priorities)
+        self._shares = QueueShares(self._quotas, config.batching.max_pending, num_levels)
         self.metrics = ModelMetrics(config.name, config.version, config.metric_tags)
         self.history = History()
         # How it is served and why, where that is not plain from its configuration.
@@ -182,7 +183,8 @@ class Model:
         # Not an exception of the future: its traceback would keep the model alive, and that it.
         self._first_ready: asyncio.Future[None] = self._loop.create_future()
         self._load_problems: Sequence[str] = ()
-        self._without_instance_since = clock()
+        # None while one is ready.
+        self._without_instance_since: float | None = clock()
         self._idle_waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
@@ -291,11 +293,12 @@ class Model:
                 self._note_processor_wait(self._slo, now)
             self._batcher.add(request, geometry, now)
         except PenstockError as error:
+            self._note_full(request, error)
             self.refused(error, request.timings.received)
             request.respond(error)
             return
         if self._quotas.is_active:
-            self._shares.enter(request, request.caller)
+            self._shares.enter(request, request.caller, level=request.priority)
         if self._sequencer is not None:
             request.turn = self._sequencer.enter()
         if geometry.layout is None or self._place(request, plan, geometry.layout):
@@ -312,11 +315,18 @@ class Model:
             return False
         return True
 
+    def _note_full(self, request: Request, error: PenstockError) -> None:
+        """A request that brought its own deadline says nothing about the queue."""
+        if self._quotas.is_active and _is_overload(error) and request.timeout_s is None:
+            num_held = self.num_waiting + self.num_running
+            self._shares.refused(num_held, self._clock(), request.priority)
+
     def _check_quota(self, request: Request) -> None:
         """The share first: a request that is refused for it does not use up the rate."""
-        self._shares.check(request.caller)
+        now = self._clock()
+        self._shares.check(request.caller, now, self.config.batching.level(request.priority))
         if not request.is_counted:
-            self._quotas.check_rate(request.caller, self._clock())
+            self._quotas.check_rate(request.caller, now)
 
     def _note_processor_wait(self, slo: SloBatcher, now: float) -> None:
         total_s = self._processor_wait.total_s()
@@ -896,6 +906,7 @@ class Model:
             self._note_duration(num_rows, duration_s)
         self._batcher.seed(instance.ready.timings)
         self._saturation.note(False, self._clock())
+        self._without_instance_since = None
         self._count_executors()
         if all(each.is_ready for each in self.instances) and not self._first_ready.done():
             self._apply_proofs([each.ready for each in self.instances if each.ready is not None])
@@ -952,7 +963,8 @@ class Model:
             if not instance.is_leaving:
                 self.metrics.num_deaths["hang" if instance.is_hung else "crash"] += 1
         now = self._clock()
-        if not any(each.is_ready for each in self.instances):
+        # The death of one that was loading changes nothing: requests do not wait for ever.
+        if self._without_instance_since is None and not any(i.is_ready for i in self.instances):
             self._without_instance_since = now
         self._note_idle(now)
         self._count_executors()
@@ -1031,7 +1043,8 @@ class Model:
         if self.state != "READY" or any(i.is_ready for i in self.instances):
             return
         patience_s = max(UNAVAILABLE_AFTER_S, LOAD_FACTOR * self.metrics.load_s)
-        if self.num_waiting and self._clock() - self._without_instance_since > patience_s:
+        since = self._without_instance_since
+        if self.num_waiting and since is not None and self._clock() - since > patience_s:
             self._fail_waiting(NotReady(self._not_ready_text()))
 
     def _fail_waiting(self, error: PenstockError) -> None:
@@ -1056,8 +1069,7 @@ class Model:
         self._saturation.note(True, now)
 
     def _note_overload(self, error: PenstockError, now: float) -> None:
-        is_quota = isinstance(error, QuotaExceeded)
-        if isinstance(error, Overloaded) and not is_quota and self._refusals.refused(now):
+        if _is_overload(error) and self._refusals.refused(now):
             log.warning(
                 "%s/%s is overloaded and refuses requests (%s)",
                 self.config.name,
@@ -1114,6 +1126,11 @@ def _taken(instance: Instance, frame: frames.FromWorker) -> InFlight | None:
                 found: InFlight = flight
                 return found
     return None
+
+
+def _is_overload(error: PenstockError) -> bool:
+    """Whether the server lacks capacity, rather than one API key a larger quota."""
+    return isinstance(error, Overloaded) and not isinstance(error, QuotaExceeded)
 
 
 def _has_ended(request: Request) -> bool:

@@ -7,6 +7,7 @@ overloaded, for the batchers.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from penstock.errors import QuotaExceeded
 
 # A key that was idle may send this many seconds' worth at once.
 BURST_S = 1.0
+# After an overload, the estimate of how much a queue holds doubles in this time without another.
+FULL_GROWTH_S = 10.0
+# Weight of the newest overload in that estimate.
+FULL_WEIGHT = 0.25
 # When asking again may make sense while a key's share of a queue is full.
 SHARE_RETRY_S = 1.0
 
@@ -53,6 +58,31 @@ class Bucket:
     def _refill(self, now: float) -> None:
         self._level = min(self._burst, self._level + (now - self._filled_at) * self._rate)
         self._filled_at = now
+
+
+class QueueSize:
+    """How many requests a model can hold: as many as it may, or as many as it had when it refused
+    others for lack of capacity. Latency limits refuse requests long before the queue is full, and a
+    share of a size that is never reached limits nobody."""
+
+    __slots__ = ("_full_at", "_max_pending", "_refused_at")
+
+    def __init__(self, max_pending: int) -> None:
+        self._max_pending = max_pending
+        self._full_at = 0.0
+        self._refused_at = -math.inf
+
+    def refused(self, num_held: int, now: float) -> None:
+        """Note that a model with this many requests had no capacity for another."""
+        known = self._full_at if now - self._refused_at < FULL_GROWTH_S else num_held
+        self._full_at = known + FULL_WEIGHT * (num_held - known)
+        self._refused_at = now
+
+    def estimate(self, now: float) -> int:
+        growth = 1 + (now - self._refused_at) / FULL_GROWTH_S
+        if self._full_at == 0.0 or self._full_at * growth >= self._max_pending:
+            return self._max_pending
+        return max(1, int(self._full_at * growth))
 
 
 class Quotas:
@@ -123,46 +153,54 @@ class Quotas:
         quota = self._quotas.get(caller)
         return quota is not None and quota.queue_share is not None
 
-    def check_share(self, caller: bytes, num_held: int, max_pending: int) -> None:
-        """QuotaExceeded when a model that may hold `max_pending` requests has enough of this key's
-        already."""
+    def check_share(self, caller: bytes, num_held: int, queue_size: int) -> None:
+        """QuotaExceeded when a model that holds `queue_size` requests at most has enough of this
+        key's already."""
         quota = self._quotas.get(caller)
         if quota is None or quota.queue_share is None:
             return
-        most = max(1, int(quota.queue_share * max_pending))
+        most = max(1, int(quota.queue_share * queue_size))
         if num_held >= most:
             raise QuotaExceeded(
                 f"the API key has {num_held} requests in this model's queue; its share is {most} "
-                f"of {max_pending}",
+                f"of {queue_size}",
                 SHARE_RETRY_S,
             )
 
 
 class QueueShares:
     """How much of one model's queue, of `max_pending` requests, each key has filled. Only requests
-    of keys with a share are in `held`."""
+    of keys with a share are in `held`. Levels are those of priorities, 0 the highest: requests of
+    lower levels wait behind a request and do not count against it."""
 
-    __slots__ = ("_max_pending", "_num_held", "_quotas", "held")
+    __slots__ = ("_num_held", "_quotas", "_sizes", "held")
 
-    def __init__(self, quotas: Quotas, max_pending: int) -> None:
+    def __init__(self, quotas: Quotas, max_pending: int, num_levels: int = 1) -> None:
         self._quotas = quotas
-        self._max_pending = max_pending
-        self._num_held: Counter[bytes] = Counter()
-        # The key of each request and how many it counts as.
-        self.held: dict[object, tuple[bytes, int]] = {}
+        # By level: requests of a low one are refused while there is room for those of a higher one.
+        self._sizes = tuple(QueueSize(max_pending) for _ in range(num_levels))
+        self._num_held: Counter[tuple[bytes, int]] = Counter()
+        # The key and level of each request, and how many it counts as.
+        self.held: dict[object, tuple[bytes, int, int]] = {}
 
-    def check(self, caller: bytes) -> None:
+    def check(self, caller: bytes, now: float, level: int = 0) -> None:
         """QuotaExceeded when the key's share is full."""
-        self._quotas.check_share(caller, self._num_held[caller], self._max_pending)
-
-    def enter(self, request: object, caller: bytes, amount: int = 1) -> None:
         if self._quotas.has_share(caller):
-            self.held[request] = caller, amount
-            self._num_held[caller] += amount
+            num_held = sum(self._num_held[caller, each] for each in range(level + 1))
+            self._quotas.check_share(caller, num_held, self._sizes[level].estimate(now))
+
+    def refused(self, num_held: int, now: float, level: int = 0) -> None:
+        """Note that the model, with this many requests, had no capacity for another."""
+        self._sizes[level].refused(num_held, now)
+
+    def enter(self, request: object, caller: bytes, amount: int = 1, level: int = 0) -> None:
+        if self._quotas.has_share(caller):
+            self.held[request] = caller, level, amount
+            self._num_held[caller, level] += amount
 
     def leave(self, request: object) -> None:
         """However it ended; one that never entered may leave too."""
         found = self.held.pop(request, None)
         if found is not None:
-            caller, amount = found
-            self._num_held[caller] -= amount
+            caller, level, amount = found
+            self._num_held[caller, level] -= amount

@@ -6,6 +6,7 @@ Knows no process and no clock. Pure.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 # An instance that has run this long has recovered; its next death restarts it at once.
 HEALTHY_S = 10.0
+# Deaths in a row that count for back-off, at most, of processes that were worth their start.
+MAX_USEFUL_DEATHS = 3
 # How long a spare is kept after the last death that a request caused.
 SPARE_S = 600.0
 MAX_SPARES = 4
@@ -22,9 +25,13 @@ RATE_WINDOW_S = 10.0
 SPARE_RESERVE = 0.1
 
 
-def deaths_in_a_row(before: int, well_s: float) -> int:
-    """The number of deaths in a row, with that of a process that just died after `well_s`."""
-    return 1 if well_s >= HEALTHY_S else before + 1
+def deaths_in_a_row(before: int, well_s: float, start_s: float = math.inf) -> int:
+    """Return the number of deaths in a row, with that of a process that just died after `well_s`.
+    One that was well for longer than it took to start (`start_s`) was worth its start: however
+    often such processes die, back-off stays short."""
+    if well_s >= HEALTHY_S:
+        return 1
+    return min(before + 1, MAX_USEFUL_DEATHS) if well_s > start_s else before + 1
 
 
 def backoff_s(num_deaths: int) -> float:
@@ -45,8 +52,8 @@ class CrashLoop:
     def delay_s(self) -> float:
         return backoff_s(self.num_deaths)
 
-    def died(self, well_s: float) -> None:
-        self.num_deaths = deaths_in_a_row(self.num_deaths, well_s)
+    def died(self, well_s: float, start_s: float = math.inf) -> None:
+        self.num_deaths = deaths_in_a_row(self.num_deaths, well_s, start_s)
 
     def excuse(self) -> None:
         """One of the deaths turned out to be the fault of a request."""

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import mmap
 import os
 import resource
@@ -574,7 +575,7 @@ class Supervisor:
         if instance.is_leaving and well_s >= HEALTHY_S:
             instance.crashes.recovered()
         else:
-            instance.crashes.died(well_s)
+            instance.crashes.died(well_s, instance.start_s if was_ready else math.inf)
 
     def _close_spill(self, instance: Instance) -> None:
         if instance.output_spill is not None:

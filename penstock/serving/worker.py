@@ -14,7 +14,6 @@ import io
 import logging
 import os
 import queue
-import re
 import signal
 import socket
 import sys
@@ -45,6 +44,7 @@ from penstock.backends.processing import Processed, model_in
 from penstock.config import ModelConfig, ladder
 from penstock.errors import BackendFailed, ConfigError, PenstockError
 from penstock.serving import warmups
+from penstock.serving.memory_limit import OUT_OF_MEMORY, MemoryLimit
 from penstock.serving.padding import Pads, cropped
 from penstock.serving.plan import column_bytes, fixed_outputs
 from penstock.serving.proof import apply_proof, prove
@@ -57,8 +57,6 @@ MAX_VIEWS = 256
 LONG_WARM_UP_S = 0.25
 # Of one error's text; it travels in a frame.
 MAX_ERROR_CHARS = 4096
-# As numpy, torch and C++ libraries say it.
-OUT_OF_MEMORY = re.compile(r"MemoryError|bad_alloc|allocate|out of memory", re.IGNORECASE)
 Values = Sequence[tuple[TensorSpec, Array]]
 Spilled = tuple[tuple[frames.Extent, ...], ...]
 log = logging.getLogger("penstock.worker")
@@ -206,6 +204,8 @@ class Worker:
         self._proof = frames.Proof()
         # The runner, if it looks after its device's memory.
         self._watched: WatchesMemory | None = None
+        # Of a process of its own that has one, until the worker asks to be replaced.
+        self._memory_limit: MemoryLimit | None = None
         self._begun: queue.SimpleQueue[Begun | None] = queue.SimpleQueue()
         self._answerer: threading.Thread | None = None
 
@@ -271,6 +271,8 @@ class Worker:
         self._watched = _watched(runner)
         if self._watched is not None:
             self._watched.settle()
+        if self._die is not None and config.memory_bytes is not None:
+            self._memory_limit = MemoryLimit(config.memory_bytes)
         self._pin(self._memory.input_spill)
         if runner.runs_ahead:
             self._answerer = threading.Thread(target=self._answer_all, daemon=True)
@@ -310,19 +312,33 @@ class Worker:
         try:
             begun = self._begin(frame)
         except Exception as error:  # The instance loop: a model's error is an answer.
-            self._send(self._failed(frame.batch, error))
-            return
-        if self._answerer is None:
-            self._answer(begun)
+            failed = self._failed(frame.batch, error)
         else:
-            self._begun.put(begun)
-        self._leave_if_asked()
+            if self._answerer is None:
+                self._answer(begun)
+            else:
+                self._begun.put(begun)
+            self._leave_if_asked()
+            return
+        self._leave_if_full(failed)
+        self._send(failed)
 
     def _leave_if_asked(self) -> None:
         """Once: the core stops sending batches, and then the worker."""
         reason = "" if self._watched is None else self._watched.restart_reason
         if reason:
             self._watched = None
+            self._channel.send(frames.Leaving(reason))
+
+    def _leave_if_full(self, answer: frames.Done | frames.Failed) -> None:
+        """Before the answer is sent, so that no batch follows it. Invariant: the exceptions of the
+        batch are gone."""
+        if self._memory_limit is None:
+            return
+        errors = (answer.error,) if isinstance(answer, frames.Failed) else answer.errors.values()
+        reason = self._memory_limit.restart_reason(errors)
+        if reason:
+            self._memory_limit = None
             self._channel.send(frames.Leaving(reason))
 
     def _answer_all(self) -> None:
@@ -344,6 +360,7 @@ class Worker:
             answer: frames.Done | frames.Failed = self._finish(begun)
         except Exception as error:  # The instance loop: a model's error is an answer.
             answer = self._failed(begun.frame.batch, error)
+        self._leave_if_full(answer)
         self._send(answer)
 
     def _send(self, answer: frames.Done | frames.Failed) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 HEAD = (
     "POST /v2/models/{model}/infer HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    "Inference-Header-Content-Length: {json}\r\nContent-Length: {total}\r\n\r\n"
+    "Inference-Header-Content-Length: {json}\r\nContent-Length: {total}\r\n{more}\r\n"
 )
 
 
@@ -101,7 +101,8 @@ class Load:
             return struct.pack("<16I", *range(number * 16, number * 16 + 16))
         return struct.pack("<i", number)
 
-    def message(self, payload: bytes) -> bytes:
+    def message(self, payload: bytes, key: str = "", **parameters: object) -> bytes:
+        """A request with these parameters, from the client with this API key."""
         fp32 = self._model == "identity"
         header = json.dumps(
             {
@@ -113,11 +114,12 @@ class Load:
                         "parameters": {"binary_data_size": len(payload)},
                     }
                 ],
-                "parameters": {"binary_data_output": True},
+                "parameters": {"binary_data_output": True, **parameters},
             }
         ).encode()
         total = len(header) + len(payload)
-        head = HEAD.format(model=self._model, json=len(header), total=total)
+        more = f"X-API-Key: {key}\r\n" if key else ""
+        head = HEAD.format(model=self._model, json=len(header), total=total, more=more)
         return head.encode() + header + payload
 
 

@@ -85,14 +85,23 @@ class Connection(asyncio.Protocol):
 
 
 class OpenLoop:
-    """Sends one `null` request at each of the times; `warm_s` at the start do not count."""
+    """Sends one `null` request at each of the times, with an API key and parameters if given;
+    `warm_s` at the start do not count."""
 
-    def __init__(self, port: int, model: str, times: list[float], warm_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        port: int,
+        model: str,
+        times: list[float],
+        warm_s: float = 1.0,
+        key: str = "",
+        **parameters: object,
+    ) -> None:
         self._port = port
         self._times = times
         self._warm_s = warm_s
         maker = Load(port, 0, model=model)
-        self._message = maker.message(maker.payload(1000))
+        self._message = maker.message(maker.payload(1000), key, **parameters)
         self._free: list[Connection] = []
         self._overdue: deque[float] = deque()
         self._is_over = False

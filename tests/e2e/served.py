@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,13 +20,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
 
 
 class Served:
-    """A server on a free port; `stop` asserts that it leaves nobody behind. With `grpc` it answers
-    that too, at `grpc_address`."""
+    """A server on a free port; `terminate` asserts that it leaves no process behind. With `grpc` it
+    answers that too, at `grpc_address`. `prefix` is a command that runs the server's command in its
+    own process, such as `prlimit`."""
 
     def __init__(
-        self, path: Path, *flags: str, grpc: bool = False, environment: dict[str, str] | None = None
+        self,
+        path: Path,
+        *flags: str,
+        grpc: bool = False,
+        environment: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        command = [sys.executable, "-m", "penstock", "serve", str(path), "--http-port", "0"]
+        command = [*prefix, sys.executable, "-m", "penstock", "serve", str(path)]
+        command += ["--http-port", "0"]
         command += ["--metrics-port", "0"]
         command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -51,6 +58,19 @@ class Served:
         if grpc:
             self.grpc_address = next(lines).split()[-1]
         self.metrics_url = next(lines).split()[-1]
+
+    def __enter__(self) -> "Served":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """It ends well; after a failed test it is killed."""
+        if kind is None:
+            assert self.terminate() == 0
+        elif self.process.poll() is None:
+            processes = self.processes()
+            self.process.kill()
+            psutil.wait_procs(processes, timeout=20)
+            self.finish(processes)
 
     def _logged(self) -> Iterator[str]:
         """What a log of JSON lines says of addresses. Does not move the file's position, which is
@@ -89,6 +109,12 @@ class Served:
                 if module in process.cmdline():
                     found.append(process)
         return found
+
+    def num_ready_instances(self) -> int:
+        """Count the workers of all models, without spares."""
+        lines = self.get("/metrics")[1].decode().splitlines()
+        ready = [line for line in lines if line.startswith("penstock_ready_instances")]
+        return sum(int(line.split()[-1]) for line in ready)
 
     def get(self, path: str) -> tuple[int, bytes]:
         return self._open(f"http://{self.address}{path}", None)
@@ -165,4 +191,23 @@ def null_model(
     for key, value in options.items():
         lines.append(f'parameters {{ key: "null.{key}" value {{ string_value: "{value}" }} }}')
     (folder / "config.pbtxt").write_text("\n".join(lines))
+    return root
+
+
+def python_model(
+    root: Path, name: str, code: str, *, config: str = "", **parameters: object
+) -> Path:
+    """Add a `python` model INT32 [1] -> [1] with `penstock.*` parameters to a repository."""
+    folder = root / name / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.py").write_text(code)
+    lines = [
+        'backend: "python" max_batch_size: 4',
+        'input { name: "x" data_type: TYPE_INT32 dims: 1 }',
+        'output { name: "y" data_type: TYPE_INT32 dims: 1 }',
+        config,
+    ]
+    for key, value in parameters.items():
+        lines.append(f'parameters {{ key: "penstock.{key}" value {{ string_value: "{value}" }} }}')
+    (root / name / "config.pbtxt").write_text("\n".join(lines))
     return root

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from grpc_load import VERSIONED, VERSIONED_CONFIG, GrpcLoad
 from load import Load
 from served import EXAMPLES, Served, null_model
 from tritonclient.utils import InferenceServerException
@@ -334,4 +335,48 @@ def test_reloading_under_load_loses_nothing_and_stays_fast(explicit):
     )
     assert load.tally.num_wrong == load.tally.num_cut == 0
     assert set(load.tally.statuses) == {200}
+    assert during <= 2 * before
+
+
+def write_version(root: Path, version: int) -> None:
+    """A version whose answers say which it is; whole, or not there."""
+    staged = root / "model" / f".{version}"
+    staged.mkdir(parents=True)
+    (staged / "model.py").write_text(VERSIONED.format(version=version))
+    staged.rename(root / "model" / str(version))
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(120)
+def test_new_versions_under_grpc_load_lose_nothing_and_stay_fast(tmp_path):
+    """Each reload serves the next version. An answer has the rows of one version only."""
+    write_version(tmp_path, 1)
+    (tmp_path / "model" / "config.pbtxt").write_text(VERSIONED_CONFIG)
+
+    async def scenario(served: Served) -> tuple[GrpcLoad, GrpcLoad]:
+        async with GrpcLoad(served.grpc_address, 8, "model") as steady:
+            await asyncio.sleep(4)
+        async with GrpcLoad(served.grpc_address, 8, "model") as load:
+            for version in range(2, 12):
+                write_version(tmp_path, version)
+                status, answer = await asyncio.to_thread(
+                    served.post, "/v2/repository/models/model/load"
+                )
+                assert status == 200, answer
+                await asyncio.sleep(0.3)
+        return steady, load
+
+    flags = ("--model-control-mode", "explicit", "--load-model", "model")
+    with Served(tmp_path, *flags, grpc=True) as served:
+        steady, load = asyncio.run(scenario(served))
+    before, during = steady.tally.percentile_s(0.99), load.tally.percentile_s(0.99)
+    tally = load.tally
+    print(
+        f"\ngRPC: steady p99 {before * 1e3:.2f} ms; during 10 new versions {during * 1e3:.2f} ms, "
+        f"{tally.num_sent - tally.num_good} of {tally.num_sent} calls lost, "
+        f"{tally.num_mixed} answers of two versions"
+    )
+    assert tally.codes == {}
+    assert tally.num_wrong == tally.num_mixed == 0
+    assert tally.versions == {str(version) for version in range(1, 12)}
     assert during <= 2 * before

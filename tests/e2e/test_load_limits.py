@@ -9,13 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from served import Served
+from served import Served, python_model
 
-CONFIG = """
-backend: "python" max_batch_size: 4
-input { name: "x" data_type: TYPE_INT32 dims: 1 }
-output { name: "y" data_type: TYPE_INT32 dims: 1 }
-"""
 ECHO = "def infer(inputs):\n    return {'y': inputs['x']}\n"
 SLEEPS = "import time\ntime.sleep(3600)\n"
 ALLOCATES = "held = []\nwhile True:\n    held.append(bytearray(32 << 20))\n"
@@ -34,14 +29,7 @@ open(os.path.join(os.path.dirname(__file__), "..", "..", "..", "pids"), "w").wri
 
 
 def write_model(root: Path, name: str, code: str, **parameters: object) -> None:
-    folder = root / name / "1"
-    folder.mkdir(parents=True)
-    (folder / "model.py").write_text(code + ECHO)
-    lines = [
-        f'parameters {{ key: "penstock.{key}" value {{ string_value: "{value}" }} }}'
-        for key, value in parameters.items()
-    ]
-    (root / name / "config.pbtxt").write_text("\n".join([CONFIG, *lines]))
+    python_model(root, name, code + ECHO, **parameters)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import random
 import re
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -705,26 +706,25 @@ class TestSharedWorker:
     def test_a_worker_whose_device_is_lost_ends_without_an_answer(self, monkeypatch):
         """So that its batches run again elsewhere, and whoever takes it away twice is blamed."""
         died: list[bool] = []
-        ours, theirs = supervisor.socket_pair()
-        inputs, outputs = Segment(1 << 16), Segment(1 << 16)
-        with ours, theirs:
-            made = worker.Worker(worker.Channel(theirs), die=lambda: died.append(True))
-            config = replace(FIXED, options={"null.fail_on": "1000"})
-            load = frames.Load(frames.VERSION, config, 1 << 16, None)
-            fds = (os.dup(inputs.fd), os.dup(outputs.fd))
-            socket.send_fds(ours, [frames.encode(load)], fds)
-            assert made.step()
-            for is_lost in (False, True):
-                monkeypatch.setattr(NullRunner, "is_lost", lambda _, lost=is_lost: lost, False)
-                extent = frames.Extent("x", "INT64", (1, 4), 0, 32)
-                inputs.view[:32] = canary(1, (1, 4)).tobytes()
-                part = frames.RequestPart("", 1, (extent,))
-                ours.send(frames.encode(frames.Dispatch(7, (), requests=(part,))))
-                assert made.step()
-                assert died == [True] * is_lost
-            made.close()
-        inputs.close()
-        outputs.close()
+        monkeypatch.setattr(worker, "backend", lambda name: Losable)
+        config = replace(FIXED, options={"null.fail_on": "1000"})
+        with worker_alone(config, lambda: died.append(True)) as run_batch:
+            for Losable.lost in (False, True):
+                run_batch()
+                assert died == [True] * Losable.lost
+
+    @pytest.mark.parametrize("has_own_process", [True, False], ids=["process", "thread"])
+    def test_a_worker_that_keeps_its_memory_asks_to_be_replaced_once(
+        self, monkeypatch, has_own_process
+    ):
+        """Before it answers, or the core would send it the next batch."""
+        monkeypatch.setattr(worker, "MemoryLimit", FullMemory)
+        config = replace(FIXED, options={"null.fail_on": "1000"}, memory_bytes=1 << 30)
+        die = (lambda: None) if has_own_process else None
+        with worker_alone(config, die) as run_batch:
+            kinds = [[type(frame) for frame in run_batch()] for _ in range(2)]
+        leaves = [frames.Leaving] if has_own_process else []
+        assert kinds == [[*leaves, frames.Failed], [frames.Failed]]
 
     def test_answers_of_batches_that_run_ahead_are_those_of_their_requests(self):
         """In a thread of its own, with the thread that waits."""
@@ -1110,6 +1110,10 @@ def test_requests_wait_for_a_worker_as_long_as_one_may_be_loading(load_s, patien
             # As the supervisor does, twice a second.
             model.hang_limit_s(model.instances[0])
             assert request.is_done is is_refused
+            # Its successors die while they load, which makes nobody wait for longer.
+            for loading in puppets.alive:
+                loading.kill()
+            await settle()
         assert isinstance(request.sink.error, NotReady)
         closing = asyncio.ensure_future(model.close())
         await puppets.step_all()
@@ -1322,6 +1326,60 @@ class TestMaxWait:
             assert not any(request.sink.error for request in requests)
 
         self.run(scenario)
+
+
+class Losable(NullRunner):
+    """On a device that may be lost."""
+
+    lost = False
+
+    def is_lost(self) -> bool:
+        return self.lost
+
+
+class FullMemory:
+    """A limit that is reached at the first error."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        assert limit_bytes == 1 << 30
+
+    def restart_reason(self, errors) -> str:
+        return "it is full" if any("null.fail_on" in error for error in errors) else ""
+
+
+@contextmanager
+def worker_alone(config: ModelConfig, die: Callable[[], None] | None):
+    """A worker without a core; yields what runs a batch of 1000 and returns the frames it sent."""
+    ours, theirs = supervisor.socket_pair()
+    inputs, outputs = Segment(1 << 16), Segment(1 << 16)
+    with ours, theirs:
+        made = worker.Worker(worker.Channel(theirs), die=die)
+        load = frames.Load(frames.VERSION, config, 1 << 16, None)
+        fds = (os.dup(inputs.fd), os.dup(outputs.fd))
+        socket.send_fds(ours, [frames.encode(load)], fds)
+        assert made.step()
+        buffer = bytearray(frames.MAX_FRAME_BYTES)
+
+        def receive_all() -> list[frames.FromWorker]:
+            received = []
+            with suppress(BlockingIOError):
+                while size := ours.recv_into(buffer):
+                    received.append(frames.decode_from_worker(memoryview(buffer)[:size]))
+            return received
+
+        def run_batch() -> list[frames.FromWorker]:
+            extent = frames.Extent("x", "INT64", (1, 4), 0, 32)
+            inputs.view[:32] = canary(1, (1, 4)).tobytes()
+            part = frames.RequestPart("", 1, (extent,))
+            ours.send(frames.encode(frames.Dispatch(7, (), requests=(part,))))
+            assert made.step()
+            return receive_all()
+
+        receive_all()
+        yield run_batch
+        made.close()
+    inputs.close()
+    outputs.close()
 
 
 class Restless(NullRunner):
@@ -1738,6 +1796,67 @@ def test_a_key_gets_its_share_of_the_queue_back_however_its_requests_end():
             model.cancel(requests[0])
             await puppets.step_all()
             assert all(request.is_done for request in requests)
+        closing = asyncio.ensure_future(model.close())
+        await puppets.step_all()
+        await closing
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0.001], ids=["full", "own deadline"])
+def test_a_share_is_one_of_what_the_queue_holds_before_it_refuses(timeout_s):
+    """8192 may wait, but the queue is full at 8: half of it is 4, whatever was promised."""
+    policies = (QueuePolicy(max_queue_size=8),)
+    config = replace(FIXED, batching=BatchPolicy(8, is_dynamic=True, policies=policies))
+    quotas = Quotas({b"team-a": Quota(queue_share=0.5)})
+
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(config, start_life=puppets, quotas=quotas)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+
+        async def send(count: int, caller: bytes) -> list[str]:
+            requests = [ask(config, canary(i, (1, 4))) for i in range(count)]
+            for request in requests:
+                request.caller, request.timeout_s = caller, timeout_s
+                model.submit(request)
+            errors = [type(request.sink.error).__name__ for request in requests]
+            await puppets.step_all()
+            return errors
+
+        taken, full, over_quota = "NoneType", "Overloaded", "QuotaExceeded"
+        assert await send(9, b"team-a") == [taken] * 8 + [full]
+        expected = [taken] * 4 + [over_quota] * 2 if timeout_s is None else [taken] * 6
+        assert await send(6, b"team-a") == expected
+        assert await send(6, b"team-b") == [taken] * 6
+        closing = asyncio.ensure_future(model.close())
+        await puppets.step_all()
+        await closing
+
+    asyncio.run(main())
+
+
+def test_requests_of_a_low_level_take_no_share_from_those_of_a_higher_one():
+    levels = BatchPolicy(8, is_dynamic=True, max_pending=4, num_priorities=2, default_priority=2)
+    config = replace(FIXED, batching=levels)
+    quotas = Quotas({b"team-a": Quota(queue_share=0.5)})
+
+    async def main() -> None:
+        puppets = Puppets()
+        model = Model(config, start_life=puppets, quotas=quotas)
+        starting = asyncio.ensure_future(model.start())
+        await puppets.step_all()
+        await starting
+        for _ in range(2):
+            requests = [ask(config, canary(i, (1, 4))) for i in range(6)]
+            for request, priority in zip(requests, (2, 0, 0, 1, 1, 1), strict=True):
+                request.caller, request.priority = b"team-a", priority
+                model.submit(request)
+            full = [isinstance(each.sink.error, QuotaExceeded) for each in requests]
+            assert full == [False, False, True] * 2
+            await puppets.step_all()
         closing = asyncio.ensure_future(model.close())
         await puppets.step_all()
         await closing

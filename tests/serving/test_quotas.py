@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.errors import Overloaded, QuotaExceeded
-from penstock.serving.quotas import QueueShares, Quota, Quotas
+from penstock.serving.quotas import FULL_GROWTH_S, QueueShares, QueueSize, Quota, Quotas
 from penstock.testing import FakeClock
 
 A, B = b"team-a", b"team-b"
@@ -62,6 +62,31 @@ def test_a_key_fills_only_its_share_of_a_queue():
     quotas.check_share(A, 0, 1)  # The smallest queue has room for one.
 
 
+def test_a_queue_is_as_large_as_it_was_when_requests_were_refused():
+    size = QueueSize(8192)
+    assert size.estimate(0.0) == 8192
+    size.refused(48, 1.0)
+    assert size.estimate(1.0) == 48
+    size.refused(40, 1.0)
+    assert size.estimate(1.0) == 46, "one overload does not decide alone"
+    for _ in range(50):
+        size.refused(20, 1.0)
+    assert size.estimate(1.0) == 20
+    assert size.estimate(1.0 + FULL_GROWTH_S) == 40, "it grows while no request is refused"
+    assert size.estimate(1e6) == 8192
+    size.refused(100, 1e6)
+    assert size.estimate(1e6) == 100, "old overloads say nothing"
+    size.refused(10**6, 1e6)
+    assert size.estimate(1e6) == 8192
+
+
+def test_a_queue_that_was_empty_has_room_for_one():
+    size = QueueSize(8)
+    for _ in range(100):
+        size.refused(1, 0.0)
+    assert size.estimate(0.0) == 1
+
+
 def test_new_quotas_hold_at_once_and_unchanged_ones_go_on():
     quotas, clock = Quotas({A: Quota(10, 10), B: Quota(10)}), FakeClock()
     for caller in (A, B):
@@ -104,15 +129,28 @@ def test_a_share_counts_what_is_held_and_forgets_what_left():
     shares = QueueShares(Quotas({A: Quota(queue_share=0.5)}), 8)
     first, second = object(), object()
     shares.enter(first, A, 3)
-    shares.check(A)
+    shares.check(A, 0.0)
     shares.enter(second, A)
     with pytest.raises(
         QuotaExceeded, match="4 requests in this model's queue; its share is 4 of 8"
     ):
-        shares.check(A)
+        shares.check(A, 0.0)
     shares.leave(first)
     shares.leave(first)
-    shares.check(A)
+    shares.check(A, 0.0)
     shares.leave(second)
     shares.enter(first, B)
     assert not shares.held
+
+
+def test_lower_levels_do_not_count_and_have_a_size_of_their_own():
+    shares = QueueShares(Quotas({A: Quota(queue_share=0.5)}), 8, 2)
+    for _ in range(4):
+        shares.enter(object(), A, level=1)
+    shares.check(A, 0.0, 0)
+    with pytest.raises(QuotaExceeded, match="its share is 4 of 8"):
+        shares.check(A, 0.0, 1)
+    shares.enter(object(), A)
+    shares.refused(2, 0.0)
+    with pytest.raises(QuotaExceeded, match="its share is 1 of 2"):
+        shares.check(A, 0.0, 0)

@@ -26,6 +26,14 @@ def test_a_process_that_was_well_for_a_while_begins_anew():
         assert num_deaths == expected
 
 
+def test_processes_that_were_worth_their_start_come_back_soon():
+    num_deaths = 0
+    for well_s, expected in [(0.8, 1), (0.8, 2), (0.8, 3), (0.8, 3), (0.7, 4), (0.0, 5), (0.8, 3)]:
+        num_deaths = deaths_in_a_row(num_deaths, well_s, start_s=0.7)
+        assert num_deaths == expected
+    assert backoff_s(3) == 0.2
+
+
 def test_excused_deaths_do_not_add_up():
     crashes = CrashLoop()
     for _ in range(100):
