@@ -209,7 +209,7 @@ ROWS = (
         20,
         "load and unload race, 32 threads x 256",
         "no deadlock; each call gets a definite answer",
-        missing="a test",
+        ("tests/e2e/test_load_race.py",),
     ),
     Row(
         21,
