@@ -215,7 +215,7 @@ ROWS = (
         21,
         "full disk",
         "0 lost while it is full; no partial state afterwards",
-        missing="a test under load",
+        ("tests/e2e/test_full_disk.py",),
     ),
     Row(
         22,

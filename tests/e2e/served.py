@@ -21,15 +21,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
 
 class Served:
     """A server on a free port; `stop` asserts that it leaves nobody behind. With `grpc` it answers
-    that too, at `grpc_address`."""
+    that too, at `grpc_address`. Its log is a file without a name in `log_folder`."""
 
     def __init__(
-        self, path: Path, *flags: str, grpc: bool = False, environment: dict[str, str] | None = None
+        self,
+        path: Path,
+        *flags: str,
+        grpc: bool = False,
+        environment: dict[str, str] | None = None,
+        log_folder: Path | None = None,
     ) -> None:
         command = [sys.executable, "-m", "penstock", "serve", str(path), "--http-port", "0"]
         command += ["--metrics-port", "0"]
         command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.errors = tempfile.TemporaryFile("w+", dir=log_folder)  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, *flags],
             stdout=subprocess.PIPE,
