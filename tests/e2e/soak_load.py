@@ -51,8 +51,7 @@ class Client(asyncio.Protocol):
         self._answered: Callable[[Client, float, bool], None] | None = None
         self._sent_at = 0.0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
+    def connection_made(self, transport: asyncio.WriteTransport) -> None:
         self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -143,10 +142,11 @@ async def main() -> None:
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         order = json.loads(line)
         done = Done()
-        share = order["cancels"] // NUM_CANCELLING
+        shares = [order["cancels"] // NUM_CANCELLING] * NUM_CANCELLING
+        shares[0] += order["cancels"] - sum(shares)
         await asyncio.gather(
             Requests(clients, order["requests"], done).run(),
-            *(cancel(port, share, done) for _ in range(NUM_CANCELLING)),
+            *(cancel(port, share, done) for share in shares),
         )
         done.p99_s = percentile(done.latencies_s, 0.99)
         # Only the percentile leaves; the rest would be megabytes.

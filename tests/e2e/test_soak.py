@@ -21,6 +21,11 @@ NUM_STEPS, STEPS_PER_DECILE = 100, 10
 MAX_SLOPE = (1 << 20) / 100_000
 # Memory comes in blocks: less than this is no trend in a short run.
 NOISE_BYTES = 3 << 20
+# Pairs of deciles that rise less those that fall, of 45: in one of a hundred series without a trend
+# (Mann-Kendall, standard deviation 11.2).
+MIN_RISES = 26
+# With fewer requests in a step, its p99 is the slowest of a handful.
+MIN_FOR_P99 = 2000
 LEAKING = """
 class Model:
     def __init__(self):
@@ -28,7 +33,7 @@ class Model:
 
     def infer(self, inputs):
         x = inputs["x"]
-        self.kept += [b"x" * 1024 for _ in range(len(x))]
+        self.kept += [bytearray(b"x") * 1024 for _ in range(len(x))]
         return {"y": x}
 """
 CONFIG = """
@@ -67,9 +72,13 @@ def leaks(samples: Sequence[Sample]) -> bool:
 
 
 def has_slowed_down(p99s: Sequence[float]) -> bool:
-    """Whether the last of the deciles is more than 10 % above the first and above every other one:
-    within the spread of the deciles it says more about the machine than about the server."""
-    return p99s[-1] > max(1.1 * p99s[0], *p99s[:-1])
+    """Whether the last of the deciles is more than 10 % above the first, and that is more than the
+    spread of the deciles: they rise steadily, or the last one is twice as high as any other. On a
+    shared machine deciles differ by more than 10 % by themselves."""
+    pairs = [(a, b) for n, a in enumerate(p99s) for b in p99s[n + 1 :]]
+    rises = sum((b > a) - (b < a) for a, b in pairs)
+    is_trend = rises >= MIN_RISES or p99s[-1] > 2 * max(p99s[:-1])
+    return p99s[-1] > 1.1 * p99s[0] and is_trend
 
 
 def make_samples(bytes_per_request: float, total: int = 2_000_000) -> list[Sample]:
@@ -102,8 +111,10 @@ class TestChecks:
         ]
         assert not leaks(noisy)
 
-    def test_only_a_last_decile_beyond_all_others_is_slower(self):
+    def test_a_steady_rise_and_a_jump_are_slower_and_a_spread_is_not(self):
         assert not has_slowed_down([10, 14, 11, 10, 12, 11, 10, 10, 11, 13])
+        assert not has_slowed_down([8.2, 13.9, 6.3, 7.1, 6.0, 2.0, 11.9, 1.9, 10.3, 14.7])
+        assert has_slowed_down([10, 14, 11, 10, 12, 11, 10, 10, 11, 30])
         assert not has_slowed_down([10, 10, 10, 10, 10, 10, 10, 10, 10, 10.9])
         assert has_slowed_down([10, 10.2, 10.4, 10.6, 10.8, 11, 11.2, 11.4, 11.6, 11.8])
 
@@ -235,10 +246,10 @@ def test_nothing_grows(tmp_path: Path, total: int):
         f"than halfway: {grown or 'nothing'}; p99 of the deciles {spread} ms"
     )
     assert num_good == total and soak.num_loads == num_loads and workers_left == 2
-    assert num_cancelled >= num_cancels - NUM_STEPS * 4
+    assert num_cancelled == num_cancels
     assert not leaks(soak.samples)
     assert not grown
-    assert not has_slowed_down(p99s)
+    assert total // NUM_STEPS < MIN_FOR_P99 or not has_slowed_down(p99s)
 
 
 @pytest.mark.verify
