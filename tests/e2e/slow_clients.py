@@ -22,7 +22,7 @@ from subprocess import PIPE, Popen
 
 import uvloop
 
-# A byte from each slow client this often.
+# A byte from each slow client this often, on average: those that began together do not stay so.
 TRICKLE_S = 4.0
 # Before a client whose connection was closed opens the next one.
 MAX_PAUSE_S = 2.0
@@ -106,7 +106,7 @@ class SlowClient:
 
     async def _trickle(self, sock: socket.socket) -> None:
         while True:
-            await asyncio.sleep(TRICKLE_S)
+            await asyncio.sleep(random.uniform(0, 2 * TRICKLE_S))
             try:
                 await asyncio.get_running_loop().sock_sendall(sock, b"x")
             except OSError:

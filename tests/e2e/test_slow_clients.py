@@ -31,8 +31,9 @@ NUM_IDLE, NUM_HEADS, NUM_BODIES, NUM_STREAMS = 10_000, 1_000, 1_000, 200
 # All of them, and what the server has open besides.
 MAX_FILES = 13_000
 LIMITS = HttpLimits()
-# Time-outs are looked at once a second; on two cores the clients themselves are late too.
-LATE_S = 4.0
+# Time-outs are looked at once a second; on two cores the clients themselves are late too. 10,000 of
+# them more so: for a client a connection begins before the server accepts it.
+LATE_S, IDLE_LATE_S = 4.0, 8.0
 RATE, MEASURED_S = 150.0, 20.0
 MAX_BYTES_PER_IDLE = 20 * 1024
 HEALTH = b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -106,11 +107,13 @@ def wait_for_files(core: psutil.Process, count: int, until: float) -> int:
     return found
 
 
-def check_closed(outcomes: Outcomes, timeout_s: float, status: int | None) -> None:
+def check_closed(
+    outcomes: Outcomes, timeout_s: float, status: int | None, late_s: float = LATE_S
+) -> None:
     """Every connection that ended lasted as long as its time-out, and was told why."""
     lasted_s = outcomes.lasted_s
     assert lasted_s and outcomes.num_refused == 0
-    assert timeout_s - 1 <= min(lasted_s) and max(lasted_s) <= timeout_s + LATE_S
+    assert timeout_s - 1 <= min(lasted_s) and max(lasted_s) <= timeout_s + late_s
     assert set(outcomes.statuses) == ({status} if status else set())
 
 
@@ -137,7 +140,7 @@ def test_idle_and_slow_connections_delay_nobody_and_are_closed(served: Served):
         # Heads are opened again until now, bodies and streams are older.
         ends = opened + LIMITS.body_timeout_s + LATE_S
         num_left = wait_for_files(core, num_files + NUM_IDLE, ends) - num_files
-        ends = opened + LIMITS.keep_alive_s + LATE_S
+        ends = opened + LIMITS.keep_alive_s + IDLE_LATE_S
         num_files_after = wait_for_files(core, num_files, ends)
         outcomes = clients.open()
     finally:
@@ -157,7 +160,7 @@ def test_idle_and_slow_connections_delay_nobody_and_are_closed(served: Served):
     assert num_files_after <= num_files
     check_closed(outcomes["head"], LIMITS.header_timeout_s, 408)
     check_closed(outcomes["body"], LIMITS.body_timeout_s, 408)
-    check_closed(outcomes["idle"], LIMITS.keep_alive_s, None)
+    check_closed(outcomes["idle"], LIMITS.keep_alive_s, None, IDLE_LATE_S)
     assert len(outcomes["idle"].lasted_s) == NUM_IDLE
     assert len(outcomes["body"].lasted_s) == NUM_BODIES
     assert bytes_per_idle <= MAX_BYTES_PER_IDLE
