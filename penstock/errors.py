@@ -13,6 +13,7 @@
     ├── Cancelled          the client went away
     ├── Unsupported        a known feature that this server does not have
     ├── BackendFailed      the model itself failed
+    ├── StorageFull        a file system has no room for what must be written
     └── ConfigError        the operator's files are wrong (all problems at once)
         └── CommandLineError   the flags are wrong
 
@@ -93,6 +94,10 @@ class Unsupported(PenstockError):
 
 class BackendFailed(PenstockError):
     pass
+
+
+class StorageFull(PenstockError):
+    """Nothing is left of what did not fit; the same call works once there is room."""
 
 
 class ConfigError(PenstockError):

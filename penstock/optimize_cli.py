@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock import staging
 from penstock.commands import fail
 from penstock.errors import ConfigError, PenstockError
 from penstock.exit_codes import ExitCode
@@ -203,7 +204,7 @@ def optimize(
         click.echo(f"error: {error}", err=True)
         sys.exit(ExitCode.FAILED)
     except OSError as error:
-        if not disk.is_full(error):
+        if not staging.is_full(error):
             raise
         place = f"{error.filename}: " if error.filename else ""
         hint = "free some space and run the same command again: it resumes"

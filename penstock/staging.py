@@ -7,6 +7,7 @@ lives; one that is not is what a kill has left. Knows nothing of models; `versio
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -14,15 +15,40 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+from penstock.errors import StorageFull
 from penstock.manifest import FileEntry
 
 PREFIX = ".staging-"
 # Where a file system knows no locks, a staging folder of this age is taken for abandoned.
 ABANDONED_S = 86_400.0
 CHUNK_BYTES = 1 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the file system, or the user's quota of it, has no room."""
+    return error.errno in FULL
+
+
+def says_full(text: str) -> bool:
+    """Whether a message of another process or library names that as the reason."""
+    return any(os.strerror(number) in text for number in FULL)
+
+
+@contextlib.contextmanager
+def explain_full(what: str) -> Iterator[None]:
+    """Raise StorageFull where there is no room for a write; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        hint = "free some space and do it again"
+        raise StorageFull(f"{what}: {error.strerror}; {hint}") from error
 
 
 @contextlib.contextmanager
@@ -97,14 +123,25 @@ def write(path: Path, data: bytes) -> FileEntry:
 
 
 def append(path: Path, line: bytes) -> None:
-    """One more line, also after one that a crash has cut off."""
-    with open(path, "ab+") as file:
-        if file.tell():
+    """One more line, also after one that a crash has cut off. A line that does not fit on the disk
+    leaves no part of itself."""
+    with open(path, "ab+", buffering=0) as file:
+        size = file.tell()
+        if size:
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
-        file.write(line + b"\n")
-        _sync(file)
+        try:
+            _write_all(file, line + b"\n")
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(size)
+            raise
     sync_folder(path.parent)
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 def _sync(file: BinaryIO) -> None:

@@ -41,7 +41,8 @@ def commit(
 ) -> str:
     """Add a version with the files of a folder, or with files by the names they shall have; the
     number it got. Of the model's config.pbtxt, what a ModelConfig does not hold is taken over. A
-    model that is new gets a config.pbtxt of its own, so that Triton loads it too."""
+    model that is new gets a config.pbtxt of its own, so that Triton loads it too. StorageFull where
+    the disk has no room: then there is no new version."""
     folder = _model_folder(root, name)
     evidence = dict(evidence or {})
     problems = _problems_of(folder, config, evidence)
@@ -50,7 +51,10 @@ def commit(
         raise ConfigError(problems)
     staging.remove_abandoned(folder.parent, folder)
     is_new = not folder.is_dir()
-    with staging.stage(folder.parent if is_new else folder) as stage:
+    with (
+        staging.explain_full(f"{folder}: the version was not committed"),
+        staging.stage(folder.parent if is_new else folder) as stage,
+    ):
         draft = stage / str(_last_number(folder) + 1)
         text = pbtxt.write(config, base=repository.read_message(folder))
         _write_version(draft, {**_labels(config, folder), **files}, text, evidence)
@@ -67,7 +71,8 @@ def commit(
 
 def promote(root: AnyPath, name: str, version: str) -> None:
     """Let exactly this version be served from the next load on. The model's config.pbtxt becomes
-    that of the version; the history keeps what was served before."""
+    that of the version; the history keeps what was served before. StorageFull where the disk has no
+    room: then the same version is served as before."""
     folder = _model_folder(root, name)
     if not folder.is_dir():
         raise ConfigError([f"{name}: no such model in {root}"])
@@ -82,12 +87,16 @@ def promote(root: AnyPath, name: str, version: str) -> None:
     message = _message_of(folder, version, old)
     message.version_policy.specific.versions[:] = [int(version)]
     staging.remove_abandoned(folder.parent, folder)
-    with staging.stage(folder) as stage:
+    entry = {"time": _now(), "version": version, "previous": served}
+    with (
+        staging.explain_full(f"{folder}: version {version} was not promoted"),
+        staging.stage(folder) as stage,
+    ):
         _keep_configs(stage, folder, old)
         _write_model_level(stage, folder / version, message)
+        # Before the rename, which needs no room: no promotion is without its line.
+        staging.append(folder / HISTORY, json.dumps(entry).encode())
         _publish(stage, folder)
-    entry = {"time": _now(), "version": version, "previous": served}
-    staging.append(folder / HISTORY, json.dumps(entry).encode())
 
 
 def _model_folder(root: AnyPath, name: str) -> Path:

@@ -137,11 +137,12 @@ ROWS = (
     ),
     Row(
         11,
-        "overload 2x and 10x, open loop",
-        "goodput 95 % of peak; accepted p99 within the SLO; refusals p99 within 10 ms",
+        "overload 2x, 5x and 10x, open loop",
+        "goodput 95 % of peak; accepted p99 within the SLO; refusals p99 within 10 ms; normal p99 "
+        "2 s after the load drops; memory bounded",
         ("tests/e2e/test_overload.py",),
         "unbounded: p50 2 s to 4 s; bounded: goodput 15 % to 30 % of peak",
-        missing="60 s runs, 5x, recovery after the load drops; tests ask for 75 % to 90 % of peak",
+        missing="60 s at 2x and 10x, which run for 6 s and ask for 75 % to 90 % of peak",
     ),
     Row(
         12,
@@ -164,8 +165,8 @@ ROWS = (
         14,
         "10,000 idle and 2,000 slow connections",
         "health and infer p99 at most doubled; slow ones closed at their time-outs",
-        triton="unaffected, never closes them",
-        missing="a test at this scale",
+        ("tests/e2e/test_slow_clients.py",),
+        "unaffected, never closes them",
     ),
     Row(
         15,
@@ -199,24 +200,27 @@ ROWS = (
     ),
     Row(
         19,
-        "soak: 2 million requests, 2,000 loads, 10,000 cancels, 60 min",
+        "soak: 2 million requests, 2,000 loads, 10,000 cancels",
         "at most 1 MiB per 100,000 requests in the second half; nothing left open",
-        triton="its own limit is 100 MB in the second half",
+        (
+            "tests/e2e/test_soak.py::test_nothing_grows[2M]",
+            "tests/e2e/test_soak.py::test_a_planted_leak_of_1_kib_per_request_is_found",
+        ),
+        "its own limit is 100 MB in the second half",
         runs=1,
-        missing="a test",
         pending="shared memory",
     ),
     Row(
         20,
         "load and unload race, 32 threads x 256",
         "no deadlock; each call gets a definite answer",
-        missing="a test",
+        ("tests/e2e/test_load_race.py",),
     ),
     Row(
         21,
         "full disk",
         "0 lost while it is full; no partial state afterwards",
-        missing="a test under load",
+        ("tests/e2e/test_full_disk.py",),
     ),
     Row(
         22,
@@ -236,8 +240,8 @@ ROWS = (
         24,
         "reload, kills, overload and slow clients together, 10 min",
         "99.9 % of accepted requests answered; p99 within the SLO outside 2 s per fault",
+        ("tests/e2e/test_mixed_faults.py::test_everything_at_once[10min]",),
         runs=1,
-        missing="a test",
     ),
     Row(
         25,

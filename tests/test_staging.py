@@ -1,5 +1,6 @@
 """Staging folders: whose they are, and who removes those that are nobody's."""
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock import staging
+from penstock.errors import StorageFull
 
 
 def test_a_stage_is_gone_when_its_writer_is_done_or_fails(tmp_path: Path) -> None:
@@ -101,3 +103,37 @@ def test_lines_are_appended_also_after_one_that_was_cut_off(tmp_path: Path) -> N
         file.write(b"thr")
     staging.append(path, b"four")
     assert path.read_bytes() == b"one\ntwo\nthr\nfour\n"
+
+
+def test_which_errors_mean_a_full_disk() -> None:
+    assert staging.is_full(OSError(errno.ENOSPC, "No space left on device"))
+    assert staging.is_full(OSError(errno.EDQUOT, "Quota exceeded"))
+    assert not staging.is_full(OSError(errno.EACCES, "Permission denied"))
+    assert staging.says_full("OSError: [Errno 28] No space left on device: 'weights.bin'")
+    assert not staging.says_full("OSError: [Errno 13] Permission denied: 'weights.bin'")
+
+
+def test_a_full_disk_is_explained_and_other_errors_pass() -> None:
+    full = r"model: not committed: No space left on device; free some space"
+    with pytest.raises(StorageFull, match=full), staging.explain_full("model: not committed"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(PermissionError), staging.explain_full("model: not committed"):
+        raise PermissionError
+
+
+def test_a_line_that_does_not_fit_leaves_no_part_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lines"
+    staging.append(path, b"one")
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        staging.append(path, b"two")
+    assert path.read_bytes() == b"one\n"
+    monkeypatch.undo()
+    staging.append(path, b"three")
+    assert path.read_bytes() == b"one\nthree\n"

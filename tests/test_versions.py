@@ -19,9 +19,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from penstock import manifest, repository, versions
+from penstock import manifest, repository, staging, versions
 from penstock.config import BatchPolicy, ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StorageFull
 from penstock.types import TensorSpec
 
 WriteOnnx = Callable[..., Path]
@@ -515,9 +515,25 @@ def test_an_error_of_the_disk_reaches_the_caller_and_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageFull, match="No space left"):
         versions.commit(root, "model", source, MODEL)
     assert list(root.iterdir()) == []
+
+
+def test_a_promotion_without_room_for_its_line_changes_nothing(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions.promote(two, "model", "1")
+
+    def full(path: Path, line: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(staging, "append", full)
+    with pytest.raises(StorageFull, match="version 2 was not promoted: No space left"):
+        versions.promote(two, "model", "2")
+    assert [config.version for config in served(two)] == ["1"]
+    assert history(two) == [("1", ["2"])]
+    assert not list(two.rglob(".staging-*"))
 
 
 def crash(tmp_path: Path, how: str, kind: str, rounds: int) -> dict[str, int]:

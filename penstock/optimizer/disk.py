@@ -5,7 +5,6 @@ Reads the file system and writes nothing. The run, the journal, the evidence and
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from pathlib import Path
@@ -17,16 +16,11 @@ from penstock.errors import ConfigError
 MARGIN_BYTES = 4 << 20
 # The original is placed in the run's folder; a candidate and the version are as large at most.
 COPIES = 3
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class WriteFailed(Exception):
     """The run cannot write its own files, so that nothing it finds out would be kept. Not a
     PenstockError: no candidate is to blame."""
-
-
-def is_full(error: OSError) -> bool:
-    return error.errno in FULL
 
 
 def free_bytes(path: Path) -> int:

@@ -14,6 +14,7 @@ from penstock import manifest as manifests
 from penstock import repository, versions
 from penstock.backends import GPU_MEMORY
 from penstock.benchmark.report import units
+from penstock.errors import StorageFull
 from penstock.optimizer import disk
 from penstock.optimizer.candidates import Build
 from penstock.optimizer.results import Optimization, Served
@@ -45,9 +46,11 @@ def try_commit(build: Build, found: Optimization, run: str) -> None:
             found.uncommitted = f"{out}: not enough disk space for the version: {missing}"
             return
         found.version = commit(build, found, run)
-    except OSError as error:
+    except (OSError, StorageFull) as error:
         needed, free = units.size(size), units.size(disk.free_bytes(out))
-        text = f"{error.filename or out}: {error.strerror or error}"
+        text = str(error)
+        if isinstance(error, OSError):
+            text = f"{error.filename or out}: {error.strerror or error}"
         found.uncommitted = f"{text}; the version needs {needed}, {free} free"
 
 

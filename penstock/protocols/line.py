@@ -26,6 +26,7 @@ from penstock.errors import (
     PenstockError,
     Quarantined,
     QuotaExceeded,
+    StorageFull,
     TooLarge,
     Unsupported,
 )
@@ -46,7 +47,8 @@ MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4
 MAX_TURN_DATAGRAMS = 16
 
 # The statuses of gRPC. Overload is not RESOURCE_EXHAUSTED, which says that the caller is at fault:
-# it sends more than its quota, or (answered by gRPC itself) a message that is too long.
+# it sends more than its quota, or (answered by gRPC itself) a message that is too long. A full file
+# system is what gRPC itself gives as an example of it.
 STATUS: dict[type[PenstockError], str] = {
     InvalidRequest: "INVALID_ARGUMENT",
     TooLarge: "INVALID_ARGUMENT",
@@ -60,6 +62,7 @@ STATUS: dict[type[PenstockError], str] = {
     Cancelled: "CANCELLED",
     Unsupported: "UNIMPLEMENTED",
     BackendFailed: "INTERNAL",
+    StorageFull: "RESOURCE_EXHAUSTED",
 }
 
 Received = TypeVar("Received")

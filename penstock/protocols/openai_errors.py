@@ -16,6 +16,7 @@ from penstock.errors import (
     PenstockError,
     Quarantined,
     QuotaExceeded,
+    StorageFull,
     TooLarge,
     Unsupported,
 )
@@ -36,6 +37,7 @@ KINDS: dict[type[PenstockError], tuple[int, str]] = {
     DeadlineExceeded: (504, "server_error"),
     Cancelled: (499, "server_error"),
     BackendFailed: (500, "server_error"),
+    StorageFull: (507, "server_error"),
 }
 # Paths that vLLM's users know without a version.
 OTHERS = (b"/tokenize", b"/detokenize", b"/tokenizer_info")

@@ -25,6 +25,7 @@ from penstock.errors import (
     PenstockError,
     Quarantined,
     QuotaExceeded,
+    StorageFull,
     TooLarge,
     Unsupported,
 )
@@ -57,6 +58,7 @@ STATUS: dict[type[PenstockError], int] = {
     Cancelled: 499,
     Unsupported: 501,
     BackendFailed: 500,
+    StorageFull: 507,
     NotAllowed: 403,
 }
 # Below this an answer is not worth compressing.

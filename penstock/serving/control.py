@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from penstock import repository
-from penstock.errors import InvalidRequest, NotAllowed, Unsupported
+from penstock import repository, staging
+from penstock.errors import InvalidRequest, NotAllowed, StorageFull, Unsupported
 from penstock.serving.catalog import Catalog, IndexEntry
 
 
@@ -42,7 +42,8 @@ class Control:
         await self._catalog.load(found)
         failure = self._catalog.failure(name)
         if failure is not None:
-            raise InvalidRequest(f"failed to load '{name}': {'; '.join(failure.problems)}")
+            text = f"failed to load '{name}': {'; '.join(failure.problems)}"
+            raise StorageFull(text) if staging.says_full(text) else InvalidRequest(text)
 
     def _read(self, name: str) -> repository.Found:
         found = repository.read_one(self._path, name)

@@ -10,6 +10,7 @@ import random
 import re
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from load import Load
@@ -21,13 +22,16 @@ CONTENT_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 @dataclass
 class OpenTally:
-    """What happened to the requests that were due within the window."""
+    """What happened to the requests that were due within the window. `answered_at_s` and
+    `refused_at_s` are when each of the answered and refused ones was due, since the beginning."""
 
     window_s: float
     num_due: int = 0
     num_cut: int = 0
     answered_s: list[float] = field(default_factory=list)
     refused_s: list[float] = field(default_factory=list)
+    answered_at_s: list[float] = field(default_factory=list)
+    refused_at_s: list[float] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
 
     def goodput(self, slo_s: float) -> float:
@@ -48,6 +52,17 @@ def intended_times(rate: float, cv: float, duration_s: float, seed: int) -> list
     while now < duration_s:
         now += chance.gammavariate(shape, 1 / (shape * rate))
         times.append(now)
+    return times
+
+
+def phases(parts: Sequence[tuple[float, float]], seed: int) -> list[float]:
+    """Poisson arrivals at each rate for its seconds, one after the other."""
+    times: list[float] = []
+    began = 0.0
+    for number, (rate, duration_s) in enumerate(parts):
+        arrivals = intended_times(rate, 1.0, duration_s, seed + number)
+        times += [began + each for each in arrivals if each < duration_s]
+        began += duration_s
     return times
 
 
@@ -85,8 +100,8 @@ class Connection(asyncio.Protocol):
 
 
 class OpenLoop:
-    """Sends one `null` request at each of the times, with an API key and parameters if given;
-    `warm_s` at the start do not count."""
+    """Sends one `null` request, with an API key and parameters if given, or this `message`, at each
+    of the times; `warm_s` at the start do not count."""
 
     def __init__(
         self,
@@ -94,6 +109,7 @@ class OpenLoop:
         model: str,
         times: list[float],
         warm_s: float = 1.0,
+        message: bytes | None = None,
         key: str = "",
         **parameters: object,
     ) -> None:
@@ -101,11 +117,11 @@ class OpenLoop:
         self._times = times
         self._warm_s = warm_s
         maker = Load(port, 0, model=model)
-        self._message = maker.message(maker.payload(1000), key, **parameters)
+        self._message = message or maker.message(maker.payload(1000), key, **parameters)
         self._free: list[Connection] = []
         self._overdue: deque[float] = deque()
         self._is_over = False
-        self._began = 0.0
+        self.began = 0.0
         self.tally = OpenTally(window_s=times[-1] - warm_s)
 
     async def run(self, num_connections: int, patience_s: float = 1.0) -> OpenTally:
@@ -130,24 +146,27 @@ class OpenLoop:
         return self.tally
 
     async def _send_all(self) -> None:
-        self._began = time.monotonic()
+        self.began = time.monotonic()
         for offset in self._times:
-            wait_s = self._began + offset - time.monotonic()
+            wait_s = self.began + offset - time.monotonic()
             if wait_s > 0:
                 await asyncio.sleep(max(wait_s, TICK_S))
             self.tally.num_due += offset >= self._warm_s
             if self._free:
-                self._free.pop().send(self._message, self._began + offset)
+                self._free.pop().send(self._message, self.began + offset)
             else:
-                self._overdue.append(self._began + offset)
+                self._overdue.append(self.began + offset)
 
     def answered(self, connection: Connection, status: int) -> None:
         intended = connection.intended
-        if intended - self._began >= self._warm_s and not self._is_over:
+        if intended - self.began >= self._warm_s and not self._is_over:
             latency_s = time.monotonic() - intended
             tally = self.tally
             tally.statuses[status] = tally.statuses.get(status, 0) + 1
-            (tally.answered_s if status == 200 else tally.refused_s).append(latency_s)
+            is_good = status == 200
+            (tally.answered_s if is_good else tally.refused_s).append(latency_s)
+            due_s = intended - self.began
+            (tally.answered_at_s if is_good else tally.refused_at_s).append(due_s)
         if self._overdue:
             connection.send(self._message, self._overdue.popleft())
         else:

@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
 class Served:
     """A server on a free port; `terminate` asserts that it leaves no process behind. With `grpc` it
     answers that too, at `grpc_address`. `prefix` is a command that runs the server's command in its
-    own process, such as `prlimit`."""
+    own process, such as `prlimit`. The log is a file without a name in `log_folder`."""
 
     def __init__(
         self,
@@ -31,12 +31,13 @@ class Served:
         grpc: bool = False,
         environment: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
+        log_folder: Path | None = None,
     ) -> None:
         command = [*prefix, sys.executable, "-m", "penstock", "serve", str(path)]
         command += ["--http-port", "0"]
         command += ["--metrics-port", "0"]
         command += ["--grpc-port", "0"] if grpc else ["--no-grpc"]
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.errors = tempfile.TemporaryFile("w+", dir=log_folder)  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command, *flags],
             stdin=subprocess.DEVNULL,

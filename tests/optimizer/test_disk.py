@@ -1,6 +1,5 @@
 """Free space: how much a run needs, and what is said when it is not there."""
 
-import errno
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,9 +43,3 @@ def test_three_copies_and_a_margin_must_fit(tmp_path: Path, free) -> None:
     assert str(tmp_path) in str(caught.value)
     # Only the version is missing.
     disk.check_room(tmp_path, tmp_path, is_resumed=True)
-
-
-def test_which_errors_mean_a_full_disk() -> None:
-    assert disk.is_full(OSError(errno.ENOSPC, "No space left on device"))
-    assert disk.is_full(OSError(errno.EDQUOT, "Quota exceeded"))
-    assert not disk.is_full(OSError(errno.EACCES, "Permission denied"))

@@ -921,6 +921,19 @@ async def test_an_idle_connection_is_closed_without_a_word(serve: Any, quick_swe
         assert await client.rest() == b""
 
 
+async def test_others_run_while_many_connections_are_swept(quick_sweep: None) -> None:
+    server = HttpServer(Echo(), HttpLimits(keep_alive_s=0.0))
+    wires = [attach(server)[1] for _ in range(10 * http.SWEEP_SLICE)]
+    await server.start("127.0.0.1", 0)
+    seen = {0}
+    while len(wires) not in seen:
+        await asyncio.sleep(0)
+        seen.add(sum(wire.is_closed for wire in wires))
+    await server.close()
+    # Between all and nothing: this loop had its turn in the middle of the sweep.
+    assert len(seen - {0, len(wires)}) >= 5
+
+
 async def test_a_client_that_does_not_read_is_cut_off(
     serve: Any, until: Any, quick_sweep: None
 ) -> None:

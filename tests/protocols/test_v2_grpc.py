@@ -173,9 +173,9 @@ def test_every_error_has_a_status():
     known = {kind for kind in leaves(PenstockError) if kind.__module__ == errors.__name__}
     own = {kind for kind in known if issubclass(kind, errors.ConfigError)}
     assert set(STATUS) == known - own - {PenstockError}
-    # Which blames the caller: overload is the server's.
+    # Overload of the server is UNAVAILABLE.
     exhausted = {kind for kind, name in STATUS.items() if name == "RESOURCE_EXHAUSTED"}
-    assert exhausted == {errors.QuotaExceeded}
+    assert exhausted == {errors.QuotaExceeded, errors.StorageFull}
 
 
 async def test_questions():
