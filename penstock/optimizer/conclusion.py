@@ -192,7 +192,9 @@ def _examples_wanted(lab: Lab, findings: Findings) -> list[str]:
 
 def _notes(lab: Lab, findings: Findings) -> list[str]:
     cut = outcomes.cut_notes(
-        is_interrupted=findings.is_interrupted, is_out_of_time=findings.is_out_of_time
+        findings.tries,
+        is_interrupted=findings.is_interrupted,
+        is_out_of_time=findings.is_out_of_time,
     )
     return lab.notes + cut + findings.notes
 

@@ -62,7 +62,15 @@ from penstock.optimizer.shapes import (
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
-from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, Limits, OutOfTime, plan_time
+from penstock.optimizer.time_plan import (
+    MIN_SEARCH_S,
+    SEARCH_S,
+    CutOff,
+    Limits,
+    OutOfTime,
+    TookTooLong,
+    plan_time,
+)
 from penstock.optimizer.trials import TrialLimits
 from penstock.types import Array
 
@@ -227,7 +235,12 @@ class Lab:
     @property
     def _passing(self) -> tuple[type[PenstockError], ...]:
         """With more time the same may come to its end."""
-        return () if self.plan.budget_s is None else (trials.TookTooLong,)
+        return () if self.plan.budget_s is None else (TookTooLong,)
+
+    def _too_long(self, text: str) -> TookTooLong:
+        """A compiler has a share of the time that is left where there is a budget."""
+        is_cut = self.left_s() is not None
+        return CutOff(text) if is_cut else TookTooLong(text)
 
     def _ends_at(self, build: Build) -> float:
         """When a child process that is asked now must have answered."""
@@ -261,10 +274,10 @@ class Lab:
                 take = self._spare.take if made.config.uses_gpu else None
                 trials.keep_compiled(made, timeout_s, take)
             os.rename(draft, home)
-        except trials.TookTooLong as error:
+        except TookTooLong as error:
             # It did come to an end, and the run with more time is not to count this one.
             self.journal.discount("build begun", candidate.key)
-            raise trials.TookTooLong(f"compiling it takes too long: {error}") from error
+            raise self._too_long(f"compiling it takes too long: {error}") from error
         except OutOfTime:
             self.journal.discount("build begun", candidate.key)
             raise

@@ -17,8 +17,9 @@ from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.simulate import TimeTable
 
 # kept: became the best so far; equal: no better than the best within the noise, and not simpler;
-# slower: measured, and behind; rejected: a gate said no; failed: it could not be built or run.
-Outcome = Literal["kept", "equal", "slower", "rejected", "failed"]
+# slower: measured, and behind; rejected: a gate said no; failed: it could not be built or run;
+# cut off: the time budget ended before it was built or measured.
+Outcome = Literal["kept", "equal", "slower", "rejected", "failed", "cut off"]
 
 
 # Units of terms that must not be below their limit; all others must not be above.

@@ -18,7 +18,7 @@ from typing import Literal
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, PenstockError
-from penstock.optimizer import goals
+from penstock.optimizer import goals, outcomes
 from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.lab import CHOICE, Lab
@@ -71,7 +71,6 @@ FAR_BEHIND = "what it could start from is far behind the best"
 # Of the machine's, that instances of one candidate may take while they are timed.
 MAX_MEMORY = 0.25
 NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
-CUT_SHORT = "cut short: its time was up"
 NO_TIME = "the time was up before it was its turn"
 
 
@@ -246,7 +245,8 @@ class Search:
 
     def _note_no_step(self) -> None:
         """Say so where not even one step had time, and how much would be enough."""
-        if len(self.findings.tries) > 1 or self._plan.budget_s is None:
+        is_done = any(each.outcome != "cut off" for each in self.findings.tries[1:])
+        if is_done or self._plan.budget_s is None:
             return
         needed_s = self._baseline_s + self._step_s + self._time.shortest_kept_s
         # No less than what was too little.
@@ -359,13 +359,14 @@ class Search:
         that has passed; and more time for the same compiler, where its kernels are behind."""
         if not self._is_on_gpu or self._plan.is_exhaustive:
             return ""
-        is_passed = record.outcome not in ("rejected", "failed")
+        is_passed = record.outcome not in ("rejected", "failed", "cut off")
         if each.name in ALTERNATIVES and is_passed:
             return f"{step} has passed, and this would be no faster"
         if each.name != COMPILER or "mode" not in step.settings:
             return ""
         if not is_passed:
-            return f"{step} {record.outcome}: the same compiler with more time is not tried"
+            how = "failed" if record.outcome == "failed" else f"was {record.outcome}"
+            return f"{step} {how}: the same compiler with more time is not tried"
         if record.outcome != "kept":
             best = self.findings.best.candidate
             return f"{step} is not ahead of {best}; tuning the same for longer would not bring it"
@@ -475,7 +476,7 @@ class Search:
                 build = self._lab.build(record.candidate)
                 return record, self._timed(build, _facts(record), is_lossy=True)
             except PenstockError as error:
-                record.outcome, record.reason = "failed", str(error)
+                record.outcome, record.reason = outcomes.outcome_of_error(error)
         return None, None
 
     @contextlib.contextmanager
@@ -490,10 +491,10 @@ class Search:
         try:
             yield record
         except OutOfTime:
-            self.findings.skipped.append(Skip(step.pass_name, CUT_SHORT, step))
+            self.findings.skipped.append(Skip(step.pass_name, outcomes.CUT_OFF, step))
             raise
         except PenstockError as error:
-            record.outcome, record.reason = "failed", str(error)
+            record.outcome, record.reason = outcomes.outcome_of_error(error)
         record.seconds = self._clock() - began
         self.findings.tries.append(record)
 
@@ -736,9 +737,10 @@ class Search:
                     yield from self._serve([runner], serve)
                 return
             seconds = (self._clock() - began) / len(runners)
-            reason = f"not served: {error}"
+            outcome, reason = outcomes.outcome_of_error(error)
+            reason = f"not served: {reason}"
             self.findings.tries += [
-                Try(build.candidate, "batching", "failed", reason, seconds=seconds)
+                Try(build.candidate, "batching", outcome, reason, seconds=seconds)
                 for _, build in runners
                 if build.candidate.key not in self._served
             ]
@@ -781,7 +783,9 @@ class Search:
             try:
                 build = self._build_shape(contender, candidate, [step])
             except PenstockError as error:
-                self.findings.tries.append(Try(candidate, "memory", "failed", str(error)))
+                self.findings.tries.append(
+                    Try(candidate, "memory", *outcomes.outcome_of_error(error))
+                )
                 continue
             pair = [(contender, best.build), (contender, build)]
             for _, other, served, seconds in self._serve(pair, self._lab.serve):
@@ -825,7 +829,9 @@ class Search:
             try:
                 yield contender, self._build_shape(contender, candidate, steps)
             except PenstockError as error:
-                self.findings.tries.append(Try(candidate, "batching", "failed", str(error)))
+                self.findings.tries.append(
+                    Try(candidate, "batching", *outcomes.outcome_of_error(error))
+                )
 
     def _build_shape(
         self, contender: Contender, candidate: Candidate, steps: Sequence[Step]

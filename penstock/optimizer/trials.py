@@ -30,6 +30,7 @@ from penstock.optimizer.child_output import Output
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
 from penstock.optimizer.simulate import TimeTable, fitted, length_of, row_lengths
+from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.optimizer.trial_child import (
     Answer,
     Compute,
@@ -95,10 +96,6 @@ class TrialLimits:
 
 
 NO_LIMITS = TrialLimits()
-
-
-class TookTooLong(BackendFailed):
-    """It might have come to an end."""
 
 
 def inspect(build: Build, ends_at: float = math.inf) -> Facts:
@@ -339,9 +336,8 @@ class Child:
             data = receive(self._sock)
         except TimeoutError:
             self._is_late = True
-            raise TookTooLong(
-                f"no answer within {timeout_s:.3g} s{self._output.tail('it')}"
-            ) from None
+            late = CutOff if timeout_s < self.timeout_s else TookTooLong
+            raise late(f"no answer within {timeout_s:.3g} s{self._output.tail('it')}") from None
         except OSError:
             data = None
         if data is None:

@@ -246,7 +246,9 @@ class Run:
             out=self.plan.out,
             price_per_hour=self.plan.price_per_hour,
             notes=outcomes.cut_notes(
-                is_interrupted=findings.is_interrupted, is_out_of_time=findings.is_out_of_time
+                findings.tries,
+                is_interrupted=findings.is_interrupted,
+                is_out_of_time=findings.is_out_of_time,
             ),
             tries=findings.tries,
             skipped=findings.skipped,

@@ -123,14 +123,18 @@ def _pass_name(attempt: Try) -> str:
 
 
 def _untried(optimization: Optimization) -> list[str]:
-    found = []
-    for cut_by, word in (("time", "out of time"), ("interrupt", "interrupted")):
-        names = outcomes.untried(optimization, cut_by)
-        if names:
-            more = len(names) - MAX_UNTRIED
-            shown = names[:MAX_UNTRIED] + ([f"{more} more"] if more > 0 else [])
-            found.append(f"not tried ({word}): {', '.join(shown)}")
-    return found
+    """Steps that the end of the time, or an interruption, left unfinished or untried."""
+    groups = {
+        "not finished (cut off by the time budget)": outcomes.unfinished(optimization),
+        "not tried (out of time)": outcomes.untried(optimization, "time"),
+        "not tried (interrupted)": outcomes.untried(optimization, "interrupt"),
+    }
+    return [f"{head}: {_listed(names)}" for head, names in groups.items() if names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MAX_UNTRIED
+    return ", ".join([*names[:MAX_UNTRIED], *([f"{more} more"] if more > 0 else [])])
 
 
 def is_original(optimization: Optimization) -> bool:

@@ -24,7 +24,7 @@ HEADLINE_STYLES = {
     "interrupted": "bold yellow",
 }
 OUTCOME_STYLES = {"kept": "green", "equal": "dim", "slower": "dim", "rejected": "red"}
-OUTCOME_STYLES["failed"] = "red"
+OUTCOME_STYLES |= {"failed": "red", "cut off": "yellow"}
 CHANGE_STYLES = {True: "green", False: "red", None: ""}
 
 
