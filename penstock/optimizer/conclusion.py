@@ -11,6 +11,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.optimizer import disturbance, goals, outcomes, phases, shapes
 from penstock.optimizer.accuracy import Judgement, spent_alpha
+from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.examples import num_to_bring
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import TIMINGS
@@ -22,6 +23,7 @@ from penstock.optimizer.search import Finalist, Findings, Search
 # A proof that contradicts itself or what was measured before is measured again, once.
 MAX_PROOFS = 2
 UNPROVEN = "was ahead in the search, but has no proof"
+BEST_MEASURED = "the best version measured so far"
 INTERRUPTED_PROOF = "interrupted during the proof: the figures are those of the search"
 
 
@@ -109,7 +111,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
         profiled=findings.profiled,
         work=str(lab.journal.path.parent),
     )
-    search.prove()
+    search.prove(findings.finalists[0].build.candidate)
     choice = finish(findings, lambda: choose(lab, findings))
     _prove(lab, search, choice, found)
     other = _better_proven(lab, search, choice, found)
@@ -199,9 +201,17 @@ def _notes(lab: Lab, findings: Findings) -> list[str]:
     return lab.notes + cut + findings.notes
 
 
-def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> bool:
+def _saved(choice: Choice, found: Optimization) -> Candidate:
+    """What is saved if nothing more is measured."""
+    return Candidate() if _original_does(choice, found) else choice.finalist.build.candidate
+
+
+def _prove(
+    lab: Lab, search: Search, choice: Choice, found: Optimization, to_save: str = ""
+) -> bool:
     """Original and choice in turns: at the SLO's load, and up to the highest rate of each. False:
-    it did not run, and `found` has the figures of the search."""
+    it did not run, and `found` has the figures of the search. `to_save` is what an interruption
+    would save; empty: the choice, or the original if that does as well."""
     findings = search.findings
     original, chosen = lab.original, choice.finalist.build
     found.before, found.after = findings.original, choice.finalist.served
@@ -214,6 +224,7 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> boo
         return False
     is_proven = False
     for attempt in range(MAX_PROOFS):
+        search.prove(chosen.candidate, to_save or str(_saved(choice, found)))
         try:
             measured = lab.prove(builds, search.left_s, attempt)
         except PenstockError as error:
@@ -301,7 +312,7 @@ def _proven_again(
     """Whichever of the two has the better proof; the first where the other has none."""
     before, after, is_proven = found.before, found.after, found.is_proven
     candidate = other.finalist.build.candidate
-    if not _prove(lab, search, other, found) and is_proven:
+    if not _prove(lab, search, other, found, BEST_MEASURED) and is_proven:
         found.notes.append(f"{candidate} {UNPROVEN}")
         found.before, found.after = before, after
         return first

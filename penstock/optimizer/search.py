@@ -71,6 +71,7 @@ FAR_BEHIND = "what it could start from is far behind the best"
 # Of the machine's, that instances of one candidate may take while they are timed.
 MAX_MEMORY = 0.25
 NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
+UNLESS_REFUSED = " (unless the held-out examples refuse it)"
 NO_TIME = "the time was up before it was its turn"
 
 
@@ -187,6 +188,9 @@ class Search:
         self._stage: str = "baseline"
         self._model_stage: Stage = "baseline"
         self._trying = ""
+        self._doing = "start"
+        # What an interruption saves once the choice is made; see `prove`.
+        self._to_save = ""
         # What is expected to take how long; see `_start`.
         self._time = plan_time(lab.plan, is_on_gpu=False)
         # Facts and batch times of the original: a step takes at least as long.
@@ -261,9 +265,23 @@ class Search:
         once more quickly, so that it is known for what it is. Time is kept for it: where the best
         have been served already, what comes after them is."""
         if self.findings.is_interrupted:
-            self._measure(self._nearest(1))
+            self._measure(self._still_to_measure())
         else:
             self._measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
+
+    def _still_to_measure(self) -> list[tuple[Contender, tuple[Step, ...]]]:
+        """What is served after an interruption: the best by prediction, if it has not been served
+        and there is time for it."""
+        if len(self.findings.contenders) < 2:
+            return []
+        num_known = sum(one.served.is_met for one in self.findings.finalists[:1])
+        if self._num_measurable(num_known, 0.0, is_final=True) < 1:
+            return []
+        return [
+            (contender, steps)
+            for contender, steps in self._nearest(1)
+            if contender.candidate.then(*steps).key not in self._served
+        ]
 
     def _is_enough(self) -> bool:
         """Kept for sure, and with room, unless by the original: nobody asked to change it then."""
@@ -595,6 +613,8 @@ class Search:
             record.outcome, record.reason = "slower", against
         else:
             record.outcome, record.reason = "equal", f"{against}: no difference beyond the noise"
+        # What Ctrl-C would do may be something else now.
+        self._tell(self._doing)
 
     # Layers that do not bear it.
 
@@ -852,6 +872,7 @@ class Search:
         pool = list(self._served.values())
         ranked = goals.order([one.served for one in pool], [one.simplicity for one in pool])
         self.findings.finalists = [pool[index] for index in ranked]
+        self._tell(self._doing)
 
     # Time.
 
@@ -870,9 +891,10 @@ class Search:
         """Whether each can be served and measured once before the budget ends."""
         return self.left_s is None or self.left_s >= self._time.prove_s(num_builds, 1)
 
-    def prove(self) -> None:
-        """What is done after the search is told as such."""
-        self._stage, self._trying = "proof", str(self.findings.finalists[0].build.candidate)
+    def prove(self, candidate: Candidate, to_save: str = "") -> None:
+        """After the search: what is proven, and what an interruption would save now; empty: the
+        best that passes on the held-out examples."""
+        self._stage, self._trying, self._to_save = "proof", str(candidate), to_save
 
     def _search_left_s(self) -> float | None:
         """Without what is kept for the end."""
@@ -915,7 +937,9 @@ class Search:
         self._tell("start", note)
 
     def _tell(self, doing: str, note: str = "") -> None:
+        self._doing = doing
         best = self.findings.best if self.findings.contenders else None
+        left = self._still_to_measure() if self._stage != "proof" else []
         self._watch(
             Progress(
                 stage=self._stage,
@@ -928,15 +952,19 @@ class Search:
                 left_s=self.left_s,
                 stages=self._all_stages,
                 note=note,
-                finish_s=None if best is None else self._finish_s(best),
+                to_measure=", ".join(str(one.candidate.then(*steps)) for one, steps in left),
+                to_save=self._to_save or self._first_finalist(),
+                finish_s=SAVED_S + (self._time.serve_s() if left else 0.0),
             )
         )
 
-    def _finish_s(self, best: Contender) -> float:
-        """About how long it takes to measure and save the best after an interruption."""
-        if self._stage == "proof" or any(one.contender is best for one in self._served.values()):
-            return SAVED_S
-        return SAVED_S + self._time.serve_s()
+    def _first_finalist(self) -> str:
+        """What is saved if nothing more is measured."""
+        if not self.findings.finalists:
+            return ""
+        candidate = self.findings.finalists[0].build.candidate
+        is_judged = bool(candidate.steps) and self._lab.examples is not None
+        return f"{candidate}{UNLESS_REFUSED if is_judged else ''}"
 
     @property
     def _model_stages(self) -> tuple[Stage, ...]:

@@ -108,9 +108,10 @@ class MadeSearch:
         self.findings = findings
         self._lab = lab
         self._left_s = left_s
+        self.to_save: list[str] = []
 
-    def prove(self) -> None:
-        pass
+    def prove(self, candidate: Candidate, to_save: str = "") -> None:
+        self.to_save.append(to_save)
 
     def has_time_to_prove(self, num_builds: int) -> bool:
         return self.left_s > 20
@@ -122,9 +123,13 @@ class MadeSearch:
 
 
 def concluded(
-    lab: MadeLab, *finalists: Finalist, left_s: Sequence[float] = (math.inf,)
+    lab: MadeLab,
+    *finalists: Finalist,
+    left_s: Sequence[float] = (math.inf,),
+    said: list[str] | None = None,
 ) -> Optimization:
-    """`left_s` after each number of proofs; the last one stays."""
+    """`left_s` after each number of proofs; the last one stays. `said`: what an interruption would
+    save, as it was told."""
     original = finalist("", 0.1)
     findings = Findings(finalists=[*finalists, original], contenders=[original.contender])
     findings.original = original.served
@@ -133,6 +138,7 @@ def concluded(
         Try(each.build.candidate, "batching", "equal", "", served=each.served) for each in finalists
     ]
     search = MadeSearch(lab, findings, left_s)
+    search.to_save = [] if said is None else said
     return conclude(lab, search, "command", "today")  # type: ignore[arg-type]
 
 
@@ -336,6 +342,22 @@ class TestInterrupted:
         assert (chosen(found), found.outcome) == ("first", "interrupted")
         assert found.after is not None and found.after.goodput == 0.9
         assert any("interrupted during the proof" in note for note in found.notes)
+
+    @pytest.mark.parametrize(("name", "goodput"), [("first", 0.9), ("", 0.1)])
+    def test_what_is_announced_during_the_proof_is_what_is_saved(
+        self, name: str, goodput: float
+    ) -> None:
+        """In the second case the original does as well in the search."""
+        lab = MadeLab({})
+        said: list[str] = []
+
+        def interrupt(builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+            raise KeyboardInterrupt
+
+        lab.prove = interrupt  # type: ignore[method-assign]
+        found = concluded(lab, finalist("first", goodput), said=said)
+        assert chosen(found) == name
+        assert said[-1] == (name or "original")
 
 
 def test_a_build_whose_server_answers_otherwise_is_refused() -> None:
