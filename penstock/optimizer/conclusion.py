@@ -19,6 +19,7 @@ from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.passes import shape_folding
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Finalist, Findings, Search
+from penstock.optimizer.time_plan import CutOff
 
 # A proof that contradicts itself or what was measured before is measured again, once.
 MAX_PROOFS = 2
@@ -215,6 +216,7 @@ def _prove(
     findings = search.findings
     original, chosen = lab.original, choice.finalist.build
     found.before, found.after = findings.original, choice.finalist.served
+    found.proof_failure = ""
     if findings.is_interrupted:
         return False
     builds = [original, chosen] if chosen.candidate.steps else [original]
@@ -227,13 +229,9 @@ def _prove(
         search.prove(chosen.candidate, to_save or str(_saved(choice, found)))
         try:
             measured = lab.prove(builds, search.left_s, attempt)
-        except PenstockError as error:
-            found.notes.append(f"the proof of {chosen.candidate} failed: {error}")
-            return is_proven
-        except KeyboardInterrupt:
-            findings.is_interrupted = True
-            if not is_proven:
-                found.notes.append(INTERRUPTED_PROOF)
+        except (PenstockError, KeyboardInterrupt) as error:
+            findings.is_interrupted = isinstance(error, KeyboardInterrupt)
+            _note_end(error, chosen.candidate, found, is_proven=is_proven)
             return is_proven
         found.before, found.after = measured[0], measured[-1]
         found.is_proven = is_proven = True
@@ -247,6 +245,24 @@ def _prove(
             break
         found.notes.append(f"measured again: {doubts[0]}")
     return True
+
+
+def _note_end(
+    error: PenstockError | KeyboardInterrupt,
+    candidate: Candidate,
+    found: Optimization,
+    *,
+    is_proven: bool,
+) -> None:
+    """Note what ended a proof. An earlier measurement of the same proof stands."""
+    match error:
+        case CutOff():
+            found.notes += [] if is_proven else [outcomes.NO_PROOF]
+        case KeyboardInterrupt():
+            found.notes += [] if is_proven else [INTERRUPTED_PROOF]
+        case _:
+            found.notes.append(f"the proof of {candidate} failed: {error}")
+            found.proof_failure = "" if is_proven else str(error)
 
 
 def _note_doubts(lab: Lab, findings: Findings, choice: Choice, found: Optimization) -> None:
@@ -311,10 +327,11 @@ def _proven_again(
 ) -> Choice:
     """Whichever of the two has the better proof; the first where the other has none."""
     before, after, is_proven = found.before, found.after, found.is_proven
+    failure = found.proof_failure
     candidate = other.finalist.build.candidate
     if not _prove(lab, search, other, found, BEST_MEASURED) and is_proven:
         found.notes.append(f"{candidate} {UNPROVEN}")
-        found.before, found.after = before, after
+        found.before, found.after, found.proof_failure = before, after, failure
         return first
     if found.is_proven:
         found.notes.append(f"proven once more with {candidate}: the first missed")
@@ -323,6 +340,7 @@ def _proven_again(
     if goals.order([after, found.after], pair)[0] == 1:
         return other
     found.before, found.after, found.is_proven = before, after, is_proven
+    found.proof_failure = failure
     return first
 
 

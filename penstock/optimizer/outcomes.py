@@ -115,6 +115,8 @@ def outcome_of(found: Optimization, *, is_interrupted: bool) -> str:
     is_met = found.after is not None and found.after.is_met
     if is_interrupted and not (is_met and found.is_proven):
         return "interrupted"
+    if found.proof_failure:
+        return "failed"
     if found.disturbances:
         return "disturbed"
     if is_met:

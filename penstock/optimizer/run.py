@@ -44,7 +44,7 @@ OPENING = ".opening-"
 NUM_DRAWN = 256
 
 UNPROMISED = (
-    "measured in slo mode, which refuses requests that would be late; committed without it, "
+    "measured in slo mode, which refuses requests that would be late; the version is without it, "
     "because the SLO was not kept: set penstock.slo in config.pbtxt to enforce it"
 )
 

@@ -14,13 +14,17 @@ from served_builds import a_config
 
 from penstock.benchmark.stats import Interval
 from penstock.errors import BackendFailed
+from penstock.exit_codes import ExitCode
+from penstock.optimizer import outcomes
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.report.first_line import exit_code, headline
 from penstock.optimizer.results import Optimization, Served, Try, Verdict
 from penstock.optimizer.search import Contender, Finalist, Findings
+from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
 
 SLO = "p99 < 50ms at 200/s"
@@ -222,6 +226,9 @@ def test_notes_say_what_the_proofs_did(
     assert ("second was ahead in the search, but has no proof" in notes) is (
         "first" in ran and first != 1.0 and "second" not in ran
     )
+    assert (found.outcome == "failed") is bool(found.proof_failure)
+    # The chosen version was to be proven, and that failed.
+    assert bool(found.proof_failure) is bool(lab.proven and not found.is_proven)
     if found.is_proven:
         assert found.after == served(lab.proofs[name] if name else original)  # type: ignore[arg-type]
     for each in found.tries:
@@ -384,3 +391,25 @@ def test_a_way_to_serve_the_original_that_is_refused_leaves_the_original() -> No
     lab.examples = object()
     lab.held_out = {"instances": judgement(is_passed=False)}
     assert chosen(concluded(lab, one)) == ""
+
+
+def test_a_proof_that_fails_is_no_kept_slo() -> None:
+    lab = MadeLab({"first": None})
+    found = concluded(lab, finalist("first", 1.0))
+    assert (chosen(found), found.outcome) == ("first", "failed")
+    assert exit_code(found) == ExitCode.FAILED
+    line = headline(found)
+    assert line.startswith("Proof failed: the server did not start; best candidate, not proven:")
+    assert "SLO kept" not in line
+
+
+def test_a_proof_that_the_budget_cuts_off_has_not_failed() -> None:
+    lab = MadeLab({})
+
+    def cut_off(builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+        raise CutOff("not ready after 5 s")
+
+    lab.prove = cut_off  # type: ignore[method-assign]
+    found = concluded(lab, finalist("first", 1.0))
+    assert (found.outcome, found.is_proven) == ("kept", False)
+    assert outcomes.NO_PROOF in found.notes

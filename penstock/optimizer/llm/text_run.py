@@ -288,6 +288,7 @@ class Run:
             found = lab.prove([each.candidate for each in pair], starts, self.left_s)
         except PenstockError as error:
             made.notes.append(f"the proof of {chosen.candidate} failed: {error}")
+            made.proof_failure = str(error)
             return
         except KeyboardInterrupt:
             findings.is_interrupted = True

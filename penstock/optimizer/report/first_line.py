@@ -22,6 +22,7 @@ EXIT_CODES = {
     "refused": ExitCode.REFUSED,
     "disturbed": ExitCode.DISTURBED,
     "interrupted": ExitCode.INTERRUPTED,
+    "failed": ExitCode.FAILED,
 }
 
 # Steps that are named one by one.
@@ -42,6 +43,7 @@ def headline(optimization: Optimization) -> str:
         "refused": _refused,
         "disturbed": _disturbed,
         "interrupted": _interrupted,
+        "failed": _failed,
     }[optimization.outcome](optimization)
     text = "; ".join(filter(None, details))
     return f"{head}: {text}" if text else head
@@ -107,6 +109,15 @@ def _interrupted(optimization: Optimization) -> tuple[str, list[str]]:
     rate = None if found is None else found.predicted_rate
     predicted = "" if rate is None else f"predicted {units.number(rate)}/s, not served"
     return head, [best, predicted, *untried]
+
+
+def _failed(optimization: Optimization) -> tuple[str, list[str]]:
+    details = [optimization.proof_failure]
+    if optimization.chosen is not None:
+        details.append(f"best candidate, not proven: {optimization.chosen}")
+        if optimization.after is not None:
+            details.append(_measured(optimization.after))
+    return "Proof failed", [*details, *_untried(optimization)]
 
 
 def _rejected(optimization: Optimization) -> str:
