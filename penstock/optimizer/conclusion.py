@@ -135,7 +135,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
     )
     outcomes.settle_served(findings.tries, found.chosen, findings.proofs)
     found.held_out = choice.held_out
-    found.unchecked = lab.unchecked
+    found.unchecked = [*lab.unchecked, *_not_compared(lab, choice)]
     found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
     found.notes += _narrowed(lab, choice)
     _note_disturbances(lab, choice, found)
@@ -170,6 +170,19 @@ def _narrowed(lab: Lab, choice: Choice) -> list[str]:
         return []
     rows = f"the {len(lab.rows):,} rows of the data all have this size"
     return [f"the version accepts only {sizes}: {rows}, and the server refuses any other"]
+
+
+def _not_compared(lab: Lab, choice: Choice) -> list[str]:
+    """How many rows a lossless choice was compared on, if not on all."""
+    judged, total = choice.held_out, len(lab.rows)
+    if judged is None or not 0 < judged.num_compared < total:
+        return []
+    if not choice.finalist.build.candidate.steps:
+        return []
+    return [
+        f"{total - judged.num_compared:,} of {total:,} rows: lossless steps were compared with the "
+        f"original on {judged.num_compared:,}"
+    ]
 
 
 def _failed(found: Optimization) -> list[str]:

@@ -92,6 +92,8 @@ MIN_COMPILE_S = 20.0
 MIN_CHILD_S = 5.0
 # A build that was begun so often and never ended takes the run down with it.
 MAX_BEGUN = 3
+# Of a time budget, for answers to rows outside of the held-out part.
+SURVEY_SHARE = 0.02
 # How long a server is asked for answers to held-out rows.
 SERVED_ANSWERS_S = 8.0
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
@@ -162,6 +164,8 @@ class Lab:
         self._builds: dict[str, Build] = {}
         self._facts: dict[str, Facts] = {}
         self._original: dict[str, Answers] = {}
+        # The original's answers to the rows outside of a part; see `_surveyed`.
+        self._survey: dict[str, Answers] = {}
         self._spare = Spare()
         self._sitting: Sitting | None = None
         self._servers = served.Servers()
@@ -499,12 +503,15 @@ class Lab:
     def compared(self) -> tuple[int, ...]:
         return self._examples.split.choice[:NUM_COMPARED]
 
-    def answers(self, build: Build, indices: tuple[int, ...]) -> Answers:
-        """To these rows. Not kept: they are large and soon made again."""
+    def answers(
+        self, build: Build, indices: tuple[int, ...], stop_after_s: float = math.inf
+    ) -> Answers:
+        """To these rows; empty ones where the time is over first. Not kept: they are large and soon
+        made again."""
         rows = [self.rows[index] for index in indices]
         told = self._tell_share(indices)
 
-        rules = self._rules(build)
+        rules = replace(self._rules(build), stop_after_s=stop_after_s)
 
         def ask() -> Answers:
             sitting = self._sat(build)
@@ -568,19 +575,40 @@ class Lab:
 
     def judge_lossless(self, build: Build, part: str, alpha: float) -> Judgement:
         """The gate for a step that claims to change nothing: answers are also compared number by
-        number on all examples of the part."""
+        number on all examples of the part, and on as many other rows as a survey has time for."""
 
         def compare() -> Numerics:
             self.watch(f"numerics, {part}")
             original, found = self.original_answers(part), self.answers(build, self._indices(part))
-            names = self.plan.outputs
-            return self._compared(original, found, self._tolerance, names)
+            pairs = list(zip(original, found, strict=True))
+            if build.candidate.steps:
+                pairs += self._surveyed(build, part)
+            one, other = ([pair[place] for pair in pairs] for place in (0, 1))
+            return self._compared(one, other, self._tolerance, self.plan.outputs)
 
         key = f"{build.candidate.key} {part}"
         equality = self.journal.remember(
-            "numerics of part", key, Numerics, compare, passing=self._passing
+            "numerics of all rows", key, Numerics, compare, passing=self._passing
         )
         return accuracy.with_equality(self.judge(build, part, alpha), equality)
+
+    def _surveyed(self, build: Build, part: str) -> list[tuple[Row, Row]]:
+        """Answers of the original and the build to rows outside of the part."""
+        left = tuple(influence.survey_order(len(self.rows), self._indices(part)))
+        if not left:
+            return []
+        self.watch("numerics, other rows")
+        if part not in self._survey:
+            self._survey[part] = self.answers(self.original, left, self._survey_s)
+        found = self.answers(build, left, self._survey_s)
+        pairs = zip(self._survey[part], found, strict=True)
+        return [(one, other) for one, other in pairs if one and other]
+
+    @property
+    def _survey_s(self) -> float:
+        budget_s = self.plan.budget_s
+        shortest = math.inf if budget_s is None else SURVEY_SHARE * budget_s
+        return min(influence.SURVEY_S, shortest)
 
     def check_served(self, build: Build, *, is_lossy: bool) -> str:
         """Why what the server answers is not what the gate has judged; empty: it is."""

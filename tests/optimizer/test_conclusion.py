@@ -413,3 +413,16 @@ def test_a_proof_that_the_budget_cuts_off_has_not_failed() -> None:
     found = concluded(lab, finalist("first", 1.0))
     assert (found.outcome, found.is_proven) == ("kept", False)
     assert outcomes.NO_PROOF in found.notes
+
+
+@pytest.mark.parametrize(("num_compared", "has_line"), [(5, True), (7, False), (0, False)])
+def test_rows_that_a_lossless_choice_was_not_compared_on_are_counted(
+    num_compared: int, has_line: bool
+) -> None:
+    lab = MadeLab({"first": 1.0})
+    lab.examples = object()
+    judged = msgspec.structs.replace(judgement(is_passed=True), num_compared=num_compared)
+    lab.held_out = {"first": judged}
+    found = concluded(lab, finalist("first", 1.0))
+    line = "2 of 7 rows: lossless steps were compared with the original on 5"
+    assert found.unchecked == ([line] if has_line else [])

@@ -103,6 +103,13 @@ def test_a_child_has_no_longer_than_the_time_that_is_left(tmp_path: Path):
         trials.inspect(build, ends_at=time.monotonic() + 0.5)
 
 
+def test_rows_without_time_have_no_answer(tmp_path: Path):
+    build = null_build(tmp_path)
+    rules = trials.TrialLimits(stop_after_s=-1.0)
+    assert trials.answers(build, numbers(1, 2, 3), rules=rules) == [{}, {}, {}]
+    assert all(trials.answers(build, numbers(1, 2, 3)))
+
+
 def test_a_compilation_has_as_long_as_it_is_given(tmp_path: Path):
     build = null_build(tmp_path, load_ms=60_000)
     with pytest.raises(TookTooLong, match=r"no answer within 0.2 s") as caught:
