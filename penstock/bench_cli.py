@@ -37,7 +37,7 @@ HTML = click.option(
     "html_path",
     metavar="FILE",
     default="",
-    help="Write a page with plots, whole in itself. Use it to show somebody what was found.",
+    help="Write a self-contained HTML page with plots. Use it to share the results.",
 )
 CSV = click.option(
     "--csv",
@@ -54,15 +54,15 @@ CSV = click.option(
 @click.option(
     "--concurrency",
     metavar="N",
-    help="Closed loop: so many requests under way at all times. 1:64 doubles from 1 to 64, 1,8,32 "
-    "are levels of their own. Choose it to compare with perf_analyzer; users do not wait for each "
-    "other, so take --rate for promises. 1 unless another load is given.",
+    help="Closed loop: keep N requests in flight. Default: 1, if no other load is given. 1:64 "
+    "doubles from 1 to 64; 1,8,32 are three levels. Choose it to compare with perf_analyzer; real "
+    "users do not wait for each other, so use --rate for latency targets.",
 )
 @click.option(
     "--rate",
     metavar="N",
-    help="Open loop: so many requests a second, whatever is answered. 100:1600 doubles, "
-    "100,200,500 are levels. Choose it whenever latency is to be promised.",
+    help="Open loop: send N requests per second, however slow the answers are. 100:1600 doubles; "
+    "100,200,500 are three levels. Choose it for latency targets.",
 )
 @click.option(
     "--arrivals",
@@ -146,8 +146,8 @@ CSV = click.option(
     "--duration",
     metavar="TIME",
     default=None,
-    help="Longest time to measure a level, 10s unless given (a trace or steps run to their end). "
-    "Raise it when the report says that the interval is too wide.",
+    help="Time limit per level. Default: 10s; a trace or steps run to their end. Raise it when the "
+    "report says that the interval is too wide.",
 )
 @click.option(
     "--precision",
@@ -278,7 +278,7 @@ CSV = click.option(
     "--max-connections",
     type=click.IntRange(1, 60000),
     default=None,
-    help="Most connections at once, per process; 1024, or the highest concurrency, unless given. "
+    help="Limit on connections per process. Default: 1024, or the highest concurrency. "
     "Raise it when the report says that requests waited for one.",
 )
 @click.option(
@@ -293,8 +293,9 @@ CSV = click.option(
     "--seed",
     type=click.IntRange(0, 2**31 - 1),
     default=None,
-    help="Of arrivals and random inputs; a new one each time unless given, so that no cache knows "
-    "the inputs, and the run remembers it. Give it to send the same again.",
+    help="Random seed for arrival times and random inputs. Default: a new one for each run, so "
+    "that caches do not know the inputs; the saved run has it. Give it to send the same requests "
+    "again.",
 )
 @click.option(
     "--price",

@@ -23,7 +23,7 @@ from penstock.optimizer.time_plan import CutOff
 
 # A proof that contradicts itself or what was measured before is measured again, once.
 MAX_PROOFS = 2
-UNPROVEN = "was ahead in the search, but has no proof"
+UNPROVEN = "was ahead in the search but was not proven"
 BEST_MEASURED = "the best version measured so far"
 INTERRUPTED_PROOF = "interrupted during the proof: the figures are those of the search"
 
@@ -203,7 +203,7 @@ def _examples_wanted(lab: Lab, findings: Findings) -> list[str]:
     if not wanted:
         return []
     total = num_to_bring(min(wanted), bool(lab.plan.calibration))
-    return [f"some candidates could not be judged: bring about {total:,} examples in all"]
+    return [f"too few examples to judge some candidates: provide about {total:,} in total"]
 
 
 def _notes(lab: Lab, findings: Findings) -> list[str]:
@@ -347,7 +347,9 @@ def _proven_again(
         found.before, found.after, found.proof_failure = before, after, failure
         return first
     if found.is_proven:
-        found.notes.append(f"proven once more with {candidate}: the first missed")
+        found.notes.append(
+            f"the first choice missed the SLO in its proof; {candidate} was proven too"
+        )
     assert after is not None and found.after is not None
     pair = [first.finalist.simplicity, other.finalist.simplicity]
     if goals.order([after, found.after], pair)[0] == 1:

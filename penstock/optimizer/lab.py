@@ -256,7 +256,7 @@ class Lab:
         self.watch("build")
         self._rise()
         if self.journal.count("build begun", candidate.key) > MAX_BEGUN:
-            raise BackendFailed(f"it was begun {MAX_BEGUN} times and never came to an end")
+            raise BackendFailed(f"its build was started {MAX_BEGUN} times and never finished")
         step = candidate.steps[-1]
         made_by = passes.find(step.pass_name)
         if not made_by.is_config_only:
@@ -692,7 +692,7 @@ class Lab:
             self.unchecked.append(ONLY_AGREEMENT)
         found = self.journal.remember("audit", "", audit.Audit, self._audit)
         if found.problems:
-            ways = "or leave data out, to optimise without what needs it"
+            ways = "or omit --data; steps that need data are then skipped"
             raise ConfigError([*(f"data: {each}" for each in found.problems), ways])
         self.notes += found.warnings
         # What cannot be scored, or an evaluator that fails, is better known now than at the end.

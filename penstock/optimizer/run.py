@@ -93,12 +93,14 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
     try:
         lab.keep_chosen(build, search.left_s)
     except PenstockError as error:
-        found.notes.append(f"every start of the version times its products again: {error}")
+        found.notes.append(f"each start of the version repeats the timing of its matmuls: {error}")
     except KeyboardInterrupt:
         if findings.is_interrupted:
             raise
         findings.is_interrupted = True
-        found.notes.append("every start of the version times its products again: interrupted")
+        found.notes.append(
+            "each start of the version repeats the timing of its matmuls: interrupted"
+        )
     found.elapsed_s = time.monotonic() - began
     note_resumed(found, lab.journal)
     found.headline = headline(found)

@@ -67,12 +67,12 @@ ALTERNATIVES = ("half", "fp8")
 COMPILER = "torch-compile"
 # A budget of time with room for a profile on a GPU, which measures the device first.
 PROFILE_BUDGET_S = 900.0
-FAR_BEHIND = "what it could start from is far behind the best"
+FAR_BEHIND = "the candidates that it could build on are far slower than the best"
 # Of the machine's, that instances of one candidate may take while they are timed.
 MAX_MEMORY = 0.25
 NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
 UNLESS_REFUSED = " (unless the held-out examples refuse it)"
-NO_TIME = "the time was up before it was its turn"
+NO_TIME = "out of time before it was tried"
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class Search:
             self._tell("finishing with the best so far")
         except OutOfTime:
             self.findings.is_out_of_time = True
-            self._note_left("out of time before it was tried", "time")
+            self._note_left(NO_TIME, "time")
             self._note_no_step()
         is_cut = self.findings.is_interrupted or self.findings.is_out_of_time
         if is_cut and len(self.findings.contenders) > 1:
@@ -628,7 +628,7 @@ class Search:
         try:
             found = self._lab.fall_back(parent.build, refused.candidate.steps[-1], self._check_time)
         except PenstockError as error:
-            refused.reason += f"; layers could not be told apart: {error}"
+            refused.reason += f"; the sensitivity of layers could not be measured: {error}"
             return
         if found.step is None:
             refused.reason += "; keeping layers in float did not help"

@@ -175,7 +175,7 @@ def test_another_that_kept_the_slo_is_proven_when_the_first_misses() -> None:
     lab = MadeLab({"first": 0.7, "second": 1.0})
     found = concluded(lab, finalist("first", 1.0), finalist("second", 1.0))
     assert (chosen(found), found.outcome) == ("second", "kept")
-    assert any("proven once more" in note for note in found.notes)
+    assert any("second was proven too" in note for note in found.notes)
 
 
 def test_another_that_was_nearer_is_proven_too() -> None:
@@ -222,8 +222,8 @@ def test_notes_say_what_the_proofs_did(
     if "no time was left" in notes:
         assert not lab.proven and not found.is_proven
     assert "measured in turns" not in notes or found.is_proven
-    assert ("proven once more with second" in notes) is ("second" in ran)
-    assert ("second was ahead in the search, but has no proof" in notes) is (
+    assert ("second was proven too" in notes) is ("second" in ran)
+    assert ("second was ahead in the search but was not proven" in notes) is (
         "first" in ran and first != 1.0 and "second" not in ran
     )
     assert (found.outcome == "failed") is bool(found.proof_failure)
