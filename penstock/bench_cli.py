@@ -37,7 +37,7 @@ HTML = click.option(
     "html_path",
     metavar="FILE",
     default="",
-    help="Write a page with plots, whole in itself. Use it to show somebody what was found.",
+    help="Write a self-contained HTML page with plots. Use it to share the results.",
 )
 CSV = click.option(
     "--csv",
@@ -54,15 +54,15 @@ CSV = click.option(
 @click.option(
     "--concurrency",
     metavar="N",
-    help="Closed loop: so many requests under way at all times. 1:64 doubles from 1 to 64, 1,8,32 "
-    "are levels of their own. Choose it to compare with perf_analyzer; users do not wait for each "
-    "other, so take --rate for promises. 1 unless another load is given.",
+    help="Closed loop: keep N requests in flight. Default: 1, if no other load is given. 1:64 "
+    "doubles from 1 to 64; 1,8,32 are three levels. Choose it to compare with perf_analyzer; real "
+    "users do not wait for each other, so use --rate for latency targets.",
 )
 @click.option(
     "--rate",
     metavar="N",
-    help="Open loop: so many requests a second, whatever is answered. 100:1600 doubles, "
-    "100,200,500 are levels. Choose it whenever latency is to be promised.",
+    help="Open loop: send N requests per second, however slow the answers are. 100:1600 doubles; "
+    "100,200,500 are three levels. Choose it for latency targets.",
 )
 @click.option(
     "--arrivals",
@@ -137,8 +137,8 @@ CSV = click.option(
     "--tolerance",
     metavar="PERCENT",
     type=click.FloatRange(0, 1000),
-    default=5.0,
-    show_default=True,
+    default=None,
+    show_default="5",
     help="With --baseline: so much slower is still no regression. Lower it where machines are "
     "quiet, raise it where they are not.",
 )
@@ -146,8 +146,8 @@ CSV = click.option(
     "--duration",
     metavar="TIME",
     default=None,
-    help="Longest time to measure a level, 10s unless given (a trace or steps run to their end). "
-    "Raise it when the report says that the interval is too wide.",
+    help="Time limit per level. Default: 10s; a trace or steps run to their end. Raise it when the "
+    "report says that the interval is too wide.",
 )
 @click.option(
     "--precision",
@@ -206,8 +206,8 @@ CSV = click.option(
 @click.option(
     "--tensors",
     type=click.Choice(["binary", "json"]),
-    default="binary",
-    show_default=True,
+    default=None,
+    show_default="binary",
     help="How v2 over HTTP carries tensors. Choose json when your clients do.",
 )
 @click.option(
@@ -226,8 +226,8 @@ CSV = click.option(
 @click.option(
     "--api",
     type=click.Choice(["chat", "completions"]),
-    default="chat",
-    show_default=True,
+    default=None,
+    show_default="chat",
     help="Which OpenAI endpoint to ask. Choose completions for base models without a template.",
 )
 @click.option(
@@ -278,7 +278,7 @@ CSV = click.option(
     "--max-connections",
     type=click.IntRange(1, 60000),
     default=None,
-    help="Most connections at once, per process; 1024, or the highest concurrency, unless given. "
+    help="Limit on connections per process. Default: 1024, or the highest concurrency. "
     "Raise it when the report says that requests waited for one.",
 )
 @click.option(
@@ -293,8 +293,9 @@ CSV = click.option(
     "--seed",
     type=click.IntRange(0, 2**31 - 1),
     default=None,
-    help="Of arrivals and random inputs; a new one each time unless given, so that no cache knows "
-    "the inputs, and the run remembers it. Give it to send the same again.",
+    help="Random seed for arrival times and random inputs. Default: a new one for each run, so "
+    "that caches do not know the inputs; the saved run has it. Give it to send the same requests "
+    "again.",
 )
 @click.option(
     "--price",
@@ -335,7 +336,8 @@ def bench(target: str, **flags: Any) -> None:
         outputs.show(run)
     except ConfigError as error:
         fail(error)
-    sys.exit(_conclude(run, baseline, plan, flags["gate"], flags["tolerance"] / 100))
+    tolerance = TOLERANCE if flags["tolerance"] is None else flags["tolerance"]
+    sys.exit(_conclude(run, baseline, plan, flags["gate"], tolerance / 100))
 
 
 @click.command()
@@ -472,6 +474,7 @@ def make_plan(target: str, flags: dict[str, Any]) -> Plan:
     )
     _check_gate(reading, slo)
     _check_unused(reading, spec)
+    _check_alone(reading, slo)
     reading.check()
     is_endless = flags["trace"] is None and flags["steps"] is None
     rate = None if slo is None else slo.rate
@@ -552,8 +555,6 @@ class Reading:
         return [f"--{name.replace('_', '-')}" for name in names if self.flags[name]]
 
 
-# Kinds of targets that are asked as OpenAI's API is.
-TEXTS = ["OpenAI", "text in process"]
 LOADS = ("concurrency", "rate", "ramp", "steps", "trace", "find_knee", "max_rate")
 DURATION_S = 10.0
 MAX_CONNECTIONS = 1024
@@ -566,6 +567,24 @@ KINDS = {
     "OpenAI": "OpenAI servers",
     "HTTP": "plain URLs",
 }
+# Kinds of targets that a flag has an effect for; flags that are not here have one for all.
+OVER_HTTP = ("v2 HTTP", "OpenAI", "HTTP")
+NETWORK = ("v2 HTTP", "v2 gRPC", "OpenAI", "HTTP")
+TEXTS = ("OpenAI", "text in process")
+APPLIES = {
+    "tensors": ("v2 HTTP",),
+    "model": ("v2 HTTP", "v2 gRPC", "in process", "text in process", "OpenAI"),
+    "version": ("v2 HTTP", "v2 gRPC", "in process", "text in process"),
+    "api": TEXTS,
+    "extra": TEXTS,
+    "body": ("HTTP",),
+    "method": ("HTTP",),
+    "header": OVER_HTTP,
+    "api_key": NETWORK,
+    "max_connections": NETWORK,
+}
+# Percent, of --tolerance.
+TOLERANCE = 5.0
 
 
 def _loads(reading: Reading, slo: Slo | None, duration_s: float | None) -> tuple[Load, ...]:
@@ -620,7 +639,9 @@ def _check_unused(reading: Reading, spec: TargetSpec) -> None:
     from penstock.benchmark.targets import kind_of
     from penstock.benchmark.targets.path_target import is_text
 
-    flags = reading.flags
+    if any(each.startswith("--body:") for each in reading.file_problems):
+        # The body decides the kind.
+        return
     try:
         kind = kind_of(spec)
         if kind == "in process" and is_text(spec):
@@ -631,17 +652,33 @@ def _check_unused(reading: Reading, spec: TargetSpec) -> None:
     except ConfigError as error:
         reading.file_problems += error.problems
         return
-    given = {
-        "--tensors json": (flags["tensors"] == "json", ["v2 HTTP"]),
-        "--api completions": (flags["api"] == "completions", TEXTS),
-        "--extra": (bool(flags["extra"]), TEXTS),
-        "--method": (bool(flags["method"]), ["HTTP"]),
-    }
-    for name, (is_given, kinds) in given.items():
-        if is_given and kind not in kinds:
-            reading.problems.append(f"{name}: is for {KINDS[kinds[0]]}; this is {KINDS[kind]}")
+    for name, kinds in APPLIES.items():
+        if kind not in kinds and not _is_from_environment(name):
+            where = ", ".join(KINDS[each] for each in kinds)
+            reading.problems += [
+                f"{flag} applies to {where}; the target is {KINDS[kind]}"
+                for flag in reading.given(name)
+            ]
+
+
+def _is_from_environment(name: str) -> bool:
+    """A variable holds for many commands: nobody asked for it in this one."""
+    context = click.get_current_context(silent=True)
+    source = None if context is None else context.get_parameter_source(name)
+    return source is click.core.ParameterSource.ENVIRONMENT
+
+
+def _check_alone(reading: Reading, slo: Slo | None) -> None:
+    """Flags that have no effect without another one."""
+    flags = reading.flags
     if flags["data_name"] and not flags["data"]:
         reading.problems.append("--data-name: there is no --data to name the input of")
+    if flags["tolerance"] is not None and not flags["baseline"]:
+        reading.problems.append("--tolerance applies to the comparison with --baseline; give both")
+    has_rate = slo is not None and slo.rate is not None
+    if flags["arrivals"] and not (reading.given(*LOADS) or has_rate or flags["slo"] and not slo):
+        rates = "--rate, --ramp, --steps, --max-rate or an SLO with a rate"
+        reading.problems.append(f"--arrivals applies to {rates}; give one of them")
 
 
 def _inputs(reading: Reading) -> InputSpec:
@@ -676,8 +713,8 @@ def _target(address: str, reading: Reading, loads: tuple[Load, ...]) -> TargetSp
         address=address,
         model=flags["model"],
         version=flags["version"],
-        is_binary=flags["tensors"] == "binary",
-        api=flags["api"],
+        is_binary=flags["tensors"] != "json",
+        api=flags["api"] or "chat",
         method=flags["method"] or ("POST" if flags["body"] else "GET"),
         headers=headers,
         body=reading.file("body", _read_body) or "",

@@ -258,7 +258,7 @@ def _show(found: Optimization, plan: Plan, html_path: str | None, json_path: str
     page = optimize_page.page(found)
     html = Path(html_path) if html_path else report_path(plan)
     html = _write(html, found.name, lambda path: write_text(page, path))
-    if not json_path and found.uncommitted:
+    if not json_path and not found.version:
         # Nothing else keeps the verdict.
         json_path = str(html.with_suffix(".json"))
     json = None
@@ -268,7 +268,7 @@ def _show(found: Optimization, plan: Plan, html_path: str | None, json_path: str
             found.name,
             lambda path: optimization_files.write_optimization(found, path),
         )
-    if found.uncommitted:
+    if not found.version:
         _explain(found, html, json)
         return
     console.print(f"version {found.version} of {found.name} in {plan.out}; report: {html}")
@@ -288,9 +288,17 @@ def _write(path: Path, name: str, write: Callable[[Path], None]) -> Path:
 
 
 def _explain(found: Optimization, html: Path, json: Path | None) -> None:
+    reason, advice = found.uncommitted, "free some space and run the same command again: it resumes"
+    advice += " from the journal and commits"
+    if found.proof_failure:
+        advice = "run the same command again: it resumes from the journal and repeats the proof"
+    if found.kept_version:
+        reason = f"version {found.kept_version} of {found.name} keeps its SLO and stays served; "
+        reason += "this result is not proven"
+        advice = "run the same command again on a quiet machine"
     lines = [
-        f"no version was committed: {found.uncommitted}",
+        f"no version was committed: {reason}",
         f"the verdict is kept: report {html}, JSON {json}; the build is in {found.build_folder}",
-        "free some space and run the same command again: it resumes from the journal and commits",
+        advice,
     ]
     click.echo("\n".join(f"penstock optimize: {each}" for each in lines), err=True)

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     "--lengths",
     metavar="LAW",
     default="",
-    help="Size of variable dimensions without --data, such as 128; 1 unless given. Give it for "
-    "text models: one token says nothing about fifty.",
+    help="Size of variable dimensions without --data, such as 128. Default: 1. Give it for text "
+    "models: one token says nothing about fifty.",
 )
 @click.option(
     "-b",
@@ -55,14 +55,14 @@ if TYPE_CHECKING:
     default=1,
     show_default=True,
     help="Rows in the batch that is profiled. Raise it to what the server really batches "
-    "(`penstock explain` shows it): what binds one row seldom binds thirty.",
+    "(`penstock explain` shows it): small and large batches have different bottlenecks.",
 )
 @click.option(
     "--threads",
     type=click.IntRange(1, 1024),
     default=None,
-    help="Threads of the instance; what the configuration says unless given. Change it to see what "
-    "one of several smaller instances would do.",
+    help="Threads of the instance. Default: as configured. Change it to see what one of several "
+    "smaller instances would do.",
 )
 @click.option(
     "--runs",
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     "html_path",
     metavar="FILE",
     default="",
-    help="Write a page with the roofline, whole in itself. Use it to show somebody what was found.",
+    help="Write a self-contained HTML page with the roofline. Use it to share the results.",
 )
 @click.option(
     "--trace",

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from penstock import bench_cli
 from penstock.benchmark.pacer import Closed, Flat, Open, Ramp, Replay, Step, Steps
 from penstock.benchmark.plan import Decides, Plan
+from penstock.benchmark.targets import CLASSES, TargetSpec, path_target
 from penstock.errors import CommandLineError, ConfigError
 from penstock.exit_codes import ExitCode
 
@@ -130,16 +131,92 @@ def test_seeds_differ_unless_given() -> None:
         (["--trace", "no/such.csv"], "--trace: no/such.csv"),
         (["--lengths", "uniform:9"], "--lengths"),
         (["--header", "nocolon"], "--header 'nocolon': expected 'Name: value'"),
-        (["--extra", "{}"], "--extra: is for OpenAI servers; this is v2 over HTTP"),
-        (["--api", "completions"], "--api completions: is for OpenAI servers"),
-        (["--method", "PUT"], "--method: is for plain URLs; this is v2 over HTTP"),
-        (["--body", "{}", "--tensors", "json"], "--tensors json: is for v2 over HTTP"),
+        (["--method", "PUT"], "--method applies to plain URLs; the target is v2 over HTTP"),
+        (["--api", "chat"], "--api applies to OpenAI servers, a language model in this process;"),
+        (["--body", "{}", "--tensors", "json"], "--tensors applies to v2 over HTTP; the target is"),
+        (["--tolerance", "3"], "--tolerance applies to the comparison with --baseline"),
+        (["--arrivals", "constant"], "--arrivals applies to --rate, --ramp, --steps, --max-rate"),
         (["--data-name", "x"], "--data-name: there is no --data"),
         (["--body", "@no/such/file"], "--body: no/such/file cannot be read"),
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], text: str) -> None:
     assert text in problems(*arguments)
+
+
+# A target of each kind, and a value for each flag that is about targets.
+TARGETS = {
+    "v2 HTTP": ["http://127.0.0.1:8000/v2/models/m"],
+    "v2 gRPC": ["grpc://127.0.0.1:8001/m"],
+    "OpenAI": ["openai+http://127.0.0.1:8000/v1"],
+    "HTTP": ["http://127.0.0.1:8000/ask", "--body", "{}"],
+    "in process": ["."],
+    "text in process": ["."],
+}
+VALUES = {
+    "tensors": "binary",
+    "model": "m",
+    "version": "1",
+    "api": "chat",
+    "extra": "{}",
+    "body": "{}",
+    "method": "POST",
+    "header": "a: b",
+    "api_key": "key",
+    "max_connections": "8",
+    "timeout": "5s",
+}
+# What has no flag, or comes from the argument.
+NO_FLAG = {"address", "timing_every"}
+
+
+def refused(kind: str, name: str) -> list[str]:
+    """Problems with this flag for a target of this kind."""
+    context = click.Context(bench_cli.bench)
+    flag = f"--{name.replace('_', '-')}"
+    bench_cli.bench.parse_args(context, [*TARGETS[kind], flag, VALUES[name]])
+    flags: dict[str, Any] = dict(context.params)
+    try:
+        bench_cli.make_plan(flags.pop("target"), flags)
+    except CommandLineError as error:
+        return [text for text in error.problems if text.startswith(f"{flag} applies to ")]
+    return []
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_flags_without_an_effect_on_the_target_are_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_target, "is_text", lambda spec: kind == "text in process")
+    for name in VALUES:
+        # A body makes any URL a plain one.
+        is_plain = (kind, name) == ("v2 HTTP", "body")
+        has_effect = is_plain or kind in bench_cli.APPLIES.get(name, TARGETS)
+        found = refused(kind, name)
+        assert len(found) == (0 if has_effect else 1), f"{name}: {found}"
+        assert all(f"the target is {bench_cli.KINDS[kind]}" in text for text in found)
+
+
+def test_the_table_has_every_flag_that_is_about_targets() -> None:
+    names = {"timeout_s": "timeout", "is_binary": "tensors", "headers": "header"}
+    fields = {names.get(each, each) for each in TargetSpec.__struct_fields__} - NO_FLAG
+    assert fields == set(VALUES)
+    assert fields - set(bench_cli.APPLIES) == {"timeout"}, "these have an effect on all targets"
+    options = {each.name for each in bench_cli.bench.params}
+    assert fields <= options
+    assert set(bench_cli.KINDS) == set(TARGETS) == {*CLASSES, "text in process"}
+
+
+def test_a_key_from_the_environment_is_for_whichever_target_takes_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(path_target, "is_text", lambda spec: False)
+    monkeypatch.setenv("PENSTOCK_API_KEY", "key")
+    context = click.Context(bench_cli.bench)
+    bench_cli.bench.parse_args(context, ["."])
+    flags: dict[str, Any] = dict(context.params)
+    with context:
+        assert bench_cli.make_plan(flags.pop("target"), flags).target.api_key == "key"
 
 
 @pytest.mark.parametrize(

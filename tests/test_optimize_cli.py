@@ -116,6 +116,38 @@ def test_wrong_flags_do_not_look_like_an_slo_that_is_missed(arguments: tuple[str
     assert "Error: " in text
 
 
+class TestWithoutAVersion:
+    """The exit code is that of the outcome, and the reason is said in one sentence."""
+
+    def ask(self, tmp_path, monkeypatch, found):
+        (tmp_path / "m.onnx").write_bytes(b"")
+        monkeypatch.setattr(optimize_cli, "_optimize", lambda plan: (found, False))
+        asked = ["--slo", "p99 < 1 s", "--out", str(tmp_path / "out")]
+        asked += ["--html", str(tmp_path / "page.html")]
+        return CliRunner().invoke(optimize_cli.optimize, [str(tmp_path / "m.onnx"), *asked])
+
+    def test_a_disturbed_result_leaves_the_kept_version(self, tmp_path, monkeypatch):
+        found = msgspec.structs.replace(
+            made_optimizations.disturbed(), version="", kept_version="2", name="small"
+        )
+        ended = self.ask(tmp_path, monkeypatch, found)
+        assert ended.exit_code == ExitCode.DISTURBED
+        said = "version 2 of small keeps its SLO and stays served; this result is not proven"
+        assert f"no version was committed: {said}\n" in ended.stderr
+        assert "free some space" not in ended.stderr
+
+    def test_a_proof_that_fails_is_a_failure(self, tmp_path, monkeypatch):
+        reason = "the proof of half failed: the server did not start"
+        found = msgspec.structs.replace(
+            made_optimizations.kept(), version="", outcome="failed", uncommitted=reason
+        )
+        found.proof_failure, found.headline = "the server did not start", ""
+        ended = self.ask(tmp_path, monkeypatch, found)
+        assert ended.exit_code == ExitCode.FAILED
+        assert "Proof failed: the server did not start" in ended.stdout
+        assert reason in ended.stderr and "free some space" not in ended.stderr
+
+
 class TestAFullDisk:
     """The command ends with a line, and what was found is not lost."""
 

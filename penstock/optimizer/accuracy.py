@@ -80,6 +80,8 @@ class Judgement(msgspec.Struct):
     text: str = ""
     # Outputs that the score does not read.
     outputs: list[OutputCheck] = []
+    # Rows on which a lossless step was compared with the original number by number; 0: none.
+    num_compared: int = 0
 
 
 def spent_alpha(attempt: int, alpha: float = ALPHA) -> float:
@@ -155,6 +157,7 @@ def with_equality(judgement: Judgement, numerics: Numerics) -> Judgement:
     """The same for a lossless step, from its answers to the examples of this part. Answers that
     differ beyond rounding block it. Where the score alone shows no loss beyond the limit and there
     are only too few examples for its bound, equal answers are enough."""
+    judgement = msgspec.structs.replace(judgement, num_compared=numerics.num_examples)
     if numerics.problems:
         text = f"{'; '.join(numerics.problems)} ({judgement.text})"
         return msgspec.structs.replace(judgement, is_passed=False, num_needed=None, text=text)

@@ -11,6 +11,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.optimizer import disturbance, goals, outcomes, phases, shapes
 from penstock.optimizer.accuracy import Judgement, spent_alpha
+from penstock.optimizer.candidates import Candidate
 from penstock.optimizer.examples import num_to_bring
 from penstock.optimizer.interruption import finish
 from penstock.optimizer.journal import TIMINGS
@@ -18,10 +19,12 @@ from penstock.optimizer.lab import HELD_OUT, Lab
 from penstock.optimizer.passes import shape_folding
 from penstock.optimizer.results import Optimization
 from penstock.optimizer.search import Finalist, Findings, Search
+from penstock.optimizer.time_plan import CutOff
 
 # A proof that contradicts itself or what was measured before is measured again, once.
 MAX_PROOFS = 2
-UNPROVEN = "was ahead in the search, but has no proof"
+UNPROVEN = "was ahead in the search but was not proven"
+BEST_MEASURED = "the best version measured so far"
 INTERRUPTED_PROOF = "interrupted during the proof: the figures are those of the search"
 
 
@@ -109,7 +112,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
         profiled=findings.profiled,
         work=str(lab.journal.path.parent),
     )
-    search.prove()
+    search.prove(findings.finalists[0].build.candidate)
     choice = finish(findings, lambda: choose(lab, findings))
     _prove(lab, search, choice, found)
     other = _better_proven(lab, search, choice, found)
@@ -132,7 +135,7 @@ def conclude(lab: Lab, search: Search, command: str, created: str) -> Optimizati
     )
     outcomes.settle_served(findings.tries, found.chosen, findings.proofs)
     found.held_out = choice.held_out
-    found.unchecked = lab.unchecked
+    found.unchecked = [*lab.unchecked, *_not_compared(lab, choice)]
     found.notes += [*_clipped(lab, choice), *_examples_wanted(lab, findings), *_failed(found)]
     found.notes += _narrowed(lab, choice)
     _note_disturbances(lab, choice, found)
@@ -169,6 +172,19 @@ def _narrowed(lab: Lab, choice: Choice) -> list[str]:
     return [f"the version accepts only {sizes}: {rows}, and the server refuses any other"]
 
 
+def _not_compared(lab: Lab, choice: Choice) -> list[str]:
+    """How many rows a lossless choice was compared on, if not on all."""
+    judged, total = choice.held_out, len(lab.rows)
+    if judged is None or not 0 < judged.num_compared < total:
+        return []
+    if not choice.finalist.build.candidate.steps:
+        return []
+    return [
+        f"{total - judged.num_compared:,} of {total:,} rows: lossless steps were compared with the "
+        f"original on {judged.num_compared:,}"
+    ]
+
+
 def _failed(found: Optimization) -> list[str]:
     after = found.after
     if after is None or not after.num_failed:
@@ -187,22 +203,33 @@ def _examples_wanted(lab: Lab, findings: Findings) -> list[str]:
     if not wanted:
         return []
     total = num_to_bring(min(wanted), bool(lab.plan.calibration))
-    return [f"some candidates could not be judged: bring about {total:,} examples in all"]
+    return [f"too few examples to judge some candidates: provide about {total:,} in total"]
 
 
 def _notes(lab: Lab, findings: Findings) -> list[str]:
     cut = outcomes.cut_notes(
-        is_interrupted=findings.is_interrupted, is_out_of_time=findings.is_out_of_time
+        findings.tries,
+        is_interrupted=findings.is_interrupted,
+        is_out_of_time=findings.is_out_of_time,
     )
     return lab.notes + cut + findings.notes
 
 
-def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> bool:
+def _saved(choice: Choice, found: Optimization) -> Candidate:
+    """What is saved if nothing more is measured."""
+    return Candidate() if _original_does(choice, found) else choice.finalist.build.candidate
+
+
+def _prove(
+    lab: Lab, search: Search, choice: Choice, found: Optimization, to_save: str = ""
+) -> bool:
     """Original and choice in turns: at the SLO's load, and up to the highest rate of each. False:
-    it did not run, and `found` has the figures of the search."""
+    it did not run, and `found` has the figures of the search. `to_save` is what an interruption
+    would save; empty: the choice, or the original if that does as well."""
     findings = search.findings
     original, chosen = lab.original, choice.finalist.build
     found.before, found.after = findings.original, choice.finalist.served
+    found.proof_failure = ""
     if findings.is_interrupted:
         return False
     builds = [original, chosen] if chosen.candidate.steps else [original]
@@ -212,15 +239,12 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> boo
         return False
     is_proven = False
     for attempt in range(MAX_PROOFS):
+        search.prove(chosen.candidate, to_save or str(_saved(choice, found)))
         try:
             measured = lab.prove(builds, search.left_s, attempt)
-        except PenstockError as error:
-            found.notes.append(f"the proof of {chosen.candidate} failed: {error}")
-            return is_proven
-        except KeyboardInterrupt:
-            findings.is_interrupted = True
-            if not is_proven:
-                found.notes.append(INTERRUPTED_PROOF)
+        except (PenstockError, KeyboardInterrupt) as error:
+            findings.is_interrupted = isinstance(error, KeyboardInterrupt)
+            _note_end(error, chosen.candidate, found, is_proven=is_proven)
             return is_proven
         found.before, found.after = measured[0], measured[-1]
         found.is_proven = is_proven = True
@@ -234,6 +258,24 @@ def _prove(lab: Lab, search: Search, choice: Choice, found: Optimization) -> boo
             break
         found.notes.append(f"measured again: {doubts[0]}")
     return True
+
+
+def _note_end(
+    error: PenstockError | KeyboardInterrupt,
+    candidate: Candidate,
+    found: Optimization,
+    *,
+    is_proven: bool,
+) -> None:
+    """Note what ended a proof. An earlier measurement of the same proof stands."""
+    match error:
+        case CutOff():
+            found.notes += [] if is_proven else [outcomes.NO_PROOF]
+        case KeyboardInterrupt():
+            found.notes += [] if is_proven else [INTERRUPTED_PROOF]
+        case _:
+            found.notes.append(f"the proof of {candidate} failed: {error}")
+            found.proof_failure = "" if is_proven else str(error)
 
 
 def _note_doubts(lab: Lab, findings: Findings, choice: Choice, found: Optimization) -> None:
@@ -298,18 +340,22 @@ def _proven_again(
 ) -> Choice:
     """Whichever of the two has the better proof; the first where the other has none."""
     before, after, is_proven = found.before, found.after, found.is_proven
+    failure = found.proof_failure
     candidate = other.finalist.build.candidate
-    if not _prove(lab, search, other, found) and is_proven:
+    if not _prove(lab, search, other, found, BEST_MEASURED) and is_proven:
         found.notes.append(f"{candidate} {UNPROVEN}")
-        found.before, found.after = before, after
+        found.before, found.after, found.proof_failure = before, after, failure
         return first
     if found.is_proven:
-        found.notes.append(f"proven once more with {candidate}: the first missed")
+        found.notes.append(
+            f"the first choice missed the SLO in its proof; {candidate} was proven too"
+        )
     assert after is not None and found.after is not None
     pair = [first.finalist.simplicity, other.finalist.simplicity]
     if goals.order([after, found.after], pair)[0] == 1:
         return other
     found.before, found.after, found.is_proven = before, after, is_proven
+    found.proof_failure = failure
     return first
 
 

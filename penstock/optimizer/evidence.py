@@ -20,6 +20,8 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.results import Optimization, Served
 
 CALIBRATION = "calibration.json"
+# Outcomes of versions that keep their SLO; "met" is that of before 2026-11.
+PROMISED = ("kept", "met")
 # What two commits of one run of one candidate have in common.
 SAME = ("lineage", "outcome", "measured", "accuracy")
 
@@ -36,9 +38,15 @@ def commit(build: Build, found: Optimization, run: str) -> str:
 
 
 def try_commit(build: Build, found: Optimization, run: str) -> None:
-    """Commit, and note the version; where it cannot be written, note why: what was found is worth
-    keeping without it."""
+    """Commit, and note the version; where there is none to commit, or it cannot be written, note
+    why: what was found is worth keeping without it."""
     out = Path(found.out)
+    if found.proof_failure:
+        found.uncommitted = f"the proof of {build.candidate} failed: {found.proof_failure}"
+        return
+    found.kept_version = _kept_version(out / found.name, evidence(build, found, run), found)
+    if found.kept_version:
+        return
     size = disk.size_of(build.version_folder)
     try:
         missing = disk.missing_room(out, size)
@@ -52,6 +60,21 @@ def try_commit(build: Build, found: Optimization, run: str) -> None:
         if isinstance(error, OSError):
             text = f"{error.filename or out}: {error.strerror or error}"
         found.uncommitted = f"{text}; the version needs {needed}, {free} free"
+
+
+def _kept_version(folder: Path, made: dict[str, Any], found: Optimization) -> str:
+    """The served version that keeps its SLO, if this result is not proven to keep its own: that
+    must not take the place of the other. Empty: there is none."""
+    is_verdict = found.is_proven and found.outcome not in ("disturbed", "interrupted")
+    if is_verdict or not os.path.isdir(folder) or _committed(folder, made):
+        return ""
+    if not repository.version_folders(folder):
+        return ""
+    for version in reversed(repository.chosen(folder, repository.read_message(folder), [])):
+        manifest = manifests.read(folder / version)
+        if manifest is not None and manifest.evidence.get("outcome") in PROMISED:
+            return version
+    return ""
 
 
 def evidence(build: Build, found: Optimization, run: str) -> dict[str, Any]:

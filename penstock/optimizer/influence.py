@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -63,6 +63,13 @@ ROUNDED_TOLERANCE = 0.05
 NUM_ULPS = 4
 EPSILON = {"FP64": 2.0**-52, "FP32": 2.0**-23, "FP16": 2.0**-10, "BF16": 2.0**-7}
 SEED = 12
+
+
+def survey_order(num_rows: int, known: Collection[int]) -> list[int]:
+    """Rows that a survey runs, in random order: all but those that are known, up to its limit."""
+    left = set(range(num_rows)).difference(known)
+    order = np.random.default_rng(SEED).permutation(num_rows)
+    return [int(index) for index in order if int(index) in left][:MAX_SURVEYED]
 
 
 class RowCheck(msgspec.Struct):
@@ -168,9 +175,7 @@ class _Check:
     def _survey(self) -> RowCheck:
         """Run the examples that were not chosen, alone and in batches, as far as time allows."""
         ends_at = time.perf_counter() + SURVEY_S
-        chosen = set(self._examples)
-        order = np.random.default_rng(SEED).permutation(len(self._data))
-        left = [int(index) for index in order if index not in chosen][:MAX_SURVEYED]
+        left = survey_order(len(self._data), self._examples)
         size = min(SIZES[-1], self._build.config.max_batch_size)
         for begin in range(0, len(left), size):
             if time.perf_counter() > ends_at:

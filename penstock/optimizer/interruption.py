@@ -1,4 +1,4 @@
-"""Ctrl-C during a long run: acknowledged at once, however busy the main thread is.
+"""Ctrl-C or SIGTERM during a long run: acknowledged at once, however busy the main thread is.
 
 Python runs signal handlers between two bytecodes of the main thread, so one that prints may come
 late: a library call can last minutes. The interpreter writes the number of a signal to its wakeup
@@ -20,12 +20,14 @@ from penstock.exit_codes import ExitCode
 
 # After the second Ctrl-C: how long children and files may take to be closed.
 GRACE_S = 10.0
+# Supervisors and `kill` send SIGTERM; it ends a run as Ctrl-C does.
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 T = TypeVar("T")
 
 
 class Interruption:
-    """`tell` hears the number of each Ctrl-C, in a thread of its own. `end` ends the process when
-    it does not end by itself after the second one, or at the third."""
+    """Call `tell` with the number of each Ctrl-C or SIGTERM, in a thread of its own. `end` ends the
+    process if it does not end by itself after the second one, or at the third."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class Interruption:
         if threading.current_thread() is threading.main_thread():
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
+            self._on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)
             self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             self._thread.start()
             self._is_on = True
@@ -60,6 +63,7 @@ class Interruption:
         if not self._is_on:
             return
         signal.set_wakeup_fd(self._before)
+        signal.signal(signal.SIGTERM, self._on_term)
         os.close(self._writer)
         self._thread.join()
         os.close(self._reader)
@@ -68,7 +72,7 @@ class Interruption:
     def _listen(self) -> None:
         while numbers := os.read(self._reader, 64):
             for number in numbers:
-                if number == signal.SIGINT:
+                if number in SIGNALS:
                     self._hear()
 
     def _hear(self) -> None:

@@ -62,7 +62,15 @@ from penstock.optimizer.shapes import (
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
-from penstock.optimizer.time_plan import MIN_SEARCH_S, SEARCH_S, Limits, OutOfTime, plan_time
+from penstock.optimizer.time_plan import (
+    MIN_SEARCH_S,
+    SEARCH_S,
+    CutOff,
+    Limits,
+    OutOfTime,
+    TookTooLong,
+    plan_time,
+)
 from penstock.optimizer.trials import TrialLimits
 from penstock.types import Array
 
@@ -84,6 +92,8 @@ MIN_COMPILE_S = 20.0
 MIN_CHILD_S = 5.0
 # A build that was begun so often and never ended takes the run down with it.
 MAX_BEGUN = 3
+# Of a time budget, for answers to rows outside of the held-out part.
+SURVEY_SHARE = 0.02
 # How long a server is asked for answers to held-out rows.
 SERVED_ANSWERS_S = 8.0
 CHOICE, HELD_OUT, COMPARED = "choice", "held out", "compared"
@@ -154,6 +164,8 @@ class Lab:
         self._builds: dict[str, Build] = {}
         self._facts: dict[str, Facts] = {}
         self._original: dict[str, Answers] = {}
+        # The original's answers to the rows outside of a part; see `_surveyed`.
+        self._survey: dict[str, Answers] = {}
         self._spare = Spare()
         self._sitting: Sitting | None = None
         self._servers = served.Servers()
@@ -227,7 +239,12 @@ class Lab:
     @property
     def _passing(self) -> tuple[type[PenstockError], ...]:
         """With more time the same may come to its end."""
-        return () if self.plan.budget_s is None else (trials.TookTooLong,)
+        return () if self.plan.budget_s is None else (TookTooLong,)
+
+    def _too_long(self, text: str) -> TookTooLong:
+        """A compiler has a share of the time that is left where there is a budget."""
+        is_cut = self.left_s() is not None
+        return CutOff(text) if is_cut else TookTooLong(text)
 
     def _ends_at(self, build: Build) -> float:
         """When a child process that is asked now must have answered."""
@@ -239,7 +256,7 @@ class Lab:
         self.watch("build")
         self._rise()
         if self.journal.count("build begun", candidate.key) > MAX_BEGUN:
-            raise BackendFailed(f"it was begun {MAX_BEGUN} times and never came to an end")
+            raise BackendFailed(f"its build was started {MAX_BEGUN} times and never finished")
         step = candidate.steps[-1]
         made_by = passes.find(step.pass_name)
         if not made_by.is_config_only:
@@ -261,10 +278,10 @@ class Lab:
                 take = self._spare.take if made.config.uses_gpu else None
                 trials.keep_compiled(made, timeout_s, take)
             os.rename(draft, home)
-        except trials.TookTooLong as error:
+        except TookTooLong as error:
             # It did come to an end, and the run with more time is not to count this one.
             self.journal.discount("build begun", candidate.key)
-            raise trials.TookTooLong(f"compiling it takes too long: {error}") from error
+            raise self._too_long(f"compiling it takes too long: {error}") from error
         except OutOfTime:
             self.journal.discount("build begun", candidate.key)
             raise
@@ -486,12 +503,15 @@ class Lab:
     def compared(self) -> tuple[int, ...]:
         return self._examples.split.choice[:NUM_COMPARED]
 
-    def answers(self, build: Build, indices: tuple[int, ...]) -> Answers:
-        """To these rows. Not kept: they are large and soon made again."""
+    def answers(
+        self, build: Build, indices: tuple[int, ...], stop_after_s: float = math.inf
+    ) -> Answers:
+        """To these rows; empty ones where the time is over first. Not kept: they are large and soon
+        made again."""
         rows = [self.rows[index] for index in indices]
         told = self._tell_share(indices)
 
-        rules = self._rules(build)
+        rules = replace(self._rules(build), stop_after_s=stop_after_s)
 
         def ask() -> Answers:
             sitting = self._sat(build)
@@ -555,19 +575,40 @@ class Lab:
 
     def judge_lossless(self, build: Build, part: str, alpha: float) -> Judgement:
         """The gate for a step that claims to change nothing: answers are also compared number by
-        number on all examples of the part."""
+        number on all examples of the part, and on as many other rows as a survey has time for."""
 
         def compare() -> Numerics:
             self.watch(f"numerics, {part}")
             original, found = self.original_answers(part), self.answers(build, self._indices(part))
-            names = self.plan.outputs
-            return self._compared(original, found, self._tolerance, names)
+            pairs = list(zip(original, found, strict=True))
+            if build.candidate.steps:
+                pairs += self._surveyed(build, part)
+            one, other = ([pair[place] for pair in pairs] for place in (0, 1))
+            return self._compared(one, other, self._tolerance, self.plan.outputs)
 
         key = f"{build.candidate.key} {part}"
         equality = self.journal.remember(
-            "numerics of part", key, Numerics, compare, passing=self._passing
+            "numerics of all rows", key, Numerics, compare, passing=self._passing
         )
         return accuracy.with_equality(self.judge(build, part, alpha), equality)
+
+    def _surveyed(self, build: Build, part: str) -> list[tuple[Row, Row]]:
+        """Answers of the original and the build to rows outside of the part."""
+        left = tuple(influence.survey_order(len(self.rows), self._indices(part)))
+        if not left:
+            return []
+        self.watch("numerics, other rows")
+        if part not in self._survey:
+            self._survey[part] = self.answers(self.original, left, self._survey_s)
+        found = self.answers(build, left, self._survey_s)
+        pairs = zip(self._survey[part], found, strict=True)
+        return [(one, other) for one, other in pairs if one and other]
+
+    @property
+    def _survey_s(self) -> float:
+        budget_s = self.plan.budget_s
+        shortest = math.inf if budget_s is None else SURVEY_SHARE * budget_s
+        return min(influence.SURVEY_S, shortest)
 
     def check_served(self, build: Build, *, is_lossy: bool) -> str:
         """Why what the server answers is not what the gate has judged; empty: it is."""
@@ -651,7 +692,7 @@ class Lab:
             self.unchecked.append(ONLY_AGREEMENT)
         found = self.journal.remember("audit", "", audit.Audit, self._audit)
         if found.problems:
-            ways = "or leave data out, to optimise without what needs it"
+            ways = "or omit --data; steps that need data are then skipped"
             raise ConfigError([*(f"data: {each}" for each in found.problems), ways])
         self.notes += found.warnings
         # What cannot be scored, or an evaluator that fails, is better known now than at the end.

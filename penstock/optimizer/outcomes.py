@@ -9,17 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from penstock.errors import PenstockError
 from penstock.optimizer import goals
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate
-from penstock.optimizer.results import Optimization, Served, Try
+from penstock.optimizer.results import Optimization, Outcome, Served, Try
 from penstock.optimizer.shapes import alone_s
+from penstock.optimizer.time_plan import CutOff
 
 REFUSED_MODEL = "its model was refused on the held-out examples"
 BUDGET_ENDED = "the time budget ended before every step was tried; raise --budget to try the rest"
 NO_PROOF = (
     "no time was left to measure original and choice in turns: figures are those of the search"
 )
+CUT_OFF = "cut off by the time budget"
 INTERRUPTED = "interrupted before every step was tried; run the same command again to resume"
 
 
@@ -28,6 +31,13 @@ INTERRUPTED = "interrupted before every step was tried; run the same command aga
 
 def try_of(tries: Sequence[Try], key: str) -> Try | None:
     return next((each for each in tries if each.candidate.key == key), None)
+
+
+def outcome_of_error(error: PenstockError) -> tuple[Outcome, str]:
+    """Outcome and reason of a candidate that ended with this error."""
+    if isinstance(error, CutOff):
+        return "cut off", f"{CUT_OFF}: {error}"
+    return "failed", str(error)
 
 
 def mark_refused(
@@ -105,6 +115,8 @@ def outcome_of(found: Optimization, *, is_interrupted: bool) -> str:
     is_met = found.after is not None and found.after.is_met
     if is_interrupted and not (is_met and found.is_proven):
         return "interrupted"
+    if found.proof_failure:
+        return "failed"
     if found.disturbances:
         return "disturbed"
     if is_met:
@@ -163,5 +175,12 @@ def untried(found: Optimization, cut_by: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def cut_notes(*, is_interrupted: bool, is_out_of_time: bool) -> list[str]:
+def unfinished(found: Optimization) -> list[str]:
+    """Names of the steps that the time budget cut off."""
+    names = [str(each.candidate.steps[-1]) for each in found.tries if each.outcome == "cut off"]
+    return list(dict.fromkeys(names))
+
+
+def cut_notes(tries: Sequence[Try], *, is_interrupted: bool, is_out_of_time: bool) -> list[str]:
+    is_out_of_time = is_out_of_time or any(each.outcome == "cut off" for each in tries)
     return [INTERRUPTED] * is_interrupted + [BUDGET_ENDED] * is_out_of_time

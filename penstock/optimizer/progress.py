@@ -23,5 +23,8 @@ class Progress:
     stages: tuple[Stage, ...] = STAGES
     # To be read once, and to stay; empty: nothing.
     note: str = ""
-    # About how long it takes to measure and save the best so far; None: not known.
+    # What Ctrl-C would still measure, empty: nothing; and what it would save if that is no better.
+    to_measure: str = ""
+    to_save: str = ""
+    # About how long it takes to measure and save that; None: not known.
     finish_s: float | None = None

@@ -17,8 +17,9 @@ from penstock.optimizer.profile.results import Profile
 from penstock.optimizer.simulate import TimeTable
 
 # kept: became the best so far; equal: no better than the best within the noise, and not simpler;
-# slower: measured, and behind; rejected: a gate said no; failed: it could not be built or run.
-Outcome = Literal["kept", "equal", "slower", "rejected", "failed"]
+# slower: measured, and behind; rejected: a gate said no; failed: it could not be built or run;
+# cut off: the time budget ended before it was built or measured.
+Outcome = Literal["kept", "equal", "slower", "rejected", "failed", "cut off"]
 
 
 # Units of terms that must not be below their limit; all others must not be above.
@@ -223,8 +224,10 @@ class Optimization(msgspec.Struct):
     held_out: Judgement | None = None
     phases: list[Phase] = []
     # kept, missed, refused (by the accuracy gate), disturbed (the measurements contradict each
-    # other), interrupted.
+    # other), interrupted, failed (the proof of the chosen version could not be measured).
     outcome: str = ""
+    # Why the proof of the chosen version could not be measured; empty: it was, or was not begun.
+    proof_failure: str = ""
     # What disturbed the measurements, one sentence each.
     disturbances: list[str] = []
     # What the accuracy gate did not check, one sentence each.
@@ -236,6 +239,8 @@ class Optimization(msgspec.Struct):
     version: str = ""  # in the repository
     # Why no version was committed; empty: it was.
     uncommitted: str = ""
+    # A version that keeps its SLO and stays served, because this result is not proven; empty: none.
+    kept_version: str = ""
     # Folder of the chosen build, while the run's folder is there.
     build_folder: str = ""
     out: str = ""  # the repository

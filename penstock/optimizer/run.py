@@ -44,7 +44,7 @@ OPENING = ".opening-"
 NUM_DRAWN = 256
 
 UNPROMISED = (
-    "measured in slo mode, which refuses requests that would be late; committed without it, "
+    "measured in slo mode, which refuses requests that would be late; the version is without it, "
     "because the SLO was not kept: set penstock.slo in config.pbtxt to enforce it"
 )
 
@@ -93,12 +93,14 @@ def _found(lab: Lab, watch: Watch, command: str, run: str, began: float) -> Opti
     try:
         lab.keep_chosen(build, search.left_s)
     except PenstockError as error:
-        found.notes.append(f"every start of the version times its products again: {error}")
+        found.notes.append(f"each start of the version repeats the timing of its matmuls: {error}")
     except KeyboardInterrupt:
         if findings.is_interrupted:
             raise
         findings.is_interrupted = True
-        found.notes.append("every start of the version times its products again: interrupted")
+        found.notes.append(
+            "each start of the version repeats the timing of its matmuls: interrupted"
+        )
     found.elapsed_s = time.monotonic() - began
     note_resumed(found, lab.journal)
     found.headline = headline(found)

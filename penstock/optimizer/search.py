@@ -18,7 +18,7 @@ from typing import Literal
 
 from penstock.config import ModelConfig
 from penstock.errors import BackendFailed, PenstockError
-from penstock.optimizer import goals
+from penstock.optimizer import goals, outcomes
 from penstock.optimizer.candidates import STAGES, Build, Candidate, Skip, Stage, Step
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.lab import CHOICE, Lab
@@ -67,12 +67,12 @@ ALTERNATIVES = ("half", "fp8")
 COMPILER = "torch-compile"
 # A budget of time with room for a profile on a GPU, which measures the device first.
 PROFILE_BUDGET_S = 900.0
-FAR_BEHIND = "what it could start from is far behind the best"
+FAR_BEHIND = "the candidates that it could build on are far slower than the best"
 # Of the machine's, that instances of one candidate may take while they are timed.
 MAX_MEMORY = 0.25
 NEEDS_DATA = "needs data: without examples no loss of accuracy can be seen"
-CUT_SHORT = "cut short: its time was up"
-NO_TIME = "the time was up before it was its turn"
+UNLESS_REFUSED = " (unless the held-out examples refuse it)"
+NO_TIME = "out of time before it was tried"
 
 
 @dataclass(slots=True)
@@ -188,6 +188,9 @@ class Search:
         self._stage: str = "baseline"
         self._model_stage: Stage = "baseline"
         self._trying = ""
+        self._doing = "start"
+        # What an interruption saves once the choice is made; see `prove`.
+        self._to_save = ""
         # What is expected to take how long; see `_start`.
         self._time = plan_time(lab.plan, is_on_gpu=False)
         # Facts and batch times of the original: a step takes at least as long.
@@ -212,7 +215,7 @@ class Search:
             self._tell("finishing with the best so far")
         except OutOfTime:
             self.findings.is_out_of_time = True
-            self._note_left("out of time before it was tried", "time")
+            self._note_left(NO_TIME, "time")
             self._note_no_step()
         is_cut = self.findings.is_interrupted or self.findings.is_out_of_time
         if is_cut and len(self.findings.contenders) > 1:
@@ -246,7 +249,8 @@ class Search:
 
     def _note_no_step(self) -> None:
         """Say so where not even one step had time, and how much would be enough."""
-        if len(self.findings.tries) > 1 or self._plan.budget_s is None:
+        is_done = any(each.outcome != "cut off" for each in self.findings.tries[1:])
+        if is_done or self._plan.budget_s is None:
             return
         needed_s = self._baseline_s + self._step_s + self._time.shortest_kept_s
         # No less than what was too little.
@@ -261,9 +265,23 @@ class Search:
         once more quickly, so that it is known for what it is. Time is kept for it: where the best
         have been served already, what comes after them is."""
         if self.findings.is_interrupted:
-            self._measure(self._nearest(1))
+            self._measure(self._still_to_measure())
         else:
             self._measure_finalists(NUM_SEMIFINALISTS, is_fresh=True)
+
+    def _still_to_measure(self) -> list[tuple[Contender, tuple[Step, ...]]]:
+        """What is served after an interruption: the best by prediction, if it has not been served
+        and there is time for it."""
+        if len(self.findings.contenders) < 2:
+            return []
+        num_known = sum(one.served.is_met for one in self.findings.finalists[:1])
+        if self._num_measurable(num_known, 0.0, is_final=True) < 1:
+            return []
+        return [
+            (contender, steps)
+            for contender, steps in self._nearest(1)
+            if contender.candidate.then(*steps).key not in self._served
+        ]
 
     def _is_enough(self) -> bool:
         """Kept for sure, and with room, unless by the original: nobody asked to change it then."""
@@ -359,13 +377,14 @@ class Search:
         that has passed; and more time for the same compiler, where its kernels are behind."""
         if not self._is_on_gpu or self._plan.is_exhaustive:
             return ""
-        is_passed = record.outcome not in ("rejected", "failed")
+        is_passed = record.outcome not in ("rejected", "failed", "cut off")
         if each.name in ALTERNATIVES and is_passed:
             return f"{step} has passed, and this would be no faster"
         if each.name != COMPILER or "mode" not in step.settings:
             return ""
         if not is_passed:
-            return f"{step} {record.outcome}: the same compiler with more time is not tried"
+            how = "failed" if record.outcome == "failed" else f"was {record.outcome}"
+            return f"{step} {how}: the same compiler with more time is not tried"
         if record.outcome != "kept":
             best = self.findings.best.candidate
             return f"{step} is not ahead of {best}; tuning the same for longer would not bring it"
@@ -475,7 +494,7 @@ class Search:
                 build = self._lab.build(record.candidate)
                 return record, self._timed(build, _facts(record), is_lossy=True)
             except PenstockError as error:
-                record.outcome, record.reason = "failed", str(error)
+                record.outcome, record.reason = outcomes.outcome_of_error(error)
         return None, None
 
     @contextlib.contextmanager
@@ -490,10 +509,10 @@ class Search:
         try:
             yield record
         except OutOfTime:
-            self.findings.skipped.append(Skip(step.pass_name, CUT_SHORT, step))
+            self.findings.skipped.append(Skip(step.pass_name, outcomes.CUT_OFF, step))
             raise
         except PenstockError as error:
-            record.outcome, record.reason = "failed", str(error)
+            record.outcome, record.reason = outcomes.outcome_of_error(error)
         record.seconds = self._clock() - began
         self.findings.tries.append(record)
 
@@ -594,6 +613,8 @@ class Search:
             record.outcome, record.reason = "slower", against
         else:
             record.outcome, record.reason = "equal", f"{against}: no difference beyond the noise"
+        # What Ctrl-C would do may be something else now.
+        self._tell(self._doing)
 
     # Layers that do not bear it.
 
@@ -607,7 +628,7 @@ class Search:
         try:
             found = self._lab.fall_back(parent.build, refused.candidate.steps[-1], self._check_time)
         except PenstockError as error:
-            refused.reason += f"; layers could not be told apart: {error}"
+            refused.reason += f"; the sensitivity of layers could not be measured: {error}"
             return
         if found.step is None:
             refused.reason += "; keeping layers in float did not help"
@@ -736,9 +757,10 @@ class Search:
                     yield from self._serve([runner], serve)
                 return
             seconds = (self._clock() - began) / len(runners)
-            reason = f"not served: {error}"
+            outcome, reason = outcomes.outcome_of_error(error)
+            reason = f"not served: {reason}"
             self.findings.tries += [
-                Try(build.candidate, "batching", "failed", reason, seconds=seconds)
+                Try(build.candidate, "batching", outcome, reason, seconds=seconds)
                 for _, build in runners
                 if build.candidate.key not in self._served
             ]
@@ -781,7 +803,9 @@ class Search:
             try:
                 build = self._build_shape(contender, candidate, [step])
             except PenstockError as error:
-                self.findings.tries.append(Try(candidate, "memory", "failed", str(error)))
+                self.findings.tries.append(
+                    Try(candidate, "memory", *outcomes.outcome_of_error(error))
+                )
                 continue
             pair = [(contender, best.build), (contender, build)]
             for _, other, served, seconds in self._serve(pair, self._lab.serve):
@@ -825,7 +849,9 @@ class Search:
             try:
                 yield contender, self._build_shape(contender, candidate, steps)
             except PenstockError as error:
-                self.findings.tries.append(Try(candidate, "batching", "failed", str(error)))
+                self.findings.tries.append(
+                    Try(candidate, "batching", *outcomes.outcome_of_error(error))
+                )
 
     def _build_shape(
         self, contender: Contender, candidate: Candidate, steps: Sequence[Step]
@@ -846,6 +872,7 @@ class Search:
         pool = list(self._served.values())
         ranked = goals.order([one.served for one in pool], [one.simplicity for one in pool])
         self.findings.finalists = [pool[index] for index in ranked]
+        self._tell(self._doing)
 
     # Time.
 
@@ -864,9 +891,10 @@ class Search:
         """Whether each can be served and measured once before the budget ends."""
         return self.left_s is None or self.left_s >= self._time.prove_s(num_builds, 1)
 
-    def prove(self) -> None:
-        """What is done after the search is told as such."""
-        self._stage, self._trying = "proof", str(self.findings.finalists[0].build.candidate)
+    def prove(self, candidate: Candidate, to_save: str = "") -> None:
+        """After the search: what is proven, and what an interruption would save now; empty: the
+        best that passes on the held-out examples."""
+        self._stage, self._trying, self._to_save = "proof", str(candidate), to_save
 
     def _search_left_s(self) -> float | None:
         """Without what is kept for the end."""
@@ -909,7 +937,9 @@ class Search:
         self._tell("start", note)
 
     def _tell(self, doing: str, note: str = "") -> None:
+        self._doing = doing
         best = self.findings.best if self.findings.contenders else None
+        left = self._still_to_measure() if self._stage != "proof" else []
         self._watch(
             Progress(
                 stage=self._stage,
@@ -922,15 +952,19 @@ class Search:
                 left_s=self.left_s,
                 stages=self._all_stages,
                 note=note,
-                finish_s=None if best is None else self._finish_s(best),
+                to_measure=", ".join(str(one.candidate.then(*steps)) for one, steps in left),
+                to_save=self._to_save or self._first_finalist(),
+                finish_s=SAVED_S + (self._time.serve_s() if left else 0.0),
             )
         )
 
-    def _finish_s(self, best: Contender) -> float:
-        """About how long it takes to measure and save the best after an interruption."""
-        if self._stage == "proof" or any(one.contender is best for one in self._served.values()):
-            return SAVED_S
-        return SAVED_S + self._time.serve_s()
+    def _first_finalist(self) -> str:
+        """What is saved if nothing more is measured."""
+        if not self.findings.finalists:
+            return ""
+        candidate = self.findings.finalists[0].build.candidate
+        is_judged = bool(candidate.steps) and self._lab.examples is not None
+        return f"{candidate}{UNLESS_REFUSED if is_judged else ''}"
 
     @property
     def _model_stages(self) -> tuple[Stage, ...]:

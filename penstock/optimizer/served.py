@@ -52,6 +52,7 @@ from penstock.optimizer.time_plan import (
     PROBE_COST_S,
     SEARCH_S,
     WARM_UP_S,
+    CutOff,
     Limits,
     level_cost_s,
     warm_up_s,
@@ -372,9 +373,8 @@ class Endpoint:
             if has_ended:
                 raise BackendFailed(f"the server did not start{self._output.tail('the server')}")
             time.sleep(POLL_S)
-        raise BackendFailed(
-            f"not ready after {self.start_timeout_s:.3g} s{self._output.tail('the server')}"
-        )
+        kind = CutOff if self.start_timeout_s < START_TIMEOUT_S else BackendFailed
+        raise kind(f"not ready after {self.start_timeout_s:.3g} s{self._output.tail('the server')}")
 
     def _stop(self) -> None:
         try:

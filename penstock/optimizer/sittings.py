@@ -21,6 +21,7 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.influence import RowCheck
 from penstock.optimizer.shapes import with_instances
 from penstock.optimizer.simulate import TimeTable
+from penstock.optimizer.time_plan import TookTooLong
 from penstock.optimizer.trials import Child, Crew, Row, TrialLimits
 from penstock.types import Array
 
@@ -143,7 +144,7 @@ class Sitting:
         is_new = self._child is None
         try:
             return question(self._loaded())
-        except (trials.TookTooLong, ConfigError):
+        except (TookTooLong, ConfigError):
             self.close()
             raise
         except BackendFailed:

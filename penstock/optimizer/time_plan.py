@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from penstock.errors import BackendFailed
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.report import wording
 from penstock.slo import Cost
@@ -51,6 +52,14 @@ SUGGESTED_S = 30.0
 
 class OutOfTime(Exception):
     """The time for the present part of the run is spent."""
+
+
+class TookTooLong(BackendFailed):
+    """No answer within the time that such work may take: it may hang."""
+
+
+class CutOff(TookTooLong):
+    """The time budget ended first: with a larger one it may succeed."""
 
 
 @dataclass(frozen=True, slots=True)

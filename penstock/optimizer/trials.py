@@ -30,6 +30,7 @@ from penstock.optimizer.child_output import Output
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.shapes import with_instances
 from penstock.optimizer.simulate import TimeTable, fitted, length_of, row_lengths
+from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.optimizer.trial_child import (
     Answer,
     Compute,
@@ -92,13 +93,11 @@ class TrialLimits:
     may_pad: bool = True
     # When the last answer must be there, by the monotonic clock.
     ends_at: float = math.inf
+    # Answers that are not there after so long are left out.
+    stop_after_s: float = math.inf
 
 
 NO_LIMITS = TrialLimits()
-
-
-class TookTooLong(BackendFailed):
-    """It might have come to an end."""
 
 
 def inspect(build: Build, ends_at: float = math.inf) -> Facts:
@@ -158,8 +157,9 @@ def answers(
 def answered(
     child: Child, build: Build, rows: Sequence[Row], told: Callable[[int], None] | None = None
 ) -> list[dict[str, Array]]:
-    """By a child that has loaded it."""
+    """By a child that has loaded it. Rows that its rules leave no time for have an empty answer."""
     config = build.config
+    stop_at = time.monotonic() + child.rules.stop_after_s
     found: list[dict[str, Array]] = [{} for _ in rows]
     num_done = 0
     fitting = fitted(rows, config)
@@ -167,6 +167,8 @@ def answered(
     most = MAX_ROWS if child.may_batch else 1
     has_one = fitting is not rows
     for indices in shape_groups(config, served.rows, min(most, config.max_batch_size or 1)):
+        if time.monotonic() > stop_at:
+            break
         for index, answer in zip(indices, compute(child, build, served, indices), strict=True):
             found[index] = answer if has_one else {n: each[0, ...] for n, each in answer.items()}
         num_done += len(indices)
@@ -339,9 +341,8 @@ class Child:
             data = receive(self._sock)
         except TimeoutError:
             self._is_late = True
-            raise TookTooLong(
-                f"no answer within {timeout_s:.3g} s{self._output.tail('it')}"
-            ) from None
+            late = CutOff if timeout_s < self.timeout_s else TookTooLong
+            raise late(f"no answer within {timeout_s:.3g} s{self._output.tail('it')}") from None
         except OSError:
             data = None
         if data is None:

@@ -14,13 +14,17 @@ from served_builds import a_config
 
 from penstock.benchmark.stats import Interval
 from penstock.errors import BackendFailed
+from penstock.exit_codes import ExitCode
+from penstock.optimizer import outcomes
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude
 from penstock.optimizer.facts import Facts
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.report.first_line import exit_code, headline
 from penstock.optimizer.results import Optimization, Served, Try, Verdict
 from penstock.optimizer.search import Contender, Finalist, Findings
+from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
 
 SLO = "p99 < 50ms at 200/s"
@@ -108,9 +112,10 @@ class MadeSearch:
         self.findings = findings
         self._lab = lab
         self._left_s = left_s
+        self.to_save: list[str] = []
 
-    def prove(self) -> None:
-        pass
+    def prove(self, candidate: Candidate, to_save: str = "") -> None:
+        self.to_save.append(to_save)
 
     def has_time_to_prove(self, num_builds: int) -> bool:
         return self.left_s > 20
@@ -122,9 +127,13 @@ class MadeSearch:
 
 
 def concluded(
-    lab: MadeLab, *finalists: Finalist, left_s: Sequence[float] = (math.inf,)
+    lab: MadeLab,
+    *finalists: Finalist,
+    left_s: Sequence[float] = (math.inf,),
+    said: list[str] | None = None,
 ) -> Optimization:
-    """`left_s` after each number of proofs; the last one stays."""
+    """`left_s` after each number of proofs; the last one stays. `said`: what an interruption would
+    save, as it was told."""
     original = finalist("", 0.1)
     findings = Findings(finalists=[*finalists, original], contenders=[original.contender])
     findings.original = original.served
@@ -133,6 +142,7 @@ def concluded(
         Try(each.build.candidate, "batching", "equal", "", served=each.served) for each in finalists
     ]
     search = MadeSearch(lab, findings, left_s)
+    search.to_save = [] if said is None else said
     return conclude(lab, search, "command", "today")  # type: ignore[arg-type]
 
 
@@ -165,7 +175,7 @@ def test_another_that_kept_the_slo_is_proven_when_the_first_misses() -> None:
     lab = MadeLab({"first": 0.7, "second": 1.0})
     found = concluded(lab, finalist("first", 1.0), finalist("second", 1.0))
     assert (chosen(found), found.outcome) == ("second", "kept")
-    assert any("proven once more" in note for note in found.notes)
+    assert any("second was proven too" in note for note in found.notes)
 
 
 def test_another_that_was_nearer_is_proven_too() -> None:
@@ -212,10 +222,13 @@ def test_notes_say_what_the_proofs_did(
     if "no time was left" in notes:
         assert not lab.proven and not found.is_proven
     assert "measured in turns" not in notes or found.is_proven
-    assert ("proven once more with second" in notes) is ("second" in ran)
-    assert ("second was ahead in the search, but has no proof" in notes) is (
+    assert ("second was proven too" in notes) is ("second" in ran)
+    assert ("second was ahead in the search but was not proven" in notes) is (
         "first" in ran and first != 1.0 and "second" not in ran
     )
+    assert (found.outcome == "failed") is bool(found.proof_failure)
+    # The chosen version was to be proven, and that failed.
+    assert bool(found.proof_failure) is bool(lab.proven and not found.is_proven)
     if found.is_proven:
         assert found.after == served(lab.proofs[name] if name else original)  # type: ignore[arg-type]
     for each in found.tries:
@@ -337,6 +350,22 @@ class TestInterrupted:
         assert found.after is not None and found.after.goodput == 0.9
         assert any("interrupted during the proof" in note for note in found.notes)
 
+    @pytest.mark.parametrize(("name", "goodput"), [("first", 0.9), ("", 0.1)])
+    def test_what_is_announced_during_the_proof_is_what_is_saved(
+        self, name: str, goodput: float
+    ) -> None:
+        """In the second case the original does as well in the search."""
+        lab = MadeLab({})
+        said: list[str] = []
+
+        def interrupt(builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+            raise KeyboardInterrupt
+
+        lab.prove = interrupt  # type: ignore[method-assign]
+        found = concluded(lab, finalist("first", goodput), said=said)
+        assert chosen(found) == name
+        assert said[-1] == (name or "original")
+
 
 def test_a_build_whose_server_answers_otherwise_is_refused() -> None:
     """Right in a trial process, wrong behind the server: in a second instance, say."""
@@ -362,3 +391,38 @@ def test_a_way_to_serve_the_original_that_is_refused_leaves_the_original() -> No
     lab.examples = object()
     lab.held_out = {"instances": judgement(is_passed=False)}
     assert chosen(concluded(lab, one)) == ""
+
+
+def test_a_proof_that_fails_is_no_kept_slo() -> None:
+    lab = MadeLab({"first": None})
+    found = concluded(lab, finalist("first", 1.0))
+    assert (chosen(found), found.outcome) == ("first", "failed")
+    assert exit_code(found) == ExitCode.FAILED
+    line = headline(found)
+    assert line.startswith("Proof failed: the server did not start; best candidate, not proven:")
+    assert "SLO kept" not in line
+
+
+def test_a_proof_that_the_budget_cuts_off_has_not_failed() -> None:
+    lab = MadeLab({})
+
+    def cut_off(builds: Sequence[Build], left_s: float | None, attempt: int) -> list[Served]:
+        raise CutOff("not ready after 5 s")
+
+    lab.prove = cut_off  # type: ignore[method-assign]
+    found = concluded(lab, finalist("first", 1.0))
+    assert (found.outcome, found.is_proven) == ("kept", False)
+    assert outcomes.NO_PROOF in found.notes
+
+
+@pytest.mark.parametrize(("num_compared", "has_line"), [(5, True), (7, False), (0, False)])
+def test_rows_that_a_lossless_choice_was_not_compared_on_are_counted(
+    num_compared: int, has_line: bool
+) -> None:
+    lab = MadeLab({"first": 1.0})
+    lab.examples = object()
+    judged = msgspec.structs.replace(judgement(is_passed=True), num_compared=num_compared)
+    lab.held_out = {"first": judged}
+    found = concluded(lab, finalist("first", 1.0))
+    line = "2 of 7 rows: lossless steps were compared with the original on 5"
+    assert found.unchecked == ([line] if has_line else [])

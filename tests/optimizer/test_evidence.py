@@ -120,3 +120,67 @@ def test_what_is_committed_already_needs_no_space(
     found.version = ""
     evidence.try_commit(build, found, "run")
     assert (found.version, found.uncommitted) == ("1", "")
+
+
+UNPROVEN = [("disturbed", True), ("interrupted", False), ("kept", False), ("missed", False)]
+
+
+class TestAKeptVersion:
+    """A result that is not proven does not take the place of a version that keeps its SLO."""
+
+    def again(self, found: Optimization, outcome: str, *, is_proven: bool) -> Optimization:
+        assert found.after is not None
+        after = msgspec.structs.replace(found.after, num_requests=found.after.num_requests + 1)
+        return msgspec.structs.replace(
+            found, outcome=outcome, is_proven=is_proven, after=after, version=""
+        )
+
+    def served(self, found: Optimization) -> list[str]:
+        return [config.version for config in repository.read(found.out).configs]
+
+    @pytest.mark.parametrize(("outcome", "is_proven"), UNPROVEN)
+    def test_stays(self, build: Build, found: Optimization, outcome: str, is_proven: bool) -> None:
+        evidence.try_commit(build, found, "run")
+        other = self.again(found, outcome, is_proven=is_proven)
+        evidence.try_commit(build, other, "run")
+        assert (other.version, other.kept_version, other.uncommitted) == ("", "1", "")
+        assert self.served(found) == ["1"]
+
+    @pytest.mark.parametrize("outcome", ["kept", "missed", "refused"])
+    def test_is_followed_by_what_is_proven(
+        self, build: Build, found: Optimization, outcome: str
+    ) -> None:
+        evidence.try_commit(build, found, "run")
+        other = self.again(found, outcome, is_proven=True)
+        evidence.try_commit(build, other, "run")
+        assert (other.version, other.kept_version) == ("2", "")
+
+    def test_that_is_no_longer_served_does_not_hold_up_others(
+        self, build: Build, found: Optimization
+    ) -> None:
+        for outcome in ("kept", "missed"):
+            evidence.try_commit(build, self.again(found, outcome, is_proven=True), "run")
+        other = self.again(found, "disturbed", is_proven=True)
+        evidence.try_commit(build, other, "run")
+        assert (other.version, self.served(found)) == ("3", ["3"])
+
+    def test_is_not_needed_for_a_first_result(self, build: Build, found: Optimization) -> None:
+        other = self.again(found, "disturbed", is_proven=True)
+        evidence.try_commit(build, other, "run")
+        assert other.version == "1"
+
+    def test_committed_before_by_the_same_run_is_named(
+        self, build: Build, found: Optimization
+    ) -> None:
+        found.is_proven = False
+        for _ in range(2):
+            evidence.try_commit(build, found, "run")
+            assert (found.version, found.kept_version) == ("1", "")
+
+
+def test_a_version_whose_proof_failed_is_not_committed(build: Build, found: Optimization) -> None:
+    found.outcome, found.version = "failed", ""
+    found.proof_failure = "the server did not start"
+    evidence.try_commit(build, found, "run")
+    assert not found.version and not (Path(found.out) / "small").exists()
+    assert found.uncommitted.endswith("failed: the server did not start")

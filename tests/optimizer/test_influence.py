@@ -333,3 +333,11 @@ def test_a_row_that_does_not_look_special_is_found_by_the_survey(tmp_path: Path)
     assert found.batching_problem.startswith("answers depend on other rows in the batch")
     step = replace(build, candidate=Candidate((Step("some"),)))
     assert not check(step, [{"x": row} for row in rows]).batching_problem
+
+
+def test_a_survey_takes_all_other_rows_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = influence.survey_order(50, [3, 4])
+    assert sorted(found) == [each for each in range(50) if each not in (3, 4)]
+    assert found == influence.survey_order(50, [3, 4]) != sorted(found)
+    monkeypatch.setattr(influence, "MAX_SURVEYED", 7)
+    assert influence.survey_order(50, [3, 4]) == found[:7]

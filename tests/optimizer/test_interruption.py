@@ -41,10 +41,10 @@ class Heard:
         self.ended.set()
 
 
-def interrupt(heard: Heard) -> None:
+def interrupt(heard: Heard, number: signal.Signals = signal.SIGINT) -> None:
     """From the terminal, while this process waits for something."""
     with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         threading.Event().wait(LONG_S)
     assert heard.told.acquire(timeout=LONG_S)
 
@@ -55,6 +55,21 @@ def test_the_first_is_told_and_ends_what_runs() -> None:
         interrupt(heard)
     assert (heard.counts, heard.codes) == ([1], [])
     assert interruption.count == 1
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does() -> None:
+    heard = Heard()
+    # Without the handler SIGTERM would end the tests.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with Interruption(heard.tell, heard.end) as interruption:
+            assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+            interrupt(heard, signal.SIGTERM)
+            interrupt(heard)
+        assert (heard.counts, interruption.count) == ([1, 2], 2)
+        assert signal.getsignal(signal.SIGTERM) not in (signal.default_int_handler, None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_it_is_told_while_the_main_thread_is_inside_a_library() -> None:

@@ -1,8 +1,10 @@
 """The gate as the lab asks it: every output, every part, whatever a step is called."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,6 +158,40 @@ def test_a_lossless_step_is_compared_on_every_held_out_example(lab: Callable[...
     assert not refused.is_passed and "of its range" in refused.text
     passed = lab(accuracy=budget).judge_lossless(build("rounded"), HELD_OUT, 0.05)
     assert passed.is_passed
+
+
+@pytest.mark.parametrize("part", ["calibration", "choice", "held_out"])
+def test_a_lossless_step_is_compared_on_all_other_rows_too(
+    lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """A row that only calibration has, say, is as good a witness as any."""
+    wrong = getattr(split_examples(NUM, 0), part)[-1]
+    step = lambda answer: without_scores(answer) if answer is ORIGINAL[wrong] else answer  # noqa: E731
+    monkeypatch.setitem(CHANGES, "rare", step)
+    budget = parse("top1 drop <= 1 %")
+    refused = lab(accuracy=budget).judge_lossless(build("rare"), HELD_OUT, 0.05)
+    assert not refused.is_passed and "output 'dets': column 4" in refused.text
+    assert refused.num_compared == NUM
+
+
+def test_a_survey_ends_with_its_time(
+    lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that neither build had time for are not compared, and are counted as such."""
+    asked: list[float] = []
+    whole = trials.answers
+
+    def some(each: Build, rows: Any, told: Any, rules: Any) -> list[Answer]:
+        asked.append(rules.stop_after_s)
+        found = whole(each, rows, told, rules)
+        return found if rules.stop_after_s == math.inf else [*found[:5], *([{}] * len(found[5:]))]
+
+    monkeypatch.setattr(trials, "answers", some)
+    wishes = {"accuracy": parse("top1 drop <= 1 %"), "budget_s": 60.0}
+    judged = lab(**wishes).judge_lossless(build("rounded"), HELD_OUT, 0.05)
+    assert judged.is_passed
+    assert judged.num_compared == len(split_examples(NUM, 0).held_out) + 5
+    assert max(each for each in asked if each < math.inf) == pytest.approx(1.2)
 
 
 def test_what_is_not_checked_is_told(lab: Callable[..., Lab]) -> None:

@@ -590,6 +590,39 @@ def test_interrupted_the_best_so_far_is_measured_once() -> None:
     assert len(lab.served) == 2
 
 
+@pytest.mark.parametrize("interrupt_at", ["faster", "later", "never", "lossy"])
+def test_what_an_interruption_announces_is_what_is_measured_and_saved(interrupt_at: str) -> None:
+    later, never = MadePass("later", "precision"), MadePass("never", "precision")
+    # Predicted to be the best; the original does better when both are served.
+    row_ms = {"original": 20.0, "faster": 19.9, "later": 4.0, "never": 10.0, "lossy": 2.0}
+    plan = Plan("m.onnx", "m", "out", slo=WISH)
+    lab = MadeLab(row_ms, plan)
+    lab.served_rates = {"later": 150.0, "original": 190.0}
+    lab.interrupt_at = interrupt_at
+    told: list[Progress] = []
+    announced: list[Progress] = []
+    build = lab.build
+
+    def interrupted(candidate: Candidate) -> Build:
+        try:
+            return build(candidate)
+        except KeyboardInterrupt:
+            # What was told last is what Ctrl-C says.
+            announced.append(told[-1])
+            lab.served.clear()
+            raise
+
+    lab.build = interrupted  # type: ignore[method-assign]
+    passes = [FASTER, later, never, LOSSY, *SERVING]
+    search = Search(lab, told.append, passes, lab.clock)  # type: ignore[arg-type]
+    search.run()
+    (said,) = announced
+    assert [each for each in lab.served if each == said.to_measure] == lab.served[-1:]
+    saved = str(search.findings.finalists[0].build.candidate)
+    kept = said.to_save.removesuffix(" (unless the held-out examples refuse it)")
+    assert saved in {said.to_measure, kept} - {""}
+
+
 def test_the_same_answers_lead_to_the_same_choice() -> None:
     row_ms = {"original": 20.0, "faster": 8.0, "lossy": 2.0}
     chosen = set()

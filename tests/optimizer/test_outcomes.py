@@ -6,9 +6,11 @@ import msgspec
 import pytest
 from optimizer import made_optimizations as made
 
+from penstock.errors import BackendFailed, PenstockError
 from penstock.optimizer import outcomes
 from penstock.optimizer.candidates import Candidate, Skip, Step
 from penstock.optimizer.results import Optimization, Served, Try
+from penstock.optimizer.time_plan import CutOff, TookTooLong
 
 CHOSEN = made.QUANTISED.then(made.BATCHING)
 OTHER = made.FUSED.then(made.BATCHING)
@@ -154,8 +156,28 @@ class TestRun:
         assert outcomes.untried(found, "interrupt") == ["other settings of half"]
 
     def test_notes_say_what_ended_the_search(self) -> None:
-        assert outcomes.cut_notes(is_interrupted=False, is_out_of_time=False) == []
-        (note,) = outcomes.cut_notes(is_interrupted=False, is_out_of_time=True)
+        assert outcomes.cut_notes([], is_interrupted=False, is_out_of_time=False) == []
+        (note,) = outcomes.cut_notes([], is_interrupted=False, is_out_of_time=True)
         assert "--budget" in note
-        (note,) = outcomes.cut_notes(is_interrupted=True, is_out_of_time=False)
+        (note,) = outcomes.cut_notes([], is_interrupted=True, is_out_of_time=False)
         assert "resume" in note
+
+    def test_a_step_that_was_cut_off_is_noted_as_the_end_of_the_budget(self) -> None:
+        cut = made.attempt(made.FUSED, "compile", "cut off", "cut off by the time budget")
+        notes = outcomes.cut_notes([cut], is_interrupted=False, is_out_of_time=False)
+        assert notes == [outcomes.BUDGET_ENDED]
+        found: Optimization = made.kept()
+        found.tries += [cut, cut]
+        assert outcomes.unfinished(found) == [str(made.FUSED.steps[-1])]
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "reason"),
+    [
+        (BackendFailed("no such operator"), "failed", "no such operator"),
+        (TookTooLong("no answer within 300 s"), "failed", "no answer within 300 s"),
+        (CutOff("no answer in 5 s"), "cut off", "cut off by the time budget: no answer in 5 s"),
+    ],
+)
+def test_only_the_budget_cuts_a_step_off(error: PenstockError, outcome: str, reason: str) -> None:
+    assert outcomes.outcome_of_error(error) == (outcome, reason)

@@ -22,7 +22,7 @@ from penstock.errors import BackendFailed
 from penstock.optimizer import served
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Conditions, Served, Verdict
-from penstock.optimizer.time_plan import Limits
+from penstock.optimizer.time_plan import CutOff, Limits
 from penstock.slo import parse
 from penstock.types import TensorSpec
 
@@ -353,7 +353,7 @@ def test_a_server_that_takes_longer_to_start_than_is_left_is_not_waited_for(
 ):
     monkeypatch.setattr(served, "MIN_START_S", 0.2)
     build = null_build(tmp_path, load_ms=60_000)
-    with pytest.raises(BackendFailed, match=r"not ready after 0\.2 s"):
+    with pytest.raises(CutOff, match=r"not ready after 0\.2 s"):
         served.measure(build, a_plan(), numbers(3), silent, limits=Limits(left_s=lambda: 0.0))
 
 

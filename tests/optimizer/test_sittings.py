@@ -26,6 +26,7 @@ from penstock.optimizer.plan import Plan
 from penstock.optimizer.simulate import TimeTable
 from penstock.optimizer.sittings import Sitting, Spare
 from penstock.optimizer.subject import Subject
+from penstock.optimizer.time_plan import CutOff, TookTooLong
 
 MOST = 2, 4
 BATCHING = Step("batching", {"mode": "fixed", "max_batch": "4"})
@@ -141,9 +142,10 @@ def test_a_model_that_hangs_is_waited_for_once(
     monkeypatch.setattr(trials, "RUN_TIMEOUT_S", 0.5)
     sitting = sit(null_build(tmp_path, hang_on=7))
     sitting.answers(numbers(1))
-    with pytest.raises(trials.TookTooLong):
+    with pytest.raises(TookTooLong) as caught:
         sitting.answers(numbers(7))
     assert len(loads) == 1
+    assert not isinstance(caught.value, CutOff), "it hung; no budget ended"
 
 
 def test_an_interruption_ends_the_process(tmp_path: Path, loads: list[str], sit) -> None:
@@ -329,11 +331,16 @@ def test_a_build_that_had_too_little_time_is_no_build_that_never_ends(
     candidate = Candidate().then(BATCHING)
 
     def too_long(*_: object) -> int:
-        raise trials.TookTooLong("no answer within 20 s")
+        raise TookTooLong("no answer within 20 s")
 
     monkeypatch.setattr(trials, "keep_compiled", too_long)
     for _ in range(laboratory.MAX_BEGUN + 1):
-        with compiled_lab() as lab, pytest.raises(trials.TookTooLong):
+        with compiled_lab() as lab, pytest.raises(TookTooLong) as hung:
+            lab.build(candidate)
+        assert not isinstance(hung.value, CutOff)
+    with compiled_lab() as lab:
+        lab.left_s = lambda: 40.0
+        with pytest.raises(CutOff, match="compiling it takes too long"):
             lab.build(candidate)
     monkeypatch.setattr(trials, "keep_compiled", lambda *_: 0)
     with compiled_lab() as lab:

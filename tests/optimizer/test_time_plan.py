@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_optimizer_search import WISH, MadeLab, MadePass
+from test_optimizer_search import ON_SERVING, WISH, MadeLab, MadePass
 
 from penstock import slo
-from penstock.errors import BackendFailed
-from penstock.optimizer import search, time_plan
+from penstock.optimizer import outcomes, search, time_plan
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Build, Candidate, Step
 from penstock.optimizer.conclusion import conclude
@@ -20,10 +19,11 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.numerics import Numerics
 from penstock.optimizer.passes import Situation
 from penstock.optimizer.plan import Plan
+from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization, Served
 from penstock.optimizer.search import Search
 from penstock.optimizer.simulate import TimeTable
-from penstock.optimizer.time_plan import TimePlan, describe, plan_time
+from penstock.optimizer.time_plan import CutOff, TimePlan, describe, plan_time
 
 BUDGETS = (25.0, 60.0, 150.0, 600.0)
 NUM_PROFILES = 200
@@ -193,7 +193,7 @@ class SlowLab(MadeLab):
             build_s = self.profile_of.build_s
             self.spend(min(limit_s, build_s))
             if build_s > limit_s:
-                raise BackendFailed("compiling it takes too long")
+                raise CutOff("compiling it takes too long")
 
     def facts(self, build: Build) -> Facts:
         self.spend(self.profile_of(0.3, 0.6) if build.candidate.steps else 0.4)
@@ -334,7 +334,7 @@ def test_a_proof_is_begun_only_where_one_round_fits() -> None:
     assert run.has_time_to_prove(1)
 
 
-def test_a_step_that_was_cut_short_is_told_as_skipped() -> None:
+def test_a_step_that_is_cut_off_between_two_pieces_is_listed_as_skipped() -> None:
     plan = Plan("m", "m", "out", slo=WISH, budget_s=60.0)
     passes = [MadePass("pieces", "compile"), MadePass("batching", "batching")]
     profile = Profile(random.Random(0), is_small=True)
@@ -345,5 +345,23 @@ def test_a_step_that_was_cut_short_is_told_as_skipped() -> None:
     found = run.run()
     assert found.is_out_of_time
     assert [(each.step, each.reason) for each in found.skipped if each.step] == [
-        (Step("pieces"), "cut short: its time was up")
+        (Step("pieces"), "cut off by the time budget")
     ]
+
+
+def test_a_step_whose_process_is_cut_off_has_not_failed() -> None:
+    plan = Plan("m", "m", "out", slo=WISH, budget_s=120.0)
+    profile = Profile(random.Random(0), is_small=True)
+    profile.longest_build_s = 1e4
+    lab = SlowLab(plan, profile, {"original": 20.0, "other": 1.0})
+    passes = [MadePass("other", "compile"), *(MadePass(each, each) for each in ON_SERVING)]
+    run = Search(lab, lambda progress: None, passes, lab.clock)  # type: ignore[arg-type]
+    run.run()
+    found = conclude(lab, run, "", "")  # type: ignore[arg-type]
+    (step,) = [each for each in found.tries if each.stage == "compile"]
+    assert step.outcome == "cut off"
+    assert step.reason == "cut off by the time budget: compiling it takes too long"
+    assert outcomes.BUDGET_ENDED in found.notes
+    line = headline(found)
+    assert "not finished (cut off by the time budget): other" in line
+    assert "failed" not in line

@@ -16,6 +16,7 @@ from served_builds import company_build, mean_build, null_build, read
 from penstock.errors import BackendFailed, ConfigError
 from penstock.optimizer import trials
 from penstock.optimizer.candidates import Build
+from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.optimizer.trial_child import Compute, Computed, Load, Loaded, Values
 
 PADDED = """
@@ -98,14 +99,23 @@ class TestWouldTake:
 
 def test_a_child_has_no_longer_than_the_time_that_is_left(tmp_path: Path):
     build = null_build(tmp_path, load_ms=60_000)
-    with pytest.raises(trials.TookTooLong, match=r"no answer within 0\.\d+ s"):
+    with pytest.raises(CutOff, match=r"no answer within 0\.\d+ s"):
         trials.inspect(build, ends_at=time.monotonic() + 0.5)
+
+
+def test_rows_without_time_have_no_answer(tmp_path: Path):
+    build = null_build(tmp_path)
+    rules = trials.TrialLimits(stop_after_s=-1.0)
+    assert trials.answers(build, numbers(1, 2, 3), rules=rules) == [{}, {}, {}]
+    assert all(trials.answers(build, numbers(1, 2, 3)))
 
 
 def test_a_compilation_has_as_long_as_it_is_given(tmp_path: Path):
     build = null_build(tmp_path, load_ms=60_000)
-    with pytest.raises(trials.TookTooLong, match=r"no answer within 0.2 s"):
+    with pytest.raises(TookTooLong, match=r"no answer within 0.2 s") as caught:
         trials.keep_compiled(build, 0.2)
+    # The caller knows whether a budget set this limit.
+    assert not isinstance(caught.value, CutOff)
 
 
 class TestValues:

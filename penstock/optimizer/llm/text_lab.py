@@ -25,6 +25,7 @@ from penstock.optimizer.llm.text_subject import TextSubject, build_of
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served
 from penstock.optimizer.served import repriced
+from penstock.optimizer.time_plan import TookTooLong
 
 CHOICE, HELD_OUT = "choice", "held out"
 # Prompts of each of the two parts, and the tokens of a prompt that are judged, at its beginning and
@@ -189,7 +190,7 @@ class TextLab:
             by_metric = {name: [row[name] for row in rows] for name in likelihoods.METRICS}
             return Scores(by_metric, len(self._judged()[0]))
 
-        passing = (text_trials.TookTooLong,)
+        passing = (TookTooLong,)
         return self.journal.remember("scores", candidate.key, Scores, found, passing=passing)
 
     def _reference(self) -> text_trials.Texts:

@@ -41,6 +41,7 @@ from penstock.optimizer.progress import Progress
 from penstock.optimizer.report.first_line import headline
 from penstock.optimizer.results import Optimization, Served
 from penstock.optimizer.run import OPENING, ORIGINAL, WORK, Watch, note_resumed, sweep
+from penstock.optimizer.search import UNLESS_REFUSED
 from penstock.optimizer.served import repriced
 from penstock.optimizer.this_machine import machine_speed_s, read_machine
 
@@ -156,10 +157,11 @@ class Run:
         search = self._searched(lab)
         findings = search.findings
         choice = finish(findings, lambda: choose(lab, findings))
+        lab.watch = lambda doing: self._tell("proof", choice.finalist.candidate, findings, doing)
         made = self._begun(lab, findings, created)
         made.notes += outcomes.mark_refused(made.tries, choice.refused, datatype_of)
         self._prove(lab, findings, choice, made)
-        if _original_does(choice, made):
+        if choice.finalist.candidate.steps and _is_as_good(made.before, made.after):
             how = "measured in turns, " if made.is_proven else ""
             chosen = choice.finalist.candidate
             made.notes.append(f"{how}the original does as well as {chosen}, and is simpler")
@@ -212,7 +214,8 @@ class Run:
         )
         search.findings.skipped = skipped
         search.run(offers, others)
-        lab.watch = lambda doing: self._tell("proof", Candidate(), search.findings, doing)
+        best = search.findings.best.candidate
+        lab.watch = lambda doing: self._tell("held out", best, search.findings, doing)
         return search
 
     def _tell(self, stage: str, candidate: Candidate, findings: Findings, doing: str) -> None:
@@ -228,6 +231,7 @@ class Run:
                 elapsed_s=self.elapsed_s,
                 left_s=self.left_s(),
                 stages=STAGES,
+                to_save=_to_save(findings, candidate if stage == "proof" else None),
             )
         )
 
@@ -246,7 +250,9 @@ class Run:
             out=self.plan.out,
             price_per_hour=self.plan.price_per_hour,
             notes=outcomes.cut_notes(
-                is_interrupted=findings.is_interrupted, is_out_of_time=findings.is_out_of_time
+                findings.tries,
+                is_interrupted=findings.is_interrupted,
+                is_out_of_time=findings.is_out_of_time,
             ),
             tries=findings.tries,
             skipped=findings.skipped,
@@ -282,6 +288,7 @@ class Run:
             found = lab.prove([each.candidate for each in pair], starts, self.left_s)
         except PenstockError as error:
             made.notes.append(f"the proof of {chosen.candidate} failed: {error}")
+            made.proof_failure = str(error)
             return
         except KeyboardInterrupt:
             findings.is_interrupted = True
@@ -323,8 +330,19 @@ def choose(lab: TextLab, findings: Findings) -> Choice:
     raise AssertionError("the original loses nothing")
 
 
-def _original_does(choice: Choice, made: Optimization) -> bool:
+def _is_as_good(original: Served | None, chosen: Served | None) -> bool:
     """Whether the original turned out no worse, after all: it is the simplest."""
-    if made.before is None or made.after is None or not choice.finalist.candidate.steps:
+    if original is None or chosen is None:
         return False
-    return goals.order([made.before, made.after], [0, 1])[0] == 0
+    return goals.order([original, chosen], [0, 1])[0] == 0
+
+
+def _to_save(findings: Findings, chosen: Candidate | None) -> str:
+    """What an interruption saves, by the figures of the search; None: no choice is made yet."""
+    if not findings.kept:
+        return ""
+    found = [each for each in findings.kept if chosen in (None, each.candidate)][-1]
+    if not found.candidate.steps or _is_as_good(findings.kept[0].served, found.served):
+        return str(Candidate())
+    is_judged = chosen is None and found.is_lossy
+    return f"{found.candidate}{UNLESS_REFUSED if is_judged else ''}"

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from penstock.benchmark.report import units
 from penstock.errors import PenstockError
-from penstock.optimizer import goals
+from penstock.optimizer import goals, outcomes
 from penstock.optimizer.accuracy import Judgement
 from penstock.optimizer.candidates import Candidate, Skip, Stage, Step
 from penstock.optimizer.llm.text_steps import DTYPE, Knob, Offer
@@ -163,7 +163,8 @@ class TextSearch:
         try:
             is_better = self._measured(attempt)
         except PenstockError as error:
-            attempt.reason, is_better = str(error), False
+            attempt.outcome, attempt.reason = outcomes.outcome_of_error(error)
+            is_better = False
         attempt.seconds = self._clock() - began
         self.findings.tries.append(attempt)
         return is_better

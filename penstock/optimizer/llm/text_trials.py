@@ -25,6 +25,7 @@ from penstock.optimizer.candidates import Build
 from penstock.optimizer.child_output import Output
 from penstock.optimizer.llm.likelihood_child import Job
 from penstock.optimizer.llm.likelihoods import NUM_TOLD, Told
+from penstock.optimizer.time_plan import CutOff, TookTooLong
 from penstock.serving.worker import PR_SET_PDEATHSIG
 
 POLL_S = 0.1
@@ -32,10 +33,6 @@ TIMEOUT_S = 1800.0
 MODULE = "penstock.optimizer.llm.likelihood_child"
 Watch = Callable[[str], None]
 libc = ctypes.CDLL(None)
-
-
-class TookTooLong(BackendFailed):
-    """Another time it may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,8 @@ def _run(arguments: Sequence[str], watch: Watch, timeout_s: float) -> None:
         while process.poll() is None:
             took_s = time.monotonic() - began
             if took_s > timeout_s:
-                raise TookTooLong(f"not judged within {timeout_s:.0f} s{output.tail('it')}")
+                kind = CutOff if timeout_s < TIMEOUT_S else TookTooLong
+                raise kind(f"not judged within {timeout_s:.0f} s{output.tail('it')}")
             watch(f"accuracy, {took_s:.0f} s")
             time.sleep(POLL_S)
         if process.returncode:

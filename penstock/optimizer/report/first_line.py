@@ -22,6 +22,7 @@ EXIT_CODES = {
     "refused": ExitCode.REFUSED,
     "disturbed": ExitCode.DISTURBED,
     "interrupted": ExitCode.INTERRUPTED,
+    "failed": ExitCode.FAILED,
 }
 
 # Steps that are named one by one.
@@ -42,6 +43,7 @@ def headline(optimization: Optimization) -> str:
         "refused": _refused,
         "disturbed": _disturbed,
         "interrupted": _interrupted,
+        "failed": _failed,
     }[optimization.outcome](optimization)
     text = "; ".join(filter(None, details))
     return f"{head}: {text}" if text else head
@@ -109,6 +111,15 @@ def _interrupted(optimization: Optimization) -> tuple[str, list[str]]:
     return head, [best, predicted, *untried]
 
 
+def _failed(optimization: Optimization) -> tuple[str, list[str]]:
+    details = [optimization.proof_failure]
+    if optimization.chosen is not None:
+        details.append(f"best candidate, not proven: {optimization.chosen}")
+        if optimization.after is not None:
+            details.append(_measured(optimization.after))
+    return "Proof failed", [*details, *_untried(optimization)]
+
+
 def _rejected(optimization: Optimization) -> str:
     """Passes of which the accuracy gate let nothing pass."""
     judged = [each for each in optimization.tries if each.accuracy is not None or each.held_out]
@@ -123,14 +134,18 @@ def _pass_name(attempt: Try) -> str:
 
 
 def _untried(optimization: Optimization) -> list[str]:
-    found = []
-    for cut_by, word in (("time", "out of time"), ("interrupt", "interrupted")):
-        names = outcomes.untried(optimization, cut_by)
-        if names:
-            more = len(names) - MAX_UNTRIED
-            shown = names[:MAX_UNTRIED] + ([f"{more} more"] if more > 0 else [])
-            found.append(f"not tried ({word}): {', '.join(shown)}")
-    return found
+    """Steps that the end of the time, or an interruption, left unfinished or untried."""
+    groups = {
+        "not finished (cut off by the time budget)": outcomes.unfinished(optimization),
+        "not tried (out of time)": outcomes.untried(optimization, "time"),
+        "not tried (interrupted)": outcomes.untried(optimization, "interrupt"),
+    }
+    return [f"{head}: {_listed(names)}" for head, names in groups.items() if names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MAX_UNTRIED
+    return ", ".join([*names[:MAX_UNTRIED], *([f"{more} more"] if more > 0 else [])])
 
 
 def is_original(optimization: Optimization) -> bool:

@@ -95,13 +95,17 @@ STOPPING_NOW = f"stopping now without saving; {RESUME}"
 
 def stopping_text(progress: Progress | None) -> str:
     """What the first Ctrl-C does, and how to stop sooner."""
-    if progress is None or not progress.best:
+    if progress is None or not progress.to_save:
         return f"stopping: nothing to save yet, the original is not measured; {RESUME}"
     running = ": ".join(filter(None, [progress.candidate, _activity(progress)]))
     about = "" if progress.finish_s is None else f" (about {wording.span(progress.finish_s)})"
+    saving = f"saving {progress.to_save}"
+    if progress.to_measure:
+        saving = f"measuring {progress.to_measure}; saving it if it is better, else"
+        saving += f" {progress.to_save}"
     return (
-        f"stopping: {running} is dropped; measuring and saving the best so far, {progress.best}"
-        f"{about}; press Ctrl-C again to stop now without saving"
+        f"stopping: {running} is dropped; {saving}{about}; press Ctrl-C again to stop now "
+        "without saving"
     )
 
 

@@ -29,6 +29,7 @@ OUTCOME_STYLES = {
     "refused": "missed",
     "disturbed": "mixed",
     "interrupted": "mixed",
+    "failed": "missed",
 }
 STEP_PLOTS = {"rate_steps", "latency_steps", "accuracy_steps", "cost_steps"}
 # Figures of the table that get no card.

@@ -340,7 +340,8 @@ def _loss_of(optimization: Optimization, candidate: Candidate) -> float:
 
 def front_of(points: Sequence[Point]) -> list[Point]:
     """Allowed ones that no other allowed one beats in both, from slow to fast."""
-    allowed = [each for each in points if each.attempt.outcome not in ("rejected", "failed")]
+    barred = ("rejected", "failed", "cut off")
+    allowed = [each for each in points if each.attempt.outcome not in barred]
     front: list[Point] = []
     for point in sorted(allowed, key=lambda each: (-each.rate, each.loss)):
         if not front or point.loss < front[-1].loss:

@@ -22,9 +22,10 @@ HEADLINE_STYLES = {
     "refused": "bold red",
     "disturbed": "bold yellow",
     "interrupted": "bold yellow",
+    "failed": "bold red",
 }
 OUTCOME_STYLES = {"kept": "green", "equal": "dim", "slower": "dim", "rejected": "red"}
-OUTCOME_STYLES["failed"] = "red"
+OUTCOME_STYLES |= {"failed": "red", "cut off": "yellow"}
 CHANGE_STYLES = {True: "green", False: "red", None: ""}
 
 

@@ -81,6 +81,8 @@ def found(root):
     assert again.after.p99 == optimization.after.p99
     assert {"baseline", "proof"} <= {each.stage for each in told}
     assert all(each.left_s is not None for each in told)
+    # What Ctrl-C would save is known as soon as the original is measured.
+    assert all(each.to_save for each in told if each.best)
     return optimization
 
 

@@ -12,6 +12,7 @@ from penstock.optimizer.llm.text_search import TextSearch, instead, is_lossy, ra
 from penstock.optimizer.llm.text_steps import Offer
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.results import Served, Verdict
+from penstock.optimizer.time_plan import CutOff
 from penstock.slo import parse
 
 NAN = Interval(math.nan, math.nan, math.nan)
@@ -56,12 +57,13 @@ class FakeLab:
         self.rates, self.lossy, self.broken = rates, lossy, broken
         self.asked: list[tuple[str, float | None]] = []
         self.judgements: list[str] = []
+        self.error = BackendFailed("the server did not start")
 
     def rated(self, candidate, start):
         text = str(candidate)
         self.asked.append((text, start))
         if text in self.broken:
-            raise BackendFailed("the server did not start")
+            raise self.error
         rate = self.rates.get(text, 0.0)
         return a_served(rate if start is None or rate >= start else 0.0)
 
@@ -109,6 +111,14 @@ def test_what_cannot_be_served_is_a_finding_and_the_search_goes_on():
     found = searched(FakeLab({"original": 1.0, I8: 2.0}, broken=[B]), [BF16, INT8])
     assert outcomes(found) == {"original": "kept", B: "failed", I8: "kept"}
     assert found.tries[1].reason == "the server did not start"
+
+
+def test_what_the_budget_cuts_off_has_not_failed():
+    lab = FakeLab({"original": 1.0}, broken=[B])
+    lab.error = CutOff("not judged within 12 s")
+    found = searched(lab, [BF16])
+    assert outcomes(found) == {"original": "kept", B: "cut off"}
+    assert found.tries[1].reason == "cut off by the time budget: not judged within 12 s"
 
 
 def test_where_the_original_keeps_nothing_any_rate_is_better():

@@ -15,6 +15,7 @@ from penstock.optimizer.candidates import Build, Candidate, Step  # noqa: E402
 from penstock.optimizer.llm import text_trials  # noqa: E402
 from penstock.optimizer.llm.likelihoods import NUM_TOLD, scores  # noqa: E402
 from penstock.optimizer.llm.text_subject import build_of, open_text_subject  # noqa: E402
+from penstock.optimizer.time_plan import CutOff  # noqa: E402
 
 TEXTS = [[5, 9, 33], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
 NUM_NEW = 4
@@ -60,6 +61,11 @@ def test_another_datatype_says_nearly_the_same(build, reference, tmp_path):
     assert found.texts == reference.texts
     compared = [scores(*pair) for pair in zip(reference.told, found.told, strict=True)]
     assert all(1e-9 < each["kl"] < 0.5 for each in compared)
+
+
+def test_a_judgement_that_outlasts_the_budget_is_cut_off(build):
+    with pytest.raises(CutOff, match="not judged within 0 s"):
+        text_trials.likelihoods(build, TEXTS, 0, lambda text: None, timeout_s=0.0)
 
 
 def test_what_cannot_be_loaded_is_told_with_the_reason(build, tmp_path):

@@ -16,8 +16,8 @@ from penstock.optimizer.facts import Facts
 from penstock.optimizer.passes import Situation, Workshop, find
 from penstock.optimizer.plan import Plan
 from penstock.optimizer.this_machine import read_machine
+from penstock.optimizer.time_plan import TookTooLong
 from penstock.optimizer.torch_source import take_factory
-from penstock.optimizer.trials import TookTooLong
 
 torch = pytest.importorskip("torch")
 PLAN = Plan("model", "model", "out")

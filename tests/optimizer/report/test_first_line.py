@@ -13,7 +13,7 @@ from penstock.optimizer import outcomes
 from penstock.optimizer.candidates import Candidate, Skip, Step
 from penstock.optimizer.report import wording
 from penstock.optimizer.report.first_line import chosen_try, decisive_refusal, exit_code, headline
-from penstock.optimizer.results import Optimization, Try
+from penstock.optimizer.results import Optimization, Outcome, Try
 
 P99 = "p99 26.8 ms (26.0-27.6) >= 20 ms at 200/s poisson"
 LOSS = "top1 91.2 % → 91.0 % (loss at most 0.6 points, limit 1 point)"
@@ -138,6 +138,7 @@ FATES = {
     "refused on held-out examples": 255.0,
     "rejected by numerics": None,
     "failed": None,
+    "cut off": None,
 }
 STEPS = {"half": made.HALF, "int8-static": made.MINMAX}
 
@@ -183,6 +184,14 @@ class Case:
         return "refused" if self.is_refused else "missed"
 
 
+OUTCOMES: dict[str, Outcome] = {
+    "failed": "failed",
+    "slower": "slower",
+    "passed": "kept",
+    "cut off": "cut off",
+}
+
+
 def lossy_try(name: str, fate: str) -> Try:
     rate = FATES[fate]
     assert not isinstance(rate, Skip)
@@ -193,7 +202,7 @@ def lossy_try(name: str, fate: str) -> Try:
         found.held_out = made.judgement(0.03, 0.04, part="held out")
     if fate.startswith("refused,"):
         found.accuracy = made.judgement(0.03, 0.04)
-    found.outcome = {"failed": "failed", "slower": "slower", "passed": "kept"}.get(fate, "rejected")  # type: ignore[assignment]
+    found.outcome = OUTCOMES.get(fate, "rejected")
     return found
 
 
@@ -251,6 +260,10 @@ def check(case: Case, found: Optimization, line: str) -> None:
     assert [word for word in HEADS.values() if word.strip(": ") in line] == [HEADS[case.outcome]]
     assert ("refused" in line.lower()) is (case.outcome == "refused")
     assert named(line, "not tried (out of time): ") == case.names("out of time")
+    cut = [str(STEPS[name]) for name, fate in case.fates if fate == "cut off"]
+    listed = f"not finished (cut off by the time budget): {', '.join(cut)}"
+    assert (listed in line) is ("not finished" in line) is bool(cut)
+    assert ("failed" in line) is (case.outcome == "refused")
     assert named(line, "not tried (interrupted): ") == case.names("interrupted")
     rejected = named(line, "rejected by the accuracy gate: ")
     assert rejected == (case.refused if case.outcome == "missed" else set())

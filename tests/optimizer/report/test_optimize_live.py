@@ -18,6 +18,7 @@ NOW = Progress(
     best_text="p99 12 ms, about 310/s",
     elapsed_s=80.0,
     left_s=520.0,
+    to_save="transformer-fusion",
 )
 
 
@@ -127,15 +128,16 @@ def test_a_terminal_is_drawn_again_without_an_update() -> None:
 
 
 def test_ctrl_c_says_what_is_dropped_what_follows_and_how_to_stop_now() -> None:
-    assert stopping_text(replace(NOW, finish_s=25.0)) == (
-        "stopping: int8-static(calibrator=minmax): accuracy is dropped; measuring and saving the "
-        "best so far, transformer-fusion (about 25 s); press Ctrl-C again to stop now without "
-        "saving"
+    assert stopping_text(replace(NOW, finish_s=25.0, to_measure="openvino")) == (
+        "stopping: int8-static(calibrator=minmax): accuracy is dropped; measuring openvino; saving "
+        "it if it is better, else transformer-fusion (about 25 s); press Ctrl-C again to stop now "
+        "without saving"
     )
+    assert "is dropped; saving transformer-fusion; press" in stopping_text(NOW)
     assert "(about" not in stopping_text(NOW)
     early = "stopping: nothing to save yet, the original is not measured; run the same command"
     assert stopping_text(None).startswith(early)
-    assert stopping_text(replace(NOW, best="")).startswith(early)
+    assert stopping_text(replace(NOW, to_save="")).startswith(early)
 
 
 def test_ctrl_c_is_a_plain_line_in_a_file_and_stays_in_a_terminal() -> None:

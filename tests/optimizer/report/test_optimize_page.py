@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from optimizer import made_optimizations as made
 
-from penstock.optimizer.candidates import Skip, Step
+from penstock.optimizer.candidates import Candidate, Skip, Step
 from penstock.optimizer.report import first_line, optimize_page
 from penstock.optimizer.results import Optimization
 
@@ -185,3 +185,15 @@ def test_a_language_model_has_a_page_in_its_own_words() -> None:
     ):
         assert part in words
     assert "rows a batch" not in words and "Predicted" not in words and "nan" not in words.lower()
+
+
+def test_a_step_that_the_budget_cut_off_is_no_error_on_the_page() -> None:
+    found = made.kept()
+    reason = "cut off by the time budget: no answer within 5 s"
+    found.tries = [
+        found.tries[0],
+        made.attempt(Candidate((Step("other"),)), "compile", "cut off", reason),
+    ]
+    text = own_part(found)
+    assert '<span class="chip note">cut off</span>' in text and reason in text
+    assert ">failed<" not in text

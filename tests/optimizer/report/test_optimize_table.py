@@ -7,6 +7,7 @@ import pytest
 from optimizer import made_optimizations as made
 from rich.console import Console
 
+from penstock.optimizer.candidates import Candidate, Step
 from penstock.optimizer.report import first_line
 from penstock.optimizer.report.optimize_table import shown
 from penstock.optimizer.results import Optimization
@@ -103,3 +104,11 @@ def test_the_chosen_is_no_loser_though_no_faster() -> None:
         .partition("what lost")[2]
         .partition("kept in float")[0]
     )
+
+
+def test_a_step_that_the_budget_cut_off_is_not_shown_as_failed() -> None:
+    found = made.kept()
+    reason = "cut off by the time budget: no answer within 5 s"
+    found.tries.append(made.attempt(Candidate((Step("other"),)), "compile", "cut off", reason))
+    (line,) = [each for each in text_of(found).splitlines() if reason in each]
+    assert "  cut off  " in line and "failed" not in line
