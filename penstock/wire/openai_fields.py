@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 Asks = Sequence[object]
-# By field: the values that ask for nothing.
+# By field: the values that request nothing.
 _OF_TEXT: Mapping[str, Asks] = {
     "best_of": (None, 1),
     "response_format": (None, {"type": "text"}),
@@ -98,7 +98,7 @@ HARMLESS_OF_STREAMS: Mapping[str, str] = {"include_obfuscation": "nothing is pad
 
 
 def find_refused(fields: Mapping[str, object], refused: Mapping[str, Asks]) -> str | None:
-    """The first field that asks for something that is refused."""
+    """Return the first field whose value requests something that is refused."""
     for name, value in fields.items():
         if name in refused and not any(_is_same(value, each) for each in refused[name]):
             return name
@@ -106,5 +106,5 @@ def find_refused(fields: Mapping[str, object], refused: Mapping[str, Asks]) -> s
 
 
 def _is_same(value: object, other: object) -> bool:
-    """True is 1 to Python, and not to JSON."""
+    """Compare as JSON does: true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
