@@ -80,7 +80,7 @@ class Progress(msgspec.Struct, tag="progress"):
     num_connections: int
     # Since the load began.
     num_waited: int
-    # CPU time of the sending thread since it started; a model in this process runs elsewhere.
+    # CPU time of the sending thread since it started, without that of an in-process model.
     cpu_s: float
 
 

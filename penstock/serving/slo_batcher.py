@@ -43,7 +43,7 @@ AIM_MARGIN = 0.05
 REFRESH_S = 1.0
 # Time constant of the average arrival rate.
 ARRIVALS_S = 0.1
-# One batch in EXPLORE_EVERY may explore a size for its time, below this share of capacity only.
+# One batch in EXPLORE_EVERY may explore a size to learn its time, only below this load.
 EXPLORE_EVERY = 64
 EXPLORE_BELOW = 0.5
 MAX_PACES = 512

@@ -1,9 +1,9 @@
 """Fields of OpenAI's API and of vLLM's extensions that this server does not act on.
 
-Pure tables. `REFUSED` fields would change the answer: a value that asks for something is refused by
-name. `HARMLESS` fields cannot change the answer, so they are ignored. Every other field of either
-API works; a test holds the tables to the openai package's types. Fields that neither API knows are
-ignored.
+Pure tables. Fields in the `OF_` tables would change the answer: a value that requests something is
+refused by name. `HARMLESS` fields cannot change the answer, so they are ignored. Every other field
+of either API works; a test compares the tables with the openai package's types. Fields that neither
+API knows are ignored.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MAX_LOGPROBS, MAX_PROMPTS = 20, 512
 # Per request for embeddings, as in OpenAI's API.
 MAX_INPUTS = 2048
 DEFAULT_MAX_TOKENS = 16
-# For counts and token ids.
+# Largest count or token id.
 LARGEST = (1 << 31) - 1
 MAX_DIGITS, MAX_SHOWN = 10, 40
 DONE = b"data: [DONE]\n\n"
