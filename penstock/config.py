@@ -287,8 +287,7 @@ class ModelConfig:
         return tuple(found)
 
     def of_worker(self, device: str, num_slots: int) -> ModelConfig:
-        """Return the configuration for one worker: its own device and, on a GPU, its own instances
-        only."""
+        """Return the configuration of one worker: its device and, on a GPU, its own instances."""
         num_instances = self.num_instances if device == CPU else num_slots
         return replace(self, device=device, spread=(), num_instances=num_instances)
 

@@ -320,8 +320,7 @@ class HostUse:
 
 @dataclass(frozen=True, slots=True)
 class FrontUse:
-    """A front process. `front` is its number if there are several; `num_connections` is None if
-    unknown."""
+    """A front process. `front` numbers it if there are several; `num_connections` None: unknown."""
 
     protocol: str
     num_restarts: int
@@ -429,8 +428,7 @@ def histogram_lines(
     counts: Sequence[int],
     total_sum: str,
 ) -> list[str]:
-    """Render a histogram; `counts` are per bucket, not cumulative, the last one beyond all
-    bounds."""
+    """Render a histogram; `counts` are per bucket, not cumulative, and end with the overflow."""
     totals = list(accumulate(counts))
     lines = [
         f"{name}_bucket{label_text(**labels, le=bound)} {total}"
@@ -510,8 +508,7 @@ def _host(host: HostUse) -> list[str]:
 
 
 def _gpus(gpus: Sequence[GpuUse]) -> list[str]:
-    """Render GPU metrics with Triton's names, units and label; a metric without values is left
-    out."""
+    """Render GPU metrics with Triton's names, units and label; empty metrics are left out."""
     lines: list[str] = []
     for name, kind, text, attribute in (
         ("nv_gpu_utilization", "gauge", "GPU utilization (0 to 1)", "utilization"),

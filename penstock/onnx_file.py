@@ -22,8 +22,7 @@ NAMES = {
 
 
 def read_signature(path: Path) -> Signature:
-    """Read the signature; ConfigError, in one line, unless it is a model with tensors in and
-    out."""
+    """Read the signature; ConfigError, in one line, if it is not a model with tensors."""
     graph = _read_graph(path)
     weights = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in weights]
@@ -71,8 +70,7 @@ def _read_graph(path: Path) -> GraphProto:
 
 
 def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    """Yield all weights, including sparse ones, attributes, and those of branches and loop
-    bodies."""
+    """Yield all weights, including sparse ones, attributes, and those of nested graphs."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)

@@ -843,8 +843,7 @@ class _Resolver:
 
 
 def _ineffective(config: ModelConfig, message: Any) -> list[str]:
-    """Return warnings about fields that have no effect in combination with the rest of this
-    file."""
+    """Return warnings about fields that have no effect combined with the rest of this file."""
     found: list[tuple[str, str]] = []
     policy = config.batching
     is_text = config.backend == LLM
@@ -1012,8 +1011,7 @@ def _queue_policy(message: Any) -> QueuePolicy:
 
 
 def _signature_reader(backend: str, artifact: Path) -> Callable[[Path], Signature] | None:
-    """Return the function that reads a file's signature without its library; None: there is
-    none."""
+    """Return the function that reads a file's signature without its library, or None."""
     match backend, artifact.suffix:
         case ("onnxruntime", _) | ("openvino", ".onnx"):
             return onnx_file.read_signature

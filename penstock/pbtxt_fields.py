@@ -1,5 +1,4 @@
-"""Which fields of config.pbtxt have an effect. Owns the table; `pbtxt` uses it when it reads a
-model.
+"""Which fields of config.pbtxt have an effect. Owns the table; `pbtxt` reads models with it.
 
 Every field of Triton's ModelConfig message is in exactly one of five groups: read by `pbtxt`, only
 shown to clients (`/config`), granted anyway, refused, or without effect. A field without effect

@@ -184,8 +184,7 @@ def names(path: str | os.PathLike[str]) -> list[str]:
 
 
 def read_one(path: str | os.PathLike[str], name: str) -> Found:
-    """Read one model of a repository. The name is compared with those found, never used as a
-    path."""
+    """Read one model of a repository. The name is compared, never used as a path."""
     named = _text_model(Path(os.path.abspath(path)))
     if named is not None and name in named.folders:
         return named
@@ -356,8 +355,7 @@ def _with_promise(config: ModelConfig, promised: Slo | None, unkept: str) -> Mod
 
 
 def _is_model(folder: Path) -> bool:
-    """Whether it is a model; an unreadable folder counts, so that reading it reports the
-    problem."""
+    """Whether it is a model; an unreadable folder counts, so that reading it reports why."""
     try:
         if not folder.is_dir():
             return _is_gguf(folder)

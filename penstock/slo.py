@@ -124,8 +124,7 @@ Term = Latency | Throughput | Goodput | Cost | Memory
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The load at which the terms must hold. `cv` is the coefficient of variation of gamma
-    arrivals."""
+    """The load at which the terms must hold. `cv`: coefficient of variation of gamma arrivals."""
 
     per_s: float
     arrivals: str = "poisson"
@@ -145,8 +144,7 @@ class Slo:
 
     @property
     def latency_s(self) -> float | None:
-        """Latency limit of a single request: the tightest tail, or else the tightest mean or
-        median."""
+        """Latency limit of one request: the tightest tail, or else the tightest mean or median."""
         latencies = [t for t in self.terms if isinstance(t, Latency) and t.metric == "latency"]
         tails = [term.limit_s for term in latencies if term.is_tail]
         return min(tails or [term.limit_s for term in latencies], default=None)
@@ -190,8 +188,7 @@ def parse(text: str) -> Slo:
 
 
 def _split_rate(text: str) -> tuple[str, bool, str]:
-    """Split into terms, whether a rate is named, and the rate, which may follow any of the
-    terms."""
+    """Split into terms, whether a rate is named, and the rate, which may follow any term."""
     head, at, tail = re.sub(r"\bat\b", "@", text, count=1).partition("@")
     rate, comma, more = tail.partition(",")
     return head + comma + more, bool(at), rate

@@ -36,8 +36,7 @@ class FakeClock:
 
 
 class FakeGpus:
-    """Pass this as a fleet's `read`. `used_bytes` is each GPU's used memory, as the driver reports
-    it."""
+    """Pass this as a fleet's `read`. `used_bytes` is what a driver would report as used, by GPU."""
 
     def __init__(self, *total_bytes: int) -> None:
         self._total_bytes = total_bytes

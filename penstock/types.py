@@ -197,8 +197,7 @@ class Response:
 
 
 class ReplySink(Protocol):
-    """Receives the answers to a request. Called on the event loop; must not raise and must not
-    block."""
+    """Receives the answers to a request, on the event loop; must not raise and must not block."""
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None: ...
 
@@ -256,8 +255,7 @@ class Request:
         self.timeout_s: float | None = None
         # Digest of the API key that came with it; empty if no key is required.
         self.caller = b""
-        # Whether it already counts against the key's rate, as part of a message with several
-        # requests.
+        # Whether it already counts against the key's rate, with the message it is part of.
         self.is_counted = False
         self.sink = sink
         self.timings = Timings(received)

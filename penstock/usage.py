@@ -26,8 +26,7 @@ class Member:
 
 
 class Usage:
-    """Reads resource use. Utilisation covers the time since the last `read`, so use one per
-    server."""
+    """Reads resource use. Utilisation is since the last `read`, so use one per server."""
 
     def __init__(self, gpus: Watch | None = None) -> None:
         self._gpus = gpus or Watch()
@@ -64,8 +63,7 @@ class Memory:
 
 
 def read_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
-    """Return the memory that is available to processes; reclaimable page cache counts as
-    available."""
+    """Return the memory available to processes, including reclaimable page cache."""
     machine = psutil.virtual_memory()
     limit = _read_number(cgroups / "memory.max")
     used = _read_number(cgroups / "memory.current")

@@ -253,8 +253,7 @@ def _is_growing(level: Level) -> bool:
 
 
 def _imprecision(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
-    """Report once for all levels that ended before they were precise enough; the worst one sets the
-    advice."""
+    """Report levels that ended before they were precise enough; the worst one sets the advice."""
     errors: dict[int, float] = {}
     for index, (level, row) in enumerate(zip(run.levels, figures, strict=True)):
         measured = row.latency.get(run.statistic)

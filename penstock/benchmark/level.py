@@ -37,7 +37,7 @@ TICK_S = 0.25
 SYSTEM_S = 0.5
 # Lead time, so that all generators know the start before it comes.
 LEAD_S = 0.05
-# No level ends before this share of its time: a rare stall needs a chance to show up.
+# A level is not called precise before this share of its time: a rare stall must get a chance.
 MIN_SHARE = 1 / 3
 # A server is lost after this long with no good answer and only lost connections.
 LOST_S = 3.0
@@ -119,8 +119,7 @@ class Meter:
                 return WarmUp(elapsed_s, num_requests, state.is_steady, *ends)
 
     def _is_hopeless(self, windows: list[Window]) -> bool:
-        """Whether the rate is far too high: it never gets steady, and the verdict does not need
-        it."""
+        """Whether the rate is far too high: it never gets steady, and the verdict is clear."""
         if self._searched is None or not is_decided(windows, self._searched):
             return False
         return self._is_missed(windows)
@@ -154,8 +153,7 @@ class Meter:
         after = await self._counters() if ending != "lost" else None
         recorder.stop(end)
         self._tell(load, "draining", (end - start, ends_s), windows)
-        # Cancelled requests count as never answered; they must not turn a kept SLO into a missed
-        # one.
+        # Cancelled requests count as never answered; they must not make a kept SLO look missed.
         is_short = ending in ("interrupted", "lost") or (
             ending == "decided" and self._is_missed(windows)
         )

@@ -182,8 +182,7 @@ class OpenLoop:
         self._end_if_done()
 
     def give_up(self) -> bool:
-        """Cancel requests that are due but unsent, MAX_GIVEN_UP per call; True when none is
-        left."""
+        """Cancel due but unsent requests, MAX_GIVEN_UP per call; True when none is left."""
         self._is_given_up = True
         self._alarm.cancel()
         now = time.monotonic()

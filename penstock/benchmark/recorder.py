@@ -166,8 +166,7 @@ class Recorder:
                 self.samples[place] = sample
 
     def windows(self, end: float) -> list[Window]:
-        """Return copies of all windows that began before `end`, also empty ones; the last ends
-        there."""
+        """Return copies of all windows up to `end`, including empty ones; the last ends there."""
         self._make_room(np.array([end]))
         length_s = self._length_s
         span_s = end - self._start

@@ -294,8 +294,7 @@ class MaxRateSearch:
         return low * math.exp(math.log(high / low) * -below / (above - below))
 
     def _excess(self, of: str, rate: float) -> float:
-        """Return the log of the worst latency over its limit; NaN if another term than a latency
-        decided."""
+        """Return the log of the worst latency over its limit; NaN if no latency term decided."""
         worst = -math.inf
         for verdict in self._verdicts[rate]:
             if not isinstance(verdict.term, Latency):

@@ -48,8 +48,7 @@ class Verdict:
 
     @property
     def is_close(self) -> bool:
-        """Whether the verdict is uncertain: the limit lies inside the interval, or there is
-        none."""
+        """Whether the verdict is uncertain: no interval, or the limit lies inside it."""
         if self.measured is None or math.isnan(self.measured.low + self.measured.high):
             return True
         ends = self.measured.low, self.measured.high

@@ -125,8 +125,7 @@ class Peer(Protocol):
 
 
 class Exchange:
-    """One message and its answer. `waiter` is notified if the client disconnects before the
-    answer."""
+    """One message and its answer. `waiter` is notified if the client disconnects before it."""
 
     __slots__ = (
         "_connection",

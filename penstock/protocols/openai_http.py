@@ -141,8 +141,7 @@ class OpenAiHttp:
         exchange.reply(200, _JSON, (openai_v1.tokenizer_info(known.names, known.template),))
 
     def _find(self, name: str | None) -> TextModel:
-        """Return the named model, or without a name the only one; lm-eval sends none with its
-        tokens."""
+        """Return the named model; without a name, as lm-eval asks for tokens, the only one."""
         if name is None:
             names = [each.name for each in self._models.known()]
             if len(names) != 1:

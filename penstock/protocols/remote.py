@@ -115,8 +115,7 @@ class Remote:
         parameters: Mapping[str, Parameter] = MappingProxyType({}),
         key: bytes = b"",
     ) -> bytes:
-        """Return the core's answer; raises if the core refuses. Cancelling withdraws the
-        question."""
+        """Return the core's answer; raises if it refuses. Cancelling withdraws the question."""
         call = next(self._numbers)
         question: asyncio.Future[bytes] = self._loop.create_future()
         self._questions[call] = question

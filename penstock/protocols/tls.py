@@ -64,8 +64,7 @@ class TlsFiles:
         return context
 
     def load_if_changed(self) -> ssl.SSLContext | None:
-        """Return a new context; None if nothing changed, or if the change is unusable (logged
-        once)."""
+        """Return a new context; None if nothing changed or the change is unusable (logged once)."""
         if self._read_stamps() == self._stamps:
             return None
         try:

@@ -283,8 +283,7 @@ class Service:
                 await self._is_stopping.wait()
 
     async def _status(self, service: str, context: Any) -> Any:
-        """Return the status of the server, or of the named model, for which the caller needs a
-        key."""
+        """Return the status of the server, or of the named model, which requires a key."""
         try:
             if service in ("", SERVICE.full_name):
                 body = await self._remote.ask("server_ready")
@@ -301,8 +300,7 @@ class Service:
 
 
 class Stream:
-    """One ModelStreamInfer: requests run concurrently, answers leave in request order, as in
-    Triton."""
+    """One ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
     def __init__(self, infer: Answer, messages: AsyncIterator[bytes], context: Any) -> None:
         self._infer = infer

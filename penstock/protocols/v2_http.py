@@ -171,8 +171,7 @@ class Door(Protocol):
 
 
 class Models:
-    """The `Door` of the core: to its own models and routes. Refuses inference while the routes are
-    draining."""
+    """The `Door` of the core: to its own models and routes. Refuses inference while draining."""
 
     def __init__(
         self,

@@ -106,8 +106,7 @@ class Batcher:
         return self._lanes.remove(request)
 
     def expire(self, now: float) -> list[Request]:
-        """Apply queue time-outs: return the requests to refuse; DELAY moves them behind their
-        level."""
+        """Apply queue time-outs; return requests to refuse. DELAY moves them behind their level."""
         refused: list[Request] = []
         while self._expiries and self._expiries[0][0] <= now:
             request = heapq.heappop(self._expiries)[2]

@@ -129,8 +129,7 @@ class Lanes:
         return self._policies[request.priority]
 
     def ahead(self, level: int) -> tuple[int, int]:
-        """Return the number of requests at this level and above, and their size in rows or
-        tokens."""
+        """Return the number of requests at this level and above, and their rows or tokens."""
         if self._num_levels == 1:
             return self._counts[0], self._sizes[0]
         return sum(self._counts[: level + 1]), sum(self._sizes[: level + 1])
@@ -251,8 +250,7 @@ class Lanes:
         self.num_waiting += step
 
     def _level(self, request: Request) -> int:
-        """Return the index of the request's level; 0 is the highest. Unknown levels get the
-        default."""
+        """Return the request's level index; 0 is the highest. Unknown levels get the default."""
         wanted = request.priority
         if wanted == LEVEL_UNSET or wanted > self._num_levels:
             wanted = self._default_level

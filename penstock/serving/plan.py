@@ -129,8 +129,7 @@ class Planner:
         return fit
 
     def plan(self, request: Request) -> Plan:
-        """Return the plan of a request, checking buffer sizes; InvalidRequest if it does not
-        fit."""
+        """Return the plan of a request; InvalidRequest if it or its buffer sizes do not fit."""
         inputs = request.inputs
         if len(inputs) == 1:
             tensor = inputs[0]
@@ -210,8 +209,7 @@ class Planner:
         return Plan(geometry, num_rows, order, tuple(sizes), num_tokens=num_tokens)
 
     def _row_tokens(self, present: tuple[int, ...], shapes: Shapes, *, is_padded: bool) -> int:
-        """Return the tokens of a row; 0 without a token budget. If lengths differ, the longest
-        counts."""
+        """Return the tokens of a row, by its longest axis; 0 without a token budget."""
         if self._counter is None:
             return 0
         by_input = dict(zip(present, shapes, strict=True))
@@ -222,8 +220,7 @@ class Planner:
         return self._counter.row_tokens(longest, bucket)
 
     def bucket_geometry(self, length: int) -> Geometry | None:
-        """Return the geometry of rows padded to this bucket; None if other axes are variable
-        too."""
+        """Return the geometry of rows padded to this bucket; None if other axes vary too."""
         assert self.pads is not None
         shapes = self.pads.shapes(tuple(spec.shape for spec in self._config.inputs), length)
         if any(size < 0 for shape in shapes for size in shape):

@@ -90,8 +90,7 @@ class Layout:
 
     @classmethod
     def fitting(cls, row_bytes: Sequence[int], nbytes: int, max_rows: int) -> Layout | None:
-        """Return the layout with the most rows, up to `max_rows`, that fits; None if not even one
-        does."""
+        """Return the layout with the most rows, up to `max_rows`, that fits; None if none does."""
         rows = min(max_rows, nbytes // max(1, sum(row_bytes)))
         while rows > 0:
             layout = cls.of(row_bytes, rows)

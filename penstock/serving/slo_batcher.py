@@ -50,8 +50,7 @@ MAX_PACES = 512
 
 
 class Pace:
-    """What is known about one geometry: its T(b), the target size, and the arrival rate in rows (or
-    tokens)."""
+    """What is known about one geometry: T(b), target size, arrival rate in rows (or tokens)."""
 
     __slots__ = ("_arrived_at", "arrivals_per_s", "target_size", "target_s", "times")
 
@@ -245,8 +244,7 @@ class SloBatcher:
         return refused
 
     def drain(self) -> list[Request]:
-        """Remove and return all queued requests, including dropped ones that are not refused
-        yet."""
+        """Remove and return all queued requests, including dropped ones not refused yet."""
         dropped, self._dropped = self._dropped, []
         return dropped + self._lanes.drain()
 

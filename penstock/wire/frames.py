@@ -210,8 +210,7 @@ class Parcel(Frame, tag="pcl"):
 
 
 class Open(Frame, tag="open"):
-    """First frame to a front, with two descriptors: the segments for its requests and for the
-    answers."""
+    """First frame to a front, with two descriptors: the segments for requests and answers."""
 
     version: int
     host: str

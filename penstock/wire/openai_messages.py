@@ -88,8 +88,7 @@ def _read_call(call: object, where: str) -> Message:
 
 
 def _read_arguments(function: Message) -> object:
-    """Parse arguments to an object; a model may have written something else, which stays as it
-    is."""
+    """Parse arguments to an object; anything else that a model wrote stays as it is."""
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments

@@ -272,8 +272,7 @@ def _template_options(found: _Chat) -> dict[str, Any]:
 
 
 def read_wishes(fields: Mapping[str, Any]) -> Wishes:
-    """Read sampling parameters of another protocol; unsupported fields are refused as OpenAI's
-    are."""
+    """Read sampling parameters of another protocol; unsupported fields are refused."""
     try:
         found = msgspec.convert(fields, _Common, strict=False)
     except msgspec.ValidationError as error:

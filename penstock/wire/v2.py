@@ -235,8 +235,7 @@ class Codec:
     def decode_infer(
         self, body: Buffer, json_bytes: int | None, sink: ReplySink, received: float
     ) -> Request:
-        """Decode a request. `json_bytes` is the length of the JSON part; None if nothing follows
-        it."""
+        """Decode a request. `json_bytes`: length of the JSON part; None if nothing follows it."""
         if json_bytes is None:
             return self._decode_json(body, sink, received)
         view = memoryview(body)
@@ -307,8 +306,7 @@ def encode_answer(request: Request, response: Response) -> tuple[bytes, list[Buf
 
 
 def classified(request: Request, response: Response, specs: Sequence[TensorSpec]) -> Response:
-    """Apply the classification extension: replace outputs that request it by their k best
-    classes."""
+    """Apply the classification extension: give the k best classes of outputs that request it."""
     labels = {spec.name: spec.labels for spec in specs}
     outputs = [
         _classes(tensor, int(output.parameters["classification"]), labels.get(tensor.name, ()))
@@ -395,8 +393,7 @@ def _split_id(head: bytes) -> tuple[str, bytes]:
 
 
 def _is_plain(wire: InferBody, id: str, around: bytes) -> bool:
-    """Whether the leading id is the one that counts: there is no second one, and no key is
-    escaped."""
+    """Whether the leading id is the one that counts: no second one, and no key is escaped."""
     return wire.id == id and b"\\" not in around and _SECOND_ID.search(around) is None
 
 

@@ -32,8 +32,7 @@ KINDS = ("tensors", "prompt", "messages", "fields")
 
 
 def open_source(spec: InputSpec, form: RequestForm, index: int, num_processes: int) -> Source:
-    """Open inputs for process `index` of `num_processes`; ConfigError when the data does not
-    fit."""
+    """Open inputs for process `index` of `num_processes`; ConfigError if the data does not fit."""
     problems = _problems(spec, form)
     if problems:
         raise ConfigError(problems)
@@ -87,8 +86,7 @@ def _length_problems(spec: InputSpec, form: RequestForm) -> list[str]:
 
 
 def _check_fields(form: RequestForm, sizes: Sizes) -> None:
-    """Raise ConfigError for fields that cannot be generated: without data, only a prompt and its
-    limit can."""
+    """Raise ConfigError for fields other than a prompt and its limit: they need data."""
     known = {"prompt"} if sizes.answers is None else {"prompt", "max_tokens"}
     missing = ", ".join(f"{{{name}}}" for name in form.fields if name not in known)
     if missing:

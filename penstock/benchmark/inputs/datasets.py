@@ -33,8 +33,7 @@ from penstock.benchmark.inputs.samples import InputSpec, Origin, RequestForm, So
 from penstock.errors import ConfigError
 from penstock.types import TensorSpec
 
-# Default names of arrays or fields with labels: `penstock optimize` evaluates with them, a load
-# omits them.
+# Default names of labels: `penstock optimize` evaluates with them, a load omits them.
 LABEL_NAMES = ("label", "labels", "y")
 
 

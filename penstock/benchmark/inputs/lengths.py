@@ -48,8 +48,7 @@ class Lengths(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Sizes:
-    """Endless lengths of requests and their answers, and their descriptions. None: not
-    specified."""
+    """Endless lengths of requests and their answers, with descriptions. None: not specified."""
 
     requests: Iterator[int] | None = None
     answers: Iterator[int] | None = None
@@ -97,8 +96,7 @@ def drawn(lengths: Lengths, seed: Sequence[int]) -> Iterator[int]:
 
 
 def followed(values: Sequence[int], index: int, num_processes: int) -> Iterator[int]:
-    """Yield the `index`-th of `values` and every `num_processes`-th after it, wrapping around
-    endlessly."""
+    """Yield every `num_processes`-th of `values` from `index` on, wrapping around endlessly."""
     position = index
     while True:
         yield values[position % len(values)]

@@ -57,8 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Unjudged:
-    """A figure of both runs, compared in both directions: other worse than base, base worse than
-    other."""
+    """A figure of both runs, compared in both directions."""
 
     load: str
     figure: str

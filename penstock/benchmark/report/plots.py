@@ -315,8 +315,7 @@ def _breakdown(loads: Sequence[Load], figures: Sequence[Figures]) -> Figure | No
 
 
 def _stacked(rows: Sequence[tuple[str, dict[str, float]]]) -> Figure:
-    """Stack bars in ms, or as shares where one bar would dwarf the others; the sum is below
-    each."""
+    """Stack bars in ms, or as shares if one bar would dwarf the others; the sum is below each."""
     sums = [sum(parts.values()) for _, parts in rows]
     is_shares = max(sums) > MAX_SUM_RATIO * min(sums)
     data = [

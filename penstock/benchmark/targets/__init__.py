@@ -77,8 +77,7 @@ class Description(msgspec.Struct):
 
 
 class Counters(msgspec.Struct, frozen=True):
-    """A server's own counters since it started, from v2 `/stats`. Times in nanoseconds, summed over
-    requests."""
+    """A server's own counters since it started, from v2 `/stats`. Times are nanosecond totals."""
 
     num_success: int
     num_fail: int

@@ -35,8 +35,7 @@ from penstock.errors import ConfigError
 from penstock.types import Buffer, Tensor
 
 SERVICE = "/inference.GRPCInferenceService/"
-# Servers allow about a hundred calls per connection; with fewer, calls do not wait for each other's
-# frames.
+# Servers allow about a hundred calls per connection; fewer keep frames from queueing.
 CALLS_PER_CONNECTION = 32
 ASK_TIMEOUT_S = 10.0
 OPTIONS = (

@@ -253,8 +253,7 @@ class Connection(asyncio.Protocol):
         exchange.finish(exchange)
 
     def _remember(self) -> None:
-        """Remember a good answer's head with its length: the next one like it need not be
-        parsed."""
+        """Remember a good answer's head with its length: the next such answer is not parsed."""
         data, headers = self._first_data, self._headers
         end = data.find(b"\r\n\r\n") + 4
         self._first_data = b""

@@ -41,8 +41,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def find_place(spec: TargetSpec) -> Place:
-    """Find the model from the address, or from `--model` if that names none; ConfigError if neither
-    does."""
+    """Find the model from the address, or else from `--model`; ConfigError if neither names one."""
     url = parse_url(spec.address)
     match = MODEL_PATH.fullmatch(url.path)
     if match is None:
