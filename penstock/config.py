@@ -315,7 +315,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits per client of the HTTP server."""
+    """Limits and time-outs of the HTTP server."""
 
     max_body_bytes: int = 64 * MIB
     # JSON is decoded on the event loop, so large bodies delay all requests.

@@ -19,7 +19,7 @@ MAX_TEXT = 500
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """An administrative request; `caller` is the name from `Gate.caller`."""
+    """An administrative request; `caller` is the name from `Gate.caller_name`."""
 
     protocol: str
     caller: str

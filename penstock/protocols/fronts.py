@@ -72,7 +72,7 @@ ADMIN_ACTIONS: Mapping[frames.AskKind, str] = {
     "model_load": "load",
     "model_unload": "unload",
 }
-# Characters of an error over gRPC, which may quote client names of any length.
+# Characters of an error over gRPC; it may quote names of any length from the client.
 MAX_TEXT = 2000
 # The same over HTTP, which has no limit: surely fits a frame.
 MAX_HTTP_TEXT = MAX_SENT_BYTES // 8

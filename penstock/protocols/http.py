@@ -221,7 +221,7 @@ class Exchange:
             self._connection.finish(b"0\r\n\r\n" if has_end else b"", keeps)
 
     def _keeps_after_stream(self) -> bool:
-        """HTTP/1.0 marks the end of a stream by closing the connection."""
+        """Whether the connection survives a stream: HTTP/1.0 ends one by closing it."""
         return self._connection.will_keep_alive(self.head) and not self.head.is_http_1_0
 
     def abort(self) -> None:
@@ -587,7 +587,7 @@ class Connection(asyncio.Protocol):
         self._running = exchange = Exchange(self, head, body)
         try:
             self._server.handler(exchange)
-        except Exception:  # Answer 500 and keep serving.
+        except Exception:  # Answer 500 or cut the stream, and keep serving.
             log.exception("while handling %r", head.path)
             if exchange.is_streaming:
                 exchange.abort()

@@ -221,7 +221,7 @@ class Open(Frame, tag="open"):
     compression: str = "none"
     # Scopes by digest of the API key, as in `protocols.gate`; None: no key is required.
     keys: dict[bytes, tuple[str, ...]] | None = None
-    # For an HTTP front: limits per client, and the host names it serves; None: any.
+    # For an HTTP front: its limits, and the host names it serves; None: any.
     limits: HttpLimits | None = None
     hosts: tuple[str, ...] | None = None
     # Whether the front logs requests that never reach the core.
