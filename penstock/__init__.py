@@ -1,4 +1,4 @@
-"""Model, data and an SLO in; a served endpoint that keeps the SLO, with the proof, out."""
+"""Optimise and serve models under a latency target: give a model, sample data and an SLO."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["__version__", "load"]
 
 
 def load(path: str, *, version: str = "") -> LocalModel:
-    """A model in this process: `penstock.load("models/digits").infer(image)`."""
+    """Load a model in this process: `penstock.load("models/digits").infer(image)`."""
     from penstock.local import LocalModel
 
     return LocalModel(path, version)

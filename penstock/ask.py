@@ -1,4 +1,4 @@
-"""Questions of the command line to a running server, with errors in words."""
+"""Requests of the command line to a running server; errors are readable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WRONG_PORT = "is this a Penstock server's HTTP port?"
 
 
 def explanation(url: str, model: str, version: str = "", api_key: str = "") -> Explanation:
-    """What the server says about a model; ConfigError if it says nothing of use."""
+    """Return the server's explanation of a model; ConfigError if it has none."""
     try:
         parse_url(url)
     except ConfigError as error:
@@ -39,7 +39,7 @@ def _get(address: str, url: str, api_key: str) -> bytes:
     request = urllib.request.Request(address)
     if api_key:
         request.add_header("X-API-Key", api_key)
-    # Not through a proxy: the server is close, and the key is nobody else's business.
+    # No proxy: the server is close, and the key must not leak.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:

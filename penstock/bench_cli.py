@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SECRET_HEADERS = re.compile("auth|key|token|cookie|secret", re.IGNORECASE)
 
-# What both commands write.
+# Options of both commands.
 HTML = click.option(
     "--html",
     "html_path",
@@ -364,21 +364,21 @@ def report(runs: tuple[str, ...], html_path: str, csv_path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Files the run goes to; empty names are none."""
+    """Files that the run is written to; empty names are not written."""
 
     json_path: str
     html_path: str
     csv_path: str
 
     def check(self) -> None:
-        """Before minutes of measuring: ConfigError for files that could not be written."""
+        """Check the files before measuring; ConfigError for those that cannot be written."""
         from penstock.benchmark.report import run_files
 
         run_files.check_outputs([self.json_path, self.html_path, self.csv_path])
 
     def keep(self, run: Run) -> None:
-        """While it goes on: what was measured survives whatever comes. A disk that is full now
-        does not end the measuring; `show` tries again, and tells."""
+        """Save the run so far, so that it survives a crash. A full disk does not stop the
+        measurement; `show` tries again and reports it."""
         with contextlib.suppress(ConfigError):
             self._write(run)
 
@@ -412,8 +412,8 @@ async def _measure(plan: Plan, outputs: Outputs) -> Run:
 
 @contextlib.contextmanager
 def _interruptible(conductor: Conductor) -> Iterator[None]:
-    """The first Ctrl-C ends the level and keeps what was measured; the second ends everything, and
-    so does the first where nothing was measured yet."""
+    """The first Ctrl-C ends the level and keeps what was measured; the second ends everything, as
+    does the first if nothing was measured yet."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
@@ -456,7 +456,7 @@ def _conclude(run: Run, baseline: Run | None, plan: Plan, is_gate: bool, toleran
 
 
 def make_plan(target: str, flags: dict[str, Any]) -> Plan:
-    """ConfigError with everything that is wrong."""
+    """Make a plan from flags; ConfigError lists everything that is wrong."""
     from penstock import slo as slos
     from penstock.benchmark.plan import Plan, decides_for
 
@@ -498,7 +498,7 @@ def make_plan(target: str, flags: dict[str, Any]) -> Plan:
 
 
 def _command(arguments: list[str], flags: dict[str, Any]) -> str:
-    """As it was typed, without what must stay secret: runs are shown around."""
+    """Return the command as typed, with secrets masked: runs are shared."""
     secret_texts = [flags["api_key"]] if flags["api_key"] else []
     for header in flags["header"]:
         name, _, value = header.partition(":")
@@ -510,13 +510,13 @@ def _command(arguments: list[str], flags: dict[str, Any]) -> str:
 
 
 class Reading:
-    """Flags on their way to values; problems are collected."""
+    """Parses flags to values and collects problems."""
 
     def __init__(self, flags: dict[str, Any]) -> None:
         self.flags = flags
         # Flags that are malformed or contradict each other.
         self.problems: list[str] = []
-        # Files that flags name and that cannot be used.
+        # Files named by flags that cannot be used.
         self.file_problems: list[str] = []
 
     def check(self) -> None:
@@ -527,7 +527,7 @@ class Reading:
             raise ConfigError(self.file_problems)
 
     def file(self, name: str, read: Callable[[str], Any]) -> Any:
-        """None for a flag that was not given, or whose file cannot be used."""
+        """Read a flag's file; None if the flag is not given or the file cannot be used."""
         text = self.flags[name]
         try:
             return read(text) if text else None
@@ -538,7 +538,7 @@ class Reading:
         return None
 
     def maybe(self, name: str, parse: Callable[[str], Any]) -> Any:
-        """None for a flag that was not given, or is wrong."""
+        """Parse a flag; None if it is not given or invalid."""
         text = self.flags[name]
         if not text:
             return None
@@ -551,7 +551,7 @@ class Reading:
         return None
 
     def given(self, *names: str) -> list[str]:
-        """Which of these flags were given, as they are written."""
+        """Return which of these flags were given, with their dashes."""
         return [f"--{name.replace('_', '-')}" for name in names if self.flags[name]]
 
 
@@ -635,7 +635,7 @@ def _check_gate(reading: Reading, slo: Slo | None) -> None:
 
 
 def _check_unused(reading: Reading, spec: TargetSpec) -> None:
-    """A flag that would do nothing is a mistake somebody wants to hear of."""
+    """Report flags that have no effect for this target: they are mistakes."""
     from penstock.benchmark.targets import kind_of
     from penstock.benchmark.targets.path_target import is_text
 

@@ -304,7 +304,7 @@ def serve(
 
 
 def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -> None:
-    """Until somebody stops it."""
+    """Run the server until it is stopped."""
     import uvloop
 
     from penstock import repository, server, terminal
@@ -338,7 +338,7 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
 
 
 def _check_gpus(found: Found, config: ServerConfig, exit_on_error: bool) -> None:
-    """Show what the models take of the GPUs, and end here if that cannot be."""
+    """Show the memory plan of the GPUs, and fail if the models do not fit."""
     from penstock import terminal
     from penstock.serving.fleet import Fleet
 
@@ -357,7 +357,7 @@ def _configure_logs(level: str | None, form: str | None) -> None:
 
 
 def _found(path: str, config: ServerConfig) -> Found:
-    """What to load at start."""
+    """Return what to load at start."""
     from penstock import repository
     from penstock.errors import NotFound
 

@@ -1,9 +1,9 @@
 """How far two outputs differ, column by column, relative to each column's own range. Pure.
 
-A column is what one position of the last axis holds over all rows (of axis 1 where a row has three
-axes, as images have): one score of a classifier, one coordinate of a box, one channel of a map.
-Columns have scales of their own: pixels stand next to scores, and a difference that is nothing to
-the one is everything to the other. Knows no model and no tolerance.
+A column is one position of the last axis over all rows (of axis 1 where a row has three axes, as
+images have): one score of a classifier, one coordinate of a box, one channel of a map. Columns have
+their own scales: pixels stand next to scores, and a difference that is negligible for one is large
+for the other. Knows no model and no tolerance.
 """
 
 from __future__ import annotations

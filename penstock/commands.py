@@ -1,4 +1,4 @@
-"""What all commands share: one way to print errors, one exit code for each kind of end."""
+"""Shared by all commands: one way to print errors, one exit code for each kind of outcome."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Commands(click.Group):
             # click's name for Ctrl-C.
             click.echo("interrupted", err=True)
             sys.exit(ExitCode.INTERRUPTED)
-        # --help and --version come back as the code they asked for.
+        # --help and --version return their exit code.
         sys.exit(result if isinstance(result, int) else ExitCode.OK)
 
 
 def fail(error: PenstockError) -> NoReturn:
-    """Print every problem on a line of its own and exit: 64 for wrong flags, 1 for the rest."""
+    """Print each problem on its own line and exit: 64 for invalid flags, 1 otherwise."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     for problem in problems:
         click.echo(coloured(f"error: {problem}", "red"), err=True)
@@ -52,5 +52,5 @@ def fail(error: PenstockError) -> NoReturn:
 
 
 def coloured(text: str, colour: str) -> str:
-    """Colour for terminals. click drops it elsewhere but does not know NO_COLOR."""
+    """Colour text for terminals. click drops colours elsewhere, but does not know NO_COLOR."""
     return text if os.environ.get("NO_COLOR") else click.style(text, fg=colour)

@@ -1,7 +1,7 @@
-"""Configuration as frozen values: what a model is, how it is batched, how the server listens.
+"""Configuration as frozen values: models, batching, and the server's listeners.
 
 Parsed elsewhere (`repository` reads config.pbtxt, `cli` reads flags), resolved once, never changed
-afterwards. Each default stands beside the sentence that says when to change it.
+afterwards. Each default has a comment that says when to change it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ DEFAULT_HANG_S = 30.0
 DEFAULT_LOAD_TIMEOUT_S = 600.0
 MAX_INSTANCES = 64
 CPU = "cpu"
-# The share of each GPU's memory that is kept back where nobody says otherwise.
+# Share of each GPU's memory that is reserved by default.
 GPU_MEMORY_RESERVE = 0.05
-# Every GPU there is, until somebody places the model (`serving.placement`); to a worker, the first.
+# All GPUs, until the model is placed (`serving.placement`); for a worker, the first one.
 EACH_GPU = "cuda"
-# In place of an SLO: none, whatever the evidence of the version says.
+# In place of an SLO: none, even if the version's evidence has one.
 SLO_OFF = "off"
 
 
 def ladder(max_batch_size: int) -> list[int]:
-    """The batch sizes that are warmed up: 1, 2, 4, ... and the largest itself."""
+    """Return the batch sizes that are warmed up: 1, 2, 4, ... and the largest itself."""
     rungs = [1]
     while rungs[-1] * 2 < max_batch_size:
         rungs.append(rungs[-1] * 2)
@@ -35,24 +35,24 @@ def ladder(max_batch_size: int) -> list[int]:
     return rungs
 
 
-# The backend of language models, which generate text: an engine instead of workers.
+# The backend of language models: an engine instead of workers.
 LLM = "llm"
-# The option with which a model's layers run over tokens laid end to end, without padding.
+# The option to run a model's layers over concatenated tokens, without padding.
 PACK, TOKENS = "penstock.pack", "tokens"
-# Backends that begin a batch on a GPU while others are computed there.
+# Backends that start a batch on a GPU while earlier ones are still running there.
 AHEAD = ("pytorch", "null")
 
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """What happens to requests that wait (Triton's ModelQueuePolicy)."""
+    """Limits of a queue (Triton's ModelQueuePolicy)."""
 
     timeout_action: TimeoutAction = "REJECT"
-    # Zero waits for ever; set it below your clients' own time-out.
+    # Zero: no time-out; set it below your clients' own time-out.
     default_timeout_s: float = 0.0
     # Lets a request shorten the default time-out, never lengthen it.
     allow_timeout_override: bool = False
-    # Zero means no limit of its own; `BatchPolicy.max_pending` still holds.
+    # Zero: no separate limit; `BatchPolicy.max_pending` still holds.
     max_queue_size: int = 0
 
 
@@ -62,9 +62,9 @@ class BatchPolicy:
 
     max_batch_size: int
     is_dynamic: bool = False
-    # Only for models that are much better at certain sizes; else leave empty.
+    # Only for models that are much faster at certain sizes; otherwise leave empty.
     preferred_batch_sizes: tuple[int, ...] = ()
-    # Waiting on purpose; batches form by themselves while the instances are busy.
+    # Deliberate waiting; batches form by themselves while the instances are busy.
     max_queue_delay_s: float = 0.0
     # Answers leave in the order of arrival; costs latency when there are several instances.
     preserve_ordering: bool = False
@@ -72,16 +72,16 @@ class BatchPolicy:
     default_priority: int = 0
     # Index 0 is the default; levels 1..num_priorities follow.
     policies: tuple[QueuePolicy, ...] = (QueuePolicy(),)
-    # All queues of the model together; lower it where memory is short.
+    # Limit on all queues of the model together; lower it if memory is short.
     max_pending: int = 8192
-    # How long a request may take, from the model's SLO; switches from Triton's rules to slo mode.
+    # Longest latency of a request, from the model's SLO; switches from Triton's rules to slo mode.
     slo_latency_s: float | None = None
-    # The most tokens of a batch, beside its most rows; whoever has more by itself runs alone. For
-    # models whose batches take as long as they have tokens, not rows.
+    # Most tokens of a batch, in addition to its most rows; a request with more runs alone. For
+    # models whose batch time depends on tokens, not rows.
     max_tokens: int | None = None
-    # How long a request may wait before it is refused, without an SLO. None: the larger of 1 s and
-    # ten times the largest batch, where the queue has no limit of its own; 0: for ever, as in
-    # Triton. Lower it below your clients' own time-out.
+    # Longest wait before a request is refused, without an SLO. None: the larger of 1 s and ten
+    # times the largest batch, unless the queue has its own limit; 0: no limit, as in Triton. Lower
+    # it below your clients' own time-out.
     max_wait_s: float | None = None
 
     def policy(self, level: int) -> QueuePolicy:
@@ -98,19 +98,19 @@ class BatchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """Shared memory of one model. Raise for large tensors or deep queues."""
+    """Shared memory of one model. Raise it for large tensors or deep queues."""
 
-    # Per slab; None is sized for a full batch of fixed shapes, 4 MiB for variable ones.
+    # Per slab; None: sized for a full batch of fixed shapes, 4 MiB for variable ones.
     slab_bytes: int | None = None
-    # Slabs that waiting requests may fill; beyond it they keep their bytes and are decoded later.
+    # Slabs that queued requests may fill; beyond that they keep their bytes and are decoded later.
     max_slabs: int = 8
-    # Per model for inputs and per worker for outputs that do not fit rows.
+    # Per model for inputs, and per worker for outputs, that do not fit rows.
     spill_bytes: int = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class PadAxis:
-    """An axis of an input, counted without the batch, that may be filled up with `value`."""
+    """An axis of an input, counted without the batch, that may be padded with `value`."""
 
     input: str
     axis: int
@@ -119,39 +119,39 @@ class PadAxis:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Requests that differ along these axes are filled up to the next bucket and share a batch.
-    What is longer than the last bucket runs with others of its own shape only."""
+    """Requests that differ along these axes are padded to the next bucket and share a batch.
+    Requests longer than the last bucket run only with others of the same shape."""
 
     axes: tuple[PadAxis, ...]
-    # Closer buckets compute less padding; fewer of them make fuller batches and a shorter warm-up.
+    # Closer buckets compute less padding; fewer buckets make fuller batches and a shorter warm-up.
     buckets: tuple[int, ...] = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocess:
-    """A function between what users send and what the model takes."""
+    """A function applied to the user's inputs before the model."""
 
-    # FILE:NAME, a function of a file of the version folder.
+    # FILE:NAME, a function in a file of the version folder.
     function: str
-    # What the model takes; `ModelConfig.inputs` is then what users send.
+    # The model's inputs; `ModelConfig.inputs` are then the user's.
     inputs: tuple[TensorSpec, ...]
-    # Of the model's inputs; rows are padded after the function, where they are computed.
+    # Padding of the model's inputs: rows are padded after the function, in the worker.
     padding: Padding | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Postprocess:
-    """A function between what the model gives and what users get."""
+    """A function applied to the model's outputs before the user gets them."""
 
-    # FILE:NAME, a function of a file of the version folder.
+    # FILE:NAME, a function in a file of the version folder.
     function: str
-    # What the model gives; `ModelConfig.outputs` is then what users get.
+    # The model's outputs; `ModelConfig.outputs` are then the user's.
     outputs: tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupInput:
-    """One tensor of a warm-up request, without the batch dimension. `file` has its bytes, if that
+    """One tensor of a warm-up request, without the batch dimension. `file` holds its bytes if that
     is its source."""
 
     name: str
@@ -168,15 +168,15 @@ class Warmup:
     name: str
     num_rows: int
     inputs: tuple[WarmupInput, ...]
-    # How many times it runs.
+    # Number of runs.
     count: int = 1
-    # Where the files are.
+    # Folder of the files.
     folder: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One version of one model, everything resolved: what `penstock inspect` prints."""
+    """One version of one model, fully resolved, as `penstock inspect` prints it."""
 
     name: str
     version: str
@@ -189,52 +189,52 @@ class ModelConfig:
     max_batch_size: int
     batching: BatchPolicy
     num_instances: int = 1
-    # Where they run: "cpu", "cuda:N", or "cuda", so many on each GPU there is.
+    # "cpu", "cuda:N", or "cuda": that many instances on each GPU.
     device: str = CPU
-    # The device of each instance, where they are not all on the same; `device` is then the first.
+    # The device of each instance if they differ; `device` is then the first.
     spread: tuple[str, ...] = ()
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
-    # A batch that takes longer than max(this, 20 x the p99 of its size) is taken for a hang.
+    # A batch that takes longer than max(this, 20 x the p99 of its size) counts as a hang.
     hang_s: float = DEFAULT_HANG_S
-    # A load that takes longer fails. Raise it for weights that come over a slow network.
+    # A load that takes longer fails. Raise it for weights on a slow network.
     load_timeout_s: float = DEFAULT_LOAD_TIMEOUT_S
-    # Private memory of one worker: heap, stacks and anonymous mappings, not shared memory or files
-    # that are mapped. Set it where a model must not take the machine's memory; None: no limit.
+    # Private memory of one worker: heap, stacks and anonymous mappings, not shared memory or mapped
+    # files. Set it to protect the machine's memory from a model; None: no limit.
     memory_bytes: int | None = None
-    # Environment variables that the model's code gets beside the usual ones; NAME or PREFIX_*.
+    # Additional environment variables for the model's code; NAME or PREFIX_*.
     env: tuple[str, ...] = ()
     padding: Padding | None = None
     preprocess: Preprocess | None = None
     postprocess: Postprocess | None = None
-    # How far answers may move when rows share a batch or are padded, as a share of the output's
-    # largest value; None goes by the datatype. Raise it for models that compute in less precision.
+    # How far answers may change when rows share a batch or are padded, relative to the output's
+    # largest value; None: by datatype. Raise it for models that compute in lower precision.
     tolerance: float | None = None
-    # The artifact's name below the version folder, where it is not the backend's usual one.
+    # The artifact's name in the version folder, if it is not the backend's default.
     file: str = ""
-    # Strings for the backend, as written under `parameters`.
+    # Strings for the backend, from `parameters`.
     options: Mapping[str, str] = field(default_factory=dict)
-    # What is promised, from `penstock.slo` or else from the evidence of the version; "off" where
-    # `penstock.slo` says so, empty where nobody says anything.
+    # The SLO, from `penstock.slo` or else from the version's evidence; "off" if `penstock.slo` says
+    # so, empty if there is none.
     slo: str = ""
     is_slo_from_evidence: bool = False
-    # The SLO of the evidence and its outcome, where it was not kept: it is not enforced then.
+    # The SLO of the evidence and its outcome if it was not kept: then it is not enforced.
     unkept_slo: str = ""
-    # What an instance takes of a GPU's memory, for the plan at start. Give it where the plan's own
-    # estimate is far off; None: estimated, or as the evidence of the version says.
+    # GPU memory of one instance, for the plan at start. Set it if the plan's own estimate is far
+    # off; None: from the version's evidence, or estimated.
     gpu_memory_bytes: int | None = None
     # The version's manifest.json, which a worker checks before it loads; empty: there is none.
     manifest: str = ""
-    # Further labels of the model's metrics.
+    # Additional labels of the model's metrics.
     metric_tags: Mapping[str, str] = field(default_factory=dict)
-    # Run before an instance is ready, beside the warm-up of every batch size.
+    # Run before an instance is ready, in addition to the warm-up of every batch size.
     warmups: tuple[Warmup, ...] = ()
-    # config.pbtxt as it was read, for `/config`; and what in it has no effect.
+    # config.pbtxt as read, for `/config`; and the fields in it without effect.
     written: str = field(default="", compare=False)
     warnings: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def unkept_note(self) -> str:
-        """What the server logs at load and `penstock inspect` shows of an SLO that was not kept."""
+        """Note for the log at load and `penstock inspect` about an SLO that was not kept."""
         if not self.unkept_slo:
             return ""
         return (
@@ -244,7 +244,7 @@ class ModelConfig:
 
     @property
     def model(self) -> ModelConfig:
-        """As the model itself sees it, without the functions around it."""
+        """The configuration of the model itself, without the functions around it."""
         config = self.without_postprocess
         before = self.preprocess
         if before is None:
@@ -253,24 +253,24 @@ class ModelConfig:
 
     @property
     def without_postprocess(self) -> ModelConfig:
-        """Answers are then what the model itself gives."""
+        """The configuration without its postprocess function: outputs are the model's own."""
         if self.postprocess is None:
             return self
         return replace(self, outputs=self.postprocess.outputs, postprocess=None)
 
     @property
     def is_processed(self) -> bool:
-        """Whether a function stands before or behind the model."""
+        """Whether the model has a preprocess or postprocess function."""
         return self.preprocess is not None or self.postprocess is not None
 
     @property
     def is_packed(self) -> bool:
-        """Whether padding is not computed: a row costs its own length, not that of its bucket."""
+        """Whether padding is not computed: a row costs its own length, not its bucket's."""
         return self.options.get(PACK) == TOKENS
 
     def max_rows(self, bucket: int) -> int:
-        """Of a batch of rows that are filled up to this bucket: a budget of tokens may leave room
-        for fewer than `max_batch_size`. Not where only their own lengths count."""
+        """Return the most rows of a batch in this bucket: a token budget may allow fewer than
+        `max_batch_size`. It does not if the model is packed, as only actual lengths count then."""
         most = self.batching.max_tokens
         if most is None or self.is_packed:
             return self.max_batch_size
@@ -278,13 +278,13 @@ class ModelConfig:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """One for each instance."""
+        """One device per instance."""
         return self.spread or (self.device,) * self.num_instances
 
     @property
     def workers(self) -> tuple[tuple[str, int], ...]:
-        """The device of each, and of how many instances it is the worker. Those on one GPU share a
-        worker, and with it the weights, where batches are begun ahead of their answers."""
+        """The device and number of instances of each worker. Instances on one GPU share a worker,
+        and with it the weights, if the backend starts batches ahead."""
         is_shared = self.backend in AHEAD and not self.is_processed
         found: list[tuple[str, int]] = []
         for device in self.devices:
@@ -295,7 +295,7 @@ class ModelConfig:
         return tuple(found)
 
     def of_worker(self, device: str, num_slots: int) -> ModelConfig:
-        """As a worker knows it: its own device and, on a GPU, its own instances only."""
+        """Return the configuration of one worker: its device and, on a GPU, its own instances."""
         num_instances = self.num_instances if device == CPU else num_slots
         return replace(self, device=device, spread=(), num_instances=num_instances)
 
@@ -304,8 +304,8 @@ class ModelConfig:
         return any(device != CPU for device in self.devices)
 
     def on(self, devices: Sequence[str]) -> ModelConfig:
-        """With an instance on each of these. They are put into turns, each device once a turn, so
-        that a few requests already meet all devices."""
+        """Return the configuration with an instance on each of these devices, interleaved so that
+        even a few requests use all devices."""
         counts = {device: devices.count(device) for device in devices}
         turns = tuple(
             device
@@ -323,10 +323,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What one client may ask of the HTTP server."""
+    """Limits and time-outs of the HTTP server."""
 
     max_body_bytes: int = 64 * MIB
-    # JSON is decoded on the event loop, so its size is everybody's latency.
+    # JSON is decoded on the event loop, so large bodies delay all requests.
     max_json_bytes: int = 8 * MIB
     max_header_bytes: int = 16 * 1024
     max_headers: int = 100
@@ -337,72 +337,71 @@ class HttpLimits:
     body_timeout_s: float = 60.0
     min_body_rate: int = 16 * 1024
     keep_alive_s: float = 75.0
-    # A client that does not read its answer is cut off after this.
+    # A client that does not read its answer is disconnected after this.
     write_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
-    """How the gRPC front listens."""
+    """Settings of the gRPC front."""
 
     port: int = 8001
-    # Of one request; raise it for larger tensors.
+    # Size of one request; raise it for larger tensors.
     max_message_bytes: int = 64 * MIB
-    # Shared memory for tensors on their way to the core, and as much for the way back; at least
-    # twice the largest message is taken. Pages that are never used cost nothing.
+    # Shared memory for tensors to the core, and as much for the way back; at least twice the
+    # largest message. Untouched pages cost nothing.
     segment_bytes: int = 256 * MIB
-    # How answers are compressed: none, deflate or gzip. For networks slower than a core is.
+    # Compression of answers: none, deflate or gzip. For slow networks.
     compression: str = "none"
-    # A front that has not answered for so long is taken for a hang. Raise it where messages are so
-    # large that decoding one takes seconds.
+    # A front that does not answer for this long counts as hung. Raise it if decoding one large
+    # message takes seconds.
     hang_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """PEM files for every port of the server; read again when they change."""
+    """PEM files for all ports of the server; reloaded when they change."""
 
     # The certificate and those of its issuers.
     cert: str
     key: str
-    # Issuers of client certificates, which every client then needs; empty: no client needs one.
+    # Issuers of client certificates, which are then required; empty: not required.
     client_ca: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How the server listens and stops."""
+    """Listeners and shutdown of the server."""
 
-    # Name in the server's metadata. Change it where clients tell servers apart by it.
+    # Name in the server's metadata. Change it if clients distinguish servers by it.
     id: str = "penstock"
     host: str = "127.0.0.1"
     http_port: int = 8000
-    # Processes that answer HTTP on that port; 0: the core does it itself. Raise it when the core's
-    # event loop is the limit, not the models.
+    # Processes that serve HTTP on that port; 0: the core does it. Raise it when the core's event
+    # loop is the bottleneck, not the models.
     num_fronts: int = 0
     # None: no gRPC.
     grpc: GrpcConfig | None = None
-    # A listener for scrapes and health alone; None: only the HTTP port answers them.
+    # A separate listener for scrapes and health; None: only the HTTP port serves them.
     metrics_port: int | None = None
-    # How long accepted requests may take to finish after SIGTERM.
+    # Time for accepted requests to finish after SIGTERM.
     drain_s: float = 30.0
     # True allows loading and unloading over the API, and loads at start only what `load` names.
     is_explicit: bool = False
-    # Models to load at start in explicit mode; "*" is all.
+    # Models to load at start in explicit mode; "*": all.
     load: tuple[str, ...] = ()
-    # The share of each GPU's memory that models may not plan with; for what they need beyond their
-    # estimates, and for others.
+    # Share of each GPU's memory that the plan leaves free, for underestimates and other processes.
     gpu_memory_reserve: float = GPU_MEMORY_RESERVE
-    # The path is the configuration of a language model, whose weights are drawn.
+    # The path is a language model's configuration; its weights are random.
     has_random_weights: bool = False
     # None: plain text.
     tls: TlsConfig | None = None
-    # A TOML file of API keys; empty: nobody needs one.
+    # A TOML file of API keys; empty: no key is required.
     api_keys: str = ""
-    # Further names under which clients may address the server, beside the loopback ones.
+    # Additional host names for clients, besides the loopback ones.
     allow_hosts: tuple[str, ...] = ()
-    # Accept ONNX weights in files that have further hard links.
+    # Accept ONNX weights in files that have other hard links.
     allows_hard_links: bool = False
-    # One line per inference; costs time on every one.
+    # Log one line per inference; adds to the cost of each.
     logs_requests: bool = False
     limits: HttpLimits = field(default_factory=HttpLimits)

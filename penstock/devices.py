@@ -1,9 +1,9 @@
-"""The GPUs of this machine: which there are, and what they do now.
+"""The GPUs of this machine: what there are, and their current use.
 
-Asked of NVML, which every NVIDIA driver brings along as a C library, so no package is needed. Where
-it is absent or refuses a question, nothing is told and nothing fails. An index is the one that CUDA
-goes by in our processes: the order of `nvidia-smi`, restricted by CUDA_VISIBLE_DEVICES.
-`read_gpus` is what the rest asks; tests put another function in its place.
+Read from NVML, a C library in every NVIDIA driver, so no package is needed. If it is absent or
+refuses a query, the value is missing and nothing fails. Indices are CUDA's in our processes: the
+order of `nvidia-smi`, restricted by CUDA_VISIBLE_DEVICES. Other modules call `read_gpus`; tests
+replace that function.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from typing import TypeVar
 Answer = TypeVar("Answer")
 
 LIBRARY = "libnvidia-ml.so.1"
-# Makes CUDA count GPUs as NVML does; without it the fastest comes first.
+# Makes CUDA number GPUs as NVML does; by default the fastest comes first.
 CUDA_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-# torch's allocator then grows what it has instead of taking pieces that nothing else fits into.
+# Lets torch's allocator grow its segments, which avoids fragmentation.
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-# Its names for that; whoever has set one knows what he wants.
+# Variables of that setting; if the operator has set one, it stays.
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 TEXT_BYTES = 128
 SM_CLOCK = 1
-# Utilisation is an average over about as long, so asking more often tells nothing new.
+# NVML averages utilisation over about this long, so more frequent queries add nothing.
 FRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device that models can be put on."""
+    """A device for models."""
 
     index: int
     uuid: str
     name: str
-    # 0 where it does not say, as those that share the machine's memory.
+    # 0 if unknown, as for GPUs that share the machine's memory.
     total_bytes: int
-    # What nobody uses at the moment.
+    # Memory unused by any process.
     free_bytes: int
 
     @property
@@ -52,16 +52,16 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """What a GPU does now; None where it does not say."""
+    """Current use of a GPU; None: not reported."""
 
     uuid: str
-    # A share of the last second or so in which some kernel ran, 0 to 1.
+    # Share of about the last second in which a kernel ran, 0 to 1.
     utilization: float | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    # Of all the time since the driver was loaded.
+    # Since the driver was loaded.
     energy_joules: float | None = None
     clock_mhz: int | None = None
 
@@ -75,11 +75,11 @@ class _Rates(ctypes.Structure):
 
 
 class NvmlError(Exception):
-    """NVML would not say."""
+    """An NVML query failed."""
 
 
 class Nvml:
-    """The library, open. Any thread may ask. NvmlError if it cannot be opened."""
+    """The opened library, usable from any thread. NvmlError if it cannot be opened."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:
@@ -94,7 +94,7 @@ class Nvml:
         return text.value.decode(errors="replace")
 
     def gpus(self, visible: str | None = None) -> tuple[Gpu, ...]:
-        """`visible` is CUDA_VISIBLE_DEVICES, None if it is not set."""
+        """List the GPUs; `visible` is CUDA_VISIBLE_DEVICES, None if it is not set."""
         found: list[Gpu] = []
         for index, handle in enumerate(self._handles(visible)):
             memory = _Memory()
@@ -108,7 +108,7 @@ class Nvml:
 
     def _use(self, handle: ctypes.c_void_p) -> GpuUse:
         memory, rates = _Memory(), _Rates()
-        # MIG slices and some clouds refuse single questions.
+        # MIG slices and some clouds refuse certain queries.
         has_memory = self._answers("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         has_rates = self._answers("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(rates))
         power = self._number("nvmlDeviceGetPowerUsage", handle)
@@ -126,7 +126,7 @@ class Nvml:
         )
 
     def _handles(self, visible: str | None) -> Iterator[ctypes.c_void_p]:
-        """In CUDA's order; like CUDA, up to the first name that is none."""
+        """Yield handles in CUDA's order; like CUDA, stop at the first invalid name."""
         if visible is None:
             for index in range(self._count()):
                 yield self._by_index(index)
@@ -138,7 +138,7 @@ class Nvml:
                 return
 
     def _by_name(self, name: str) -> ctypes.c_void_p:
-        """An index, the beginning of a UUID, or a MIG slice's whole one."""
+        """Find a GPU by index, by the prefix of its UUID, or a MIG slice by its full UUID."""
         if name.isascii() and name.isdigit():
             return self._by_index(int(name))
         if name.startswith("GPU-"):
@@ -168,7 +168,7 @@ class Nvml:
         return text.value.decode(errors="replace")
 
     def _number(self, name: str, *arguments: object) -> int | None:
-        # Wide enough for every one of them; what is narrower fills its lower half.
+        # Wide enough for all of them; a narrower value fills the lower half.
         value = ctypes.c_ulonglong(0)
         return value.value if self._answers(name, *arguments, ctypes.byref(value)) else None
 
@@ -188,21 +188,21 @@ class Nvml:
 
 
 def worker_environment() -> dict[str, str]:
-    """Of a process that loads a model."""
+    """Return the environment of a process that loads a model."""
     is_set = any(name in os.environ for name in ALLOCATOR_NAMES)
     return os.environ | CUDA_ORDER | ({} if is_set else ALLOCATOR)
 
 
 @cache
 def nvml() -> Nvml | None:
-    """Opened once: that may take as long as waking every GPU. None: there is no driver."""
+    """Open the library once: it may have to wake every GPU. None: there is no driver."""
     with suppress(NvmlError):
         return Nvml()
     return None
 
 
 def _asked(question: Callable[[Nvml], Answer], otherwise: Answer) -> Answer:
-    """What NVML says; the other where there is no driver, or it would not say."""
+    """Return NVML's answer, or `otherwise` without a driver or an answer."""
     library = nvml()
     if library is not None:
         with suppress(NvmlError):
@@ -211,23 +211,23 @@ def _asked(question: Callable[[Nvml], Answer], otherwise: Answer) -> Answer:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Those that our processes may use; none without a driver."""
+    """List the GPUs that our processes may use; empty without a driver."""
     return _asked(lambda library: library.gpus(os.environ.get("CUDA_VISIBLE_DEVICES")), ())
 
 
 def read_uses() -> tuple[GpuUse, ...]:
-    """What they do now."""
+    """Return the current use of each GPU."""
     return _asked(lambda library: library.uses(os.environ.get("CUDA_VISIBLE_DEVICES")), ())
 
 
 def driver() -> str:
-    """The driver's version; empty without one."""
+    """Return the driver's version; empty without one."""
     return _asked(Nvml.driver, "")
 
 
 class Watch:
-    """What the GPUs do, asked at most once a second however many want to know; energy counts from
-    the first time on. From any thread."""
+    """Current use of the GPUs, queried at most once a second; energy counts from the first query.
+    Usable from any thread."""
 
     def __init__(
         self,

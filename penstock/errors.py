@@ -1,16 +1,16 @@
-"""Everything that can go wrong, by whose fault it is.
+"""All errors, by who is at fault.
 
     PenstockError
     ├── InvalidRequest     the client sent something that cannot be run
-    ├── TooLarge           ... and it is the size that is wrong
+    ├── TooLarge           ... because it is too large
     ├── NotFound           no such model, version or route
-    ├── NotAllowed         the caller may not do this, or nobody may here
-    ├── NotReady           the thing exists and cannot answer now
-    ├── Overloaded         refused to keep the promise made to others
-    │   └── QuotaExceeded  ... because this client's API key sends more than it may
-    ├── Quarantined        the request, or its API key, killed workers before
-    ├── DeadlineExceeded   the request's own time ran out
-    ├── Cancelled          the client went away
+    ├── NotAllowed         the caller may not do this, or it is disabled on this server
+    ├── NotReady           it exists but cannot answer now
+    ├── Overloaded         refused because of load
+    │   └── QuotaExceeded  ... because this client's API key exceeds its quota
+    ├── Quarantined        the request, or its API key, crashed workers before
+    ├── DeadlineExceeded   the request's own deadline passed
+    ├── Cancelled          the client disconnected
     ├── Unsupported        a known feature that this server does not have
     ├── BackendFailed      the model itself failed
     ├── StorageFull        a file system has no room for what must be written
@@ -24,8 +24,8 @@ from collections.abc import Sequence
 
 
 class PenstockError(Exception):
-    """Base of all errors whose text may be shown to whoever asked. `reason` is what a request that
-    is refused with it counts as."""
+    """Base of all errors whose text may be shown to the client. `reason` is the label under which a
+    refused request is counted."""
 
     reason = "other"
 
@@ -43,7 +43,7 @@ class NotFound(PenstockError):
 
 
 class NotAllowed(PenstockError):
-    """`needs_key` when a valid key might change it."""
+    """`needs_key`: a valid key might allow it."""
 
     def __init__(self, message: str, needs_key: bool = False) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class NotAllowed(PenstockError):
 
 
 class NotReady(PenstockError):
-    """`retry_after_s` is when it may be ready, where that is known."""
+    """`retry_after_s` is when it may be ready, if known."""
 
     reason = "not_ready"
 
@@ -61,7 +61,7 @@ class NotReady(PenstockError):
 
 
 class Overloaded(PenstockError):
-    """`retry_after_s` is when asking again may make sense."""
+    """`retry_after_s` is when a retry may succeed."""
 
     def __init__(
         self, message: str, retry_after_s: float = 1.0, reason: str = "queue_full"
@@ -101,7 +101,7 @@ class StorageFull(PenstockError):
 
 
 class ConfigError(PenstockError):
-    """Carries every problem found, each starting with the path of what is wrong."""
+    """Holds every problem found, each starting with the path of its cause."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("; ".join(problems))

@@ -1,5 +1,5 @@
-"""A model in this process: the same Model and batcher as the server. `LocalModel` has a loop of its
-own and a thread for a worker; `start` is for whoever has a loop."""
+"""A model in this process, with the server's Model and batcher. `LocalModel` has its own event loop
+and a thread as worker; `start` is for callers that have a loop."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ log = logging.getLogger("penstock.local")
 
 
 class LocalModel:
-    """Owns an event loop in a thread of its own; `infer` may be called from any thread."""
+    """Owns an event loop in its own thread; `infer` may be called from any thread."""
 
     def __init__(self, path: str, version: str = "") -> None:
         self.config = _config(path, version)
         self._inputs = {spec.name: spec for spec in self.config.inputs}
-        # Guards the hand-over to the loop against its end.
+        # Guards the hand-over to the loop against closing.
         self._lock = threading.Lock()
         self._is_closed = False
-        # On their way to the loop, which one call wakes for all that wait.
+        # Requests on their way to the loop; one wake-up takes all of them.
         self._sent: deque[Request] = deque()
         self._is_taking_due = False
         self._loop = asyncio.new_event_loop()
@@ -72,12 +72,12 @@ class LocalModel:
         return f"<LocalModel {self.config.name}/{self.config.version}>"
 
     def infer(self, inputs: Array | Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs by name. One array is enough for a model with one input; where the model has a
+        """Return outputs by name. A model with one input takes a single array; if the model has a
         batch dimension, so must the arrays."""
         return self.submit(inputs).result()
 
     def submit(self, inputs: Array | Mapping[str, Array]) -> Future[dict[str, Array]]:
-        """Like `infer`, without waiting: requests that wait together run together."""
+        """Like `infer`, without waiting: concurrent requests are batched."""
         future: Future[dict[str, Array]] = Future()
 
         def deliver(request: Request, answer: Response | PenstockError) -> None:
@@ -98,8 +98,8 @@ class LocalModel:
         return future
 
     def send(self, request: Request) -> None:
-        """Hand over a request made elsewhere. Its sink is called on the model's thread, and what
-        it keeps of the answer it must copy there."""
+        """Submit a request made elsewhere. Its sink is called on the model's thread and must copy
+        what it keeps of the answer."""
         with self._lock:
             if self._is_closed:
                 raise NotReady(f"model '{self.config.name}' is closed")
@@ -109,13 +109,13 @@ class LocalModel:
                 self._loop.call_soon_threadsafe(self._take_sent)
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for it any more. Its sink is told, unless it was answered before."""
+        """Cancel a request. Its sink is notified, unless it was answered before."""
         with self._lock:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(self._model.cancel, request)
 
     def statistics(self) -> dict[str, Any]:
-        """An entry of v2's statistics, as a server's `/stats` has it."""
+        """Return an entry of v2's statistics, as in a server's `/stats`."""
         with self._lock:
             if self._is_closed:
                 raise NotReady(f"model '{self.config.name}' is closed")
@@ -123,7 +123,7 @@ class LocalModel:
         return answer.result()
 
     def close(self) -> None:
-        """Answer what still waits with an error and end. Closing again does nothing."""
+        """Answer queued requests with an error and stop. Closing again does nothing."""
         with self._lock:
             if self._is_closed:
                 return
@@ -136,7 +136,7 @@ class LocalModel:
             self.cancel(request)
 
     def _take_sent(self) -> None:
-        # First: what is sent from now on wakes the loop again.
+        # Reset first: requests sent from now on wake the loop again.
         self._is_taking_due = False
         for _ in range(len(self._sent)):
             self._model.submit(self._sent.popleft())
@@ -173,8 +173,8 @@ class LocalModel:
 
 
 async def start(config: ModelConfig, start_life: StartLife) -> Model:
-    """On the running loop, with workers of this kind; ConfigError when they cannot load it. Callers
-    in this process wait as long as they like, unless the configuration says otherwise."""
+    """Start a model on the running loop with this kind of workers; ConfigError when they cannot
+    load it. In-process callers wait without limit, unless the configuration sets one."""
     if config.batching.max_wait_s is None:
         config = replace(config, batching=replace(config.batching, max_wait_s=0.0))
     for warning in config.warnings:
@@ -189,12 +189,12 @@ async def start(config: ModelConfig, start_life: StartLife) -> Model:
 
 
 def placed(config: ModelConfig) -> ModelConfig:
-    """On the GPUs that there are, where it runs on any; ConfigError if those are others."""
+    """Place the model on the available GPUs if it uses any; ConfigError if it names others."""
     return place(config, devices.read_gpus()) if config.uses_gpu else config
 
 
 def _cast(spec: TensorSpec, values: Array) -> Array:
-    """Convert what loses nothing of its kind (float64 to FP32); refuse the rest."""
+    """Cast within the kind of the datatype (float64 to FP32); refuse other casts."""
     array = np.asarray(values)
     if spec.datatype == "BYTES":
         if array.dtype.kind not in "OSUT":

@@ -1,7 +1,7 @@
-"""How every process of the server logs: lines of text or of JSON on stderr.
+"""Logging of all server processes: lines of text or JSON on stderr.
 
-Workers and fronts are exec'd and learn level and format from the environment. What a model prints
-is its own business and stays as it is. Lines never hold tensors or keys.
+Workers and fronts are exec'd and read level and format from the environment. Output that a model
+prints is not touched. Lines never contain tensors or keys.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 FORMATS = ("text", "json")
 LEVEL_VARIABLE, FORMAT_VARIABLE = "PENSTOCK_LOG", "PENSTOCK_LOG_FORMAT"
 TEXT = "%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
-# What every record has; the rest was given as `extra`.
+# Attributes of every record; the others were given as `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _whom: dict[str, str] = {}
-# A terminal would obey these.
+# Control characters, which a terminal would interpret.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """`level` holds for Penstock's own loggers; those of libraries speak from WARNING on."""
+    """`level` applies to Penstock's own loggers; those of libraries log from WARNING."""
 
     level: str = "INFO"
     format: str = "text"
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> LogSettings:
-    """ValueError if a variable makes no sense."""
+    """Read the settings; ValueError if a variable is invalid."""
     level = environment.get(LEVEL_VARIABLE, "INFO").upper()
     form = environment.get(FORMAT_VARIABLE, "text").lower()
     if level not in LEVELS:
@@ -46,7 +46,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> LogSettings
 
 
 def configure(settings: LogSettings) -> None:
-    """This process logs like this from now on."""
+    """Set up logging of this process."""
     handler = logging.StreamHandler(_Stderr())
     handler.setFormatter(JsonLines() if settings.format == "json" else TextLines(TEXT))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -54,18 +54,18 @@ def configure(settings: LogSettings) -> None:
 
 
 def hand_down(settings: LogSettings) -> None:
-    """Processes that are started from now on log like this."""
+    """Set up logging of processes started from now on."""
     os.environ[LEVEL_VARIABLE] = settings.level
     os.environ[FORMAT_VARIABLE] = settings.format
 
 
 def describe(model: str, version: str) -> None:
-    """Every line of this process concerns this model."""
+    """Add this model to every line of this process."""
     _whom.update(model=model, version=version)
 
 
 class _Stderr:
-    """Whatever is stderr at the moment: a terminal may put lines above its own."""
+    """Writes to the current sys.stderr, which a terminal display may replace."""
 
     def write(self, text: str) -> None:
         sys.stderr.write(text)
@@ -80,7 +80,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object per line: ts, level, logger, msg, pid, what was given as `extra`, exception."""
+    """One object per line: ts, level, logger, msg, pid, fields of `extra`, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC)

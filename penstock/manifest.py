@@ -1,8 +1,8 @@
-"""manifest.json of a committed version: its files with size and SHA-256, and the evidence for it.
+"""manifest.json of a committed version: its files with size and SHA-256, and its evidence.
 
 `versions` writes it, `repository` compares names and sizes when it reads, a worker compares the
-digests before it loads. A version folder without one was made by hand and is taken as it is. The
-evidence is an open JSON object; only what is used here is checked.
+digests before it loads. A version folder without one was made by hand and is not checked. The
+evidence is an open JSON object; only the fields used here are checked.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from penstock import slo
 from penstock.errors import ConfigError
 
 NAME = "manifest.json"
-# Raised when an older reader would misunderstand a newer file.
+# Increment it when an older reader would misinterpret a newer file.
 FORMAT = 1
-# Python writes there whenever code of a version is imported.
+# Python writes there when code of a version is imported.
 CACHE = "__pycache__"
 # Outcomes of an optimisation whose SLO is enforced; None: the evidence has no outcome.
 KEPT = ("kept", "met", None)
@@ -38,7 +38,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`files` are by their path below the version folder, with slashes."""
+    """`files` are keyed by their path in the version folder, with slashes."""
 
     format: int
     created: str
@@ -50,7 +50,7 @@ class Manifest:
         return sum(entry.size for entry in self.files.values())
 
     def encode(self) -> bytes:
-        """Raises ConfigError if the evidence is not JSON."""
+        """Encode as JSON; ConfigError if the evidence is not JSON."""
         try:
             return (json.dumps(asdict(self), indent=2, allow_nan=False) + "\n").encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -63,7 +63,7 @@ class _Head:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a file's name stays below the folder it is taken from, in one spelling."""
+    """Whether a file name stays inside its folder and is normalised."""
     parts = PurePosixPath(name).parts
     return (
         bool(parts)
@@ -75,7 +75,7 @@ def is_plain(name: str) -> bool:
 
 
 def read(folder: Path) -> Manifest | None:
-    """The manifest of a version folder; None if it has none."""
+    """Read the manifest of a version folder; None if it has none."""
     path = folder / NAME
     if not os.path.lexists(path):
         return None
@@ -97,7 +97,7 @@ def read(folder: Path) -> Manifest | None:
 
 
 def check_files(manifest: Manifest, folder: Path) -> list[str]:
-    """What is missing, has another size or was added, without reading any file."""
+    """List files that are missing, have another size or were added, without reading any file."""
     problems = [
         f"{folder.name}/{name}: is not in {NAME}; remove it, or commit it as a new version"
         for name in _names_below(folder)
@@ -115,8 +115,8 @@ def check_files(manifest: Manifest, folder: Path) -> list[str]:
 
 
 def _names_below(folder: Path) -> list[str]:
-    """Whatever is no folder, but for what Python caches and what file systems leave behind (names
-    with a leading dot, which no backend opens)."""
+    """List everything but folders, except Python's caches and names with a leading dot, which file
+    systems leave behind and no backend opens."""
     found: list[str] = []
     for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != CACHE and not name.startswith(".")]
@@ -127,7 +127,7 @@ def _names_below(folder: Path) -> list[str]:
 
 
 def _size(path: Path) -> int | None:
-    """None if there is no such file."""
+    """Return the size of a regular file; None if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -158,14 +158,14 @@ def check_digests(folder: Path) -> None:
 
 
 def unkept(evidence: Mapping[str, Any]) -> str:
-    """The outcome of the evidence if its SLO was not kept; empty where it was, or where nobody
-    says. Versions of before 2026-11 say "met"."""
+    """Return the outcome of the evidence if its SLO was not kept; empty if it was, or if there is
+    no outcome. Versions from before 2026-11 say "met"."""
     outcome = evidence.get("outcome")
     return "" if outcome in KEPT else str(outcome)
 
 
 def promised(evidence: Mapping[str, Any]) -> slo.Slo | None:
-    """The SLO of the evidence; ConfigError starts with its path."""
+    """Return the SLO of the evidence; ConfigError starts with its path."""
     if "slo" not in evidence:
         return None
     text = evidence["slo"]

@@ -1,8 +1,8 @@
-"""What one model has done, as plain arrays that the hot path adds to once per batch.
+"""Metrics of one model, as plain arrays that the hot path updates once per batch.
 
-Names and meanings are Triton's where Triton has one (nv_inference_*); every phase also has a
-histogram, and the time in the queue is split by what was waited for. `expose` turns them into
-Prometheus text when somebody looks, never before. docs/observability.md lists them all.
+Names and meanings are Triton's where it has them (nv_inference_*). Every phase also has a
+histogram, and time in the queue is split by cause. `expose` renders Prometheus text at scrape time
+only. docs/observability.md lists all metrics.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from penstock.types import Request, Timings
 
 PHASES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
-# The two parts of `queue`: some instance was idle and the batch was not complete; none was.
+# The two parts of `queue`: waiting for a full batch with an instance idle, and for an instance.
 WAITS = ("queue_batch", "queue_instance")
 REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
-# Why requests were refused: at arrival, and after they had waited.
+# Why requests were refused: at arrival, and after queueing.
 REFUSED_AT_ARRIVAL = (
     "queue_full", "predicted_late", "quota", "quarantined", "not_ready", "invalid", "too_large",
     "unsupported", "other",
@@ -44,7 +44,7 @@ BUCKETS = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3,
     0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 )  # fmt: skip
-# The lower edge of each bucket, and after the last one.
+# The lower edge of each bucket, and the upper edge of the last.
 EDGES = (-math.inf, *BUCKETS, math.inf)
 
 
@@ -67,7 +67,7 @@ class Histogram:
 
 
 class BatchTokens:
-    """How many tokens batches had, where there is a budget of them."""
+    """Tokens per batch, for models with a token budget."""
 
     __slots__ = ("counts", "num_tokens")
 
@@ -81,7 +81,7 @@ class BatchTokens:
 
 
 class BatchStatistics:
-    """What batches of one size have cost."""
+    """Total cost of batches of one size."""
 
     __slots__ = ("count", "infer_s", "input_s", "output_s")
 
@@ -100,7 +100,7 @@ class BatchStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric of one model, as the lines that a scrape gets."""
+    """One metric of one model, as lines of a scrape."""
 
     name: str
     text: str
@@ -113,10 +113,10 @@ class Exposed(Protocol):
 
 
 class ModelMetrics:
-    """Owned by the core's loop; `num_pending` is asked of the model at scrape time."""
+    """Owned by the core's loop; `num_pending` is read from the model at scrape time."""
 
     def __init__(self, name: str, version: str, tags: Mapping[str, str] | None = None) -> None:
-        """`tags` are further labels of each of its metrics."""
+        """`tags` are additional labels of its metrics."""
         self.name = name
         self.version = version
         self.tags = dict(tags or {})
@@ -127,27 +127,26 @@ class ModelMetrics:
         self.num_refused = dict.fromkeys((*REFUSED_AT_ARRIVAL, *REFUSED_LATER), 0)
         self.num_deaths = dict.fromkeys(DEATHS, 0)
         self.phases = {phase: Histogram() for phase in (*PHASES, *WAITS)}
-        # Those that each request has a span of its own for, and those that are its batch's.
+        # Phases measured per request, and phases measured per batch.
         self._spans = tuple(self.phases[phase] for phase in ("request", "queue", *WAITS))
         self._computes = tuple(self.phases[phase] for phase in PHASES[2:])
         self.batches: dict[int, BatchStatistics] = {}
         self.batch_tokens = BatchTokens()
-        # Failed requests, and how long they took to fail.
+        # Total time of failed requests until they failed.
         self.fail_s = 0.0
         # Unix time of the last batch.
         self.last_inference = 0.0
         self.num_restarts = 0
-        # Of requests that are filled up to a bucket: all their bytes, and those that are filling.
+        # For padded requests: all bytes, and those that are padding.
         self.padded_bytes = 0
         self.padding_bytes = 0
         self.load_s = 0.0
-        # What only models of its kind have.
+        # Metrics that only models of its kind have.
         self.others: Exposed | None = None
 
     def fold(self, answered: Sequence[Request], num_rows: int, timings: Timings) -> Waits:
-        """One batch that was executed; `answered` are those of its requests that got their answer,
-        and only they count in the phases. `timings` is that of any request of the batch. Returns
-        what they waited for on average."""
+        """Count one executed batch; only the requests that were answered (`answered`) count in the
+        phases. `timings` is that of any request of the batch. Returns their mean waits."""
         self.num_executions += 1
         self.num_inferences += num_rows
         self.last_inference = time.time()
@@ -166,7 +165,7 @@ class ModelMetrics:
         return self._fold_spans(answered)
 
     def _fold_spans(self, answered: Sequence[Request]) -> Waits:
-        """Neighbours mostly fall into the same bucket, so that is tried first."""
+        """Neighbouring requests mostly share a bucket, so the last one is tried first."""
         totals, queues, for_batch, for_instance = self._spans
         total, queue = totals.counts, queues.counts
         batch, instance = for_batch.counts, for_instance.counts
@@ -190,7 +189,7 @@ class ModelMetrics:
                 instance[0] += 1
                 continue
             instance_s += waited
-            # One of the two is nearly all of it.
+            # One of the two waits is usually nearly all of it.
             instance[index if EDGES[index] < waited else bisect_left(BUCKETS, waited)] += 1
             span -= waited
             batch[0 if span <= BUCKETS[0] else bisect_left(BUCKETS, span)] += 1
@@ -202,7 +201,7 @@ class ModelMetrics:
         return (queue_s - instance_s) / count, instance_s / count
 
     def answered(self, total_s: float, infer_s: float) -> None:
-        """One request that no batch was made for; the model had it for `infer_s`."""
+        """Count one request that ran outside a batch; the model took `infer_s`."""
         self.last_inference = time.time()
         self.num_success += 1
         self.num_inferences += 1
@@ -217,18 +216,18 @@ class ModelMetrics:
         self.num_failures[reason] += count
 
     def refused(self, error: PenstockError, reason: str = "") -> None:
-        """A request that never ran; `reason` where the error's own would not say enough."""
+        """Count a request that never ran; `reason` overrides the error's own."""
         self.num_failures["REJECTED" if isinstance(error, Overloaded) else "OTHER"] += 1
         reason = reason or error.reason
         self.num_refused[reason] = self.num_refused.get(reason, 0) + 1
 
     @property
     def batch_sizes(self) -> dict[int, int]:
-        """How many batches there were of each size."""
+        """Number of batches by size."""
         return {size: statistics.count for size, statistics in self.batches.items()}
 
     def statistics(self) -> dict[str, Any]:
-        """One entry of v2's statistics: counts of requests, nanoseconds of all together."""
+        """Return one entry of v2's statistics: numbers of requests, and their total nanoseconds."""
         phases = self.phases
         count = self.num_success
 
@@ -269,7 +268,7 @@ class ModelMetrics:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """What an instance has measured after its warm-up that it takes of its GPU."""
+    """GPU memory that an instance measured after its warm-up."""
 
     instance: int
     device: str
@@ -277,7 +276,7 @@ class GpuMemory:
 
 
 class Pending:
-    """A model's metrics together with what only the live model knows."""
+    """A model's metrics together with state of the live model."""
 
     __slots__ = ("gpu_memory", "metrics", "num_pending", "num_ready")
 
@@ -296,8 +295,8 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """What one process of the server uses; `role` is core, worker, grpc_front or http_front. A
-    worker is named by its model, version and instance, an HTTP front by `instance` alone."""
+    """Resource use of one process of the server; `role` is core, worker, grpc_front or http_front.
+    A worker is identified by its model, version and instance, an HTTP front by `instance` alone."""
 
     role: str
     resident_bytes: int
@@ -309,8 +308,8 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class HostUse:
-    """The machine, and our part of it. `cpu_utilization` is a share of all cores since the last
-    scrape."""
+    """Use of the machine and of our processes. `cpu_utilization` is a share of all cores since the
+    last scrape."""
 
     cpu_utilization: float
     memory_total_bytes: int
@@ -321,8 +320,7 @@ class HostUse:
 
 @dataclass(frozen=True, slots=True)
 class FrontUse:
-    """A protocol process. `front` is its number where there are several; `num_connections` is None
-    where that is not known."""
+    """A front process. `front` numbers it if there are several; `num_connections` None: unknown."""
 
     protocol: str
     num_restarts: int
@@ -333,8 +331,8 @@ class FrontUse:
 def expose(
     models: Iterable[Pending], host: HostUse | None = None, fronts: Sequence[FrontUse] = ()
 ) -> bytes:
-    """The text that a Prometheus scrape gets. Written here because Triton's counters do not end in
-    `_total`, which client libraries insist on."""
+    """Render the text of a Prometheus scrape. Written here because Triton's counters do not end in
+    `_total`, which client libraries require."""
     items = list(models)
     lines = _counters(items)
     for phase in PHASES:
@@ -376,7 +374,7 @@ def _counters(items: Sequence[Pending]) -> list[str]:
 
 
 def _duration(phase: str, items: Sequence[Pending]) -> list[str]:
-    """Triton's counter of microseconds."""
+    """Render Triton's counter of microseconds."""
     name = f"nv_inference_{phase}_duration_us"
     lines = _head(name, f"Microseconds in {phase}, all requests", "counter")
     for item in items:
@@ -405,7 +403,7 @@ def _batch_sizes(items: Sequence[Pending]) -> list[str]:
 
 
 def _batch_tokens(items: Sequence[Pending]) -> list[str]:
-    """Of models that have a budget of them."""
+    """Render the histogram for models with a token budget."""
     name = "penstock_batch_tokens"
     lines: list[str] = []
     for item in items:
@@ -430,7 +428,7 @@ def histogram_lines(
     counts: Sequence[int],
     total_sum: str,
 ) -> list[str]:
-    """`counts` are of each bucket alone, and of what is above all bounds."""
+    """Render a histogram; `counts` are per bucket, not cumulative, and end with the overflow."""
     totals = list(accumulate(counts))
     lines = [
         f"{name}_bucket{label_text(**labels, le=bound)} {total}"
@@ -442,7 +440,7 @@ def histogram_lines(
 
 
 def _others(items: Sequence[Pending]) -> list[str]:
-    """A family of several models is written once."""
+    """Render the models' own families; one shared by several models is written once."""
     found: dict[str, list[Family]] = {}
     for item in items:
         if item.metrics.others is not None:
@@ -510,7 +508,7 @@ def _host(host: HostUse) -> list[str]:
 
 
 def _gpus(gpus: Sequence[GpuUse]) -> list[str]:
-    """Triton's names, units and label; a series that no GPU has a value for is left out."""
+    """Render GPU metrics with Triton's names, units and label; empty metrics are left out."""
     lines: list[str] = []
     for name, kind, text, attribute in (
         ("nv_gpu_utilization", "gauge", "GPU utilization (0 to 1)", "utilization"),

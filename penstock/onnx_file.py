@@ -22,7 +22,7 @@ NAMES = {
 
 
 def read_signature(path: Path) -> Signature:
-    """ConfigError, in one line, for whatever is not a model with tensors in and out."""
+    """Read the signature; ConfigError, in one line, if it is not a model with tensors."""
     graph = _read_graph(path)
     weights = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in weights]
@@ -36,9 +36,9 @@ def read_signature(path: Path) -> Signature:
 
 
 def find_hard_links(path: Path) -> list[str]:
-    """Files with weights of this model that have further hard links, by the names the model uses.
-    A hard link makes any file of the file system part of the model's folder. The model is only
-    parsed where its folder holds such a file."""
+    """Return the weight files of this model that have other hard links, by the names the model
+    uses. A hard link can make any file of the file system part of the model's folder. The model is
+    parsed only if its folder holds such a file."""
     linked = [file for file in path.parent.rglob("*") if file.is_file() and _is_shared(file)]
     if not linked or linked == [path]:
         return []
@@ -70,7 +70,7 @@ def _read_graph(path: Path) -> GraphProto:
 
 
 def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
-    """All weights, also sparse ones, attributes, and those of branches and loop bodies."""
+    """Yield all weights, including sparse ones, attributes, and those of nested graphs."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
@@ -83,7 +83,7 @@ def _tensors(graph: GraphProto) -> Iterator[TensorProto]:
 
 
 def _datatype(value: ValueInfoProto) -> str:
-    """The v2 name of the datatype; empty if it has none."""
+    """Return the v2 name of the datatype; empty if it has none."""
     import onnx
 
     if value.type.WhichOneof("value") != "tensor_type":

@@ -1,4 +1,4 @@
-"""What an OpenVINO IR (`model.xml`) says about its tensors, read without OpenVINO."""
+"""Signature of an OpenVINO IR (`model.xml`), read without OpenVINO."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xml.parsers import expat
 from penstock.errors import ConfigError
 from penstock.types import Signature, TensorSpec
 
-# Precisions of ports.
+# v2 datatypes by the precision of a port.
 DATATYPES = {
     "BOOL": "BOOL",
     "U8": "UINT8",
@@ -31,10 +31,10 @@ DATATYPES = {
 
 
 def read_signature(path: Path) -> Signature:
-    """ConfigError, in one line, for whatever is not an IR with tensors in and out."""
+    """Read the signature; ConfigError, in one line, unless it is an IR with tensors in and out."""
     root = _root(path)
     layers = root.findall("layers/layer")
-    # Of the tensors that ports give, by layer and port.
+    # Tensor names of output ports, by layer and port.
     names = {
         (layer.get("id", ""), port.get("id", "")): port.get("names", "")
         for layer in layers
@@ -60,7 +60,7 @@ def read_signature(path: Path) -> Signature:
 
 
 def read_layers(path: Path) -> list[Element]:
-    """Every operator, constants too, as the file has it."""
+    """Return every operator, including constants, as XML elements."""
     return _root(path).findall("layers/layer")
 
 
@@ -83,7 +83,7 @@ def _parse(data: bytes) -> Element:
 
 
 def _refuse_doctype(*declaration: object) -> NoReturn:
-    """Entities can make a small file large; no model needs them."""
+    """Refuse a DTD: its entities can blow up a small file, and no model needs them."""
     raise ValueError("it has a document type declaration")
 
 
@@ -103,7 +103,7 @@ def _spec(layer: Element, port: Element | None, names: str) -> TensorSpec:
 
 
 def _first(names: str) -> str:
-    """Of a list in which commas of a name are written with a backslash."""
+    """Return the first name of a list in which commas inside names are escaped with a backslash."""
     return re.split(r"(?<!\\),", names)[0].replace("\\,", ",")
 
 

@@ -215,7 +215,7 @@ def optimize(
         sys.exit(ExitCode.INTERRUPTED)
     if found.uncommitted:
         sys.exit(ExitCode.FAILED)
-    # A script that is interrupted must not go on because the SLO happens to be kept.
+    # An interrupted script must stop, even if the SLO happens to be kept.
     sys.exit(ExitCode.INTERRUPTED if is_interrupted else exit_code(found))
 
 
@@ -231,7 +231,7 @@ def make_plan(model: str | None, plan_path: str | None, flags: dict[str, Any]) -
 
 
 def _optimize(plan: Plan) -> tuple[Optimization, bool]:
-    """The results, and whether Ctrl-C cut the run short."""
+    """Return the results, and whether Ctrl-C ended the run early."""
     from penstock.optimizer.interruption import Interruption
     from penstock.optimizer.llm.recognise import is_language_model
     from penstock.optimizer.report.optimize_live import Live
@@ -275,8 +275,7 @@ def _show(found: Optimization, plan: Plan, html_path: str | None, json_path: str
 
 
 def _write(path: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Write a file; into the folder for temporary files where its own place does not take it.
-    Return where it is."""
+    """Write a file, or to a temporary folder if that fails; return its path."""
     try:
         write(path)
     except ConfigError as error:

@@ -1,8 +1,8 @@
 """config.pbtxt to a resolved ModelConfig and back.
 
 The message types are Triton's own, from the `tritonclient` package. Resolving collects every
-problem, each with the path of the field, before it gives up. What is written reads back to an equal
-ModelConfig; what a ModelConfig does not hold is taken over from the message that is edited.
+problem, each with the path of its field, before it fails. The written text reads back to an equal
+ModelConfig; fields that a ModelConfig does not hold are kept from the edited message.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from penstock.config import (
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Signature, TensorSpec, TimeoutAction
 
-# What each backend loads; where there are several, the first that exists.
+# Files that each backend loads; of several, the first that exists.
 FILES = {
     "onnxruntime": ("model.onnx",),
     "python": ("model.py",),
-    # TorchScript last: it is refused, with what to do instead.
+    # TorchScript last: it is refused, with advice.
     "pytorch": ("model.pt2", "module.py", "model.pt"),
     "openvino": ("model.xml", "model.onnx"),
-    # Of Hugging Face's folder; its weights and its tokenizer lie beside it.
+    # A Hugging Face folder's configuration; weights and tokenizer are beside it.
     LLM: ("model.gguf", "config.json"),
 }
-# What a language model takes and gives over v2.
+# The signature of a language model over v2.
 TEXT_SIGNATURE = Signature(
     (TensorSpec("text_input", "BYTES", (1,)),), (TensorSpec("text_output", "BYTES", (1,)),), None
 )
@@ -74,7 +74,7 @@ MAX_TOKENS = "penstock.max_tokens"
 LOAD_TIMEOUT, MEMORY, ENV = "penstock.load_timeout_s", "penstock.memory_bytes", "penstock.env"
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 MAX_WAIT = "penstock.max_wait_ms"
-# Keys under `parameters` that are ours, with the largest value that makes sense.
+# Our keys under `parameters`, with their largest sensible values.
 NUMBERS = {
     "penstock.hang_s": 1e9,
     LOAD_TIMEOUT: 1e9,
@@ -87,7 +87,7 @@ NUMBERS = {
     MAX_TOKENS: 1 << 40,
     MAX_WAIT: 1e12,
 }
-# Numbers that may be 0.
+# Keys whose value may be 0.
 ZERO = (MAX_WAIT,)
 SLO = "penstock.slo"
 PAD, PAD_BUCKETS = "penstock.pad", "penstock.pad_buckets"
@@ -107,9 +107,9 @@ WHOLE = (
     MEMORY,
     MAX_TOKENS,
 )
-# Whether files of a language model may be links out of its folder.
+# Whether links among a language model's files may lead out of its folder.
 FOLLOW_LINKS = "penstock.follow_links"
-# Ours as well, and the backend's business.
+# Our keys that the backend interprets.
 BACKEND_OPTIONS = {
     "pytorch": (
         "penstock.factory",
@@ -138,7 +138,7 @@ BACKEND_OPTIONS = {
         "penstock.ttft_ms",
     ),
 }
-# Ours that are fields of a ModelConfig of their own; all others stay among its options.
+# Our keys that become fields of ModelConfig; all others stay in its options.
 FIELDS = (
     "penstock.hang_s",
     LOAD_TIMEOUT,
@@ -159,17 +159,17 @@ FIELDS = (
     POSTPROCESS,
     MODEL_OUTPUTS,
 )
-# Of those, the ones that are texts.
+# Those of them that are texts.
 TEXTS = (SLO, ENV, PAD, PAD_BUCKETS, PREPROCESS, MODEL_INPUTS, POSTPROCESS, MODEL_OUTPUTS)
-# Backends that look at `ModelConfig.device`, and the one that computes nothing anywhere.
+# Backends that honour `ModelConfig.device`, including `null`, which computes nothing.
 GPU_BACKENDS = frozenset({"pytorch", "null", LLM})
-# Those that use a GPU without being asked to.
+# Backends that use a GPU by default.
 AUTO_BACKENDS = frozenset({"pytorch", LLM})
-# Refused as a whole; those of inputs and outputs are looked at one by one.
+# Refused as a whole; fields of inputs and outputs are checked one by one.
 UNSUPPORTED = tuple(
     path for path in sorted(pbtxt_fields.REFUSED) if not path.startswith(("input.", "output."))
 )
-# Labels that metrics have already, and what a label's name is made of.
+# Labels that metrics already have, and the syntax of a label's name.
 LABELS = frozenset(
     ("model", "version", "reason", "cause", "le", "instance", "device", "model_name", "quantile")
     + ("finished_reason",)
@@ -178,12 +178,12 @@ LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 def parse(text: str, where: str = "config.pbtxt") -> Any:
-    """The message; ConfigError names line and column."""
+    """Parse a message; ConfigError names line and column."""
     from google.protobuf import text_format
 
     try:
         with warnings.catch_warnings():
-            # Of escapes that Python does not know; they stay as they are written.
+            # About unknown escapes, which stay as written.
             warnings.simplefilter("ignore", DeprecationWarning)
             return text_format.Parse(text, _types().ModelConfig())
     except text_format.ParseError as error:
@@ -191,20 +191,20 @@ def parse(text: str, where: str = "config.pbtxt") -> Any:
 
 
 def resolve(message: Any, name: str, folder: Path, artifact: Path | None = None) -> ModelConfig:
-    """The configuration of a version, as a whole. ConfigError with all that is wrong. `artifact`
-    where the operator has named the file, which may then lie anywhere."""
+    """Resolve the configuration of a version; ConfigError lists all problems. `artifact` is a file
+    named by the operator, which may be anywhere."""
     return _Resolver(message, name, folder, artifact).resolve()
 
 
 def describe(config: ModelConfig) -> str:
-    """The resolved configuration in the form of config.pbtxt; parsing it gives the same again."""
+    """Format the resolved configuration as config.pbtxt; parsing it gives the same
+    configuration."""
     return to_text(to_message(config))
 
 
 def write(config: ModelConfig, base: Any = None) -> str:
-    """The config.pbtxt of a version. It chooses no version and holds no SLO that is said by the
-    evidence beside it. `base` is the message that is being edited: what it says beyond a
-    ModelConfig stays."""
+    """Format the config.pbtxt of a version, without a version policy and without an SLO that comes
+    from the evidence. `base` is the message being edited: its fields beyond a ModelConfig stay."""
     message = to_message(config, base)
     message.ClearField("version_policy")
     if config.is_slo_from_evidence:
@@ -243,14 +243,13 @@ def to_message(config: ModelConfig, base: Any = None) -> Any:
 
 
 def to_json(config: ModelConfig) -> dict[str, Any]:
-    """What `/config` returns: every plain field, numbers as numbers (protobuf's own JSON writes
-    64-bit ones as text)."""
+    """Return the body of `/config`: every plain field, numbers as numbers (protobuf's own JSON
+    writes 64-bit ones as text)."""
     return to_dict(to_served(config))
 
 
 def to_served(config: ModelConfig) -> Any:
-    """config.pbtxt as it was written, completed with what was worked out, as Triton gives it over
-    its API."""
+    """Return config.pbtxt as written, completed with resolved values, as Triton's API does."""
     written = parse(config.written)
     message = to_message(config, written)
     message.ClearField("version_policy")
@@ -270,7 +269,7 @@ def to_served(config: ModelConfig) -> Any:
 
 
 def to_dict(message: Any) -> dict[str, Any]:
-    """A ModelConfig message, as `to_json` has it."""
+    """Convert a ModelConfig message, as for `to_json`."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -306,7 +305,7 @@ def _describe_tensors(target: Any, specs: Sequence[TensorSpec]) -> None:
         item.name = spec.name
         item.data_type = _type_number(spec.datatype)
         item.dims[:] = spec.shape
-        # Only outputs have the one field, only inputs the other.
+        # The first field exists for outputs only, the second for inputs only.
         for field, value in (("label_filename", spec.label_file), ("optional", spec.is_optional)):
             if field in item.DESCRIPTOR.fields_by_name:
                 setattr(item, field, value)
@@ -314,7 +313,7 @@ def _describe_tensors(target: Any, specs: Sequence[TensorSpec]) -> None:
 
 
 def _describe_instances(groups: Any, config: ModelConfig) -> None:
-    """Groups that already say it stay as they are; otherwise the first is what others are like."""
+    """Keep groups that already match; otherwise rebuild them with the first as template."""
     said = [device for group in groups for device in _devices(group, config.backend)]
     if said and config.on(said).devices == config.devices:
         return
@@ -352,13 +351,13 @@ def _describe_warmups(target: Any, warmups: Sequence[Warmup]) -> None:
 
 
 def _counts(config: ModelConfig) -> list[tuple[str, int]]:
-    """The devices in the order in which they come up, and how many instances are on each."""
+    """Return the devices in order of first use, with their number of instances."""
     devices = config.devices
     return [(device, devices.count(device)) for device in dict.fromkeys(devices)]
 
 
 def _own_parameters(config: ModelConfig) -> dict[str, str]:
-    """The keys of FIELDS, where they say something else than their defaults."""
+    """Return the keys of FIELDS whose values differ from their defaults."""
     memory, base = config.memory, MemoryPolicy()
     values: dict[str, str] = {}
     for key, value, default in (
@@ -426,7 +425,7 @@ def _describe_queue(target: Any, queue: QueuePolicy) -> None:
 
 
 class _Resolver:
-    """Message and files to a ModelConfig, collecting problems."""
+    """Resolves a message and files to a ModelConfig, collecting problems."""
 
     def __init__(self, message: Any, name: str, folder: Path, artifact: Path | None) -> None:
         self._message = message
@@ -458,7 +457,7 @@ class _Resolver:
             max_wait_s=numbers[MAX_WAIT] / 1e3 if MAX_WAIT in numbers else None,
         )
         if not inputs:
-            # Without inputs nothing says how many rows a batch has.
+            # Without inputs the number of rows of a batch is undefined.
             batching = replace(batching, is_dynamic=False)
         if problem := _tokens_problem(batching, padding, is_sent=preprocess is None):
             self._problem(f"parameters.{MAX_TOKENS}", problem)
@@ -564,9 +563,9 @@ class _Resolver:
         return path
 
     def _linked(self, backend: str, base: Path, file: str) -> Path | None:
-        """The file of a language model that is a link: within the model's folder always, anywhere
-        where the configuration says so, as in the cache of Hugging Face. Not resolved: other files
-        are found beside it."""
+        """Return the file of a language model that is a link: always if it stays in the model's
+        folder, elsewhere only if the configuration allows it, as for Hugging Face's cache. Not
+        resolved: other files are found beside the link."""
         if backend != LLM or Path(file).name != file:
             return None
         if follows_links(self._message):
@@ -582,7 +581,7 @@ class _Resolver:
         max_batch = message.max_batch_size
         if max_batch < 0:
             self._problem("max_batch_size", f"{max_batch} is negative")
-        # A Python model may make its outputs of nothing.
+        # A Python model may have outputs but no inputs.
         is_whole = bool(outputs) and (bool(inputs) or backend == "python")
         if not is_whole and not self._problems:
             if (read := _signature_reader(backend, artifact)) is not None:
@@ -600,7 +599,7 @@ class _Resolver:
         inputs: tuple[TensorSpec, ...],
         outputs: tuple[TensorSpec, ...],
     ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], int]:
-        """What was not written, as the file declares it."""
+        """Complete missing tensors from the file's signature."""
         try:
             signature = read_signature(artifact)
         except ConfigError as error:
@@ -646,7 +645,7 @@ class _Resolver:
         )
 
     def _labels(self, path: str, file: str) -> tuple[str, ...]:
-        """One label a line, from a file of the version, or else of the model."""
+        """Read one label per line from a file of the version, or else of the model."""
         version = self._folder.resolve()
         model = version.parent
         own, shared = (_inside(base, file, model) for base in (version, model))
@@ -671,7 +670,7 @@ class _Resolver:
     def _batching(self, max_batch: int) -> BatchPolicy:
         message = self._message
         if not message.HasField("dynamic_batching"):
-            # A model whose configuration we worked out ourselves is batched.
+            # A model without a written configuration is batched.
             is_worked_out = not message.input and not message.output and max_batch > 0
             return BatchPolicy(max(1, max_batch), is_dynamic=is_worked_out)
         batching = message.dynamic_batching
@@ -705,7 +704,7 @@ class _Resolver:
         )
 
     def _priorities(self, batching: Any) -> tuple[QueuePolicy, ...]:
-        """The default policy, then one per level."""
+        """Return the default policy, then one per level."""
         levels, default = batching.priority_levels, batching.default_priority_level
         own = batching.priority_queue_policy
         base = _queue_policy(batching.default_queue_policy)
@@ -727,7 +726,7 @@ class _Resolver:
         return (base, *each)
 
     def _instances(self, backend: str) -> list[str]:
-        """The device of each instance."""
+        """Return the device of each instance."""
         groups = self._message.instance_group or [_types().ModelInstanceGroup()]
         for index, group in enumerate(groups):
             for field, problem in _group_problems(group, backend):
@@ -749,7 +748,7 @@ class _Resolver:
             return None
 
     def _padding(self, options: Mapping[str, str], inputs: Sequence[TensorSpec]) -> Padding | None:
-        """`penstock.pad`: which axes of which inputs may be filled up, and with what."""
+        """Parse `penstock.pad`: which axes of which inputs may be padded, and with what."""
         buckets = self._buckets(options)
         if PAD not in options:
             if PAD_BUCKETS in options:
@@ -770,7 +769,7 @@ class _Resolver:
         return Padding(tuple(axes), buckets) if buckets else Padding(tuple(axes))
 
     def _preprocess(self, options: Mapping[str, str]) -> Preprocess | None:
-        """`penstock.preprocess` and `penstock.model_inputs`: both or neither."""
+        """Parse `penstock.preprocess` and `penstock.model_inputs`: both or neither."""
         if PREPROCESS not in options and MODEL_INPUTS not in options:
             return None
         expected = "expected what the model takes, such as input_ids:INT64[-1]"
@@ -778,7 +777,7 @@ class _Resolver:
         return Preprocess(self._function(PREPROCESS, options.get(PREPROCESS, "")), inputs)
 
     def _postprocess(self, options: Mapping[str, str]) -> Postprocess | None:
-        """`penstock.postprocess` and `penstock.model_outputs`: both or neither."""
+        """Parse `penstock.postprocess` and `penstock.model_outputs`: both or neither."""
         if POSTPROCESS not in options and MODEL_OUTPUTS not in options:
             return None
         expected = "expected what the model gives, such as logits:FP32[10]"
@@ -822,7 +821,7 @@ class _Resolver:
         return buckets
 
     def _numbers(self, options: Mapping[str, str], texts: Sequence[str]) -> dict[str, float]:
-        """Our own parameters, checked."""
+        """Parse and check our numeric parameters."""
         numbers: dict[str, float] = {}
         for key, text in options.items():
             if not key.startswith("penstock.") or key in (*TEXTS, *texts):
@@ -844,7 +843,7 @@ class _Resolver:
 
 
 def _ineffective(config: ModelConfig, message: Any) -> list[str]:
-    """Warnings about what has an effect elsewhere, but not beside the rest of this file."""
+    """Return warnings about fields that have no effect combined with the rest of this file."""
     found: list[tuple[str, str]] = []
     policy = config.batching
     is_text = config.backend == LLM
@@ -876,7 +875,7 @@ def _not_in_slo_mode(message: Any) -> list[tuple[str, str]]:
 
 
 def _is_set(message: Any, path: str) -> bool:
-    """Whether a field is there and asks for something."""
+    """Whether a field is set."""
     head, _, rest = path.partition(".")
     present = {descriptor.name for descriptor, _ in message.ListFields()}
     if head not in present:
@@ -891,7 +890,7 @@ def follows_links(message: Any) -> bool:
 
 
 def _inside(base: Path, file: str, limit: Path) -> Path | None:
-    """The path, links followed; None if it leaves `limit` or cannot be one."""
+    """Resolve a path with links; None if it leaves `limit` or is invalid."""
     try:
         path = (base / file).resolve()
         path.exists()
@@ -901,20 +900,20 @@ def _inside(base: Path, file: str, limit: Path) -> Path | None:
 
 
 def _devices(group: Any, backend: str) -> list[str]:
-    """Of each instance of a group. Without a kind they run on GPUs, if the backend is made for them
-    and there are any."""
+    """Return the device of each instance of a group. Without a kind they run on GPUs, if the
+    backend supports them and there are any."""
     count = max(1, int(group.count))
     if group.gpus:
         return [f"{EACH_GPU}:{gpu}" for gpu in group.gpus] * count
     is_auto = group.kind == group.KIND_AUTO and backend in AUTO_BACKENDS
     is_gpu = group.kind == group.KIND_GPU or (is_auto and bool(devices.read_gpus()))
-    # An engine takes all memory there is: another on each GPU only for those who ask.
+    # An engine takes all free memory: one per GPU only if the kind is given.
     where = f"{EACH_GPU}:0" if backend == LLM and not group.kind else EACH_GPU
     return [where if is_gpu else CPU] * count
 
 
 def _group_problems(group: Any, backend: str) -> list[tuple[str, str]]:
-    """Fields and what is wrong with them."""
+    """Return invalid fields, each with its problem."""
     found: list[tuple[str, str]] = []
     if group.count < 0:
         found.append(("count", f"{group.count} is negative"))
@@ -945,8 +944,8 @@ def _memory(numbers: Mapping[str, float]) -> MemoryPolicy:
 
 
 def _tokens_problem(policy: BatchPolicy, padding: Padding | None, *, is_sent: bool) -> str:
-    """What is wrong with a budget of tokens, if there is one. `is_sent`: what is padded is what
-    users send, not what a function makes of it."""
+    """Return what is wrong with a token budget, if there is one. `is_sent`: the padded tensors are
+    the user's inputs, not a function's results."""
     if policy.max_tokens is None:
         return ""
     if not policy.is_dynamic:
@@ -1012,7 +1011,7 @@ def _queue_policy(message: Any) -> QueuePolicy:
 
 
 def _signature_reader(backend: str, artifact: Path) -> Callable[[Path], Signature] | None:
-    """What tells a file's tensors without its library; None: nothing does."""
+    """Return the function that reads a file's signature without its library, or None."""
     match backend, artifact.suffix:
         case ("onnxruntime", _) | ("openvino", ".onnx"):
             return onnx_file.read_signature

@@ -1,9 +1,9 @@
-"""Which fields of config.pbtxt do something. Owns the table; `pbtxt` asks it when a model is read.
+"""Which fields of config.pbtxt have an effect. Owns the table; `pbtxt` reads models with it.
 
 Every field of Triton's ModelConfig message is in exactly one of five groups: read by `pbtxt`, only
-shown to clients (`/config`), asking for what happens anyway, refused, or without effect. A field
-without effect is a warning, so nothing in a file is silently ignored. Fields that a later version
-of the message adds are without effect until they are listed here.
+shown to clients (`/config`), granted anyway, refused, or without effect. A field without effect
+gives a warning, so nothing in a file is silently ignored. Fields added by a later version of the
+message have no effect until they are listed here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Read, and changing what the server does. Paths have no indices and no keys of maps.
+# Read, with an effect on the server. Paths have no indices and no keys of maps.
 READ = frozenset(
     (
         "name",
@@ -58,13 +58,13 @@ READ = frozenset(
         "model_warmup.count",
     )
 )
-# For clients, which get it from `/config`.
+# Only shown to clients, in `/config`.
 SHOWN = frozenset(("input.format", "instance_group.name"))
-# What they ask for happens anyway.
+# Requests for what the server does anyway.
 GRANTED = frozenset(
     ("optimization.input_pinned_memory.enable", "optimization.output_pinned_memory.enable")
 )
-# Refused where they are set: they change what a model does, and this version cannot do it.
+# Refused if set: they change what a model does, and are not supported.
 REFUSED = frozenset(
     (
         "sequence_batching",
@@ -81,7 +81,7 @@ REFUSED = frozenset(
         "output.reshape",
     )
 )
-# Without effect, and what to do instead. A path stands for everything below it.
+# Without effect, and what to do instead. A path covers everything below it.
 REASONS = {
     "runtime": "the backend chooses its library",
     "input.is_shape_tensor": "only TensorRT has shape tensors",
@@ -104,7 +104,7 @@ REASONS = {
 
 
 def unused(message: Any) -> list[str]:
-    """A warning for each field that is set and has no effect, beginning with its path."""
+    """Return a warning for each field that is set without effect, beginning with its path."""
     return [f"{path}: has no effect; {reason}" for path, reason in _unused(message, "", "")]
 
 
@@ -125,7 +125,7 @@ def _unused(message: Any, path: str, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _messages(field: Any, value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """The messages of a field, each with its place. A map of plain values has none."""
+    """Yield the messages of a field, each with its place. A map of plain values has none."""
     if field.message_type.GetOptions().map_entry:
         if field.message_type.fields_by_name["value"].message_type is not None:
             for key in sorted(value):

@@ -1,5 +1,5 @@
-"""`model_warmup` of config.pbtxt to `Warmup` values. `pbtxt` calls it; `serving.warmups` makes the
-tensors."""
+"""Converts `model_warmup` of config.pbtxt to `Warmup` values. `pbtxt` calls it; `serving.warmups`
+makes the tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from penstock.config import Warmup, WarmupInput
 from penstock.types import TensorSpec
 
-# Beside the versions, as in Triton.
+# Next to the version folders, as in Triton.
 FOLDER = "warmup"
 MAX_COUNT = 10_000
 
@@ -18,8 +18,8 @@ MAX_COUNT = 10_000
 def read(
     messages: Sequence[Any], inputs: Sequence[TensorSpec], max_batch: int, model_folder: Path
 ) -> tuple[tuple[Warmup, ...], list[str]]:
-    """The warm-ups that fit the model, and why others are skipped: a model whose inputs have
-    changed is served all the same."""
+    """Return the warm-ups that fit the model, and why others are skipped: a model whose inputs have
+    changed is still served."""
     folder = model_folder / FOLDER
     warmups: list[Warmup] = []
     skipped: list[str] = []

@@ -119,7 +119,7 @@ def profile(model: str, **flags: Any) -> None:
 
 
 def _check_outputs(flags: dict[str, Any]) -> None:
-    """Before anything is measured."""
+    """Check the output files before measuring."""
     from penstock.benchmark.report import run_files
 
     run_files.check_outputs(flags[key] for key in ("html_path", "trace_path", "json_path"))

@@ -1,8 +1,8 @@
-"""What a .pt2 file (`torch.export.save`) says about its tensors, read without torch: it is a zip of
-JSON and raw weights.
+"""Signature of a .pt2 file (`torch.export.save`), read without torch: it is a zip of JSON and raw
+weights.
 
-Whatever torch would unpickle while it loads such a file is refused here, except the sample inputs,
-which every file has and which `backends/pytorch` looks at. So is every member that
+Everything that torch would unpickle when loading such a file is refused, except the sample inputs,
+which every file has and which `backends/pytorch` checks. So is every member that
 `torch.export.save` does not write.
 """
 
@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.types import Signature, TensorSpec
 
 SCHEMA = 8
-# torch's numbers of its scalar types.
+# Datatypes by torch's scalar type numbers.
 SCALARS = {
     1: "UINT8",
     2: "INT8",
@@ -43,7 +43,7 @@ PAYLOADS = {
     "weights": "data/weights/model_weights_config.json",
     "constants": "data/constants/model_constants_config.json",
 }
-# Of machine code for this kind of machine, with its weights.
+# Folder of machine code for this architecture, with its weights.
 COMPILED = "data/aotinductor/"
 SAMPLE_INPUTS = "data/sample_inputs/model.pt"
 NEEDED = {MODEL, *PAYLOADS.values(), SAMPLE_INPUTS}
@@ -66,9 +66,9 @@ class Program:
     """An exported program as its callers see it."""
 
     signature: Signature
-    # The first inputs go by position, the others by name.
+    # The first inputs are positional, the others are named.
     num_positional: int
-    # False when it gives a tensor or a tuple; OUTPUT__0, OUTPUT__1, ... stand for the names then.
+    # False when it returns a tensor or a tuple; the names are then OUTPUT__0, OUTPUT__1, ...
     has_output_names: bool
 
 
@@ -77,7 +77,7 @@ def read_signature(path: Path) -> Signature:
 
 
 def read_program(path: Path) -> Program:
-    """ConfigError, in one line, for whatever is not an exported program that can be served."""
+    """Read a program; ConfigError, in one line, unless it can be served."""
     try:
         with zipfile.ZipFile(path) as archive:
             return _read(archive)
@@ -184,7 +184,7 @@ class _Tree(msgspec.Struct):
 def _read(archive: zipfile.ZipFile) -> Program:
     names = archive.namelist()
     root = f"{names[0].partition('/')[0]}/" if names else "/"
-    # Python changes some names, which torch takes as they are written.
+    # Python's zipfile changes some names, which torch reads as written.
     strays = [
         member.orig_filename
         for member in archive.infolist()
@@ -204,7 +204,7 @@ def _read(archive: zipfile.ZipFile) -> Program:
 
 def is_compiled(path: Path) -> bool:
     """Whether it is an AOTInductor package (`torch._inductor.aoti_compile_and_package`): no pickle,
-    but machine code, to be trusted as `module.py` is."""
+    but machine code, which needs the same trust as `module.py`."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.partition("/")[2].startswith(COMPILED) for name in archive.namelist())
@@ -213,12 +213,12 @@ def is_compiled(path: Path) -> bool:
 
 
 def check_members(names: Sequence[str], read: Callable[[str], bytes]) -> None:
-    """ConfigError if torch would unpickle any of them, but for the sample inputs. Zip readers may
-    differ in what they find in a file, so torch's own is asked too before torch loads it."""
+    """Raise ConfigError if torch would unpickle any member but the sample inputs. Zip readers may
+    disagree on a file's members, so torch's own reader is checked too before torch loads it."""
     _check_kind(set(names))
     for kind, config in PAYLOADS.items():
         _check_payloads(read(config), kind)
-    # torch finds members whatever their case.
+    # torch looks up members case-insensitively.
     counts = Counter(name.casefold() for name in names)
     for name in names:
         if counts[name.casefold()] > 1:
@@ -287,7 +287,7 @@ def _tree(text: str) -> _Tree:
 
 
 def _input_names(tree: _Tree, inputs: Sequence[_Argument]) -> tuple[list[str], int]:
-    """The names of the inputs, and how many of them go by position."""
+    """Return the names of the inputs, and how many of them are positional."""
     if len(tree.children_spec) != 2:
         raise _problem(f"it does not say how it is called; {EXPECTED}")
     args, kwargs = tree.children_spec
@@ -300,14 +300,14 @@ def _input_names(tree: _Tree, inputs: Sequence[_Argument]) -> tuple[list[str], i
 
 
 def _output_names(tree: _Tree) -> list[str]:
-    """Empty if the outputs have none."""
+    """Return the names of the outputs; empty if they have none."""
     if any(child.type is not None for child in tree.children_spec):
         raise _problem("the outputs are nested; expected a tensor, or a tuple or dict of tensors")
     return [] if tree.type is None or tree.type in SEQUENCES else _keys(tree)
 
 
 def _keys(tree: _Tree) -> list[str]:
-    """Of a dict, or of a class that is flattened like one."""
+    """Return the keys of a dict, or of a class that is flattened like one."""
     keys = msgspec.json.decode(tree.context or "null", type=list[str] | None)
     if keys is None or len(keys) != len(tree.children_spec):
         raise _problem(f"{tree.type} has no names for its tensors; expected a tuple or a dict")
@@ -332,7 +332,7 @@ def _meta(arg: _Argument, values: dict[str, _Meta]) -> _Meta:
 
 
 def _max_batch(metas: Sequence[_Meta], ranges: dict[str, _Range]) -> int | None:
-    """There is a batch dimension if all tensors start with the same symbol."""
+    """Return the largest batch; None if unbounded, 0 unless all tensors start with one symbol."""
     firsts = {_first(meta) for meta in metas}
     symbol = re.match(r"Symbol\('(\w+)'[^()]*\)$", firsts.pop()) if len(firsts) == 1 else None
     if symbol is None:
@@ -341,7 +341,7 @@ def _max_batch(metas: Sequence[_Meta], ranges: dict[str, _Range]) -> int | None:
 
 
 def _first(meta: _Meta) -> str:
-    """The first dimension as an expression; empty if it is fixed, or there is none."""
+    """Return the first dimension as an expression; empty if it is fixed or missing."""
     expression = meta.sizes[0].as_expr if meta.sizes else None
     return expression.expr_str if expression else ""
 

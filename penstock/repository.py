@@ -1,15 +1,15 @@
-"""A folder of models in Triton's layout to resolved configurations.
+"""Reads a folder of models in Triton's layout into resolved configurations.
 
     <repository>/<model>/[config.pbtxt]
     <repository>/<model>/<version>/model.onnx
     <repository>/<model>/<version>/[config.pbtxt] [manifest.json]
 
-The model's config.pbtxt chooses versions; what is in a version's own holds for that version alone.
-Without any it is worked out from the file. All problems of all models are found in one pass; one
-bad model does not hide the others. Links may not lead out of the repository, and names that start
-with a dot are nobody's. `versions` is who writes.
+The model's config.pbtxt chooses versions; a version's own config.pbtxt applies to that version
+alone. Without any, the configuration is derived from the file. All problems of all models are found
+in one pass; one bad model does not hide the others. Links may not lead out of the repository, and
+names that start with a dot are ignored. `versions` writes to repositories.
 
-A language model needs no version: its folder as Hugging Face has it, or its GGUF file, is enough.
+A language model needs no version: its Hugging Face folder or its GGUF file is enough.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.slo import Slo
 
 CONFIG = "config.pbtxt"
 MAX_NAMES_TOLD = 10
-# Of a language model: Hugging Face's configuration and what lies beside it, one of these.
+# Files of a language model: Hugging Face's configuration, and one of these beside it.
 TEXT_CONFIG, WEIGHTS = "config.json", ("model.safetensors", "model.safetensors.index.json")
 GGUF = ".gguf"
 RANDOM = "penstock.random_weights"
@@ -37,7 +37,7 @@ MAX_VERSION = 2**63 - 1
 
 @dataclass(slots=True)
 class Found:
-    """What a repository holds: versions that can be loaded; problems and folders by model."""
+    """The contents of a repository: loadable versions; problems and folders by model."""
 
     configs: list[ModelConfig] = field(default_factory=list)
     problems: dict[str, list[str]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Found:
 
 
 def read(path: str | os.PathLike[str]) -> Found:
-    """Every model of a repository, or the one model if `path` is its folder."""
+    """Read every model of a repository, or the one model if `path` is its folder."""
     if (named := _text_model(Path(os.path.abspath(path)))) is not None:
         return named
     root = _root(path)
@@ -54,7 +54,7 @@ def read(path: str | os.PathLike[str]) -> Found:
             [f"{path}: looks like a version folder; give its model's folder, {root.parent}"]
         )
     if _is_model(root):
-        # A link that the operator names is where the repository is.
+        # The operator may name a link: the repository is where it leads.
         folders, root = [root], root.resolve()
     else:
         folders = _folders(root)
@@ -94,8 +94,8 @@ def _read_all(folders: Sequence[Path], root: Path) -> Found:
 
 
 def refuse_hard_links(found: Found) -> Found:
-    """The same without models whose ONNX weights are in hard links: such a file may be any file of
-    the file system under a harmless name."""
+    """Remove models whose ONNX weights are in hard links: such a file may be any file of the file
+    system under a harmless name."""
     problems = {name: list(each) for name, each in found.problems.items()}
     for config in found.configs:
         if linked := _linked_weights(config):
@@ -119,8 +119,7 @@ def _linked_weights(config: ModelConfig) -> list[str]:
 
 
 def read_made_up(path: str | os.PathLike[str]) -> Found:
-    """A language model of the sizes in a config.json, whose weights will be drawn: for tests of
-    speed."""
+    """Make a language model with the sizes in a config.json and random weights: for speed tests."""
     file = Path(os.path.abspath(path))
     if file.is_dir():
         file = file / TEXT_CONFIG
@@ -135,8 +134,8 @@ def read_made_up(path: str | os.PathLike[str]) -> Found:
 
 
 def _text_model(path: Path) -> Found | None:
-    """The one that a file or a folder is by itself; links in it lead anywhere, as in the cache of
-    Hugging Face. None: it is no such."""
+    """Read a language model from a file or folder by itself; links in it may lead anywhere, as in
+    Hugging Face's cache. None: it is not one."""
     is_file = _is_gguf(path)
     if not is_file and not _is_text_folder(path):
         return None
@@ -144,7 +143,7 @@ def _text_model(path: Path) -> Found | None:
     name = path.stem if is_file else path.name
     found = Found(folders={name: folder})
     try:
-        # What lies beside a file is not the file's.
+        # Files beside a GGUF file do not belong to it.
         message = pbtxt.parse("") if is_file else read_message(folder)
         message.backend = message.backend or LLM
         artifact = path if is_file else path / TEXT_CONFIG
@@ -175,7 +174,7 @@ def _is_text_folder(folder: Path) -> bool:
 
 
 def names(path: str | os.PathLike[str]) -> list[str]:
-    """The models of a repository by name, loadable or not."""
+    """Return the models of a repository by name, loadable or not."""
     if (named := _text_model(Path(os.path.abspath(path)))) is not None:
         return list(named.folders)
     root = _root(path)
@@ -185,7 +184,7 @@ def names(path: str | os.PathLike[str]) -> list[str]:
 
 
 def read_one(path: str | os.PathLike[str], name: str) -> Found:
-    """One model of a repository. The name is compared with what is there, never made a path."""
+    """Read one model of a repository. The name is compared, never used as a path."""
     named = _text_model(Path(os.path.abspath(path)))
     if named is not None and name in named.folders:
         return named
@@ -201,7 +200,7 @@ def read_one(path: str | os.PathLike[str], name: str) -> Found:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for an error's text, which stays short however many there are."""
+    """Format names for an error, at most MAX_NAMES_TOLD of them."""
     text = ", ".join(names[:MAX_NAMES_TOLD])
     if len(names) > MAX_NAMES_TOLD:
         text += f" and {len(names) - MAX_NAMES_TOLD} more"
@@ -216,7 +215,7 @@ def _root(path: str | os.PathLike[str]) -> Path:
 
 
 def _folders(root: Path) -> list[Path]:
-    """What may be a model: folders, and GGUF files."""
+    """List what may be a model: folders, and GGUF files."""
     try:
         return sorted(
             entry
@@ -228,7 +227,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _read_model(folder: Path, root: Path) -> list[ModelConfig]:
-    """The versions of one model that its version policy asks for."""
+    """Read the versions of one model that its version policy selects."""
     if not folder.resolve().is_relative_to(root.resolve()):
         raise ConfigError(["folder: a link that leads out of the repository"])
     message = read_message(folder)
@@ -249,7 +248,7 @@ def _read_model(folder: Path, root: Path) -> list[ModelConfig]:
 
 
 def read_message(folder: Path, version: str = "") -> Any:
-    """The config.pbtxt of a model, or of one of its versions; an empty message without one."""
+    """Read the config.pbtxt of a model, or of one of its versions; an empty message without one."""
     where = f"{version}/{CONFIG}" if version else CONFIG
     path = folder / where
     try:
@@ -264,8 +263,8 @@ def has_own_config(folder: Path, version: str) -> bool:
 
 
 def read_version(folder: Path, version: str, message: Any) -> ModelConfig:
-    """One version, by its own config.pbtxt or else by `message`, the model's. Nothing of a version
-    that is incomplete is looked at."""
+    """Read one version, by its own config.pbtxt or else by `message`, the model's. An incomplete
+    version is refused unread."""
     path = folder / version
     manifest = manifests.read(path)
     if manifest is None:
@@ -295,7 +294,7 @@ def _resolve(folder: Path, version: str, message: Any) -> ModelConfig:
     policy = message.version_policy if message.HasField("version_policy") else None
     message = read_message(folder, version)
     ignored = message.HasField("version_policy")
-    # The model's chooses versions.
+    # The model's policy applies.
     message.ClearField("version_policy")
     if policy is not None:
         message.version_policy.CopyFrom(policy)
@@ -305,7 +304,7 @@ def _resolve(folder: Path, version: str, message: Any) -> ModelConfig:
     except ConfigError as error:
         raise ConfigError(
             [
-                # A problem of a file is told by the file's own path.
+                # Problems of other files already begin with their path.
                 text if text.startswith(f"{version}/") else f"{version}/{CONFIG}: {text}"
                 for text in error.problems
             ]
@@ -319,7 +318,7 @@ def _with_warning(config: ModelConfig, version: str) -> ModelConfig:
 
 
 def about(folder: Path, config: ModelConfig) -> list[str]:
-    """What `penstock inspect` says of a version beside its configuration."""
+    """Return the lines that `penstock inspect` prints about a version besides its configuration."""
     version = config.version
     where = f"{version}/{CONFIG}" if has_own_config(folder, version) else CONFIG
     has_config = (folder / where).is_file()
@@ -345,8 +344,8 @@ def about(folder: Path, config: ModelConfig) -> list[str]:
 
 
 def _with_promise(config: ModelConfig, promised: Slo | None, unkept: str) -> ModelConfig:
-    """The evidence's SLO holds where the configuration says nothing of one. An SLO that was not
-    kept would make the server refuse requests for a promise that nobody could make."""
+    """Apply the evidence's SLO if the configuration has none. An SLO that was not kept would make
+    the server refuse requests in vain."""
     if promised is None or config.slo:
         return config
     if unkept:
@@ -356,7 +355,7 @@ def _with_promise(config: ModelConfig, promised: Slo | None, unkept: str) -> Mod
 
 
 def _is_model(folder: Path) -> bool:
-    """Also one that may not be looked at: what is wrong with it is told when it is read."""
+    """Whether it is a model; an unreadable folder counts, so that reading it reports why."""
     try:
         if not folder.is_dir():
             return _is_gguf(folder)
@@ -367,15 +366,15 @@ def _is_model(folder: Path) -> bool:
 
 
 def _is_version(folder: Path) -> bool:
-    """A folder with a number for a name that holds neither versions nor models; those may be
-    called by numbers too."""
+    """Whether it is a folder named by a number that holds neither versions nor models, which may be
+    named by numbers too."""
     if not folder.name.isdigit() or folder.name not in version_folders(folder.parent):
         return False
     return not version_folders(folder) and not any(map(_is_model, _folders(folder)))
 
 
 def version_folders(folder: Path) -> list[str]:
-    """Names that are version numbers: digits without a leading zero, within 64 bits."""
+    """Return the names that are version numbers: digits without a leading zero, within 64 bits."""
     return sorted(
         (
             entry.name
@@ -391,7 +390,7 @@ def version_folders(folder: Path) -> list[str]:
 
 
 def chosen(folder: Path, message: Any, problems: list[str]) -> list[str]:
-    """Versions that the policy asks for; where it asks for missing ones, those there are."""
+    """Return the versions that the policy selects, without those that are missing."""
     available = version_folders(folder)
     if not available:
         raise ConfigError(["no version folder; expected one named by a number"])

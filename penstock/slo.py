@@ -1,11 +1,11 @@
-"""What was promised: the one SLO grammar of the command line, config.pbtxt, plans and evidence.
+"""Service-level objectives: one grammar for the command line, config.pbtxt, plans and evidence.
 
     p99 < 20ms, p50 ttft < 100ms, throughput >= 500/s, memory <= 2GiB at 200/s poisson
 
-A metric may also stand before its statistic: ttft p50 < 100ms.
+A metric may also precede its statistic: ttft p50 < 100ms.
 
-Pure values with a parser that reports every problem and a `str` that parses to the same again.
-Knows nothing of how things are measured; `judge` compares numbers that others measured.
+Pure values with a parser that reports every problem and a `str` that parses back to the same. Knows
+nothing of measuring; `judge` compares numbers that others measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 STATISTICS = ("p50", "p90", "p95", "p99", "p99.9", "mean")
 METRICS = ("latency", "ttft", "tpot", "itl")
 ARRIVALS = ("poisson", "constant", "gamma")
-# How many of each unit make a second.
+# Units per second.
 DURATIONS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 SIZES = {
     "B": 1,
@@ -93,7 +93,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`cost <= 0.5 per million` answers, in the unit of the price that was given."""
+    """`cost <= 0.5 per million` answers, in the currency of the given price."""
 
     max_per_million: float
     name = "cost"
@@ -124,7 +124,7 @@ Term = Latency | Throughput | Goodput | Cost | Memory
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The load under which the terms are to hold. `cv` is the spread of gamma arrivals."""
+    """The load at which the terms must hold. `cv`: coefficient of variation of gamma arrivals."""
 
     per_s: float
     arrivals: str = "poisson"
@@ -137,14 +137,14 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Terms that must all be kept, at a rate where one was given."""
+    """Terms that must all be kept, at a rate if one is given."""
 
     terms: tuple[Term, ...]
     rate: Rate | None = None
 
     @property
     def latency_s(self) -> float | None:
-        """How long one request may take: the tightest tail, or the tightest mean or median."""
+        """Latency limit of one request: the tightest tail, or else the tightest mean or median."""
         latencies = [t for t in self.terms if isinstance(t, Latency) and t.metric == "latency"]
         tails = [term.limit_s for term in latencies if term.is_tail]
         return min(tails or [term.limit_s for term in latencies], default=None)
@@ -156,7 +156,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One term and what was measured for it."""
+    """One term and its measured value."""
 
     term: Term
     measured: float | None
@@ -169,12 +169,12 @@ class Verdict:
 
 
 def judge(slo: Slo, measured: Mapping[str, float]) -> tuple[Verdict, ...]:
-    """One verdict per term. `measured` is by `term.name`, in seconds, percent, bytes and 1/s."""
+    """Judge each term. `measured` is keyed by `term.name`, in seconds, percent, bytes and 1/s."""
     return tuple(Verdict(term, measured.get(term.name)) for term in slo.terms)
 
 
 def parse(text: str) -> Slo:
-    """Raises ConfigError with every problem."""
+    """Parse an SLO; ConfigError lists every problem."""
     problems: list[str] = []
     terms_text, at, rate_text = _split_rate(text)
     terms = list(_parse_terms(terms_text, problems))
@@ -188,7 +188,7 @@ def parse(text: str) -> Slo:
 
 
 def _split_rate(text: str) -> tuple[str, bool, str]:
-    """Terms, whether a rate is named, and the rate, which may stand after any of the terms."""
+    """Split into terms, whether a rate is named, and the rate, which may follow any term."""
     head, at, tail = re.sub(r"\bat\b", "@", text, count=1).partition("@")
     rate, comma, more = tail.partition(",")
     return head + comma + more, bool(at), rate
@@ -210,7 +210,7 @@ def _parse_term(text: str) -> Term:
     match = re.fullmatch(r"([^<>=]*?)\s*([<>=]+)\s*([^<>=]*)", text)
     subject = (match[1] if match else text).split()
     if len(subject) == 2 and subject[0] in METRICS:
-        # As people say it: "ttft p99" is "p99 ttft".
+        # Accept "ttft p99" for "p99 ttft".
         subject.reverse()
     head = subject[0] if subject else ""
     if head in STATISTICS:
@@ -270,7 +270,7 @@ def _make_rate(per_s: float, words: list[str]) -> Rate:
 
 
 def parse_duration(text: str) -> float:
-    """`250us`, `20ms` or `1.5 s` in seconds; ValueError says what was expected."""
+    """Parse `250us`, `20ms` or `1.5 s` to seconds; ValueError says what was expected."""
     number, unit = _split_unit(text)
     if unit not in DURATIONS:
         raise ValueError(f"'{text}' is not a duration; expected one like 250us, 20ms or 1.5s")
@@ -278,7 +278,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """The shortest form that parses to exactly this."""
+    """Return the shortest form that parses to exactly this."""
     for unit, per_s in DURATIONS.items():
         number = f"{seconds * per_s:.12g}"
         if seconds * per_s >= 1 and float(number) / per_s == seconds and "e" not in number:
@@ -287,7 +287,7 @@ def format_duration(seconds: float) -> str:
 
 
 def parse_size(text: str) -> int:
-    """`512MiB` or `2 GB` in bytes; ValueError says what was expected."""
+    """Parse `512MiB` or `2 GB` to bytes; ValueError says what was expected."""
     number, unit = _split_unit(text)
     units = {name.lower(): size for name, size in SIZES.items()}
     if unit.lower() not in units:
@@ -327,7 +327,7 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def _positive(text: str, example: str) -> float:
-    """A finite number above zero, written with ASCII digits."""
+    """Parse a finite number above zero, written with ASCII digits."""
     is_plain = re.fullmatch(r"[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?", text) is not None
     number = float(text) if is_plain else 0.0
     if not 0 < number < math.inf:

@@ -1,4 +1,4 @@
-"""What people see in a terminal: progress and table at start, and a model explained."""
+"""Terminal output: progress and table at start, and the explanation of a model."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ STATE_STYLES = {"READY": "green", "UNAVAILABLE": "red", "LOADING": "yellow"}
 NUM_BATCHES_SHOWN = 12
 BAR_WIDTH = 40
 WATCH_S = 1.0
-# Nobody watches a file: its lines are few.
+# Interval between lines when the output is not a terminal.
 QUIET_S = 10.0
 
 
 def console(is_error: bool = False) -> Console:
     made = Console(stderr=is_error)
     if not made.is_terminal:
-        made.width = 1000  # A file is as wide as its lines: no name is broken.
+        made.width = 1000  # Wide enough that no line of a file is broken.
     return made
 
 
 class LoadingStatus:
-    """Tells that models still load: a moving line in a terminal, else a line in the log."""
+    """Reports that models are loading: a moving line in a terminal, otherwise a line in the log."""
 
     def __init__(self) -> None:
         self._status: Status | None = None
@@ -82,7 +82,7 @@ class LoadingStatus:
 
 
 def print_start(server: Server, host: str, names: Sequence[str]) -> None:
-    """The models, `names` being those of the repository, and where they are served."""
+    """Print the models (`names` are those of the repository) and the addresses."""
     out = console()
     out.print(start_table(server, names))
     for failure in server.catalog.failures:
@@ -93,7 +93,7 @@ def print_start(server: Server, host: str, names: Sequence[str]) -> None:
 
 
 def log_start(server: Server, host: str, names: Sequence[str]) -> None:
-    """The same for logs that machines read: a line for each model and each port."""
+    """Log the same for machines: one line per model and port."""
     models = {(model.config.name, model.config.version): model for model in server.catalog}
     for entry in server.catalog.index(names):
         fields: dict[str, object] = {"model": entry.name, "version": entry.version}
@@ -121,7 +121,7 @@ def _addresses(server: Server, host: str) -> dict[str, str]:
 
 
 def tell_memory_plan(plan: Sequence[GpuPlan]) -> None:
-    """What models take of each GPU: a table in a terminal, else lines in the log."""
+    """Report GPU memory by model: a table in a terminal, otherwise lines in the log."""
     out = console()
     if out.is_terminal and logs.from_environment().format != "json":
         out.print(memory_table(plan))
@@ -206,7 +206,7 @@ def _batching(model: Served) -> str:
 
 
 def explained(answer: Explanation) -> Group:
-    """What says most comes first: a screen may have no room for the rest."""
+    """Render an explanation, most important parts first: a screen may be too small for the rest."""
     parts: list[RenderableType] = [_title(answer)]
     parts += [Text(f"Note: {note}", style="yellow") for note in answer.notes]
     parts += [_section("Why batches are as they are"), *map(_sentence, answer.verdicts)]
@@ -226,8 +226,8 @@ def explained(answer: Explanation) -> Group:
 
 
 def watch(ask: Callable[[], Explanation]) -> NoReturn:
-    """Show a new answer every second until Ctrl-C, which raises KeyboardInterrupt. A terminal shows
-    the answer in place of the last one, cut to its height; other outputs get one after the other.
+    """Show a new answer every second until Ctrl-C, which raises KeyboardInterrupt. In a terminal
+    each answer replaces the last one, cut to its height; other outputs get one after the other.
     """
     out = console()
     if not out.is_terminal:
@@ -271,7 +271,7 @@ def _sentence(text: str) -> Text:
 
 
 def _table(*columns: str, num_words: int = 1) -> Table:
-    """Words on the left, figures on the right."""
+    """Make a table with text on the left, figures on the right."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, column in enumerate(columns):
         is_word = index < num_words
@@ -326,7 +326,7 @@ def _recent(answer: Explanation) -> RenderableType:
 
 
 def _bars(batch_sizes: dict[int, int]) -> RenderableType:
-    """Sizes in steps of two."""
+    """Render a bar per power of two of the batch size."""
     if not batch_sizes:
         return Text("none", style="dim")
     steps: dict[int, int] = {}

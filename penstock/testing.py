@@ -1,9 +1,9 @@
-"""Test doubles that are part of the public package: a worker on strings, sinks, a clock, a load.
+"""Test doubles that are part of the public package: workers, sinks, GPUs and simulated load.
 
-`Puppets` stands in for processes: each worker runs the real `Worker` code, one frame at a time,
-only when the test says so, and dies when the test says so. No thread, no process, no waiting.
-`FakeGpus` are devices that exist only here; the `null` backend runs on them as on any.
-`simulate` drives a batcher through a load on executors that only take time, on a clock of its own.
+`Puppets` stands in for processes: each worker runs the real `Worker` code, one frame at a time, and
+advances or crashes only when the test says so. No thread, no process, no waiting. `FakeGpus` are
+simulated devices on which the `null` backend runs. `simulate` drives a batcher through a load with
+executors that only take time, on a simulated clock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FakeClock:
 
 
 class FakeGpus:
-    """Give this as a fleet's `read`. `used_bytes` is what the driver would say is taken of each."""
+    """Pass this as a fleet's `read`. `used_bytes` is what a driver would report as used, by GPU."""
 
     def __init__(self, *total_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -52,7 +52,7 @@ class FakeGpus:
 
 
 class RecordingSink:
-    """Keeps every answer it gets, outputs copied."""
+    """Keeps every answer, with copied outputs."""
 
     def __init__(self) -> None:
         self.answers: list[Response | PenstockError] = []
@@ -72,7 +72,7 @@ class RecordingSink:
 
 
 class PuppetLife:
-    """One worker. `step` lets it handle a frame; `kill` is a death like any other."""
+    """One worker. `step` lets it handle a frame; `kill` is a crash."""
 
     pid = 0
 
@@ -112,8 +112,8 @@ class PuppetLife:
 
 
 class Puppets:
-    """Give this as `start_life`; `alive` are the workers that run now. `has_room`: there is memory
-    for spares."""
+    """Pass this as `start_life`; `alive` are the running workers. `has_room`: there is memory for
+    spare workers."""
 
     def __init__(self, *, has_room: bool = False) -> None:
         self._lives: list[PuppetLife] = []
@@ -131,7 +131,7 @@ class Puppets:
         return [life for life in self._lives if life.is_alive]
 
     async def step_all(self) -> None:
-        """Let every worker handle what has been sent to it, and the core what they answer."""
+        """Let every worker handle its frames, and the core their answers, until all are idle."""
         for _ in range(1000):
             await settle()
             busy = [life for life in self.alive if life.has_work]
@@ -143,14 +143,14 @@ class Puppets:
 
 
 async def settle(rounds: int = 6) -> None:
-    """Let the event loop deliver what is due."""
+    """Run the event loop for a few turns."""
     for _ in range(rounds):
         await asyncio.sleep(0)
 
 
 @dataclass
 class Outcomes:
-    """How long each request of a simulated load waited for its answer, or for its refusal."""
+    """Time from arrival to answer or refusal of each request of a simulated load."""
 
     latencies_s: list[float] = field(default_factory=list)
     refusals_s: list[float] = field(default_factory=list)
@@ -161,8 +161,8 @@ class Outcomes:
 
 
 class _Simulation:
-    """Requests of one row, executors that take `duration_of(rows)`, a clock that jumps. Requests
-    that have tokens: `duration_of(tokens)`."""
+    """One-row requests, executors that take `duration_of(rows)` (or of tokens, if requests have
+    any), and a clock that jumps."""
 
     def __init__(
         self,
@@ -235,8 +235,8 @@ def simulate(
     num_executors: int = 1,
     tokens: Sequence[int] = (),
 ) -> Outcomes:
-    """Run a batcher through arrivals (ascending times) until everything has ended. `tokens` are how
-    many each has; batches then take as long as they have tokens."""
+    """Run a batcher through arrivals (ascending times) until everything has ended. `tokens` are the
+    tokens of each request; batches then take time by their tokens."""
     simulation = _Simulation(batcher, num_executors, duration_of)
     index = 0
     while True:

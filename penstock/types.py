@@ -1,4 +1,4 @@
-"""The nouns that travel: datatypes, tensors, requests, responses, timings, and what a Servable is.
+"""Core types: datatypes, tensors, requests, responses, timings, and the Servable protocol.
 
 Nothing here knows a protocol, a process or a device. Inside Penstock a tensor is a contiguous
 little-endian buffer; each BYTES element is preceded by its length in four bytes, as on the wire.
@@ -70,15 +70,15 @@ DATATYPES: Mapping[str, Datatype] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a model takes or gives. `shape` excludes the batch dimension where the model has one;
-    -1 is any size."""
+    """An input or output of a model. `shape` excludes the batch dimension if the model has one; -1
+    is any size."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     is_optional: bool = False
     label_file: str = ""
-    # What the elements of an output are called, for classification.
+    # Names of an output's elements, for classification.
     labels: tuple[str, ...] = ()
 
     @property
@@ -94,12 +94,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a model's file says about its tensors. Shapes include the batch dimension, which is
-    there when the first dimension of every tensor is variable."""
+    """The tensors that a model's file declares. Shapes include the batch dimension, which exists if
+    the first dimension of every tensor is variable."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    # The most rows that the file allows, where it says so; 0: the first dimensions are no batch.
+    # Most rows that the file allows, if it says so; 0: the first dimension is not a batch.
     max_batch: int | None = None
 
     @property
@@ -129,10 +129,10 @@ NOT_COMPUTED = (0.0, 0.0, 0.0)
 class Timings:
     """When a request passed each stage, in seconds of the monotonic clock.
 
-    `compute_s` are durations measured by the worker for the whole batch: getting at the inputs, the
-    model, putting the outputs where they belong. `instance_wait_s` is the part of the time in the
-    queue during which no instance was idle; `saturated_s`, how long that had been so altogether
-    when the request was queued.
+    `compute_s` are durations measured by the worker for the whole batch: reading the inputs,
+    running the model, writing the outputs. `instance_wait_s` is the part of the queueing time in
+    which no instance was idle; `saturated_s` is the accumulated time without an idle instance when
+    the request was queued.
     """
 
     __slots__ = (
@@ -168,14 +168,14 @@ class Timings:
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):
-    """An output the client asked for by name; `parameters` are the protocol's business."""
+    """An output the client asked for by name; `parameters` are interpreted by the protocol."""
 
     name: str
     parameters: dict[str, Parameter] = {}
 
 
 class Response:
-    """One answer. The buffers of `outputs` are views into shared memory: a sink copies what it
+    """One answer. The buffers of `outputs` are views into shared memory: a sink must copy what it
     keeps before `respond` returns."""
 
     __slots__ = ("form", "model_name", "model_version", "outputs", "parameters")
@@ -188,7 +188,7 @@ class Response:
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         # Responses with the same form have the same model, names, datatypes and shapes, so a codec
-        # may keep what it made of those. None: nothing is known.
+        # may cache what it derives from them. None: unknown.
         self.form: object = None
         self.model_name = model_name
         self.model_version = model_version
@@ -197,16 +197,16 @@ class Response:
 
 
 class ReplySink(Protocol):
-    """Whoever waits for a request. Called on the event loop; must not raise and must not block."""
+    """Receives the answers to a request, on the event loop; must not raise and must not block."""
 
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None: ...
 
 
 class Request:
-    """One inference from socket to socket; carries its own reply, deadline and timings.
+    """One inference from socket to socket; carries its own sink, deadline and timings.
 
-    Law: an admitted request gets exactly one final `respond`. `is_done` is set by it, and whatever
-    comes later (an answer after a cancel, a second error) is dropped here, in one place.
+    Invariant: an admitted request gets exactly one final `respond`. It sets `is_done`, and anything
+    later (an answer after a cancel, a second error) is dropped here, in one place.
     """
 
     __slots__ = (
@@ -243,29 +243,29 @@ class Request:
         outputs: Sequence[RequestedOutput] = (),
     ) -> None:
         # Requests with the same form have the same names, datatypes, shapes, sizes and outputs, so
-        # what follows from those need not be worked out again. None: nothing is known.
+        # what follows from them can be cached. None: unknown.
         self.form: object = None
         self.id = id
         self.inputs = inputs
         self.outputs = outputs
         self.parameters: Mapping[str, Parameter] | None = None
-        # How the sender wants outputs that do not say so themselves.
+        # Default for outputs that do not say themselves whether they are binary.
         self.prefers_binary = False
         self.priority = LEVEL_UNSET
         self.timeout_s: float | None = None
-        # Digest of the API key that came with it; empty where clients need none.
+        # Digest of the API key that came with it; empty if no key is required.
         self.caller = b""
-        # Whether the key's rate has it already, as part of a message that has several.
+        # Whether it already counts against the key's rate, with the message it is part of.
         self.is_counted = False
         self.sink = sink
         self.timings = Timings(received)
         self.is_done = False
         # Set by the Servable that admits the request.
         self.num_rows = 1
-        # What it takes of a budget of tokens; 0 where there is none.
+        # Its share of a token budget; 0 if there is none.
         self.num_tokens = 0
         self.num_deaths = 0
-        # Index of the instance whose worker died while it ran this request among others.
+        # Index of the instance whose worker crashed while it ran this request among others.
         self.lost_with: int | None = None
         self.fit: Any = None
         self.place: Any = None
@@ -273,7 +273,7 @@ class Request:
         self.turn = 0
 
     def respond(self, answer: Response | PenstockError, final: bool = True) -> bool:
-        """Deliver, unless the request has ended already. Returns whether it was delivered."""
+        """Deliver an answer, unless the request has ended. Return whether it was delivered."""
         if self.is_done:
             return False
         self.is_done = final
@@ -289,17 +289,17 @@ class Request:
 
 
 class Servable(Protocol):
-    """Everything that can be called. A protocol knows nothing more than this."""
+    """Anything that takes requests; protocols know nothing else."""
 
     def submit(self, request: Request) -> None:
-        """Take the request. Every outcome, refusal included, goes to `request.sink`."""
+        """Take the request. Every outcome, including refusal, goes to `request.sink`."""
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits any more: free what it holds. Safe to call at any time."""
+        """Cancel a request and free what it holds. Safe to call at any time."""
 
 
 class CallbackSink:
-    """A sink that hands the final answer to a function; for tests and in-process use."""
+    """A sink that passes the final answer to a function; for tests and in-process use."""
 
     __slots__ = ("_deliver",)
 
@@ -329,7 +329,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def pack_bytes(array: Array) -> bytes:
-    """An array of bytes (or str) elements in row-major order, each with its length in front."""
+    """Encode bytes (or str) elements in row-major order, each prefixed with its length."""
     parts: list[bytes] = []
     for element in array.ravel():
         item = element if isinstance(element, bytes) else str(element).encode()
@@ -339,7 +339,7 @@ def pack_bytes(array: Array) -> bytes:
 
 
 def split_bytes(data: Buffer) -> list[bytes]:
-    """The elements of a BYTES buffer. Raises ValueError when a length runs past the end."""
+    """Split a BYTES buffer into elements; ValueError when a length runs past the end."""
     view = memoryview(data)
     elements: list[bytes] = []
     position, end = 0, len(view)
@@ -356,7 +356,7 @@ def split_bytes(data: Buffer) -> list[bytes]:
 
 
 def to_array(tensor: Tensor) -> Array:
-    """The tensor as a numpy array: a view where the datatype allows it, objects for BYTES."""
+    """Convert a tensor to a numpy array: a view if the datatype allows it, objects for BYTES."""
     if tensor.datatype == "BYTES":
         elements = split_bytes(tensor.data)
         if len(elements) != num_elements(tensor.shape):

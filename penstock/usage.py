@@ -1,5 +1,4 @@
-"""What the server's processes and the machine use, asked of the operating system and of the GPUs'
-driver at a scrape."""
+"""Resource use of the server's processes, the machine and its GPUs, read at a scrape."""
 
 from __future__ import annotations
 
@@ -27,18 +26,18 @@ class Member:
 
 
 class Usage:
-    """Utilisation is that since the last `read`, so there is one of these for a server."""
+    """Reads resource use. Utilisation is since the last `read`, so use one per server."""
 
     def __init__(self, gpus: Watch | None = None) -> None:
         self._gpus = gpus or Watch()
         psutil.cpu_percent(None)
 
     def begin(self) -> None:
-        """From now on the GPUs' energy counts. Opens their driver: not for the event loop."""
+        """Start counting the GPUs' energy. Opens their driver: not for the event loop."""
         self._gpus.uses()
 
     def read(self, members: Iterable[Member]) -> HostUse:
-        """This process and `members`; one that has just died is left out."""
+        """Read the use of this process and of `members`; one that has just exited is left out."""
         processes = []
         for member in (Member(os.getpid(), "core"), *members):
             try:
@@ -64,7 +63,7 @@ class Memory:
 
 
 def read_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
-    """What processes may still take. Page cache that can be dropped counts as available."""
+    """Return the memory available to processes, including reclaimable page cache."""
     machine = psutil.virtual_memory()
     limit = _read_number(cgroups / "memory.max")
     used = _read_number(cgroups / "memory.current")
@@ -75,7 +74,7 @@ def read_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> Memory:
 
 
 def _read_number(path: Path) -> int | None:
-    """None: there is no such file, or it says "max"."""
+    """Return None if there is no such file, or it says "max"."""
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text())
     return None
@@ -90,14 +89,14 @@ def _read_field(path: Path, name: str) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """0 when the process has gone."""
+    """Return the resident memory; 0 when the process has exited."""
     with contextlib.suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
 
 def cpu_s(pids: Iterable[int]) -> dict[int, float]:
-    """CPU time so far, user and system; without those that have gone."""
+    """Return CPU time so far, user and system; without processes that have exited."""
     found = {}
     for pid in pids:
         with contextlib.suppress(psutil.Error):

@@ -1,1 +1,1 @@
-"""How anything is measured: when to send, what to send, to whom; then statistics and reports."""
+"""Load generation and measurement: pacing, inputs, targets, statistics and reports."""

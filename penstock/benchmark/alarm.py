@@ -1,5 +1,6 @@
-"""A timer finer than an event loop's: libuv and epoll count in milliseconds, requests are due in
-between. Uses Linux's timerfd, which wakes the loop like a socket; elsewhere the loop's own timer.
+"""A timer finer than an event loop's: libuv and epoll have millisecond resolution, too coarse for
+request schedules. Uses Linux's timerfd, which wakes the loop like a socket; elsewhere it falls back
+to the loop's own timer.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class _Setting(ctypes.Structure):
 
 
 class Alarm:
-    """Calls `ring` on the loop at the moment last asked for; asking again forgets the one before.
-    Times are of `time.monotonic`."""
+    """Calls `ring` on the loop at the moment given to `set`; setting again replaces the earlier
+    moment. Times are `time.monotonic` seconds."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
         self._loop = loop
@@ -53,7 +54,7 @@ class Alarm:
             self.cancel()
             self._handle = self._loop.call_later(max(0.0, moment - time.monotonic()), self._ring)
             return
-        # Zero would switch it off; a moment that has passed rings at once.
+        # Zero would disarm the timer; a moment in the past fires at once.
         nanoseconds = max(1, int(moment * 1e9))
         value = self._setting.value
         value.seconds, value.nanoseconds = divmod(nanoseconds, 1_000_000_000)
@@ -78,7 +79,7 @@ class Alarm:
         try:
             os.read(self._fd, 8)
         except BlockingIOError:
-            return  # Set anew between the wake-up and now.
+            return  # The timer was set again after the wake-up.
         self._ring()
 
 

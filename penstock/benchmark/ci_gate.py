@@ -1,4 +1,4 @@
-"""Whether CI may go on: the SLO was kept, and nothing became slower than a saved run. Pure."""
+"""Pass/fail checks for CI: the SLO is kept, and nothing is slower than a saved run. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from penstock.slo import Latency, Slo, Term
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at; `text` says what was found, with its numbers."""
+    """One check; `text` gives the finding with its numbers."""
 
     is_passed: bool
     text: str
 
 
 def checks(run: Run, slo: Slo | None, baseline: Run | None, tolerance: float) -> list[Check]:
-    """Empty where there is nothing to judge."""
+    """Return the checks that apply; empty when there is nothing to judge."""
     found: list[Check] = []
     if run.is_partial:
         found.append(Check(False, f"the run is partial: {run.problem}"))
@@ -48,8 +48,8 @@ def _slo_checks(run: Run, slo: Slo) -> Iterator[Check]:
 
 
 def _max_rate_check(found: MaxRate, slo: Slo) -> Check:
-    """Levels above the highest rate miss the SLO by nature; the answer must be there, and not be
-    below the rate that the SLO names."""
+    """Check that a highest rate was found and is at least the rate that the SLO names. Levels above
+    it are expected to miss the SLO."""
     rate = found.rate.value
     if not rate > 0:
         return Check(False, f"{slo}: {found.reason}")

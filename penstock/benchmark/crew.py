@@ -1,4 +1,4 @@
-"""A run's generator processes as the conductor sees them: asked together, heard one by one."""
+"""The generator processes of a run, as the conductor sees them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ A = TypeVar("A")
 
 
 class Member:
-    """One generator. `report` gets its progress, everything else waits in order for `expect`."""
+    """One generator. `report` receives its progress; all other answers queue for `expect`."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, report: Callable[[Progress], None]
     ) -> None:
-        # Why it cannot go on; empty while it can.
+        # Why the generator failed; empty while it works.
         self.problems: list[str] = []
         self._process = process
         self._report = report
@@ -47,7 +47,7 @@ class Member:
     async def expect(self, kind: type[A]) -> A:
         answer = await self._answers.get()
         if isinstance(answer, Broken):
-            self._answers.put_nowait(answer)  # It stays broken.
+            self._answers.put_nowait(answer)  # Every later `expect` fails too.
             raise ConfigError(answer.problems)
         if not isinstance(answer, kind):
             raise AssertionError(f"a generator said {answer!r}, expected {kind.__name__}")
@@ -76,7 +76,7 @@ class Member:
         self._answers.put_nowait(answer)
 
     async def close(self) -> None:
-        """End it; a generator that does not go by itself is killed."""
+        """Close the generator's stdin, and kill the process if it does not exit within 5 s."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -95,7 +95,7 @@ class Crew:
         self.members: list[Member] = []
 
     async def start(self, setups: Sequence[SetUp]) -> list[Opened]:
-        """One after the other: the first measures what only a first request sees."""
+        """Start generators one at a time: the first one measures the cold start."""
         opened = []
         for setup in setups:
             member = Member(await self._spawn(), partial(self._report, setup.index))
@@ -111,7 +111,7 @@ class Crew:
             "penstock.benchmark.generator",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the conductor's business.
+            start_new_session=True,  # The conductor handles Ctrl-C.
         )
 
     async def prepare(self, load: Load, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""One request of a load test and what became of it; and many of them, as columns.
+"""One request of a load test with its outcome, and many of them as columns.
 
 An `Exchange` lives in a generator process, between its event loop and a target. Finished ones are
 folded into `Columns`, which travel to the conductor as bytes. Times are seconds of the monotonic
@@ -18,55 +18,55 @@ from penstock.types import Array
 
 
 class Exchange:
-    """`due` is when the request should have left, `sent` when it did. Whoever is asked to send it
-    sets `sent`, then `done` or `failure` and `done`, and calls `finish` once, on the event loop."""
+    """One request. `due` is when it should be sent, `sent` when it was. The sender sets `sent`,
+    then `done` (and `failure` if it failed), and calls `finish` once, on the event loop."""
 
     __slots__ = ("done", "due", "failure", "finish", "item", "phases", "sent", "stream")
 
     def __init__(self, due: float, item: Any, finish: Callable[[Exchange], None]) -> None:
         self.due = due
-        # What a target made of the input: bytes to write, a message, tensors.
+        # The target's encoding of the input: bytes to write, a message, tensors.
         self.item = item
         self.finish = finish
         self.sent = 0.0
         self.done = 0.0
-        # In words, short, and the same for the same cause: failures are counted by it.
+        # A short text, identical for identical causes: failures are counted by it.
         self.failure: str | None = None
-        # What the server itself said of this request, in seconds, where it was asked to.
+        # The server's own timings of this request in seconds, where it was asked for them.
         self.phases: Mapping[str, float] | None = None
         self.stream: Stream | None = None
 
 
 class Stream:
-    """When the pieces of a streamed answer came, and how many tokens went in and out."""
+    """Arrival times of the chunks of a streamed answer, and its token counts."""
 
     __slots__ = ("num_input_tokens", "num_output_tokens", "times")
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.num_input_tokens = 0
-        # As the server counts them; the number of pieces where it does not say.
+        # As the server counts them, or else the number of chunks.
         self.num_output_tokens = 0
 
 
 class TimingSample(msgspec.Struct, frozen=True):
-    """What a server said of one request, beside what the client saw of it."""
+    """A server's timings of one request, beside the latency that the client saw."""
 
     latency_s: float
     phases_s: dict[str, float]
 
 
 class Columns(msgspec.Struct):
-    """Finished exchanges, column by column: float64, and one byte each for `failed`, which is 0 or
-    one more than a place in `failures`."""
+    """Finished exchanges as columns of float64; `failed` has one byte per exchange: 0, or one plus
+    an index into `failures`."""
 
     due: bytes
     sent: bytes
     done: bytes
     failed: bytes
     failures: list[str] = []
-    # Streams only, and only those that ended well: due, first piece, time per output token (NaN for
-    # one token); tokens in and out (int64). Gaps between pieces, and when each stream was due.
+    # Successful streams only: due time, time of the first chunk, time per output token (NaN for one
+    # token), tokens in and out (int64). Gaps between chunks, each with its stream's due time.
     stream_due: bytes = b""
     first: bytes = b""
     tpot: bytes = b""
@@ -82,7 +82,7 @@ def floats(column: bytes) -> Array:
 
 
 class Collector:
-    """Folds finished exchanges into columns; `take` gives them away and starts anew."""
+    """Folds finished exchanges into columns; `take` returns them and starts over."""
 
     MAX_FAILURES = 254
 
@@ -95,7 +95,7 @@ class Collector:
         self._failures: list[str] = []
         self._streams: list[Exchange] = []
         self._samples: list[TimingSample] = []
-        # Bound here: `add` runs for every request.
+        # Bound once: `add` runs for every request.
         self._add_due, self._add_sent = self._due.append, self._sent.append
         self._add_done, self._add_failed = self._done.append, self._failed.append
 

@@ -1,7 +1,7 @@
-"""What a reader of a run must know before believing it, or may learn from it. Pure.
+"""Warnings and advice about a finished run. Pure.
 
-An error makes the numbers wrong or void, a warning makes them doubtful or the server's state
-risky, a note explains.
+An error means the numbers are wrong or void, a warning that they are doubtful or the server is at
+risk; a note explains.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from penstock.benchmark.results import Level, Run
 Severity = Literal["error", "warning", "note"]
 ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
-# A generator process above this share of a core is late for reasons of its own.
+# Above this share of a core, the generator process itself delays requests.
 MAX_CPU_SHARE = 0.85
 MIN_LATENESS_S = 1e-3
 MAX_LATENESS_SHARE = 0.10
 LITTLE_TOLERANCE = 0.05
-# Fewer requests say nothing about Little's law.
+# Little's law needs at least this many requests.
 MIN_REQUESTS = 100
-# This many requests must lie beyond a percentile for it to be more than a chance.
+# A percentile needs this many requests beyond it to be more than chance.
 MIN_BEYOND = 10
 CLOSE_TO_FULL_PERCENT = 90.0
 HEADROOM_PERCENT = 60.0
 SHARED_CPU_PERCENT = 95.0
-# A silence is at least so long, this many times the usual latency, and misses so many answers.
+# A silence lasts at least MIN_SILENCE_S and SILENCE_RATIO times the median latency, and at least
+# MIN_MISSING answers are missing.
 MIN_SILENCE_S = 0.5
 SILENCE_RATIO = 5
 MIN_MISSING = 20
-# Nobody measures a level for longer.
+# Never advise measuring a level for longer than this.
 LONGEST_ADVICE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`level` is the place in `Run.levels`; None: it is about the whole run."""
+    """One finding; `level` is an index into `Run.levels`, or None for the whole run."""
 
     severity: Severity
     text: str
@@ -50,7 +51,7 @@ class Finding:
 
 
 def find(run: Run) -> list[Finding]:
-    """The worst first; those of one severity in the order of the levels."""
+    """Return all findings, most severe first, then in the order of the levels."""
     figures = [summary.figures_of(run, level) for level in run.levels]
     found = [*_of_run(run), *_too_few(run, figures), *_load_of_server(run, figures)]
     found += _imprecision(run, figures)
@@ -63,8 +64,8 @@ def find(run: Run) -> list[Finding]:
 
 
 def deciding_levels(run: Run) -> set[int]:
-    """The levels an answer rests on. A search goes where servers break in order to find out; what
-    happens there is no news."""
+    """Return the indices of the levels that the answer rests on. A rate search overloads the server
+    on purpose, so findings about those levels are left out."""
     every = set(range(len(run.levels)))
     if run.max_rate is None:
         return every
@@ -80,7 +81,7 @@ def deciding_levels(run: Run) -> set[int]:
 
 
 def grouped(found: Sequence[Finding]) -> list[list[Finding]]:
-    """What is said of several levels in the same words, together."""
+    """Group findings that say the same of several levels."""
     groups: dict[tuple[Severity, str], list[Finding]] = {}
     for each in found:
         groups.setdefault((each.severity, each.text), []).append(each)
@@ -114,7 +115,7 @@ def _of_level(run: Run, level: Level, figures: Figures) -> Iterator[tuple[Severi
     if (text := _warm_up(level)) is not None:
         yield "warning", text
     if _is_growing(level):
-        # Neither Little's law nor an interval is news then.
+        # Little's law and the intervals mean nothing then.
         text = "Latency grew all the time: more arrives than the server can answer, the queue"
         yield "error", f"{text} grows, and percentiles say how long was measured, nothing else."
         return
@@ -151,8 +152,8 @@ def _generator_limits(level: Level, figures: Figures) -> Iterator[tuple[Severity
 
 
 def _lateness(level: Level, figures: Figures) -> str | None:
-    """Whether the generator's own lateness is a part of any percentile up to p99. A few late
-    requests are the machine's noise."""
+    """Say whether the generator's own lateness affects any percentile up to p99. A few late
+    requests are noise."""
     lateness = level.generator.lateness
     for name, percent in PERCENTILES.items():
         if percent > 99 or lateness.total * (1 - percent / 100) < MIN_BEYOND - 1e-6:
@@ -175,8 +176,8 @@ def _shared_machine(run: Run, level: Level) -> Iterator[tuple[Severity, str]]:
 
 
 def _silence(level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
-    """A time without any answer, where many were to come. In a closed loop hardly any request
-    sees it, and no percentile tells."""
+    """Report a period with no answers where many were expected. In a closed loop it affects hardly
+    any request, so no percentile shows it."""
     is_even = isinstance(level.load, Closed) or (
         isinstance(level.load, Open) and isinstance(level.load.profile, Flat)
     )
@@ -198,8 +199,8 @@ def _silence(level: Level, figures: Figures) -> Iterator[tuple[Severity, str]]:
 
 
 def _little(level: Level, figures: Figures) -> str | None:
-    """N = X R: what is under way, what comes out, and how long it takes cannot disagree by more
-    than they are known."""
+    """Check Little's law (N = X R): concurrency, throughput and latency must agree within their
+    confidence intervals."""
     if figures.num_requests < MIN_REQUESTS or figures.num_failed or not level.service.total:
         return None
     if isinstance(level.load, Closed):
@@ -212,9 +213,9 @@ def _little(level: Level, figures: Figures) -> str | None:
         seen = figures.num_requests / level.measured_s * figures.mean_s
         words = f"rate x latency is {units.number(seen)}, the mean number under way was"
         error = stats.mean_interval(level.windows).relative_error
-        # Small numbers that were sampled are rough.
+        # Small sampled numbers are imprecise.
         allowed = max((LITTLE_TOLERANCE + error) * expected, 0.5)
-    # Not known how well: nothing to say.
+    # NaN, an unknown tolerance, is not reported.
     if not abs(seen - expected) > allowed:
         return None
     text = f"Little's law does not hold: {words} {units.number(expected)}."
@@ -246,13 +247,13 @@ def _is_same(first_s: float | None, last_s: float | None) -> bool:
 
 
 def _is_growing(level: Level) -> bool:
-    """Only where arrivals do not wait for answers and their rate stays the same."""
+    """Whether latency keeps growing; only for open loops at a constant rate."""
     is_flat = isinstance(level.load, Open) and isinstance(level.load.profile, pacer.Flat)
     return is_flat and steadiness.trend(level.windows).is_growing
 
 
 def _imprecision(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
-    """Once for all levels that ended before they were sure enough, by what the worst would need."""
+    """Report levels that ended before they were precise enough; the worst one sets the advice."""
     errors: dict[int, float] = {}
     for index, (level, row) in enumerate(zip(run.levels, figures, strict=True)):
         measured = row.latency.get(run.statistic)
@@ -284,7 +285,7 @@ def _wide_text(run: Run, errors: Sequence[float], indices: Sequence[int]) -> str
     lowest, highest = units.number(min(errors)), units.number(max(errors))
     known = f"±{highest} %" if lowest == highest else f"±{lowest} to ±{highest} %"
     spans_s = [run.levels[index].measured_s for index in indices]
-    # The width of an interval falls with the root of the time.
+    # The width of an interval shrinks with the square root of the time.
     needed_s = max(
         span_s * (error / run.precision_percent) ** 2
         for span_s, error in zip(spans_s, errors, strict=True)
@@ -297,13 +298,13 @@ def _wide_text(run: Run, errors: Sequence[float], indices: Sequence[int]) -> str
 
 
 def _round_up(seconds: float) -> int:
-    """To two digits."""
+    """Round up to two significant digits."""
     step = int(10 ** max(0, math.floor(math.log10(seconds)) - 1))
     return math.ceil(seconds / step) * step
 
 
 def _too_few(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
-    """Percentiles that hardly any request lies beyond: chance decides where they are."""
+    """Report percentiles with too few requests beyond them: their value is mostly chance."""
     answered = [row.num_good for row in figures if row.num_good]
     short: dict[str, list[int]] = {}
     for name, percent in PERCENTILES.items():
@@ -328,7 +329,7 @@ def _amount(short: Sequence[int], num_levels: int) -> str:
 
 
 def _load_of_server(run: Run, figures: Sequence[Figures]) -> Iterator[Finding]:
-    """Of the highest load that keeps the SLO: what a spike would do there."""
+    """Report the headroom at the highest load that keeps the SLO."""
     kept = [i for i, level in enumerate(run.levels) if headline.level_outcome(run, level) == "kept"]
     if not kept:
         return

@@ -1,7 +1,8 @@
-"""A generator process: sends what the conductor asks for and reports what became of it.
+"""A generator process: sends the load that the conductor asks for and reports the outcomes.
 
-Started as `python -m penstock.benchmark.generator`; questions come over stdin, answers go over what
-was stdout. It ends when stdin does. Nothing is decided here: not when to stop, not what counts.
+Started as `python -m penstock.benchmark.generator`. Questions arrive on stdin, answers leave on the
+original stdout; the process exits when stdin closes. The conductor decides when to stop and what
+counts.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from penstock.benchmark.targets import Target, open_target
 from penstock.errors import ConfigError, PenstockError
 
 REPORT_S = 0.1
-# Open loops begin with so many connections and open more as they need them.
+# Open loops start with this many connections and open more on demand.
 NUM_OPEN_AT_FIRST = 16
 
 
 class Generator:
-    """`tell` sends an answer to the conductor."""
+    """Answers the conductor's questions; `tell` sends it an answer."""
 
     def __init__(self, tell: Callable[[Answer], None]) -> None:
         self._tell = tell
@@ -100,7 +101,8 @@ class Generator:
         self._target = open_target(setup.target)
         description, self._form = await self._target.describe()
         origin = self._open_feed(setup, self._target)
-        # Who connected in order to describe does not connect now; a model here never does.
+        # A target that connected in `describe` does not connect again here; an in-process model
+        # never connects.
         is_connected = self._target.num_connections > 0
         began = time.monotonic()
         await self._target.open(1)
@@ -115,7 +117,7 @@ class Generator:
         self._tell(opened)
 
     def _open_feed(self, setup: SetUp, target: Target) -> Origin:
-        """From the first input on."""
+        """Open the inputs, starting at the first one."""
         assert self._form is not None
         source = open_source(setup.inputs, self._form, setup.index, setup.num_processes)
         self._feed = Feed(source, target)
@@ -135,7 +137,7 @@ class Generator:
         if self._running is not None:
             self._running.close()
         if isinstance(question.load, Replay):
-            # A trace starts with its own first request, whatever was sent before.
+            # A trace always starts with its own first request.
             self._open_feed(setup, self._target)
         num_connections = NUM_OPEN_AT_FIRST
         if isinstance(question.load, Closed):
@@ -146,15 +148,15 @@ class Generator:
         self._running = make_loop(question.load, question.seed, place, self._feed, self._target)
         self._ending = None
         self._num_waited_before = self._target.num_waited
-        # Collections while the load runs look only at what is new: they are short, and lost
-        # connections do not pile up.
+        # Freeze what exists now: collections during the load scan only new objects, so they are
+        # short, and lost connections do not pile up.
         gc.unfreeze()
         gc.collect()
         gc.freeze()
         self._tell(Prepared())
 
     async def _end(self) -> None:
-        """Wait for what is under way, then give it up."""
+        """Wait for the requests in flight until `_give_up_at`, then cancel them."""
         assert self._running is not None and self._target is not None
         ended = self._running.ended
         while not ended.is_set() and (left_s := self._give_up_at - time.monotonic()) > 0:
@@ -164,7 +166,7 @@ class Generator:
         if not ended.is_set():
             while not self._running.give_up():
                 await asyncio.sleep(0)
-            await self._target.close()  # Fails what is under way; `open` makes it usable again.
+            await self._target.close()  # Fails requests in flight; `open` makes it usable again.
             await ended.wait()
         if self._report is not None:
             self._report.cancel()
@@ -199,13 +201,13 @@ class Generator:
 
 
 def _raise_failure(task: asyncio.Task[None]) -> None:
-    """Into the event loop's handler, so that nobody waits for an end that does not come."""
+    """Pass the failure to the event loop's exception handler: no one awaits this task."""
     if not task.cancelled():
         task.result()
 
 
 async def run(questions: asyncio.StreamReader, tell: Callable[[Answer], None]) -> None:
-    """Until the conductor is gone or nothing works any more."""
+    """Answer questions until the conductor disconnects or a failure occurs."""
     generator = Generator(tell)
     loop = asyncio.get_running_loop()
     broken: asyncio.Future[None] = loop.create_future()
@@ -248,23 +250,23 @@ async def _main(out: int) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=1 << 24)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    # Not a blocking write: a conductor that is slow to read must not stop the clock of the load.
+    # A non-blocking write: a conductor that reads slowly must not delay the load.
     transport, protocol = await loop.connect_write_pipe(
         asyncio.streams.FlowControlMixin, os.fdopen(out, "wb", 0)
     )
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
     await run(reader, lambda answer: writer.write(encode(answer)))
-    with contextlib.suppress(ConnectionError):  # Of a conductor that was killed: nobody reads.
+    with contextlib.suppress(ConnectionError):  # The conductor was killed.
         await writer.drain()
     writer.close()
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The conductor says when it is over.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The conductor decides when to stop.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # A connection is a file.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Each connection is a file.
     out = os.dup(1)
-    os.dup2(2, 1)  # What a model prints must not end up between the answers.
+    os.dup2(2, 1)  # A model's prints must not mix with the answers.
     uvloop.run(_main(out))
 
 

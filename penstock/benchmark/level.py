@@ -1,7 +1,7 @@
-"""One load, measured: warm up, count, stop, wait for the last answers.
+"""Measure one load: warm up, count, stop, wait for the last answers.
 
-What decides when a level is warm, precise enough or lost is pure and elsewhere; this file waits,
-asks the crew and folds what it reports.
+The decisions (is it warm, precise enough, lost) are pure functions in other modules. This file
+waits, messages the generators and folds in their reports.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ from penstock.errors import ConfigError
 
 TICK_S = 0.25
 SYSTEM_S = 0.5
-# Generators hear of the start before it comes.
+# Lead time, so that all generators know the start before it comes.
 LEAD_S = 0.05
-# A level does not end early before this part of its time: a rare stall wants a chance to be seen.
+# A level is not called precise before this share of its time: a rare stall must get a chance.
 MIN_SHARE = 1 / 3
-# So long without one good answer, and with lost connections, is a server that is gone.
+# A server is lost after this long with no good answer and only lost connections.
 LOST_S = 3.0
-# What is under way when somebody interrupts, or when the outcome is known, may take so long.
+# Time left to requests in flight after an interrupt, or once the outcome is known.
 SHORT_PATIENCE_S = 1.0
-# Reports of a generator that are kept; of more every second one is dropped.
+# Reports kept per generator; beyond this, every second one is dropped.
 MAX_REPORTS = 1000
-# The last request of a trace is due when the trace ends, and belongs to it.
+# The last request of a trace is due exactly at its end, and still belongs to it.
 INSTANT_S = 1e-6
 
 
 class Meter:
-    """Measures the levels of a run, one after the other. `watch` hears how it stands."""
+    """Measures the levels of a run, one after the other. `watch` receives progress."""
 
     def __init__(self, plan: Plan, watch: Callable[[Shown], None]) -> None:
         self._plan = plan
         self._watch = watch
         self.crew = Crew(self._heard)
         self.is_interrupted = False
-        # What decides a search for the highest rate; None in other runs.
+        # The SLO terms that decide a search for the highest rate; None in other runs.
         self._searched = None
         if plan.question == "max rate" and plan.slo is not None:
             self._searched = of_each_request(plan.slo)
         self._index = 0
         self._waiting: list[Columns] = []
-        # Of each generator, while a level runs.
+        # By generator, while a level runs.
         self._reports: dict[int, list[Progress]] = {}
 
     async def measure(self, load: Load, limit_s: float | None) -> Level:
-        """`limit_s` None: to the end of a load that has one."""
+        """Measure a load for at most `limit_s`; None runs a load that has an end to its end."""
         self._index += 1
         length_s = pacer.duration_s(load)
         is_warmed = self._plan.max_warm_up_s > 0
-        # Each level has arrivals of its own: one that is measured again is to tell something new.
+        # Each level has its own arrivals, so that measuring a load again adds new information.
         seed = self._plan.seed + 2 * (self._index - 1)
         warm_up = None
         if is_warmed and length_s is not None and math.isfinite(_first_rate(load)):
@@ -94,7 +94,7 @@ class Meter:
     # Warm-up.
 
     async def _warm_up_for(self, load: Load, seed: int) -> WarmUp:
-        """Loads that change have no steady state: a flat one goes before."""
+        """Warm up with a constant rate: a load that changes has no steady state."""
         flat = Open(Flat(_first_rate(load)))
         start = await self._begin(flat, seed)
         warm_up = await self._warm_up(flat, start)
@@ -119,7 +119,7 @@ class Meter:
                 return WarmUp(elapsed_s, num_requests, state.is_steady, *ends)
 
     def _is_hopeless(self, windows: list[Window]) -> bool:
-        """A rate that is far too high never becomes steady, and need not for the verdict."""
+        """Whether the rate is far too high: it never gets steady, and the verdict is clear."""
         if self._searched is None or not is_decided(windows, self._searched):
             return False
         return self._is_missed(windows)
@@ -136,7 +136,7 @@ class Meter:
     ) -> Level:
         recorder = Recorder(start, self._plan.slo)
         last = start + ends_s + (INSTANT_S if _is_through(load, ends_s) else 0.0)
-        # What is due later, and noticed too late not to be sent, is not part of it.
+        # Requests due later are not counted, even if a generator stops too late to hold them back.
         recorder.stop(last)
         before = await self._counters()
         watching = SystemWatch(start)
@@ -153,7 +153,7 @@ class Meter:
         after = await self._counters() if ending != "lost" else None
         recorder.stop(end)
         self._tell(load, "draining", (end - start, ends_s), windows)
-        # Who is cancelled counts as never answered: that must not turn a promise that was kept.
+        # Cancelled requests count as never answered; they must not make a kept SLO look missed.
         is_short = ending in ("interrupted", "lost") or (
             ending == "decided" and self._is_missed(windows)
         )
@@ -195,12 +195,12 @@ class Meter:
         figure = self._figure(windows)
         if not figure.relative_error <= self._plan.precision:
             return False
-        # Streams take as long as they take: first tokens say nothing of how many are under way.
+        # Streams may run long: with a limit on first tokens, the number in flight says nothing.
         within_s = figure.value if self._plan.decides.metric == "latency" else math.inf
         return not has_overdue(windows, self._num_in_flight, within_s)
 
     async def _stop(self, at: float, patience_s: float) -> None:
-        """Whoever interrupts does not want to wait for the last answers."""
+        """Stop the generators; an interrupt shortens the wait for the last answers."""
         self.crew.ask(Stop(at, patience_s))
         ended = asyncio.ensure_future(self.crew.expect(Ended))
         was_interrupted = self.is_interrupted
@@ -218,7 +218,7 @@ class Meter:
         member.ask(Count())
         return (await member.expect(Counted)).counters
 
-    # What generators report.
+    # Reports of the generators.
 
     def _heard(self, index: int, progress: Progress) -> None:
         self._waiting.append(progress.columns)
@@ -248,7 +248,7 @@ class Meter:
         for reports in self._reports.values():
             before = [each.num_waited for each in reports if each.at < start]
             num_waited += reports[-1].num_waited - (before[-1] if before else 0)
-            # Not while the last answers are waited for: less and less is under way then.
+            # Leave out the drain at the end, when fewer and fewer requests are in flight.
             inside = [each for each in reports if start <= each.at <= end]
             if len(inside) < 2:
                 continue
@@ -261,7 +261,7 @@ class Meter:
             lateness=recorder.lateness,
             mean_in_flight=in_flight,
             max_in_flight=self._most("max_in_flight"),
-            # The last report has none where all were given up.
+            # The maximum: the last report has no connections if requests were cancelled.
             num_connections=self._most("num_connections"),
             num_waited=num_waited,
         )
@@ -300,7 +300,7 @@ class Meter:
 
 
 class SystemWatch:
-    """A look at the machine every half second."""
+    """Samples the machine every half second."""
 
     def __init__(self, start: float) -> None:
         self._start = start
@@ -315,7 +315,7 @@ class SystemWatch:
 
 
 def is_lost(windows: list[Window]) -> bool:
-    """For a while nothing came but broken connections."""
+    """Whether there was nothing but broken connections for LOST_S."""
     recent: list[Window] = []
     for window in reversed(windows):
         recent.append(window)
@@ -330,8 +330,8 @@ def is_lost(windows: list[Window]) -> bool:
 
 
 def fell_silent(windows: list[Window]) -> bool:
-    """Nothing was answered at the end, however long one waited: a server that hangs. A closed loop
-    has few requests under way, so that no percentile would tell."""
+    """Whether the server hung: requests were waiting, but the last LOST_S had no answer. A closed
+    loop has few requests in flight, so no percentile would show it."""
     silent_s, is_waiting = 0.0, False
     for window in reversed(windows):
         has_waited = any(text.startswith(("no answer", "cancelled")) for text in window.failures)
@@ -343,7 +343,7 @@ def fell_silent(windows: list[Window]) -> bool:
 
 
 def is_loss(failure: str) -> bool:
-    """Whether nobody was there to answer, as opposed to an answer that says no."""
+    """Whether the connection failed, as opposed to an answer that reports an error."""
     return failure.startswith(("connection", "no connection", "UNAVAILABLE"))
 
 
@@ -353,7 +353,7 @@ def _is_through(load: Load, ends_s: float) -> bool:
 
 
 def _first_rate(load: Load) -> float:
-    """Infinite for a trace without duration."""
+    """Return the rate to warm up with; infinite for a trace without duration."""
     assert not isinstance(load, Closed)
     if isinstance(load, Replay) or isinstance(load.profile, Flat):
         return pacer.mean_rate(load)
@@ -370,5 +370,5 @@ def _difference(before: Counters | None, after: Counters | None) -> Counters | N
         first, last = getattr(before, name), getattr(after, name)
         found[name] = None if first is None or last is None else last - first
     if any(value is not None and value < 0 for value in found.values()):
-        return None  # The server was restarted, or the model loaded again.
+        return None  # The server restarted, or the model was reloaded.
     return Counters(**found)  # type: ignore[arg-type]

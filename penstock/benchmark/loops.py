@@ -1,4 +1,4 @@
-"""When the next request leaves: after an answer (closed loop), or when it is due (open loop).
+"""When the next request is sent: after an answer (closed loop), or when it is due (open loop).
 
 Both live on a generator's event loop, take items from a feed and hand exchanges to a target. They
 know nothing of protocols, pipes or statistics.
@@ -17,22 +17,22 @@ from penstock.benchmark.inputs import Source
 from penstock.benchmark.pacer import Closed, Load, due_times
 from penstock.benchmark.targets import Target
 
-# After a failure a closed loop's client waits: without that a dead server would be asked, and
-# refuse, as fast as the generator can.
+# Pause of a closed-loop client after a failure, so that a dead server is not hammered at the
+# generator's full speed.
 PAUSE_S = 0.02
-# So many at once, then the event loop gets its turn to read answers.
+# Requests sent per turn, before the event loop reads answers.
 MAX_AT_ONCE = 32
 MAX_KEPT_BYTES = 256 << 20
-# More than any target has under way; what is due beyond leaves later, and counts from when it was
-# due. Memory is bounded however far a server is behind.
+# More than any target has in flight. Requests due beyond this are sent later but still count from
+# when they were due, so memory stays bounded however far a server falls behind.
 MAX_UNDER_WAY = 100_000
 MAX_BYTES_UNDER_WAY = 1 << 30
-# Requests that are given up at a time, then reports get their turn.
+# Requests cancelled per turn, before reports are sent.
 MAX_GIVEN_UP = 20_000
 
 
 class Feed:
-    """Items for exchanges, encoded once for examples that come again."""
+    """Items for exchanges; repeated examples are encoded once."""
 
     def __init__(self, source: Source, target: Target) -> None:
         self._source = source
@@ -55,12 +55,12 @@ class Feed:
 
 
 class InFlight:
-    """How many exchanges are under way, from when they were due until they were done."""
+    """The number of exchanges in flight, each from its due time until it is done."""
 
     def __init__(self) -> None:
         self.now = 0
         self.most = 0
-        # Of those that are done, minus those that were due; small numbers, so that sums stay exact.
+        # Done times minus due times, relative to `_zero`: small numbers, so that sums stay exact.
         self._sum_s = 0.0
         self._zero = time.monotonic()
 
@@ -75,12 +75,12 @@ class InFlight:
         self._sum_s += done - self._zero
 
     def area_s(self, moment: float) -> float:
-        """The number under way, summed over time up to this moment."""
+        """Return the number in flight, integrated over time up to this moment."""
         return self._sum_s + self.now * (moment - self._zero)
 
 
 class ClosedLoop:
-    """`share` clients that each have one request under way."""
+    """`share` clients with one request in flight each."""
 
     def __init__(self, feed: Feed, target: Target, share: int) -> None:
         self.collector = Collector()
@@ -105,7 +105,7 @@ class ClosedLoop:
             self._end_if_done()
 
     def give_up(self) -> bool:
-        """Whether nothing is left that was due and has not left: always so here."""
+        """Return True: a closed loop has no unsent requests to cancel."""
         return True
 
     def close(self) -> None:
@@ -145,8 +145,8 @@ class ClosedLoop:
 
 
 class OpenLoop:
-    """Sends what is due, whatever became of the requests before. `due` are seconds from the start:
-    this process's share of them, ascending."""
+    """Sends each request when it is due, whatever happened to the earlier ones. `due` is this
+    process's share of the schedule: ascending seconds from the start."""
 
     def __init__(self, feed: Feed, target: Target, due: Iterator[float]) -> None:
         self.collector = Collector()
@@ -160,7 +160,7 @@ class OpenLoop:
         self._start = 0.0
         self._stop_at = float("inf")
         self._next_due: float | None = None
-        # Ready before it is due: encoding takes no time of the request's.
+        # Encoded before it is due, so that encoding adds no latency.
         self._item: Any = None
         self._is_held = False
         self._is_given_up = False
@@ -182,7 +182,7 @@ class OpenLoop:
         self._end_if_done()
 
     def give_up(self) -> bool:
-        """What was due and has not left never will; some of it at a time, True when all is."""
+        """Cancel due but unsent requests, MAX_GIVEN_UP per call; True when none is left."""
         self._is_given_up = True
         self._alarm.cancel()
         now = time.monotonic()
@@ -257,7 +257,7 @@ def share_of(concurrency: int, index: int, num_processes: int) -> int:
 
 
 def shared_times(load: Load, seed: int, index: int, num_processes: int) -> Iterator[float]:
-    """Every n-th of the times that all processes compute alike."""
+    """Yield every n-th of the due times; all processes compute the same sequence."""
     assert not isinstance(load, Closed)
     num_before = 0
     for chunk in due_times(load, seed):
@@ -269,7 +269,7 @@ def shared_times(load: Load, seed: int, index: int, num_processes: int) -> Itera
 def make_loop(
     load: Load, seed: int, place: tuple[int, int], feed: Feed, target: Target
 ) -> ClosedLoop | OpenLoop:
-    """`place` is the index of this process and the number of all."""
+    """Make the loop for a load; `place` is this process's index and the number of processes."""
     if isinstance(load, Closed):
         return ClosedLoop(feed, target, share_of(load.concurrency, *place))
     return OpenLoop(feed, target, shared_times(load, seed, *place))

@@ -1,7 +1,7 @@
-"""What conductor and generators say to each other over pipes. Pure: frames to messages and back.
+"""Messages between the conductor and its generators, over pipes. Pure: frames to messages and back.
 
-A frame is its length in four bytes and a msgpack body. The conductor asks, a generator answers, and
-reports by itself while a load runs.
+A frame is a four-byte length and a msgpack body. The conductor asks, a generator answers; while a
+load runs, the generator also sends progress unasked.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ LENGTH = struct.Struct("<I")
 
 
 class SetUp(msgspec.Struct, tag="set_up"):
-    """The first message. `is_first`: send one request before anybody else did, and say how long it
-    took. Answered by Opened."""
+    """The first message. `is_first`: send the very first request and report how long it took.
+    Answered by Opened."""
 
     target: TargetSpec
     inputs: InputSpec
@@ -30,28 +30,28 @@ class SetUp(msgspec.Struct, tag="set_up"):
 
 
 class Prepare(msgspec.Struct, tag="prepare"):
-    """Open what this load needs. Answered by Prepared."""
+    """Open the connections that this load needs. Answered by Prepared."""
 
     load: Load
     seed: int
 
 
 class Go(msgspec.Struct, tag="go"):
-    """Begin at this moment."""
+    """Start the load at this moment."""
 
     start: float
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Send nothing that is due at this moment or later; what is under way may take `patience_s`.
-    Answered by Ended, once: said again, it only changes the patience."""
+    """Send nothing that is due at this moment or later; requests in flight have `patience_s`.
+    Answered by Ended, once: a second Stop only changes the patience."""
 
     at: float
     patience_s: float
 
 
 class Count(msgspec.Struct, tag="count"):
-    """Ask for the server's own account. Answered by Counted."""
+    """Ask for the server's own counters. Answered by Counted."""
 
 
 class Opened(msgspec.Struct, tag="opened"):
@@ -69,23 +69,23 @@ class Prepared(msgspec.Struct, tag="prepared"):
 
 
 class Progress(msgspec.Struct, tag="progress"):
-    """What was finished since the last one, and how the generator is."""
+    """The requests finished since the last report, and the generator's state."""
 
     at: float
     columns: Columns
     in_flight: int
     max_in_flight: int
-    # The number under way, summed over time since the load began.
+    # The number in flight, integrated over time since the load began.
     in_flight_area_s: float
     num_connections: int
     # Since the load began.
     num_waited: int
-    # Of the thread that sends, since it started: a model in the same process has its own.
+    # CPU time of the sending thread since it started, without that of an in-process model.
     cpu_s: float
 
 
 class Ended(msgspec.Struct, tag="ended"):
-    """Everything under way was answered or given up; the load was through if `is_through`."""
+    """Everything in flight was answered or cancelled; `is_through`: the load reached its end."""
 
     is_through: bool
 
@@ -95,7 +95,7 @@ class Counted(msgspec.Struct, tag="counted"):
 
 
 class Broken(msgspec.Struct, tag="broken"):
-    """It cannot go on, and why: the last message."""
+    """The generator failed; its last message."""
 
     problems: list[str]
 

@@ -1,8 +1,8 @@
-"""When each request is due. Pure: a load and a seed give the same times, always.
+"""When each request is due. Pure: the same load and seed always give the same times.
 
-Arrivals are a renewal process of rate one (constant, Poisson, gamma) that a profile of rates
-(flat, ramp, steps) stretches; a replay brings its own times. Every process of a run computes the
-same times and takes every n-th, so that what arrives in all is the process that was asked for.
+Arrivals are a renewal process of rate one (constant, Poisson, gamma), stretched by a rate profile
+(flat, ramp, steps); a replay has its own times. Every process of a run computes the same times and
+takes every n-th, so that together they form the requested process.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 from penstock.slo import ARRIVALS, parse_duration
 from penstock.types import Array
 
-# Arrivals computed at a time.
+# Arrivals computed per chunk.
 CHUNK = 4096
 
 
 class Closed(msgspec.Struct, frozen=True, tag="closed"):
-    """So many requests under way at all times: the next is sent when one is answered."""
+    """Closed loop: keep `concurrency` requests in flight; each answer triggers the next request."""
 
     concurrency: int
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A rate of 0 is a pause."""
+    """One rate for a duration; a rate of 0 is a pause."""
 
     rate: float
     duration_s: float
@@ -49,7 +49,7 @@ class Steps(msgspec.Struct, frozen=True, tag="steps"):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Requests are due when they are due, whatever became of those before."""
+    """Open loop: requests arrive on schedule, whatever happened to the earlier ones."""
 
     profile: Flat | Ramp | Steps
     arrivals: str = "poisson"  # or constant, gamma
@@ -57,7 +57,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Replay(msgspec.Struct, frozen=True, tag="replay"):
-    """Arrivals of a recorded trace, in seconds from its first; `scale` multiplies their rate."""
+    """Arrival times of a recorded trace, in seconds; `scale` multiplies their rate."""
 
     times: tuple[float, ...]
     scale: float = 1.0
@@ -68,10 +68,10 @@ Load = Closed | Open | Replay
 
 
 def due_times(load: Open | Replay, seed: int) -> Iterator[Array]:
-    """Seconds from the start, ascending, in chunks; endless for flat loads.
+    """Yield ascending due times in chunks, in seconds from the start; endless for flat loads.
 
-    Constant arrivals and replays begin at 0. The others begin as a process does that has always
-    been running: the first arrival is not more likely soon after the start than at other times.
+    Constant arrivals and replays begin at 0. The others begin in equilibrium, as if the process had
+    always been running: an arrival is no more likely soon after the start than later.
     """
     if isinstance(load, Replay):
         yield from _replayed(load)
@@ -81,7 +81,7 @@ def due_times(load: Open | Replay, seed: int) -> Iterator[Array]:
     for units in _unit_arrivals(load, seed):
         inside = units if units[-1] < end else units[units < end]
         if len(inside):
-            # Roundings may swap two that are almost the same.
+            # Rounding may swap two times that are almost equal.
             times = np.maximum.accumulate(np.maximum(_stretched(load.profile, inside), last))
             last = float(times[-1])
             yield times
@@ -96,7 +96,7 @@ def _replayed(load: Replay) -> Iterator[Array]:
 
 
 def _unit_arrivals(load: Open, seed: int) -> Iterator[Array]:
-    """Arrivals at a rate of one, for ever."""
+    """Yield arrivals at a rate of one, without end."""
     if load.arrivals == "constant":
         begin = 0
         while True:
@@ -106,7 +106,7 @@ def _unit_arrivals(load: Open, seed: int) -> Iterator[Array]:
         raise ValueError(f"'{load.arrivals}' is not known; expected one of {', '.join(ARRIVALS)}")
     random = np.random.default_rng(seed)
     shape = 1.0 if load.arrivals == "poisson" else load.cv**-2
-    # What is left of the gap in which a random moment falls: long gaps are hit more often.
+    # The residual of the gap that a random moment falls into: long gaps are hit more often.
     last = random.uniform() * random.gamma(shape + 1) / shape
     yield np.array([last])
     while True:
@@ -116,7 +116,7 @@ def _unit_arrivals(load: Open, seed: int) -> Iterator[Array]:
 
 
 def _num_expected(profile: Flat | Ramp | Steps) -> float:
-    """The rate, summed over the whole profile."""
+    """Return the rate integrated over the whole profile."""
     if isinstance(profile, Flat):
         return math.inf
     if isinstance(profile, Ramp):
@@ -125,7 +125,7 @@ def _num_expected(profile: Flat | Ramp | Steps) -> float:
 
 
 def _stretched(profile: Flat | Ramp | Steps, units: Array) -> Array:
-    """When the summed rate reaches each of `units`."""
+    """Return the times at which the integrated rate reaches each of `units`."""
     if isinstance(profile, Flat):
         return units / profile.rate
     if isinstance(profile, Ramp):
@@ -139,14 +139,14 @@ def _stretched(profile: Flat | Ramp | Steps, units: Array) -> Array:
     durations = np.array([step.duration_s for step in profile.steps])
     sums = np.concatenate([[0.0], np.cumsum(rates * durations)[:-1]])
     starts = np.concatenate([[0.0], np.cumsum(durations)[:-1]])
-    # Of steps that begin at the same sum all but the last are pauses.
+    # Where several steps begin at the same sum, all but the last are pauses.
     index = np.searchsorted(sums, units, side="right") - 1
     since: Array = (units - sums[index]) / rates[index]
     return starts[index] + since
 
 
 def duration_s(load: Load) -> float | None:
-    """None: as long as one likes."""
+    """Return the length of a load; None if it has no end."""
     if isinstance(load, Replay):
         return (max(load.times) - min(load.times)) / load.scale if load.times else 0.0
     if isinstance(load, Closed) or isinstance(load.profile, Flat):
@@ -157,7 +157,7 @@ def duration_s(load: Load) -> float | None:
 
 
 def mean_rate(load: Open | Replay) -> float:
-    """Requests per second over the whole load; infinite for a trace without duration."""
+    """Return requests per second over the whole load; infinite for a trace without duration."""
     if isinstance(load, Open) and isinstance(load.profile, Flat):
         return load.profile.rate
     total_s = duration_s(load) or 0.0
@@ -166,7 +166,7 @@ def mean_rate(load: Open | Replay) -> float:
 
 
 def label(load: Load) -> str:
-    """A load in a few words: `concurrency 8`, `200/s poisson`."""
+    """Describe a load in a few words: `concurrency 8`, `200/s poisson`."""
     if isinstance(load, Closed):
         return f"concurrency {load.concurrency}"
     if isinstance(load, Replay):
@@ -192,7 +192,7 @@ def _text(number: float) -> str:
 
 
 def parse_concurrency(text: str) -> list[int]:
-    """`8`, `1,8,32`, or `1:64`, which doubles from 1 and ends with 64."""
+    """Parse `8`, `1,8,32`, or `1:64`, which doubles from 1 and ends with 64."""
     numbers = _parse_levels(text, "a concurrency like 8, 1,8,32 or 1:64")
     odd = [number for number in numbers if number != int(number)]
     if odd:
@@ -201,12 +201,12 @@ def parse_concurrency(text: str) -> list[int]:
 
 
 def parse_rates(text: str) -> list[float]:
-    """Requests per second: `200`, `200/s`, `100,200`, or `100:1000`, which doubles."""
+    """Parse requests per second: `200`, `200/s`, `100,200`, or `100:1000`, which doubles."""
     return _parse_levels(text, "a rate like 200, 100,200,400 or 100:1000")
 
 
 def parse_ramp(text: str, duration_s: float) -> Ramp:
-    """`100:1000`: from the first rate to the last. One of them may be 0."""
+    """Parse `100:1000`: from the first rate to the last. One of them may be 0."""
     expected = "a ramp like 100:1000"
     ends = text.split(":")
     if len(ends) != 2:
@@ -220,7 +220,7 @@ def parse_ramp(text: str, duration_s: float) -> Ramp:
 
 
 def parse_steps(text: str) -> Steps:
-    """`100:10s,500:5s`: a rate and how long it lasts, one after the other. A rate of 0 pauses."""
+    """Parse `100:10s,500:5s`: rates and their durations, in order. A rate of 0 is a pause."""
     steps = tuple(_parse_step(part, text) for part in text.split(","))
     if not any(step.rate for step in steps):
         raise ValueError(f"'{text}' sends nothing; expected a rate above 0, as in 100:10s,0:5s")
@@ -256,7 +256,7 @@ def _parse_levels(text: str, expected: str) -> list[float]:
 
 
 def _parse_number(part: str, text: str, expected: str) -> float:
-    """Zero or more, with or without `/s`."""
+    """Parse a number of 0 or more, with or without `/s`."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)(?:\s*/\s*s)?", part.strip(), re.A)
     number = float(match[1]) if match else math.inf
     if math.isinf(number):

@@ -1,4 +1,4 @@
-"""What is to be measured, and how long: the command line's wishes as one value."""
+"""What to measure, and for how long: the command line as one value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.slo import Latency, Slo
 
 @dataclass(frozen=True, slots=True)
 class Decides:
-    """The figure whose interval ends a level: a percentile of a metric."""
+    """The percentile of a metric whose confidence interval decides when a level ends."""
 
     percent: float = 99.0
     metric: str = "latency"
@@ -24,16 +24,16 @@ class Decides:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be measured, and how long."""
+    """One benchmark run, as the command line asks for it."""
 
     target: TargetSpec
     inputs: InputSpec
-    # None for the questions that choose loads themselves.
+    # Empty for questions that choose their own loads.
     loads: tuple[Load, ...] = ()
     question: str = ""  # "", "knee" or "max rate"
     slo: Slo | None = None
     decides: Decides = Decides()
-    # Of one level, at most; None: a trace or profile to its end.
+    # Longest time of one level; None runs a trace or profile to its end.
     duration_s: float | None = 10.0
     precision: float = 0.05
     max_warm_up_s: float = 10.0
@@ -46,8 +46,8 @@ class Plan:
 
 
 def decides_for(slo: Slo | None) -> Decides:
-    """The farthest tail an SLO speaks of: nearer ones are known when it is. p99 latency where it
-    speaks of none."""
+    """Return the farthest tail that an SLO names: nearer ones are known once it is. p99 latency
+    where it names none."""
     tails = [
         Decides(float(term.statistic[1:]), term.metric)
         for term in (() if slo is None else slo.terms)

@@ -1,4 +1,4 @@
-"""Finished requests to windows, as they come in. Pure: times are in what is added.
+"""Folds finished requests into time windows as they come in. Pure: it reads no clock.
 
 Memory is bounded for any run: when there are too many windows, neighbours are merged and windows
 are twice as long from then on. Requests may come late and in any order.
@@ -21,7 +21,7 @@ MAX_SAMPLES = 5000
 
 
 def limits(slo: Slo | None) -> dict[str, float]:
-    """How long one request may take, by metric: its tightest tail, or where there is none the
+    """Return the latency limit of a single request by metric: its tightest tail, or else its
     tightest mean or median."""
     terms = [term for term in slo.terms if isinstance(term, Latency)] if slo else []
     found = {}
@@ -33,7 +33,7 @@ def limits(slo: Slo | None) -> dict[str, float]:
 
 
 class Recorder:
-    """Of one level. Requests that were due before `start` count only as answers that arrived."""
+    """Windows of one level. Requests due before `start` count only as answers that arrived."""
 
     def __init__(self, start: float, slo: Slo | None = None) -> None:
         self._start = start
@@ -42,7 +42,7 @@ class Recorder:
         self._windows: dict[int, Window] = {}
         self._end = float("inf")
         self._num_samples = 0
-        # Which of many samples are kept must not depend on when they came.
+        # For reservoir sampling; a fixed seed keeps it reproducible.
         self._random = random.Random(0)
         # sent -> done of good answers, and due -> sent of all that were sent.
         self.service = Histogram()
@@ -54,8 +54,8 @@ class Recorder:
         return sum(window.num_due for window in self._windows.values())
 
     def stop(self, end: float) -> None:
-        """Requests due later, and answers that arrive later, are not of this level; what was due
-        before still is, whenever it is answered."""
+        """End the level: later requests and later answers do not count, but the latency of requests
+        due before `end` does, whenever they are answered."""
         self._end = end
 
     def add(self, columns: Columns) -> None:
@@ -89,7 +89,7 @@ class Recorder:
         return ((times - self._start) / self._length_s).astype(np.int64)
 
     def _split(self, times: Array) -> list[tuple[int, Array]]:
-        """Windows and the places of the times that fall into them."""
+        """Group times by window: window indices, and the positions of their times."""
         indices = self._indices(times)
         order = np.argsort(indices, kind="stable")
         found, begins = np.unique(indices[order], return_index=True)
@@ -140,8 +140,8 @@ class Recorder:
             _add_metric(self._window(index), "itl", gaps[rows])
 
     def _is_in_slo(self, columns: Columns, latencies: Array, is_good: Array) -> Array:
-        """Requests that kept every limit. A stream is within a limit of `itl` when its longest
-        gap is; an answer of one token has no gap and no time per token, and keeps those."""
+        """Mark the requests that kept every limit. A stream keeps a limit on `itl` when its longest
+        gap does; an answer of one token has neither gap nor time per token, and keeps both."""
         kept = is_good & (latencies < self._limits.get("latency", float("inf")))
         if self._limits.keys() <= {"latency"}:
             return kept
@@ -151,13 +151,13 @@ class Recorder:
         is_long = floats(columns.gaps) >= self._limits.get("itl", np.inf)
         is_stream_kept &= ~np.isin(stream_due, floats(columns.gap_due)[is_long])
         rows = _rows_of_streams(due, np.flatnonzero(is_good), stream_due)
-        # An answer that had no first piece keeps no limit on it.
+        # An answer without a first chunk misses every limit on streams.
         is_kept_by_stream = np.zeros(len(due), bool)
         is_kept_by_stream[rows] = is_stream_kept
         return kept & is_kept_by_stream
 
     def _keep(self, samples: list[TimingSample]) -> None:
-        """Each of all samples so far is kept with the same chance."""
+        """Reservoir sampling: every sample so far is kept with the same probability."""
         for sample in samples:
             self._num_samples += 1
             if len(self.samples) < MAX_SAMPLES:
@@ -166,7 +166,7 @@ class Recorder:
                 self.samples[place] = sample
 
     def windows(self, end: float) -> list[Window]:
-        """All that began before `end`, empty ones too; the last one ends there. Copies."""
+        """Return copies of all windows up to `end`, including empty ones; the last ends there."""
         self._make_room(np.array([end]))
         length_s = self._length_s
         span_s = end - self._start
@@ -186,7 +186,8 @@ def _add_metric(window: Window, metric: str, seconds: Array) -> None:
 
 
 def _rows_of_streams(due: Array, good_rows: Array, stream_due: Array) -> Array:
-    """Streams are in the order of the good answers, but some answers may have had no pieces."""
+    """Return the row of each stream. Streams are in the order of the good answers, but an answer
+    without chunks has none."""
     if len(good_rows) == len(stream_due):
         return good_rows
     rows, place = [], 0

@@ -1,4 +1,4 @@
-"""A run as a file: measured once, shown many ways. Plain values, written and read as JSON."""
+"""A run as a file: plain values, written and read as JSON."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from penstock.benchmark.targets import Counters, Description
 
 FORMAT = 1
 
-# Why a level ended: its interval was tight enough; its time was up; its trace or profile was
-# through; somebody interrupted; the server no longer answered; the search had seen enough.
+# Why a level ended: its interval was narrow enough; its time was up; its trace or profile ended;
+# the user interrupted; the server stopped answering; the search had enough data.
 Ending = Literal["precise", "time", "through", "interrupted", "lost", "decided"]
 
 
 class WarmUp(msgspec.Struct):
-    """What was sent before measuring began and does not count."""
+    """Requests sent before measuring began; they do not count."""
 
     duration_s: float
     num_requests: int
-    # False: still changing when the patience was at an end.
+    # False: still changing when the time for warm-up was up.
     is_steady: bool
-    # Median latency of its first and its last part; None where nothing was answered.
+    # Median latency of the first and the last third; None where nothing was answered.
     first_s: float | None
     last_s: float | None
 
 
 class GeneratorUse(msgspec.Struct):
-    """What the load generator itself did: whether the numbers are the server's or its own."""
+    """The generator's own behaviour: shows whether it limited the results."""
 
-    # Of one core, while measuring; one figure per process.
+    # Share of one core while measuring, by process.
     cpu_shares: list[float]
     # due -> sent.
     lateness: Histogram
-    # Mean number under way over the whole span, whoever was due when.
+    # Mean number in flight over the whole span.
     mean_in_flight: float
     max_in_flight: int
     num_connections: int
@@ -49,7 +49,7 @@ class GeneratorUse(msgspec.Struct):
 
 
 class SystemSample(msgspec.Struct):
-    """The machine of the generator at one moment, and its GPUs where it has any."""
+    """The generator's machine at one moment, and its GPUs if it has any."""
 
     at_s: float  # since measuring began
     cpu_percent: float  # of all cores
@@ -62,25 +62,24 @@ class SystemSample(msgspec.Struct):
 
 
 class Level(msgspec.Struct):
-    """One load, measured."""
+    """The measurement of one load."""
 
     load: Load
     measured_s: float
     ending: Ending
     warm_up: WarmUp | None
     windows: list[Window]
-    # sent -> done: what a client sees that does not mind waiting to send.
+    # sent -> done: latency without the wait to be sent.
     service: Histogram
     generator: GeneratorUse
-    # Differences over this level; None where the server keeps no account.
+    # Differences over this level; None where the server has no counters.
     server: Counters | None = None
     samples: list[TimingSample] = []
     system: list[SystemSample] = []
 
 
 class ColdStart(msgspec.Struct):
-    """Before anything was warm: how long loading (in process) or connecting took, and the first
-    request."""
+    """Times before anything was warm: loading (in process) or connecting, and the first request."""
 
     first_s: float | None = None
     connect_s: float | None = None
@@ -88,7 +87,7 @@ class ColdStart(msgspec.Struct):
 
 
 class Environment(msgspec.Struct):
-    """The machine the load came from and what it ran."""
+    """The machine that sent the load, and its software."""
 
     host_cpu: str
     num_cores: int
@@ -96,12 +95,12 @@ class Environment(msgspec.Struct):
     system: str
     gpus: list[str] = []
     versions: dict[str, str] = {}
-    # Whether the server shares this machine: then its load is in the system samples too.
+    # True: the system samples include the server's load.
     is_server_local: bool = True
 
 
 class Run(msgspec.Struct):
-    """Everything that is known about one call of `penstock bench`."""
+    """Everything known about one call of `penstock bench`."""
 
     target: Description
     origin: Origin
@@ -111,7 +110,7 @@ class Run(msgspec.Struct):
     duration_s: float
     precision_percent: float  # half the width of the interval that ends a level; 0: never
     statistic: str  # the percentile that decides, "p99"
-    # Rows in each request: inferences are so many times the requests.
+    # Rows per request: inferences are requests times this.
     batch_size: int = 1
     slo: str = ""
     price_per_hour: float | None = None

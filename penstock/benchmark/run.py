@@ -1,5 +1,5 @@
-"""A run from its plan to its result: generators are started, loads measured in the order that the
-plan or a search says, and what is known so far is kept after each."""
+"""A run from plan to result: starts generators, measures loads in the order that the plan or a
+search gives, and saves the result so far after each."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from penstock.benchmark.results import ColdStart, Level, Run
 from penstock.benchmark.search import KneeSearch, MaxRateSearch
 from penstock.errors import ConfigError
 
-# A short closed loop says where the search for the highest rate begins.
+# A short closed loop finds the rate at which the search starts.
 PROBE_CONCURRENCY = 16
 PROBE_S = 2.0
 INTERRUPTED = "interrupted"
 
 
 class Choice(Protocol):
-    """Which load comes next, and what becomes known of it."""
+    """Chooses the next load and learns from each measurement."""
 
     def next(self) -> Load | None: ...
     def add(self, load: Load, level: Level) -> None: ...
@@ -45,7 +45,7 @@ class GivenLoads:
         pass
 
     def answer(self, run: Run) -> None:
-        """A sweep from one client to the plateau shows a knee, asked for or not."""
+        """Report a knee, even unasked, if the sweep goes from one client to the plateau."""
         search = KneeSearch()
         for level in run.levels:
             if not isinstance(level.load, Closed):
@@ -86,7 +86,7 @@ class MaxRateChoice:
         run.max_rate = found = self._search.max_rate
         if found is None or found.reason:
             return
-        # What ended the search is the lowest rate above the answer.
+        # The lowest rate above the answer ended the search.
         above = [level for level in run.levels if pacer.mean_rate(_open(level)) > found.rate.value]
         lowest = min(above, key=lambda level: pacer.mean_rate(_open(level)), default=None)
         if lowest is not None and max(lowest.generator.cpu_shares, default=0.0) >= MAX_CPU_SHARE:
@@ -100,7 +100,7 @@ def _open(level: Level) -> Open:
 
 
 class Conductor:
-    """One run. `watch` hears how it stands, `keep` gets the run after each level."""
+    """One run. `watch` receives progress, `keep` receives the run after each level."""
 
     def __init__(
         self, plan: Plan, watch: Callable[[Progress], None], keep: Callable[[Run], None]
@@ -116,12 +116,12 @@ class Conductor:
         return self._meter.is_interrupted
 
     def interrupt(self) -> None:
-        """End the level that runs, keep what was measured."""
+        """End the current level and keep what was measured."""
         self._meter.is_interrupted = True
 
     async def measure(self) -> Run:
-        """ConfigError when there is nothing to measure; later trouble is in the run, which is then
-        partial."""
+        """Measure everything. Raises ConfigError if nothing can be measured; later failures make
+        the run partial and are recorded in it."""
         try:
             run = await self._open()
             self.is_measuring = True
@@ -137,7 +137,7 @@ class Conductor:
             await self._meter.crew.close()
 
     def _keep_last(self, run: Run) -> None:
-        """A file that cannot be written is no reason not to show what was measured."""
+        """Save the run; a file that cannot be written must not hide the results."""
         try:
             self._keep(run)
         except ConfigError as error:
@@ -173,7 +173,7 @@ class Conductor:
         )
 
     async def _measure_levels(self, run: Run) -> str:
-        """What went wrong; empty if nothing did."""
+        """Measure all levels. Return the problem that ended the run, or an empty text."""
         choice = await self._choice()
         while not self.is_interrupted and (load := choice.next()) is not None:
             level = await self._meter.measure(load, self._plan.duration_s)

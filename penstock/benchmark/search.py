@@ -1,5 +1,5 @@
-"""Which load to measure next, and what the answers say. Pure: whoever measures asks `next` for a
-load until there is none, and gives back the windows of each.
+"""Which load to measure next. Pure: the caller asks `next` for a load until it returns None, and
+passes the windows of each back to `add`.
 
 `KneeSearch` looks for the concurrency beyond which only latency grows, `MaxRateSearch` for the
 highest arrival rate that keeps an SLO.
@@ -20,37 +20,37 @@ from penstock.errors import ConfigError
 from penstock.slo import Latency, Slo
 
 MAX_CONCURRENCY = 1024
-# No generator sends more; a search that gets here has found no limit.
+# No generator sends more; a search that gets here found no limit.
 MAX_RATE = 1e6
 # Throughput that grew by less over two doublings has reached its plateau.
 MIN_GAIN = 0.05
 PRECISION = 0.03
-# Below this share of the rate that was tried first, nothing is looked for.
+# The search gives up below this share of the first rate.
 MIN_RATE_SHARE = 1 / 1024
-# A rate whose verdict may be otherwise in truth is measured once more, and only once.
+# A rate with an uncertain verdict is measured once more, but only once.
 MAX_TRIES = 2
 
 
 class Knee(msgspec.Struct):
-    """Where two asymptotes meet: throughput that grows with the number of clients, and its
-    plateau. `concurrency` = plateau x latency alone."""
+    """The point where two asymptotes meet: linear growth of throughput with concurrency, and its
+    plateau. `concurrency` = plateau x latency at concurrency 1."""
 
     concurrency: float
     throughput: float
     alone_s: float
-    # The level that was measured next to it.
+    # Index of the level measured nearest to it.
     level: int
-    # Why it is only a lower bound; empty when it is not.
+    # Why it is only a lower bound; otherwise empty.
     reason: str = ""
 
 
 class MaxRate(msgspec.Struct):
-    """The highest arrival rate that keeps the SLO. NaN in `rate.low`: no rate was seen to keep it;
-    NaN in `rate.high`: none was seen to miss it."""
+    """The highest arrival rate that keeps the SLO. NaN in `rate.low`: no rate clearly kept it; NaN
+    in `rate.high`: none clearly missed it."""
 
     rate: Interval
     slo: str
-    # Why an end is missing; empty when none is.
+    # Why an end is missing; otherwise empty.
     reason: str = ""
 
 
@@ -59,7 +59,7 @@ class KneeSearch:
 
     def __init__(self, max_concurrency: int = MAX_CONCURRENCY) -> None:
         self._max_concurrency = max_concurrency
-        # In the order in which they were measured.
+        # In measuring order.
         self._tried: list[int] = []
         self._throughputs: dict[int, float] = {}
         self._alone_s = math.nan
@@ -76,7 +76,7 @@ class KneeSearch:
         return Closed(near) if near is not None and near not in self._throughputs else None
 
     def add(self, load: Closed, windows: Sequence[Window]) -> None:
-        # Measuring next to the knee moves it a little; that is not followed.
+        # Measuring next to the knee moves it a little; the search does not follow.
         self._is_through = bool(self._tried) and load.concurrency < self._highest
         self._tried.append(load.concurrency)
         self._throughputs[load.concurrency] = throughput_interval(windows).value
@@ -85,7 +85,7 @@ class KneeSearch:
 
     @property
     def knee(self) -> Knee | None:
-        """None while nothing is known, and when nothing was answered."""
+        """None before the first measurement, and if nothing was answered."""
         near = self._near_knee()
         if near is None:
             return None
@@ -103,7 +103,7 @@ class KneeSearch:
         return max(self._tried)
 
     def _is_level(self) -> bool:
-        """Whether the last two doublings brought next to nothing."""
+        """Whether the last two doublings gained less than MIN_GAIN."""
         before = [tried for tried in self._tried if 4 * tried <= self._highest]
         if not before:
             return False
@@ -111,7 +111,7 @@ class KneeSearch:
         return last <= self._throughputs[max(before)] * (1 + MIN_GAIN)
 
     def _plateau(self) -> float:
-        """The mean of all that come near the highest throughput."""
+        """Return the mean of all throughputs close to the highest."""
         best = max(self._throughputs.values())
         level = [each for each in self._throughputs.values() if each >= best / (1 + MIN_GAIN)]
         return sum(level) / len(level)
@@ -123,11 +123,11 @@ class KneeSearch:
 
 
 class MaxRateSearch:
-    """Doubles the rate until the SLO is missed (or halves it until it is kept), then halves the
+    """Doubles the rate until the SLO is missed (or halves it until it is kept), then bisects the
     bracket on a logarithmic scale until it is narrow.
 
-    Terms on latency and goodput decide; a low rate would miss one on throughput. A rate at which
-    the queue grows is not kept, even if the measurement ended before it was too long."""
+    Only terms on latency and goodput decide, as a low rate would miss any throughput target. A rate
+    at which the queue grows counts as missed, even if latency was still within its limit."""
 
     def __init__(
         self,
@@ -149,13 +149,13 @@ class MaxRateSearch:
         self._precision = precision
         self._arrivals = arrivals
         self._cv = cv
-        # All windows of a rate; of two measurements together when it was measured again.
+        # All windows of a rate, of both measurements if it was measured again.
         self._windows: dict[float, list[Window]] = {}
         self._num_tries: dict[float, int] = {}
         self._verdicts: dict[float, tuple[Verdict, ...]] = {}
-        # Rates at which the queue grew, each time.
+        # Rates at which the queue grew in every measurement.
         self._growing: set[float] = set()
-        # A rate so low that nothing was due: it says nothing, and lower ones would not either.
+        # The rate was so low that no request was due; lower ones would tell nothing either.
         self._is_silent = False
 
     def next(self) -> Open | None:
@@ -196,7 +196,7 @@ class MaxRateSearch:
         return self._close_end(low, high)
 
     def _doubted(self) -> float | None:
-        """A rate that missed although a higher one kept: one of the two was an accident."""
+        """Return a rate that missed although a higher one kept: one of the two was an accident."""
         kept = [rate for rate in self._verdicts if self._is_kept(rate)]
         for rate in sorted(self._verdicts):
             is_odd = not self._is_kept(rate) and rate < max(kept, default=0.0)
@@ -205,7 +205,7 @@ class MaxRateSearch:
         return None
 
     def _close_end(self, low: float, high: float) -> float | None:
-        """The end of a narrow bracket that should be looked at again."""
+        """Return the end of a narrow bracket that should be measured again."""
         for rate in (high, low):
             if self._is_close(rate) and self._num_tries[rate] < MAX_TRIES:
                 return rate
@@ -216,7 +216,7 @@ class MaxRateSearch:
         return is_kept and rate not in self._growing
 
     def _is_close(self, rate: float) -> bool:
-        """Whether the verdict may be otherwise in truth."""
+        """Whether the verdict is uncertain: a limit lies inside its confidence interval."""
         if self._is_kept(rate):
             return any(verdict.is_close for verdict in self._verdicts[rate])
         missed = [each for each in self._verdicts[rate] if each.outcome == "missed"]
@@ -236,7 +236,7 @@ class MaxRateSearch:
 
     @property
     def max_rate(self) -> MaxRate | None:
-        """None while nothing was measured."""
+        """None before the first measurement."""
         if not self._verdicts:
             return None
         rate = Interval(self._estimate(), self._surely_kept(), self._surely_missed())
@@ -250,15 +250,15 @@ class MaxRateSearch:
         return ""
 
     def _estimate(self) -> float:
-        """Where the worst latency crosses its limit between the ends of the bracket."""
+        """Return the rate at which the worst latency crosses its limit, inside the bracket."""
         low, high = self._low, self._high
         if low is None:
             return math.nan
         return low if high is None else self._crossing("value", low, high, low)
 
     def _surely_kept(self) -> float:
-        """Where even the upper end of the worst latency's interval crosses its limit, and never
-        inside the bracket, of which nothing is known. NaN: at no rate it is below."""
+        """Return the rate at which the upper end of the worst latency's interval crosses its limit,
+        but never one inside the bracket, where nothing was measured. NaN: no rate clearly kept."""
         end = self._high or math.inf
         kept = [r for r in self._verdicts if self._is_kept(r) and r < end and not self._is_close(r)]
         if not kept:
@@ -270,7 +270,7 @@ class MaxRateSearch:
         return min(self._low, self._crossing("high", low, above, low))
 
     def _surely_missed(self) -> float:
-        """The same with the lower end. NaN: at no rate it is above."""
+        """The same for the lower end of the interval. NaN: no rate clearly missed."""
         begin = self._low or 0.0
         missed = [
             r
@@ -286,16 +286,15 @@ class MaxRateSearch:
         return max(self._high, self._crossing("low", below, high, high))
 
     def _crossing(self, of: str, low: float, high: float, otherwise: float) -> float:
-        """Where the worst latency (its value, or an end of its interval) crosses its limit between
-        two rates, on logarithmic scales."""
+        """Interpolate where the worst latency (its value, or an end of its interval) crosses its
+        limit between two rates, on logarithmic scales."""
         below, above = self._excess(of, low), self._excess(of, high)
         if not -math.inf < below < 0 <= above < math.inf:
             return otherwise
         return low * math.exp(math.log(high / low) * -below / (above - below))
 
     def _excess(self, of: str, rate: float) -> float:
-        """How far the worst latency is above its limit, as a logarithm; NaN when something else
-        than a latency decided."""
+        """Return the log of the worst latency over its limit; NaN if no latency term decided."""
         worst = -math.inf
         for verdict in self._verdicts[rate]:
             if not isinstance(verdict.term, Latency):

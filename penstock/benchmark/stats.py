@@ -1,11 +1,11 @@
-"""What the numbers say, and how sure that is. Pure: values in, values out.
+"""Figures and their confidence intervals. Pure: values in, values out.
 
-A `Histogram` has buckets of a constant relative width; a `Window` holds what happened to the
-requests that were due in one span of time. Everything reported is folded from windows.
+A `Histogram` has buckets of constant relative width; a `Window` holds the outcomes of the requests
+that were due in one span of time. Every reported figure is folded from windows.
 
-How sure: requests that queue behind each other are not independent, so the spread is taken from
-spans of time and not from single requests. Windows are gathered into 20 to 39 batches, and how
-much batches differ says how far the whole may be off (batch means, Student's t).
+Requests that queue behind each other are not independent, so errors are estimated from spans of
+time, not from single requests: windows are merged into 20 to 39 batches, and the variation between
+batches gives the interval (batch means, Student's t).
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ import numpy as np
 from penstock.types import Array
 
 BUCKETS_PER_OCTAVE = 128
-# Longer than any test; what takes longer is counted here.
+# Longer than any test; longer durations are counted here.
 MAX_S = 1e9
-# Batches as long as possible, and enough of them to know their spread.
+# Batches should be long, but numerous enough to estimate their variance.
 MIN_BATCHES = 20
 CONFIDENCE = 0.95
-# How slow requests cluster is also looked at where so many times as many are slow.
+# Clustering of slow requests is also estimated where this many times as many are slow.
 COMMONER = 4
-# Of the false alarms that a comparison may raise.
+# Significance level of a comparison.
 ALPHA = 0.05
-# Two-sided 95 % points of Student's t where the approximation below is too wide.
+# Two-sided 95 % quantiles of Student's t where the approximation below is too wide.
 FEW_DEGREES = {1: 12.706, 2: 4.303, 3: 3.182}
 
 if TYPE_CHECKING:
     Number = float
 else:
-    # What may be in a file, where NaN cannot be.
+    # JSON has no NaN; files hold null instead.
     Number = float | None
 
 Finding = Literal["regression", "improvement", "no difference shown"]
 
 
 class Histogram(msgspec.Struct):
-    """Durations in buckets whose middles are at most 0.4 % off. Sparse: bucket to count.
+    """Durations in buckets whose centres are at most 0.4 % off. Sparse: bucket to count.
 
-    Bucket 0 is below 1 ns and takes what is negative; every later power of two has 128."""
+    Bucket 0 is below 1 ns and also holds negative durations; each later power of two has 128."""
 
     counts: dict[int, int] = {}
 
     def add(self, seconds: Array) -> None:
-        """NaN is no duration and is not counted."""
+        """Add durations; NaN is skipped."""
         values = np.asarray(seconds, np.float64)
         durations = values[~np.isnan(values)]
         buckets, counts = np.unique(_buckets(durations), return_counts=True)
@@ -67,11 +67,11 @@ class Histogram(msgspec.Struct):
         return sum(self.counts.values())
 
     def percentile(self, percent: float) -> float:
-        """Seconds; NaN when empty."""
+        """Return seconds; NaN when empty."""
         return self.at_rank(_rank(percent / 100, self.total))
 
     def at_rank(self, rank: int) -> float:
-        """The duration that so many are not longer than; the first is 1. NaN when empty."""
+        """Return the duration of this rank, in seconds; the shortest has rank 1. NaN when empty."""
         if not self.counts:
             return math.nan
         buckets = np.array(sorted(self.counts))
@@ -83,19 +83,19 @@ class Histogram(msgspec.Struct):
         return low + (high - low) * min(max(inside, 0.0), 1.0)
 
     def mean(self) -> float:
-        """Seconds; NaN when empty."""
+        """Return seconds; NaN when empty."""
         if not self.counts:
             return math.nan
         lows, highs = _edges(np.array(list(self.counts)))
         return float(np.average((lows + highs) / 2, weights=list(self.counts.values())))
 
     def num_below(self, seconds: float) -> float:
-        """How many are shorter; a bucket that is cut counts in proportion."""
+        """Return how many are shorter; a bucket that contains `seconds` counts in proportion."""
         shares = _shares_below(np.array(list(self.counts), np.int64), seconds)
         return float(shares @ np.array(list(self.counts.values()), np.float64))
 
     def share_below(self, seconds: float) -> float:
-        """Between 0 and 1; NaN when empty."""
+        """Return a share between 0 and 1; NaN when empty."""
         total = self.total
         return self.num_below(seconds) / total if total else math.nan
 
@@ -108,7 +108,7 @@ def _buckets(seconds: Array) -> Array:
 
 
 def _edges(buckets: Array) -> tuple[Array, Array]:
-    """In seconds."""
+    """Return the lower and upper bounds of buckets, in seconds."""
     return _lows(buckets), _lows(np.where(buckets > 0, buckets + 1, BUCKETS_PER_OCTAVE))
 
 
@@ -135,16 +135,16 @@ class Window(msgspec.Struct):
     length_s: float
     num_due: int = 0
     num_good: int = 0
-    # Good answers that arrived in this span, whenever they were due: what throughput counts.
+    # Good answers that arrived in this span, whenever they were due; throughput counts these.
     num_arrived: int = 0
     failures: dict[str, int] = {}
-    # By metric: latency of good answers; ttft, tpot and itl of streams. From the due time.
+    # By metric, from the due time: latency of good answers; ttft, tpot and itl of streams.
     metrics: dict[str, Histogram] = {}
     num_input_tokens: int = 0
     num_output_tokens: int = 0
-    # Good answers that kept every latency limit of the SLO, by request.
+    # Good answers that kept every latency limit of the SLO.
     num_in_slo: int | None = None
-    # The longest that the generator was behind its schedule.
+    # The generator's largest delay behind its schedule.
     max_late_s: float = 0.0
 
     @property
@@ -160,10 +160,10 @@ NO_DURATIONS = Histogram()
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """An estimate and the range that holds the truth 19 times of 20; NaN: cannot be said.
+    """An estimate and its 95 % confidence interval; NaN: unknown.
 
-    An infinite `high` says that so few requests do not tell how high it may be. JSON has neither:
-    both are written as null, and null is read as NaN."""
+    An infinite `high` means too few requests for an upper bound. JSON has neither value: both are
+    written as null, and null is read as NaN."""
 
     value: Number
     low: Number
@@ -176,15 +176,15 @@ class Interval(msgspec.Struct, frozen=True):
 
     @property
     def relative_error(self) -> float:
-        """The farther end, as a share of the estimate. NaN or infinite: not known."""
+        """Distance to the farther end, relative to the estimate. NaN or infinite: unknown."""
         if not self.value:
             return math.nan
         return max(self.high - self.value, self.value - self.low) / self.value
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """`ratio` is b over a. `p_value`: how likely such a ratio would be if b were not worse than a
-    by more than the tolerance."""
+    """`ratio` is b over a. `p_value`: the probability of such a ratio if b were not worse than a by
+    more than the tolerance."""
 
     ratio: Interval
     p_value: float
@@ -192,7 +192,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def merged(windows: Sequence[Window]) -> Window:
-    """Neighbours, as one; there must be some."""
+    """Merge neighbouring windows, at least one, into one."""
     whole = windows[0].copy()
     for window in windows[1:]:
         whole.length_s += window.length_s
@@ -201,7 +201,7 @@ def merged(windows: Sequence[Window]) -> Window:
 
 
 def add_counts(window: Window, other: Window) -> None:
-    """Add all that was counted in another window; start and length stay."""
+    """Add another window's counts; start and length stay."""
     window.num_due += other.num_due
     window.num_good += other.num_good
     window.num_arrived += other.num_arrived
@@ -217,7 +217,7 @@ def add_counts(window: Window, other: Window) -> None:
 
 
 class _Table:
-    """The histograms of one metric, side by side: all buckets, and which window each is of."""
+    """The histograms of one metric, flattened: all buckets, and the window each belongs to."""
 
     def __init__(self, windows: Sequence[Window], metric: str) -> None:
         parts = [window.metrics.get(metric, NO_DURATIONS).counts for window in windows]
@@ -234,7 +234,7 @@ class _Table:
         return Histogram(dict(zip(filled.tolist(), sums[filled].tolist(), strict=True)))
 
     def totals(self) -> Array:
-        """Of each window."""
+        """Return the number of durations by window."""
         return self._summed(self._counts)
 
     def sums_s(self) -> Array:
@@ -249,12 +249,12 @@ class _Table:
 
 
 def histogram(windows: Sequence[Window], metric: str = "latency") -> Histogram:
-    """Of all windows together."""
+    """Merge the histograms of all windows."""
     return _Table(windows, metric).whole()
 
 
 def _batched(values: Array, num_windows: int) -> Array:
-    """Sums of neighbours; what is left over joins the last batch."""
+    """Sum neighbouring windows into batches; the remainder joins the last batch."""
     size = max(1, num_windows // MIN_BATCHES)
     return np.add.reduceat(values, np.arange(0, num_windows - size + 1, size))
 
@@ -264,7 +264,8 @@ def num_batches(num_windows: int) -> int:
 
 
 def student_t(num_degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The two-sided point of Student's t, by Wallace's approximation; within 0.5 % from 4 on."""
+    """Return the two-sided quantile of Student's t, by Wallace's approximation; within 0.5 % from 4
+    degrees of freedom."""
     if confidence == CONFIDENCE and num_degrees in FEW_DEGREES:
         return FEW_DEGREES[num_degrees]
     normal = NormalDist().inv_cdf(0.5 + confidence / 2)
@@ -273,13 +274,13 @@ def student_t(num_degrees: int, confidence: float = CONFIDENCE) -> float:
 
 
 def _as_normal(t: float, num_degrees: float) -> float:
-    """The normal deviate as rare as this t."""
+    """Return the normal deviate with the same tail probability as this t."""
     size = math.sqrt(num_degrees * math.log1p(t**2 / num_degrees))
     return math.copysign(size * (8 * num_degrees + 1) / (8 * num_degrees + 3), t)
 
 
 def _error_of_sum(parts: Array, sizes: Array, share: float) -> float:
-    """Standard deviation of the sum of `parts`, which should each be `share` of `sizes`."""
+    """Return the standard error of the sum of `parts`, each expected to be `share` of its size."""
     num_windows = len(parts)
     residuals = _batched(parts - share * sizes, num_windows)
     count = len(residuals)
@@ -287,7 +288,7 @@ def _error_of_sum(parts: Array, sizes: Array, share: float) -> float:
 
 
 def ratio_interval(parts: Array, sizes: Array, confidence: float = CONFIDENCE) -> Interval:
-    """Sum of `parts` per sum of `sizes`, each given by window: a rate, a mean, a share."""
+    """Return sum of `parts` over sum of `sizes`, both by window: a rate, a mean, a share."""
     total = float(np.sum(sizes))
     if total <= 0:
         return Interval(math.nan, math.nan, math.nan)
@@ -300,8 +301,8 @@ def ratio_interval(parts: Array, sizes: Array, confidence: float = CONFIDENCE) -
 
 
 def share_interval(parts: Array, sizes: Array, confidence: float = CONFIDENCE) -> Interval:
-    """The same for a share between 0 and 1 (Wilson's interval): not even 50 of 50 is sure to be
-    all. Requests that fail together weigh as fewer."""
+    """Return the interval of a share between 0 and 1 (Wilson's): even 50 of 50 does not prove 100
+    %. Requests that fail together reduce the effective sample size."""
     total = float(np.sum(sizes))
     plain = ratio_interval(parts, sizes, confidence)
     if math.isnan(plain.low):
@@ -318,7 +319,7 @@ def share_interval(parts: Array, sizes: Array, confidence: float = CONFIDENCE) -
 
 
 def throughput_interval(windows: Sequence[Window], confidence: float = CONFIDENCE) -> Interval:
-    """Good answers per second."""
+    """Return good answers per second."""
     return ratio_interval(
         np.array([window.num_arrived for window in windows], np.float64),
         np.array([window.length_s for window in windows], np.float64),
@@ -329,7 +330,7 @@ def throughput_interval(windows: Sequence[Window], confidence: float = CONFIDENC
 def mean_interval(
     windows: Sequence[Window], metric: str = "latency", confidence: float = CONFIDENCE
 ) -> Interval:
-    """Of good answers."""
+    """Return the mean of a metric over good answers."""
     table = _Table(windows, metric)
     return ratio_interval(table.sums_s(), table.totals(), confidence)
 
@@ -342,11 +343,12 @@ def percentile_interval(
     with_failures: bool = False,
     confidence: float = CONFIDENCE,
 ) -> Interval:
-    """A percentile, and the range that holds the true one.
+    """Return a percentile and its confidence interval.
 
-    `with_failures` counts requests without a good answer as answered never. The range is found
-    on the ranks: how many requests exceed the estimate varies from batch to batch, and by more
-    than for independent requests; so many ranks lower and higher are its ends.
+    `with_failures` counts requests without a good answer as infinitely slow. The interval is
+    computed on ranks: the number of requests beyond the estimate varies from batch to batch, more
+    than for independent requests, and that variation sets how many ranks lower and higher the ends
+    lie.
     """
     share = percent / 100
     table = _Table(windows, metric)
@@ -377,15 +379,15 @@ def percentile_interval(
     return Interval(
         value,
         at(math.ceil(low)) if low > 0 else 0.0,
-        # Less than one request beyond it: nothing that was seen is sure to be as high.
+        # Less than one request lies beyond: no observed latency is a safe upper bound.
         at(math.ceil(high)) if beyond * fewest >= 1 else math.inf,
     )
 
 
 def _count_range(count: float, points: float, *, is_rare: bool) -> tuple[float, float]:
-    """How few and how many independent events could have been expected where `count` were seen,
-    as multiples of it. For rare events the Poisson limits by Wilson and Hilferty: a handful
-    bounds its expectation from below, which a symmetric range would deny."""
+    """Return the lowest and highest expectation compatible with `count` independent events, as
+    multiples of `count`. Rare events use the Poisson limits of Wilson and Hilferty: a handful of
+    events bounds the expectation from below, which a symmetric interval would not."""
     if not is_rare:
         half = points / math.sqrt(count)
         return max(0.0, 1 - half), 1 + half
@@ -396,9 +398,10 @@ def _count_range(count: float, points: float, *, is_rare: bool) -> tuple[float, 
 
 
 def _levels(share: float) -> list[float]:
-    """Where it is looked how much slow requests cluster: at the percentile and, for a tail, where
-    four times as many exceed. A run that happened to see few clusters of the slowest would
-    otherwise believe that they do not cluster, just when its percentile is too low."""
+    """Return the percentiles at which clustering is estimated: the one asked for and, for a tail,
+    the one with four times as many requests beyond. A run that saw few clusters of the slowest
+    requests would otherwise conclude that they do not cluster, just when its percentile is too
+    low."""
     common = 1 - COMMONER * (1 - share)
     return [share, common] if common >= 0.5 else [share]
 
@@ -406,7 +409,7 @@ def _levels(share: float) -> list[float]:
 def compare(
     a: Sequence[Window], b: Sequence[Window], metric: str, percent: float, tolerance: float = 0.0
 ) -> Comparison:
-    """Is b slower than a, by more than `tolerance` (0.05: 5 %) and more than chance?"""
+    """Test whether b is slower than a by more than `tolerance` (0.05: 5 %) and chance."""
     return _compared(
         percentile_interval(a, metric, percent),
         percentile_interval(b, metric, percent),
@@ -418,9 +421,9 @@ def compare(
 def compare_throughput(
     a: Sequence[Window], b: Sequence[Window], tolerance: float = 0.0
 ) -> Comparison:
-    """Does b answer less than a, by more than `tolerance` and more than chance?"""
+    """Test whether b has less throughput than a by more than `tolerance` and chance."""
     degrees = (num_batches(len(b)) - 1, num_batches(len(a)) - 1)
-    # Less is worse: the same question with both sides exchanged.
+    # Lower is worse: swap the sides.
     turned = _compared(throughput_interval(b), throughput_interval(a), degrees, tolerance)
     value, low, high = turned.ratio.value, turned.ratio.low, turned.ratio.high
     ratio = Interval(_inverse(value), _inverse(high), _inverse(low))
@@ -432,7 +435,7 @@ def _inverse(number: float) -> float:
 
 
 def _compared(a: Interval, b: Interval, degrees: tuple[int, int], tolerance: float) -> Comparison:
-    """By logarithms, each side with the error in the direction that matters: intervals of
+    """Compare logarithms, each side with the error in the direction that matters: intervals of
     percentiles are not symmetric."""
     is_known = all(0 < side.value < math.inf and side.low >= 0 for side in (a, b))
     if not is_known:
@@ -460,7 +463,7 @@ def _exp(number: float) -> float:
 
 
 def _errors(upper: Interval, lower: Interval, degrees: tuple[int, int]) -> tuple[float, float]:
-    """Standard errors towards each other of the side that may be higher and of the other one."""
+    """Return the standard errors of both sides, each in the direction of the other side."""
     return (
         _log(upper.value, upper.low) / student_t(degrees[1]),
         _log(lower.high, lower.value) / student_t(degrees[0]),

@@ -1,7 +1,7 @@
-"""Whether a level has settled, and whether it grows while it is measured. Pure.
+"""Whether a level has reached steady state, and whether latency grows while measuring. Pure.
 
-Warm-up ends when the median latency and the throughput of the last third are those of the third
-before, as far as their own noise lets one see.
+Warm-up ends when the median latency and the throughput of the last third match those of the third
+before, within their noise.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from penstock.benchmark.stats import (
 )
 from penstock.types import Array
 
-# A change from third to third that is called none.
+# A smaller relative change between thirds counts as none.
 TOLERANCE = 0.05
-# Of a drift: rather wait for more than begin too early.
+# Low on purpose: it is better to warm up longer than to start too early.
 DRIFT_CONFIDENCE = 0.8
-# The last two thirds are compared; each needs so many groups of windows to know its noise.
+# The last two thirds are compared; each needs enough groups of windows to estimate its noise.
 MIN_GROUPS = 12
 MAX_GROUPS = 60
 MIN_REQUESTS_PER_GROUP = 4
-# A queue that grows: the trend is no accident one time in 200, and it matters.
+# A growing queue: significant (one false alarm in 200) and large enough to matter.
 NUM_TREND_GROUPS = 20
 MIN_TREND_GROUPS = 6
 TREND_DEVIATE = 2.576
@@ -38,11 +38,11 @@ MIN_GROWTH = 1.25
 
 
 class Steadiness(msgspec.Struct, frozen=True):
-    """`is_over`: settled, or out of patience."""
+    """`is_over`: settled, or out of time."""
 
     is_steady: bool
     is_over: bool
-    # Median latency of the first third and of the last; NaN where nothing was answered.
+    # Median latency of the first and the last third; NaN where nothing was answered.
     first_s: float
     last_s: float
 
@@ -55,7 +55,7 @@ class Trend(msgspec.Struct, frozen=True):
 
 
 def steadiness(windows: Sequence[Window], patience_s: float) -> Steadiness:
-    """Of a warm-up so far, whole windows only."""
+    """Judge a warm-up so far; `windows` are complete ones."""
     third = math.ceil(len(windows) / 3)
     is_steady = _is_steady(windows)
     return Steadiness(
@@ -87,8 +87,8 @@ def _latency(window: Window) -> Histogram:
 
 
 def _is_same(values: Array, is_shown: bool) -> bool:
-    """Whether the second half of the values is at the level of the first. `is_shown`: it must be
-    close; otherwise it only must not be clearly elsewhere."""
+    """Whether the second half of the values is at the level of the first. With `is_shown` it must
+    be close; otherwise it must only not differ clearly."""
     values = values[~np.isnan(values)]
     size = len(values) // 2
     if size < 2 or values.mean() <= 0:
@@ -98,7 +98,7 @@ def _is_same(values: Array, is_shown: bool) -> bool:
     change = abs(float(after.mean() - before.mean()))
     noise = math.sqrt((float(before.var(ddof=1)) + float(after.var(ddof=1))) / 2)
     error = noise * math.sqrt(2 / size)
-    # What goes on like this changes by three times as much until the time so far has doubled.
+    # At this pace the change triples by the time the warm-up is twice as long.
     is_drifting = (
         3 * change > TOLERANCE and change > student_t(2 * size - 2, DRIFT_CONFIDENCE) * error
     )
@@ -108,7 +108,7 @@ def _is_same(values: Array, is_shown: bool) -> bool:
 
 
 def trend(windows: Sequence[Window]) -> Trend:
-    """Does latency grow over the span? Then the queue does: the load is above capacity."""
+    """Test whether latency grows over the span: the queue grows, so load exceeds capacity."""
     num_groups = min(len(windows), NUM_TREND_GROUPS)
     means = np.array([_latency(each).mean() for each in _groups(windows, num_groups)])
     means = means[~np.isnan(means)]
@@ -117,7 +117,7 @@ def trend(windows: Sequence[Window]) -> Trend:
         return Trend(False, math.nan)
     third = count // 3
     growth = float(means[-third:].mean() / means[:third].mean())
-    # Kendall's test: of all pairs, how many more rise than fall.
+    # Kendall's test: among all pairs, how many more rise than fall.
     rising = float(np.sign(means[None, :] - means[:, None])[np.triu_indices(count, 1)].sum())
     deviate = (rising - 1) / math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     return Trend(deviate > TREND_DEVIATE and growth >= MIN_GROWTH, growth)

@@ -1,4 +1,4 @@
-"""The machine the load comes from: what it is, and how busy it was while measuring."""
+"""The machine that sends the load: what it is, and how busy it was while measuring."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PACKAGES = ("numpy", "onnxruntime", "openvino", "torch", "grpcio", "uvloop")
 
 
 class Sampler:
-    """Looks at the machine when asked; the first look only starts the counting."""
+    """Samples the machine; the first CPU reading only starts psutil's counter."""
 
     def __init__(self) -> None:
         psutil.cpu_percent(None)
 
     def sample(self, at_s: float) -> SystemSample:
         sample = SystemSample(at_s, psutil.cpu_percent(None), psutil.virtual_memory().used)
-        with suppress(Exception):  # Not every virtual machine tells its frequency.
+        with suppress(Exception):  # Some virtual machines do not report it.
             sample.cpu_mhz = float(psutil.cpu_freq().current)
         for use in devices.read_uses():
             _add(use, sample)
@@ -86,7 +86,7 @@ def _versions(driver: str) -> dict[str, str]:
 
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Return the versions of the packages that are installed."""
     found: dict[str, str] = {}
     for package in names:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -1,6 +1,6 @@
-"""Whether what was measured keeps the SLO, and how sure that is. Pure.
+"""Whether a measurement keeps the SLO, and with what confidence. Pure.
 
-Failed and refused requests count as answered never: nobody keeps an SLO by failing fast.
+Failed and refused requests count as never answered, so failing fast cannot keep an SLO.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from penstock.benchmark.steadiness import trend
 from penstock.slo import Goodput, Latency, Outcome, Slo, Term, Throughput
 from penstock.slo import Verdict as Judged
 
-# Who looks again and again and stops when it suits is wrong more often; he must be surer.
+# Optional stopping inflates false positives, so early stops need a higher confidence.
 EARLY_CONFIDENCE = 0.995
 MIN_EARLY_REQUESTS = 1000
-# Requests beyond the percentile that have to be seen.
+# Requests that must lie beyond the percentile.
 MIN_EARLY_BEYOND = 20
-# So many will do when even the lower end of a figure is so many times its limit.
+# Fewer requests suffice when even the lower end of an interval is FAR times its limit.
 MIN_HOPELESS_REQUESTS = 200
 FAR = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One term and the interval that was measured for it."""
+    """One term and its measured interval."""
 
     term: Term
     measured: Interval | None
@@ -48,7 +48,7 @@ class Verdict:
 
     @property
     def is_close(self) -> bool:
-        """The limit lies inside the interval, or there is none: it may be otherwise in truth."""
+        """Whether the verdict is uncertain: no interval, or the limit lies inside it."""
         if self.measured is None or math.isnan(self.measured.low + self.measured.high):
             return True
         ends = self.measured.low, self.measured.high
@@ -58,7 +58,7 @@ class Verdict:
 def measured(
     windows: Sequence[Window], slo: Slo, confidence: float = CONFIDENCE
 ) -> dict[str, Interval]:
-    """By `term.name`; what windows do not know (cost, memory) is not in it."""
+    """Return intervals by `term.name`, without terms that windows cannot measure (cost, memory)."""
     found = {}
     for term in slo.terms:
         if isinstance(term, Latency):
@@ -82,7 +82,7 @@ def _latency(windows: Sequence[Window], term: Latency, confidence: float) -> Int
 
 
 def _goodput(windows: Sequence[Window], slo: Slo, confidence: float) -> Interval:
-    """Percent of the requests that were due."""
+    """Return the percentage of due requests that met the SLO."""
     in_time = [_num_in_time(window, slo) for window in windows]
     parts = np.array([math.nan if num is None else num for num in in_time], np.float64)
     sizes = np.array([window.num_due for window in windows], np.float64)
@@ -91,7 +91,7 @@ def _goodput(windows: Sequence[Window], slo: Slo, confidence: float) -> Interval
 
 
 def _num_in_time(window: Window, slo: Slo) -> float | None:
-    """None: only single requests could tell, and they were not asked."""
+    """None: it takes limits per request, and they were not recorded."""
     if window.num_in_slo is not None:
         return window.num_in_slo
     bounds = limits(slo)
@@ -103,18 +103,18 @@ def _num_in_time(window: Window, slo: Slo) -> float | None:
 
 
 def verdicts(slo: Slo, measured: Mapping[str, Interval]) -> tuple[Verdict, ...]:
-    """One per term."""
+    """Judge each term."""
     return tuple(Verdict(term, measured.get(term.name)) for term in slo.terms)
 
 
 def of_each_request(slo: Slo) -> Slo:
-    """Its terms on latency and goodput: a low rate would miss one on throughput."""
+    """Keep the terms on latency and goodput: a low rate would miss any throughput target."""
     return Slo(tuple(term for term in slo.terms if isinstance(term, Latency | Goodput)), slo.rate)
 
 
 def has_overdue(windows: Sequence[Window], num_in_flight: int, within_s: float) -> bool:
-    """Whether more are under way than were due in twice that time, or more than half of what has
-    ended. Windows only know what has ended; a server that stalls looks as fast as ever until the
+    """Whether more requests are in flight than were due in twice `within_s`, or more than half as
+    many as have ended. Windows only hold what has ended, so a stalled server looks fast until its
     first late answer."""
     span_s = sum(window.length_s for window in windows)
     num_ended = sum(window.num_due for window in windows)
@@ -123,9 +123,8 @@ def has_overdue(windows: Sequence[Window], num_in_flight: int, within_s: float) 
 
 
 def is_decided(windows: Sequence[Window], slo: Slo, num_in_flight: int = 0) -> bool:
-    """Whether more of the same cannot change the verdict: one term is missed for sure, or all are
-    kept for sure, latency is not growing and nothing is overdue. Not before enough requests were
-    seen."""
+    """Whether more data cannot change the verdict: one term is clearly missed, or all are clearly
+    kept, latency is not growing and nothing is overdue. Needs a minimum number of requests."""
     num_due = sum(window.num_due for window in windows)
     if num_due < _min_early_requests(slo):
         return num_due >= MIN_HOPELESS_REQUESTS and _is_far_beyond(windows, slo)
@@ -144,7 +143,7 @@ def is_decided(windows: Sequence[Window], slo: Slo, num_in_flight: int = 0) -> b
 
 
 def _is_far_beyond(windows: Sequence[Window], slo: Slo) -> bool:
-    """Whether a limit is missed by so much that fewer requests show it."""
+    """Whether a limit is missed by so much that fewer requests prove it."""
     return any(
         isinstance(verdict.term, Latency)
         and verdict.measured is not None

@@ -1,1 +1,1 @@
-"""The sockets: protocols translate between clients and Servables and know nothing else."""
+"""Protocols: translate between clients and Servables, and know nothing else."""

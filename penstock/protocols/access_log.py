@@ -1,5 +1,5 @@
-"""One line per inference: what was asked, how it ended, where the time went. Only with
---log-requests. No contents: neither tensors nor the texts of errors, which may quote them."""
+"""One line per inference: the request, its outcome and its timings. Only with --log-requests. Never
+logs contents: neither tensors nor error texts, which may quote them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger("penstock.requests")
 
 
 def ended(protocol: str, status: object, config: ModelConfig, request: Request, error: str) -> None:
-    """A request that a model answered or refused; `error` is the kind of it, if it is one."""
+    """Log a request that a model answered or refused; `error` is the kind of error, if any."""
     fields = {
         "status": status,
         "model": config.name,
         "version": config.version,
         "request_id": request.id,
-        # Not known of what did not fit the model.
+        # Unknown for a request that did not fit the model.
         "rows": request.num_rows if request.timings.queued else "",
         "error": error,
         **_milliseconds(request.timings),
@@ -35,7 +35,7 @@ def ended(protocol: str, status: object, config: ModelConfig, request: Request, 
 
 @dataclass(slots=True)
 class Generated:
-    """What became of the prompts of one request for text."""
+    """Totals over the prompts of one text request."""
 
     id: str
     received: float
@@ -52,7 +52,7 @@ class Generated:
 
 
 def generated(status: object, config: ModelConfig, told: Generated, error: str) -> None:
-    """A request for text that a model answered, or did not."""
+    """Log a text request that reached a model."""
     fields = {
         "status": status,
         "model": config.name,
@@ -70,7 +70,7 @@ def generated(status: object, config: ModelConfig, told: Generated, error: str) 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Of a message that became several requests."""
+    """Size and arrival of a message that became several requests."""
 
     count: int
     received: float
@@ -91,7 +91,7 @@ def embedded(status: object, config: ModelConfig, rows: Rows, error: str) -> Non
 def refused(
     protocol: str, status: object, what: dict[str, str], received: float, error: str
 ) -> None:
-    """A message that did not become a request; `what` says whom it was for: a model, or a path."""
+    """Log a message that did not become a request; `what` names its model or path."""
     total_ms = _ms(time.monotonic() - received)
     fields = {"status": status, **what, "error": error, "total_ms": total_ms}
     _write(protocol, fields)
@@ -102,14 +102,14 @@ def _write(protocol: str, fields: dict[str, object]) -> None:
 
 
 def write(logger: logging.Logger, protocol: str, fields: dict[str, object]) -> None:
-    """One line, without the fields that are empty."""
+    """Log one line, without empty fields."""
     fields = {key: value for key, value in fields.items() if value != ""}
     text = " ".join(f"{key}={_quoted(value)}" for key, value in fields.items())
     logger.info("%s %s", protocol, text, extra={"protocol": protocol, **fields})
 
 
 def _milliseconds(timings: Timings) -> dict[str, float]:
-    """Where the time went; what was not reached is left out."""
+    """Return the timings; stages that were not reached are left out."""
     ended = timings.completed or time.monotonic()
     spans = {"total": ended - timings.received}
     if timings.queued:
@@ -130,7 +130,7 @@ def _ms(seconds: float) -> float:
 
 
 def _quoted(value: object) -> str:
-    """As it is when it is one word; a client's own text cannot look like two fields."""
+    """Quote a value unless it is one word, so that a client's text cannot look like two fields."""
     text = str(value)
     plain = text.isascii() and text.isprintable() and not set(text) & set(' "=')
     return text if plain else json.dumps(text)

@@ -1,7 +1,7 @@
-"""One line per administrative call: who asked for what, and the result. Always on.
+"""One line per administrative call: the caller, the action and the result. Always on.
 
-A call is one to a route or RPC of the scope `admin`, also if it is refused. Lines go to the logger
-`penstock.audit`, from the process that decided; `--log-level` does not silence them.
+An administrative call is one to a route or RPC with scope `admin`, even if it is refused. Lines go
+to the logger `penstock.audit`, from the process that decided; `--log-level` does not silence them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_TEXT = 500
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """An administrative request; `caller` as `Gate.caller` names it."""
+    """An administrative request; `caller` is the name from `Gate.caller_name`."""
 
     protocol: str
     caller: str
@@ -28,7 +28,7 @@ class AdminCall:
 
 
 def record(call: AdminCall, result: object, reason: str = "") -> None:
-    """`result` is the status of the answer in its protocol; `reason` is why it was refused."""
+    """Log a call; `result` is its status in its protocol, `reason` why it was refused."""
     fields: dict[str, object] = {
         "caller": call.caller,
         "action": call.action,

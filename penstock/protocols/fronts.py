@@ -1,10 +1,9 @@
-"""Front processes as the core sees them: started, listened to, restarted, drained.
+"""Front processes as the core sees them: starts, health checks, restarts, drain.
 
-A front decodes and encodes a protocol in a process of its own; its requests come as frames and go
-to the models of the catalog like any others, and messages that it leaves to the core go to the
-core's own handler. What a front dies of does not touch the core: its requests are cancelled and
-another front takes its place; one that does not answer pings any more is killed. Lives on the
-core's event loop.
+A front decodes and encodes a protocol in its own process. Its requests arrive as frames and go to
+the models of the catalog like any others; messages that it leaves to the core go to the core's own
+handler. A crash of a front does not affect the core: its requests are cancelled and a new front is
+started; a front that stops answering pings is killed. Lives on the core's event loop.
 """
 
 from __future__ import annotations
@@ -54,39 +53,39 @@ log = logging.getLogger("penstock.fronts")
 
 GRPC_FRONT = functools.partial(ProcessLife, module="penstock.protocols.v2_grpc")
 HTTP_FRONT = functools.partial(ProcessLife, module="penstock.protocols.http_front")
-# Shared memory of an HTTP front for tensors on their way to the core, and as much for the way back;
-# at least twice the largest request. Pages that are never used cost nothing.
+# Shared memory of an HTTP front for tensors to the core, and as much for the way back; at least
+# twice the largest request. Untouched pages cost nothing.
 HTTP_SEGMENT_BYTES = 256 * MIB
-# How much larger than its JSON a tensor may be: a number and a comma become eight bytes.
+# How much larger than its JSON a tensor may be: a digit and a comma become eight bytes.
 JSON_GROWTH = 4
-# An HTTP front that has not answered for so long hangs; more where it may have much JSON to decode,
-# at this many bytes a second.
+# An HTTP front that does not answer for this long hangs; longer where it may have much JSON to
+# decode, at JSON_RATE bytes per second.
 HTTP_HANG_S = 10.0
 JSON_RATE = 16 * MIB
 STOP_TIMEOUT_S = 5.0
 PING_S = 1.0
-# How long a front may take until it listens.
+# Time for a front to start listening.
 START_S = 60.0
-# Questions that are administrative calls, and what HTTP and the audit log call them.
+# Administrative questions, and their names in HTTP and the audit log.
 ADMIN_ACTIONS: Mapping[frames.AskKind, str] = {
     "repository_index": "index",
     "model_load": "load",
     "model_unload": "unload",
 }
-# Of an error over gRPC; what quotes the client's own names may be of any length.
+# Characters of an error over gRPC; it may quote names of any length from the client.
 MAX_TEXT = 2000
-# The same over HTTP, which has no limit of its own: what surely fits a frame.
+# The same over HTTP, which has no limit: surely fits a frame.
 MAX_HTTP_TEXT = MAX_SENT_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True)
 class Trade:
-    """What one kind of front does. `name` is what the log calls it, `status` what an error is
-    called in its protocol; `opening` is said to it first."""
+    """One kind of front: its `name` in the log, the mapping of errors to its protocol's `status`,
+    and the `opening` frame sent first."""
 
     name: str
     protocol: str
-    # From 1 where there are several of them; else 0.
+    # From 1 if there are several fronts of this kind; otherwise 0.
     number: int
     opening: frames.Open
     hang_s: float
@@ -133,7 +132,7 @@ def http_opening(
     logs_requests: bool,
     tls: TlsConfig | None = None,
 ) -> frames.Open:
-    """The same for all of them; they share the port."""
+    """Make the opening frame, identical for all HTTP fronts; they share the port."""
     largest = max(limits.max_body_bytes, JSON_GROWTH * limits.max_json_bytes)
     return frames.Open(
         frames.VERSION,
@@ -150,8 +149,8 @@ def http_opening(
 
 
 class Desk:
-    """What fronts may ask of the core besides inference. Raises what it refuses with. `http` is the
-    handler for messages of HTTP fronts."""
+    """Answers the fronts' questions, everything but inference; raises to refuse. `http` handles
+    messages of HTTP fronts."""
 
     def __init__(
         self,
@@ -168,7 +167,7 @@ class Desk:
         self._is_serving = is_serving
         self.is_draining = False
         self.server_id = "penstock"
-        # Knows the names of callers.
+        # Resolves the names of callers.
         self.gate = Gate()
         self._answers: Mapping[frames.AskKind, Callable[[frames.Ask], Awaitable[bytes]]] = {
             "server_ready": self._server_ready,
@@ -244,7 +243,7 @@ class Desk:
 
 
 class Call:
-    """A request of a front, and the sink that answers it."""
+    """A front's request, and the sink that answers it."""
 
     __slots__ = ("_number", "_session", "_wants_classes", "_wants_timings", "model", "request")
 
@@ -281,7 +280,7 @@ class Call:
 
 
 class LoggedCall(Call):
-    """Also writes a line to the access log."""
+    """A call that is also written to the access log."""
 
     __slots__ = ()
 
@@ -296,8 +295,8 @@ class LoggedCall(Call):
 
 
 class Relay:
-    """A message of a front's client, as the peer of an exchange of the core. The answer goes back
-    whole, or part by part where it is made so."""
+    """A message of a front's client, as the peer of an exchange in the core. The answer goes back
+    whole or, if it is streamed, in parts."""
 
     def __init__(self, session: Session, frame: frames.Forward) -> None:
         self._session = session
@@ -314,7 +313,7 @@ class Relay:
 
     @property
     def num_unsent(self) -> int:
-        """The front looks after it."""
+        """Always 0: the front limits unsent bytes."""
         return 0
 
     def will_keep_alive(self, head: Head) -> bool:
@@ -331,7 +330,7 @@ class Relay:
 
 
 class Session:
-    """One life of a front: its socket, its memory, and the requests it waits for."""
+    """One lifetime of a front process: its socket, its memory and its open requests."""
 
     def __init__(
         self,
@@ -357,7 +356,7 @@ class Session:
 
     @property
     def num_running(self) -> int:
-        """Requests, messages and questions without an answer, and answers that wait for memory."""
+        """Unanswered requests, messages and questions, and answers that wait for memory."""
         num_asked = len(self._calls) + len(self._relays) + len(self._questions)
         return num_asked + self._outbox.num_waiting
 
@@ -380,7 +379,7 @@ class Session:
         self._line.send(frames.SetKeys(keys))
 
     def read(self) -> None:
-        """What the front has said by now."""
+        """Handle the frames that have arrived."""
         self._line.read()
 
     def drain(self) -> None:
@@ -390,9 +389,9 @@ class Session:
         self._line.send(frames.Stop())
 
     def close(self) -> None:
-        """The front has gone: nobody waits for its requests."""
+        """Cancel the requests of a front that has exited."""
         self._is_open = False
-        self._line.read()  # Its last words count.
+        self._line.read()  # Frames sent before it exited still count.
         self._line.close()
         for call in list(self._calls.values()):
             call.model.cancel(call.request)
@@ -448,7 +447,7 @@ class Session:
             self.refuse(number, BackendFailed(f"the answer: {error}"))
 
     def pass_back(self, number: int, data: bytes, keeps: bool) -> None:
-        """The answer to a message."""
+        """Send the whole answer to a message."""
         if self._relays.pop(number, None) is None:
             return
 
@@ -462,8 +461,8 @@ class Session:
             self._line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
 
     def pass_part(self, number: int, data: bytes) -> None:
-        """The next part of an answer, in frames: what would wait for memory would come behind what
-        does not."""
+        """Send the next part of an answer, always inline in frames: a part that waited for memory
+        could be overtaken by a later one."""
         if number not in self._relays:
             return
         for start in range(0, len(data), INLINE_BYTES):
@@ -473,12 +472,12 @@ class Session:
             self._line.send(frames.Forwarded(number, parcel, is_part=True))
 
     def cut(self, number: int) -> None:
-        """There is no answer to this message."""
+        """Report that a message gets no answer."""
         if self._relays.pop(number, None) is not None:
             self._line.send(frames.Forwarded(number, frames.Parcel(), is_cut=True))
 
     def _lost(self) -> None:
-        """A front without its socket is of no use."""
+        """Treat a closed socket as the end of the front."""
         if self._is_open:
             self.life.socket_closed()
 
@@ -569,8 +568,8 @@ class Session:
 
 
 class Silence:
-    """How long a process has not answered. Only time in which we asked counts, tick by tick: if we
-    were stopped ourselves, it may have been as well. Pure."""
+    """How long a process has not answered. Counts only time in which it was asked, tick by tick: if
+    this process was suspended, the other may have been too. Pure."""
 
     def __init__(self, limit_s: float, now: float) -> None:
         self._limit_s = limit_s
@@ -581,14 +580,14 @@ class Silence:
         self._silent_s = 0.0
 
     def is_over(self, now: float) -> bool:
-        """Called about every PING_S; True when the process is to be given up."""
+        """Advance by one tick, about every PING_S; True when the process should be killed."""
         self._silent_s += min(now - self._ticked, 2 * PING_S)
         self._ticked = now
         return self._silent_s > self._limit_s
 
 
 class Front:
-    """Keeps one front running. `port` is where it listens, also after a restart."""
+    """Keeps one front running. `port` is where it listens, and stays the same after a restart."""
 
     def __init__(self, desk: Desk, trade: Trade) -> None:
         self._desk = desk
@@ -605,7 +604,7 @@ class Front:
         self._problems: tuple[str, ...] = ()
         self._num_deaths = 0
         self.num_restarts = 0
-        # As the front said when it last answered.
+        # As of the front's last Pong.
         self.num_connections = 0
         self.port = trade.opening.port
 
@@ -630,7 +629,7 @@ class Front:
         return self._session.num_running if self._session is not None else 0
 
     def start(self) -> None:
-        """Start the process; `listening` tells when it takes connections."""
+        """Start the process; `listening` waits until it accepts connections."""
         self._timer = None
         self._listening_at = None
         self._problems = ()
@@ -655,11 +654,11 @@ class Front:
         return Session(self._desk, self._trade, life, (requests, answers), self._told)
 
     async def listening(self) -> None:
-        """ConfigError if it cannot."""
+        """Wait until the front listens; ConfigError if it cannot."""
         await self._first_listening
 
     def set_keys(self, gate: Gate) -> None:
-        """The API keys have changed: for this front, and for those that take its place."""
+        """Update the API keys, for this front and for its replacements."""
         keys = _keys(gate)
         assert keys is not None
         opening = msgspec.structs.replace(self._trade.opening, keys=keys)
@@ -668,13 +667,13 @@ class Front:
             self._session.set_keys(keys)
 
     def drain(self) -> None:
-        """New inferences are refused, accepted ones finish."""
+        """Refuse new inferences; accepted ones finish."""
         self._desk.is_draining = True
         if self._session is not None and self._listening_at is not None:
             self._session.drain()
 
     async def close(self) -> None:
-        """The front says goodbye to its clients and goes; after a while it is made to."""
+        """Let the front shut down gracefully; kill it after STOP_TIMEOUT_S."""
         self._is_stopping = True
         self._first_listening.cancel()
         for timer in (self._timer, self._ticker):
@@ -715,12 +714,12 @@ class Front:
                 self._problems = frame.problems
 
     def _tick(self) -> None:
-        """Ask whether the front is there; SIGKILL turns a hang into a death."""
+        """Ping the front; kill it if it hangs, so that it is restarted."""
         self._ticker = self._loop.call_later(PING_S, self._tick)
         session = self._session
         if session is None:
             return
-        session.read()  # The answer may have come while we were busy.
+        session.read()  # The Pong may have arrived while this loop was busy.
         if self._silence.is_over(self._loop.time()):
             log.error("the %s hangs; killing pid %d", self._trade.name, self.pid)
             session.life.kill()
@@ -737,7 +736,7 @@ class Front:
         self._restart(reason)
 
     def _restart(self, reason: str) -> None:
-        """After a death, or a start that failed: what was missing may be there the next time."""
+        """Restart after a crash or a failed start, whose cause may be temporary."""
         since = self._listening_at
         well_s = self._loop.time() - since if since is not None else 0.0
         self._num_deaths = deaths_in_a_row(self._num_deaths, well_s)

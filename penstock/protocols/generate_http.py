@@ -1,7 +1,7 @@
-"""Triton's generate extension over HTTP: a text to a language model, the answer whole or as events.
+"""Triton's generate extension over HTTP: text to a language model, the answer whole or as events.
 
-Translates and nothing more (`wire.generate_v2`); `text_answers` does what lies between, and errors
-have v2's form. Models that are no language models are told so.
+Only translates (`wire.generate_v2`); `text_answers` does the rest. Errors have v2's form, also for
+models that are not language models.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("penstock.http")
 
 
 class GenerateHttp:
-    """Behind the gate."""
+    """Handles requests that have passed the gate."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class GenerateHttp:
                 what = {"path": exchange.head.path.decode("latin-1")}
                 status, kind = status_of(error), type(error).__name__
                 access_log.refused("http", status, what, exchange.received, kind)
-        except Exception:  # The protocol edge: the client is told.
+        except Exception:  # Answer 500 and keep serving.
             log.exception("while handling %r", exchange.head.path)
             exchange.reply_error(500, "internal error")
 

@@ -1,6 +1,6 @@
-"""Handlers that are coroutines behind the HTTP server: each request runs as a task of its own.
+"""Runs coroutine handlers for the HTTP server: each request is its own task.
 
-Owns the tasks; knows neither paths nor models. Used for everything that is not inference.
+Owns the tasks; knows neither paths nor models. Used for everything except inference.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ReplyError = Callable[[Exchange, PenstockError], None]
 
 
 class HandlerTasks:
-    """Runs handlers and sends what they return. A client that leaves cancels its task; `close`
-    cancels all. `reply_error` answers what a handler refuses."""
+    """Runs handlers and sends their replies. A client that disconnects cancels its task; `close`
+    cancels all. `reply_error` answers a handler's PenstockError."""
 
     def __init__(self, reply_error: ReplyError) -> None:
         self._reply_error = reply_error
@@ -76,7 +76,7 @@ class HandlerTasks:
 
 @dataclass(frozen=True, slots=True)
 class _Cancelling:
-    """The waiter of an exchange whose handler is a task."""
+    """Waiter that cancels the handler's task."""
 
     task: asyncio.Task[None]
 

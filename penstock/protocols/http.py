@@ -1,8 +1,8 @@
 """An HTTP/1.1 server on httptools: limits, time-outs, keep-alive, cancellation, drain.
 
 It parses messages and hands each to a handler as an `Exchange`; the handler answers it, at once or
-later, on the same event loop. It knows nothing of models. One exchange at a time runs per
-connection; pipelined messages wait their turn.
+later, on the same event loop. It knows nothing of models. Each connection runs one exchange at a
+time; pipelined messages are queued.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SWEEP_SLICE = 32
 # Connections that may wait to be accepted.
 BACKLOG = 4096
 MAX_PIPELINED = 16
-# Of a stream that its client does not read: beyond it nobody waits for him.
+# Unsent bytes of a stream; a client that reads too slowly is disconnected.
 MAX_UNSENT_BYTES = 8 << 20
-# How much larger a chunked body may be on the wire; a chunk of one byte takes six. And what may be
-# there before that counts, since one read may bring other messages along.
+# Factor by which a chunked body may be larger on the wire; a one-byte chunk takes six.
+# MAX_CHUNK_BYTES come on top, since one read may contain other messages too.
 MAX_CHUNK_OVERHEAD = 8
 MAX_CHUNK_BYTES = 1 << 20
-# Clients send the same head again and again; its parse is remembered. Bounded in size and number.
+# Clients send the same head again and again; its parse is cached. Bounded in size and number.
 MAX_KNOWN_HEADS = 1024
 MAX_KNOWN_HEAD_BYTES = 1024
 # Smaller bodies are read before the handler looks at the head.
@@ -64,16 +64,16 @@ _ONCE = frozenset(
 _JSON = b"Content-Type: application/json\r\n"
 # Characters that need no escape in a segment of a path (RFC 3986, pchar).
 _PATH_CHARACTERS = "!$&'()*+,;=:@"
-# Control characters of ASCII and of Unicode in a normalized path.
+# ASCII and Unicode control characters in a normalized path.
 _CONTROL = re.compile(rb"%(?:[01][0-9A-F]|7F|C2%[89][0-9A-F])")
-# RFC 9112, section 3.2.2: servers must accept the absolute form, and its host goes before Host.
+# RFC 9112, section 3.2.2: servers must accept the absolute form, whose host overrides Host.
 _ABSOLUTE = re.compile(rb"https?://([^/?#@]+)([/?][^#]*)?", re.IGNORECASE)
 
 
 class Head:
     """The parsed start of a message. Header names are lower case; a repeated header keeps its last
-    value, except those whose repetition is refused. `path` is normalized: one spelling for every
-    way to percent-encode the same segments."""
+    value, except for headers that must not repeat. `path` is normalized: all percent-encodings of
+    the same segments have one spelling."""
 
     __slots__ = (
         "content_length",
@@ -93,13 +93,13 @@ class Head:
         self.headers = headers
         self.keep_alive = True
         self.is_http_1_0 = False
-        # For the handler: what it has worked out from this head, which may come again.
+        # Cached by the handler: what it derived from this head, which may come again.
         self.note: object = None
         self.content_length: int | None = None
 
 
 class Rejection(Exception):
-    """The bytes are not a message we take: answered with `status`, then the connection closes."""
+    """The bytes are not an acceptable message: answer with `status`, then close the connection."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -107,20 +107,20 @@ class Rejection(Exception):
 
 
 class Waiter(Protocol):
-    """Whoever works on the answer of an exchange."""
+    """Works on the answer of an exchange."""
 
     def abandon(self) -> None: ...
 
 
 class Peer(Protocol):
-    """Who sent a message, as its exchange sees it: a connection, or the front that has it."""
+    """The sender of a message: a connection, or the front that holds it."""
 
     received: float
     writable: asyncio.Event
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that wait for the client to read."""
+        """Bytes that the client has not read yet."""
 
     def will_keep_alive(self, head: Head) -> bool: ...
 
@@ -132,7 +132,7 @@ class Peer(Protocol):
 
 
 class Exchange:
-    """One message and its answer. `waiter` is told when the client leaves before it."""
+    """One message and its answer. `waiter` is notified if the client disconnects before it."""
 
     __slots__ = (
         "_connection",
@@ -154,11 +154,11 @@ class Exchange:
         self.waiter: Waiter | None = None
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Buffer]) -> None:
-        """The whole answer. Buffers are copied before this returns."""
+        """Send the whole answer. Buffers are copied before this returns."""
         if self.is_finished:
             return
         self.is_finished = True
-        # Also breaks the circle exchange, request, sink, so that nothing waits for the collector.
+        # Also breaks the reference cycle exchange, request, sink, so that none waits for the GC.
         self.waiter = None
         length = 0
         for part in parts:
@@ -176,25 +176,25 @@ class Exchange:
         connection.finish(b"".join((start, *parts)), keeps)
 
     def pass_on(self, data: bytes, keep_alive: bool) -> None:
-        """An answer that was written elsewhere, head and all."""
+        """Send an answer that was written elsewhere, including its head."""
         if not self.is_finished:
             self.is_finished = True
             self.waiter = None
             self._connection.finish(data, keep_alive)
 
     def pass_part(self, data: bytes) -> None:
-        """The beginning of such an answer, or what comes after it. A client that reads nothing of
-        what does not end is let go."""
+        """Send the next part of an answer written elsewhere. A client that does not read is
+        disconnected."""
         if self.is_finished:
             return
         if self._connection.num_unsent > MAX_UNSENT_BYTES:
-            # Whoever works on the answer is told when the connection is gone.
+            # The waiter is notified when the connection closes.
             self.abort()
         else:
             self._connection.write(data)
 
     def leave(self) -> None:
-        """The client has gone: tell whoever works on the answer."""
+        """Notify the waiter that the client disconnected."""
         self.is_finished = True
         if self.waiter is not None:
             self.waiter.abandon()
@@ -203,9 +203,9 @@ class Exchange:
         self.reply(status, _JSON + headers, (encode_error(text),))
 
     def start_stream(self, status: int, headers: bytes) -> None:
-        """An answer of unknown length; `stream` its parts, then `end_stream`."""
+        """Start an answer of unknown length; `stream` its parts, then `end_stream`."""
         self.is_streaming = True
-        # It has been read; where it lies others may write.
+        # The body has been read; its memory may be reused.
         self.body = b""
         close = b"" if self._keeps_after_stream() else b"Connection: close\r\n"
         coding = b"" if self.head.is_http_1_0 else b"Transfer-Encoding: chunked\r\n"
@@ -228,16 +228,16 @@ class Exchange:
             self._connection.finish(b"0\r\n\r\n" if has_end else b"", keeps)
 
     def _keeps_after_stream(self) -> bool:
-        """To HTTP/1.0 only the end of the connection says where it ends."""
+        """Whether the connection survives a stream: HTTP/1.0 ends one by closing it."""
         return self._connection.will_keep_alive(self.head) and not self.head.is_http_1_0
 
     def abort(self) -> None:
-        """An answer that cannot be completed: cut the connection so that the client notices."""
+        """Cut the connection, so that the client notices that the answer is incomplete."""
         self.is_finished = True
         self._connection.abort()
 
     async def can_write(self) -> None:
-        """Wait while the client reads slower than we write."""
+        """Wait while the client reads more slowly than this side writes."""
         await self._connection.writable.wait()
 
 
@@ -280,7 +280,7 @@ class Connection(asyncio.Protocol):
         self._body = bytearray()
         self._first_part: bytes = b""
         self._num_complete = 0
-        # When the present state began, for the sweep.
+        # Start of the current state, for the sweep.
         self.since = server.now()
         self.received = 0.0
         self.write_blocked_since: float | None = None
@@ -360,8 +360,9 @@ class Connection(asyncio.Protocol):
                 data = self._without_upgrade() + data[upgrade.args[0] :]
 
     def _without_upgrade(self) -> bytes:
-        """Start the message again without its offer to upgrade, which servers may ignore (RFC 9110,
-        section 7.8). The parser would take what follows for another protocol, also a body."""
+        """Restart the message without its Upgrade header, which servers may ignore (RFC 9110,
+        section 7.8). The parser would treat everything after it, including a body, as another
+        protocol."""
         parser = self._parser
         start = (parser.get_method(), self._target, parser.get_http_version().encode())
         lines = [b"%b: %b\r\n" % item for item in self._headers.items() if item[0] != b"upgrade"]
@@ -373,7 +374,7 @@ class Connection(asyncio.Protocol):
         """Limit what the parser buffers without a callback: lines that do not end."""
         if not self._has_head:
             if self._num_complete:
-                # The head began somewhere in this read; its later reads count in full.
+                # The head began inside this read; its later reads count in full.
                 return
             self._head_bytes += num_bytes
             if self._head_bytes > 2 * self._limits.max_header_bytes:
@@ -384,7 +385,7 @@ class Connection(asyncio.Protocol):
                 self._reject(Rejection(400, "the chunks have more extensions than content"))
 
     def _remember(self, data: bytes, end: int) -> None:
-        """If `data` was exactly one plain message, its head needs no parsing the next time."""
+        """Cache the head if `data` was exactly one plain message."""
         head = self._head
         if (
             head is None
@@ -429,7 +430,7 @@ class Connection(asyncio.Protocol):
             self._rejection = _too_many_headers(limits)
             raise self._rejection
         if self._has_head:
-            return  # A trailer.
+            return  # Ignore trailers.
         if name in self._headers and name in _ONCE:
             self._refuse(400, f"the header {name.decode('latin-1')} is given twice")
         self._headers[name] = value
@@ -532,7 +533,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def finish(self, data: bytes, keep_alive: bool) -> None:
-        """The last bytes of the running exchange."""
+        """Write the last bytes of the running exchange."""
         self.write(data)
         self._running = None
         self.since = self._server.now()
@@ -550,7 +551,7 @@ class Connection(asyncio.Protocol):
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def close(self) -> None:
-        """After what was written has been sent."""
+        """Close after all written data is sent; after a refusal, once the client has stopped."""
         is_first, self._is_closing = not self._is_closing, True
         self._waiting.clear()
         if self._transport is None:
@@ -567,7 +568,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def sweep(self, now: float) -> None:
-        """Close what took too long; called about once a second."""
+        """Enforce time-outs; called about once a second."""
         limits = self._limits
         if self._is_write_blocked(now):
             self.abort()
@@ -615,7 +616,7 @@ class Connection(asyncio.Protocol):
             self._start(*item)
 
     def _next(self) -> None:
-        """Run waiting messages until one is not answered at once."""
+        """Run queued messages until one is not answered at once."""
         self._is_advancing = True
         while self._waiting and self._running is None and not self._is_closing:
             item = self._waiting.popleft()
@@ -633,7 +634,7 @@ class Connection(asyncio.Protocol):
         self._running = exchange = Exchange(self, head, body)
         try:
             self._server.handler(exchange)
-        except Exception:  # The protocol edge: the client is told, the server lives on.
+        except Exception:  # Answer 500 or cut the stream, and keep serving.
             log.exception("while handling %r", head.path)
             if exchange.is_streaming:
                 exchange.abort()
@@ -641,7 +642,7 @@ class Connection(asyncio.Protocol):
                 exchange.reply_error(500, "internal error")
 
     def _reject(self, rejection: tuple[Head, Buffer] | Rejection) -> None:
-        """Answer this, and look at no byte after it."""
+        """Refuse the message and drop all bytes that follow."""
         self._at_boundary = self._is_deaf = True
         self._drop_body()
         self._enqueue(rejection)
@@ -674,18 +675,18 @@ class HttpServer:
         self.known_heads: dict[bytes, Head] = {}
         self._connections: set[Connection] = set()
         self._loop = asyncio.get_running_loop()
-        # Not the loop's clock: uvloop's has a resolution of a millisecond.
+        # Not the loop's clock: uvloop's has millisecond resolution.
         self.now: Callable[[], float] = time.monotonic
         self._listeners: list[asyncio.Server] = []
-        # What new connections use.
+        # For new connections.
         self.tls: ssl.SSLContext | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(
         self, host: str, port: int, shares_port: bool = False, tls: ssl.SSLContext | None = None
     ) -> int:
-        """Listen; returns the port, which differs from the one asked for when that was 0. With
-        `shares_port` others may listen there too, and the kernel deals connections out."""
+        """Listen and return the port, which differs from the given one if that was 0. With
+        `shares_port` others may listen there too, and the kernel distributes connections."""
         self.tls = tls
         listener = await self._loop.create_server(
             lambda: Connection(self),
@@ -702,9 +703,9 @@ class HttpServer:
         return bound
 
     async def replace_tls(self, tls: ssl.SSLContext) -> None:
-        """Connections from now on use this context. Those that are waiting to be accepted stay in
-        the kernel's queue meanwhile, which belongs to the sockets and not to the listeners. Needs
-        uvloop: asyncio's own loop drops what it has accepted and not yet started."""
+        """Use this context for new connections. Connections waiting to be accepted stay in the
+        kernel's queue, which belongs to the sockets, not to the listeners. Needs uvloop: asyncio's
+        own loop drops connections that it has accepted but not started."""
         self.tls = tls
         old = self._listeners
         sockets = [
@@ -726,7 +727,7 @@ class HttpServer:
         ]
 
     def forget_heads(self) -> None:
-        """Every head is looked at again, because what a handler noted may not hold any more."""
+        """Clear the cached heads, because handlers' notes on them may be outdated."""
         self.known_heads.clear()
 
     @property
@@ -734,7 +735,7 @@ class HttpServer:
         return [each for listener in self._listeners for each in listener.sockets]
 
     def drain(self) -> None:
-        """From now on answers close their connections; idle connections close when next seen."""
+        """Close each connection after its next answer; idle ones stay open until then."""
         self.is_draining = True
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
-"""One of several HTTP fronts, in a process of its own: for when one event loop is the limit.
+"""One of several HTTP fronts, in its own process: for when one event loop is the bottleneck.
 
 Started by `protocols.fronts` as `python -m penstock.protocols.http_front FD PARENT`. Listens on the
-port that all of them share, reads and writes HTTP, decodes and encodes inference; whatever else is
-asked, and what it cannot decode, it leaves to the core, so that answers are the same whoever gives
-them. Leaves when the core says so or has gone.
+port that all fronts share, reads and writes HTTP, decodes and encodes inference. Everything else,
+and what it cannot decode, goes to the core, so that answers do not depend on the process. Exits
+when the core says so or has exited.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from penstock.types import Request
 from penstock.wire import frames
 from penstock.wire.v2 import Codec
 
-# Threads that inflate bodies give way to the event loop this soon.
+# GIL switch interval: threads that inflate bodies must yield quickly to the event loop.
 SWITCH_S = 0.0005
-# How long clients may take to read their last answers.
+# Time for clients to read their last answers.
 STOP_GRACE_S = 2.0
-# What travels in the frame besides tensors; JSON that is shorter than this cannot hold more.
+# Limit on everything in a frame but tensors; shorter JSON cannot exceed it.
 MAX_NAMES_BYTES = MAX_SENT_BYTES // 4
-# Of a name, a dimension or a parameter in a frame, besides its text.
+# Bytes of a name, dimension or parameter in a frame besides its text, at most.
 MAX_ITEM_BYTES = 10
 
 
@@ -51,7 +51,7 @@ class Forwarding:
     def __init__(
         self, remote: Remote, exchange: Exchange, headers: dict[bytes, bytes] | None = None
     ) -> None:
-        """With `headers` instead of those of the message's head."""
+        """`headers` replace those of the message's head."""
         self._remote = remote
         self._exchange = exchange
         head = exchange.head
@@ -75,7 +75,7 @@ class Forwarding:
             reply_error(exchange, error)
 
     def abandon(self) -> None:
-        """The client left."""
+        """Cancel: the client disconnected."""
         self._remote.cancel_forward(self._message.call)
 
     def _deliver(self, data: bytes, answer: frames.Forwarded) -> None:
@@ -88,7 +88,7 @@ class Forwarding:
 
 
 class Core:
-    """The door of a front: to the core."""
+    """The `Door` of a front: everything goes to the core."""
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
@@ -97,7 +97,7 @@ class Core:
     def infer(self, call: InferCall, exchange: Exchange) -> None:
         json_bytes = call.json_bytes
         if json_bytes == 0:
-            # Only the core knows what the model's one input is.
+            # Only the core knows the model's one input.
             self._hand_over(exchange)
             return
         model = self._remote.find(call.model_name, call.model_version, call.wants_timing)
@@ -105,7 +105,7 @@ class Core:
         try:
             request = self._codec.decode_infer(exchange.body, json_bytes, sink, exchange.received)
         except PenstockError:
-            # The core finds the same, but first whether there is such a model; and it counts.
+            # The core reports the error: it first checks that the model exists, and counts it.
             self._hand_over(exchange)
             return
         num_json = len(exchange.body) if json_bytes is None else json_bytes
@@ -121,17 +121,17 @@ class Core:
         Forwarding(self._remote, exchange).start()
 
     def _hand_over(self, exchange: Exchange) -> None:
-        """An inference, whose body is inflated by now."""
+        """Forward an inference whose body is already inflated."""
         headers = dict(exchange.head.headers)
         headers.pop(b"content-encoding", None)
         Forwarding(self._remote, exchange, headers).start()
 
     async def close(self) -> None:
-        """Nothing here outlives its exchange."""
+        """Do nothing: nothing here outlives its exchange."""
 
 
 def _names_bytes(request: Request) -> int:
-    """About what the names, the id and the parameters take of a frame, at most."""
+    """Return an upper estimate of the frame bytes for names, id and parameters."""
     total = len(request.id.encode())
     for tensor in request.inputs:
         total += len(tensor.name.encode()) + MAX_ITEM_BYTES * (4 + len(tensor.shape))
@@ -143,7 +143,7 @@ def _names_bytes(request: Request) -> int:
 
 
 async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) -> None:
-    """Listen, answer until the core says Stop, let what is accepted finish, say goodbye."""
+    """Listen and answer until the core says Stop, let accepted requests finish, then close."""
     sys.setswitchinterval(SWITCH_S)
     if settings.logs_requests:
         access_log.log.setLevel(logging.INFO)
@@ -175,7 +175,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
         return
     remote.on_drain = http.drain
     remote.count_connections = lambda: http.num_connections
-    # What is there now stays: full collections need not look at it again and again.
+    # Freeze what exists now, so that full collections do not scan it.
     gc.collect()
     gc.freeze()
     take_part()
@@ -191,7 +191,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
 
 
 async def _finish(http: HttpServer) -> None:
-    """What was accepted has been answered by the core; it may still be on its way."""
+    """Wait for answers that the core has sent but that are not written yet."""
     http.drain()
     try:
         async with asyncio.timeout(STOP_GRACE_S):

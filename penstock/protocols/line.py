@@ -1,8 +1,8 @@
-"""What the core and a front process share: a socket of frames, and tensors in parcels.
+"""The link between the core and a front process: a socket of frames, and tensors in parcels.
 
-Each side writes to a segment of its own and reads the other's. `Outbox` is the writing side,
-`unpack` the reading one; `Line` carries the frames. All of it belongs
-to one event loop. Both also can tell why a port is not to be had, and what an error's status is.
+Each side writes to its own segment and reads the other's: `Outbox` writes, `unpack` reads, and
+`Line` carries the frames. All of it belongs to one event loop. Also explains why a port is
+unavailable, and maps errors to gRPC statuses.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ from penstock.wire import frames
 
 log = logging.getLogger("penstock.line")
 
-# Fewer bytes travel in the frame, which saves the books of the segment and a Release. CPU of both
-# ends and a worker thread per request, inline and in shared memory (2 cores, 2026-11-15): 64 bytes
-# 50 and 72 us, 16 kB 63 and 79 us, 32 kB 106 and 77 us.
+# Fewer bytes travel in the frame, which saves managing the segment and a Release. CPU of both ends
+# and a worker thread per request, inline and in shared memory (2 cores, 2026-11-15): 64 bytes 50
+# and 72 us, 16 kB 63 and 79 us, 32 kB 106 and 77 us.
 INLINE_BYTES = 16 * 1024
-# What one datagram may take of a socket buffer.
+# Share of a socket buffer for one datagram.
 MAX_SENT_BYTES = frames.MAX_FRAME_BYTES // 4
-# Datagrams read in one turn of the loop, so that a busy front does not keep others waiting.
+# Datagrams read per turn of the loop, so that a busy front does not starve others.
 MAX_TURN_DATAGRAMS = 16
 
-# The statuses of gRPC. Overload is not RESOURCE_EXHAUSTED, which says that the caller is at fault:
-# it sends more than its quota, or (answered by gRPC itself) a message that is too long. A full file
-# system is what gRPC itself gives as an example of it.
+# gRPC statuses. Overload is not RESOURCE_EXHAUSTED, which blames the caller: it exceeds its quota,
+# or (answered by gRPC itself) sends a message that is too long. A full disk is gRPC's own example.
 STATUS: dict[type[PenstockError], str] = {
     InvalidRequest: "INVALID_ARGUMENT",
     TooLarge: "INVALID_ARGUMENT",
@@ -69,14 +68,14 @@ Received = TypeVar("Received")
 
 
 def status_name(error: PenstockError) -> str:
-    """What an error is called over gRPC: in answers, and in the core's access log."""
+    """Return an error's gRPC status name, for answers and the core's access log."""
     if isinstance(error, NotAllowed) and error.needs_key:
         return "UNAUTHENTICATED"
     return STATUS.get(type(error), "INTERNAL")
 
 
 def why_not_listen(host: str, port: int) -> str:
-    """Why nobody can listen there; empty if one can. gRPC itself does not say."""
+    """Return why the port cannot be bound; empty if it can. gRPC itself does not say."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -86,8 +85,8 @@ def why_not_listen(host: str, port: int) -> str:
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """A port, 0 being any that is free, that only those who share it on purpose can listen on; as
-    long as this socket is open, which listens to nobody itself."""
+    """Bind a port (0: any free one) that only sockets with SO_REUSEPORT can share, for as long as
+    this socket is open. It does not listen itself."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
@@ -112,8 +111,8 @@ def listen_problem(error: OSError) -> str:
 
 class Line(Generic[Received]):
     """One end of a SOCK_SEQPACKET pair. All frames of one turn of the loop leave as one datagram:
-    waking the other process is the dearest part of sending. `lost` is called when the other end has
-    gone; frames sent afterwards are dropped."""
+    waking the other process is the most expensive part of sending. `lost` is called when the other
+    end closes; frames sent afterwards are dropped."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class Line(Generic[Received]):
         self._loop.add_reader(sock.fileno(), self.read)
 
     def send(self, frame: frames.Frame) -> None:
-        """At the end of this turn, or when the socket has room again. TooLarge if it never will."""
+        """Send at the end of this turn, or when the socket has room. TooLarge if it never will."""
         data = frames.encode(frame)
         if len(data) > MAX_SENT_BYTES:
             raise TooLarge("the names, the id and the parameters are too large")
@@ -148,7 +147,7 @@ class Line(Generic[Received]):
         self._due_bytes += len(data)
 
     def read(self) -> None:
-        """Hand over what there is."""
+        """Receive and handle the pending frames."""
         for _ in range(MAX_TURN_DATAGRAMS):
             if not self._is_open:
                 return
@@ -165,11 +164,11 @@ class Line(Generic[Received]):
             for frame in self._decode(self._view[:size]):
                 try:
                     self._receive(frame)
-                except Exception:  # The others of its datagram are not to blame.
+                except Exception:  # Still handle the other frames of the datagram.
                     log.exception("a frame could not be handled: %s", type(frame).__name__)
 
     def close(self) -> None:
-        """What is due still leaves if there is room. Safe to call again."""
+        """Close; pending frames are still sent if there is room. Safe to call again."""
         if self._is_open:
             self._send_due()
             self._is_open = False
@@ -187,7 +186,7 @@ class Line(Generic[Received]):
 
 
 class Outbox:
-    """The segment that this side writes to. What finds no room waits, first come, first sent."""
+    """The segment that this side writes to. Posts that find no room wait in FIFO order."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -205,7 +204,7 @@ class Outbox:
     def post(
         self, call: int, tensors: Sequence[Tensor], send: Callable[[frames.Parcel], None]
     ) -> None:
-        """Call `send` with the parcel, now or when there is room. TooLarge if there never is."""
+        """Call `send` with the parcel, now or when there is room. TooLarge if it can never fit."""
         nbytes = sum(len(tensor.data) for tensor in tensors)
         if nbytes > self._extents.capacity:
             raise TooLarge(
@@ -221,11 +220,11 @@ class Outbox:
         self._waiting[call] = (kept, send)
 
     def withdraw(self, call: int) -> bool:
-        """Forget what still waits; False if it has been sent."""
+        """Drop a waiting post; False if it has been sent."""
         return self._waiting.pop(call, None) is not None
 
     def release(self, offset: int) -> None:
-        """The other side has read what lies there."""
+        """Free memory that the other side has read, and send waiting posts."""
         self._extents.release(offset)
         while self._waiting:
             call, (tensors, send) = next(iter(self._waiting.items()))
@@ -254,7 +253,7 @@ class Outbox:
 
 
 def unpack(parcel: frames.Parcel, segment: Segment) -> list[Tensor]:
-    """The tensors of a parcel as views, valid until its memory is released."""
+    """Return the tensors of a parcel as views, valid until its memory is released."""
     if parcel.offset is None:
         view, start = memoryview(parcel.data), 0
     else:

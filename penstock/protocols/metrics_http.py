@@ -1,6 +1,6 @@
-"""The metrics port: scrapes and health on a listener of their own, behind the same gate.
+"""The metrics port: scrapes and health on a separate listener, behind the same gate.
 
-Scrapers then need no access to the port that answers inference, which has these paths too.
+Scrapers then need no access to the inference port, which serves these paths too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: a status, and the name of their kind."""
+"""Errors in OpenAI's form: a status and a type."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS: dict[type[PenstockError], tuple[int, str]] = {
     BackendFailed: (500, "server_error"),
     StorageFull: (507, "server_error"),
 }
-# Paths that vLLM's users know without a version.
+# vLLM's paths without a version.
 OTHERS = (b"/tokenize", b"/detokenize", b"/tokenizer_info")
 _JSON = b"Content-Type: application/json\r\n"
 
@@ -67,19 +67,19 @@ def reply_error(exchange: Exchange, error: PenstockError) -> None:
 
 
 def reply_wrong_head(exchange: Exchange, status: int, text: str, headers: bytes) -> None:
-    """A path that does not exist, or a method that it does not take."""
+    """Answer a path that does not exist, or a method that it does not accept."""
     kind = "not_found_error" if status == 404 else "invalid_request_error"
     exchange.reply(status, _JSON + headers, (openai_v1.error(text, kind),))
 
 
 def retry_after(error: PenstockError) -> bytes:
-    """The header that says when to ask again; empty where nothing is known."""
+    """Return the Retry-After header; empty if the delay is unknown."""
     delay_s = error.retry_after_s if isinstance(error, Overloaded | NotReady) else None
     return b"" if delay_s is None else b"Retry-After: %d\r\n" % max(1, ceil(delay_s))
 
 
 def place_of(error: PenstockError) -> tuple[str | None, str | None]:
-    """The field that is wrong, and OpenAI's code for it."""
+    """Return the invalid field, and OpenAI's code for it."""
     match error:
         case Invalid():
             return error.param, error.code
@@ -93,7 +93,7 @@ def place_of(error: PenstockError) -> tuple[str | None, str | None]:
 
 
 def error_event(error: PenstockError) -> bytes:
-    """Ends a stream that cannot be completed."""
+    """Encode the event that ends a stream which cannot be completed."""
     _, kind = kind_of(error)
     return b"data: " + openai_v1.error(str(error), kind, *place_of(error)) + b"\n\n"
 

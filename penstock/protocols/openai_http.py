@@ -1,8 +1,8 @@
-"""OpenAI's API over HTTP: completions, chats and models, whole or as a stream of events; and where
-embeddings begin.
+"""OpenAI's API over HTTP: completions, chats and models, whole or as a stream of events; also the
+entry to embeddings.
 
-Translates and nothing more: bodies to what was asked (`wire.openai_v1`), choices to OpenAI's form,
-errors to statuses by one table. `text_answers` does what lies between.
+Only translates: bodies to requests (`wire.openai_v1`), choices to OpenAI's form, errors to statuses
+by one table. `text_answers` does the rest.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ log = logging.getLogger("penstock.http")
 MODELS = b"/v1/models"
 EMBEDDINGS = b"/v1/embeddings"
 TOKENIZER = b"/tokenizer_info"
-# What the access log is about.
+# Paths that the access log covers.
 INFERENCE = (b"/v1/completions", b"/v1/chat/completions", EMBEDDINGS)
 _JSON = b"Content-Type: application/json\r\n"
 
 
 class TextModels(Protocol):
     def find(self, name: str) -> TextModel:
-        """NotFound, NotReady."""
+        """Return a model; raises NotFound or NotReady."""
 
     def known(self) -> Sequence[Known]: ...
 
 
 class Embeddings(Protocol):
     def handle(self, exchange: Exchange) -> None:
-        """What it raises is answered here."""
+        """Handle a request; the caller answers what this raises."""
 
     def known(self) -> Sequence[Known]: ...
 
 
 class OpenAiHttp:
-    """Behind the gate."""
+    """Handles requests that have passed the gate."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class OpenAiHttp:
                 what = {"path": exchange.head.path.decode()}
                 status, _ = kind_of(error)
                 access_log.refused("http", status, what, exchange.received, type(error).__name__)
-        except Exception:  # The protocol edge: the client is told.
+        except Exception:  # Answer 500 and keep serving.
             log.exception("while handling %r", exchange.head.path)
             reply_error(exchange, BackendFailed("internal error"))
 
@@ -128,7 +128,7 @@ class OpenAiHttp:
         name = unquote(head.path[len(MODELS) + 1 :].decode("latin-1"))
         found = [each for each in known if each.name == name]
         if not found:
-            # Says what there is.
+            # Raises NotFound, which lists the models.
             self._models.find(name)
             raise NotReady(f"model '{name}' is loading")
         exchange.reply(200, _JSON, (openai_v1.model(found[0]),))
@@ -141,7 +141,7 @@ class OpenAiHttp:
         exchange.reply(200, _JSON, (openai_v1.tokenizer_info(known.names, known.template),))
 
     def _find(self, name: str | None) -> TextModel:
-        """Without a name the only one; lm-eval gives none for its tokens."""
+        """Return the named model; without a name, as lm-eval asks for tokens, the only one."""
         if name is None:
             names = [each.name for each in self._models.known()]
             if len(names) != 1:
@@ -151,7 +151,7 @@ class OpenAiHttp:
         return self._models.find(name)
 
     def _known(self) -> list[Known]:
-        """All that can be asked here, for texts or for vectors."""
+        """List all models that serve text or embeddings."""
         found = list(self._models.known())
         return found if self._embeddings is None else [*found, *self._embeddings.known()]
 
@@ -220,7 +220,7 @@ def _echo(vocabulary: Vocabulary, prompt: str | list[int]) -> str:
 @dataclass(frozen=True, slots=True)
 class CompletionForm:
     head: Head
-    # Whether a stream ends with it.
+    # Whether a stream ends with the usage.
     has_usage: bool
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
@@ -243,7 +243,7 @@ class CompletionForm:
 @dataclass(frozen=True, slots=True)
 class ChatForm:
     head: Head
-    # Whether a stream ends with it.
+    # Whether a stream ends with the usage.
     has_usage: bool
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:

@@ -1,8 +1,8 @@
 """The core as a front process sees it: models that take requests, and answers to questions.
 
-A front finds a `RemoteModel` by name and submits requests to it as it would to the model itself;
-frames and shared memory do the rest. Messages that it leaves to the core go the same way. Knows no
-protocol. Belongs to the front's event loop; `begin` is how the process comes to be one.
+A front finds a `RemoteModel` by name and submits requests to it as to the model itself, over frames
+and shared memory. Messages that it leaves to the core go the same way. Knows no protocol. Belongs
+to the front's event loop; `begin` is the main function of a front process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from penstock.serving.worker import begin_life
 from penstock.types import CANCELLED, Buffer, Parameter, Request, Response, Tensor
 from penstock.wire import frames
 
-# Requests that may wait for memory while the segment is full of others.
+# Requests that may wait for memory while the segment is full.
 MAX_WAITING = 1024
-# Of a message besides its body; one that travels along still fits the frame.
+# Limit on a message without its body; with an inline body it still fits a frame.
 MAX_HEAD_BYTES = MAX_SENT_BYTES - 2 * INLINE_BYTES
 
 
 def _kinds(base: type[PenstockError]) -> dict[str, type[PenstockError]]:
-    """Every kind of error below this one, by name."""
+    """Return every subclass of this error, by name."""
     kinds = {}
     for kind in base.__subclasses__():
         kinds[kind.__name__] = kind
@@ -43,14 +43,14 @@ Serve = Callable[[socket.socket, frames.Open, Sequence[int]], Coroutine[Any, Any
 # Takes the answer to a message: its bytes, and the frame they came with.
 Deliver = Callable[[bytes, frames.Forwarded], None]
 
-# What the core may answer with. The operator's own mistakes are none of a client's business.
+# Errors that the core may answer with. Configuration errors are not for clients.
 KINDS = {
     name: kind for name, kind in _kinds(PenstockError).items() if not issubclass(kind, ConfigError)
 }
 
 
 class RemoteModel:
-    """A model of the core as a Servable. That it exists is found out by asking it."""
+    """A model of the core as a Servable. Only a request shows whether it exists."""
 
     __slots__ = ("_remote", "name", "version", "wants_timings")
 
@@ -69,10 +69,9 @@ class RemoteModel:
 
 class Remote:
     """Invariant: a request is in `_calls` from `submit` to its final answer, cancelled or not,
-    because the core may read its tensors until then; so is a message in `_forwards`. `stopped` is
-    set when the core says so or has gone, `on_drain` is called when it is about to stop;
-    `count_connections` is what it hears when it asks; `on_keys` takes the API keys whenever they
-    change."""
+    because the core may read its tensors until then; likewise a message in `_forwards`. `stopped`
+    is set when the core says so or has exited; `on_drain` is called when it is about to stop;
+    `count_connections` provides the number for a Pong; `on_keys` receives changed API keys."""
 
     def __init__(self, sock: socket.socket, requests: Segment, answers: Segment) -> None:
         self._loop = asyncio.get_running_loop()
@@ -99,7 +98,7 @@ class Remote:
         return self._outbox.num_held
 
     def find(self, name: str, version: str = "", wants_timings: bool = False) -> RemoteModel:
-        """`wants_timings`: requests come back with the times of the core's stages."""
+        """Return a model; `wants_timings`: answers include the core's timings."""
         return RemoteModel(self, name, version, wants_timings)
 
     def send(self, frame: frames.Listening | frames.LoadFailed) -> None:
@@ -116,8 +115,7 @@ class Remote:
         parameters: Mapping[str, Parameter] = MappingProxyType({}),
         key: bytes = b"",
     ) -> bytes:
-        """The core's answer; raises what it refuses with. Whoever is cancelled here takes the
-        question back."""
+        """Return the core's answer; raises if it refuses. Cancelling withdraws the question."""
         call = next(self._numbers)
         question: asyncio.Future[bytes] = self._loop.create_future()
         self._questions[call] = question
@@ -131,8 +129,8 @@ class Remote:
             del self._questions[call]
 
     def forward(self, message: frames.Forward, body: Buffer, deliver: Deliver) -> None:
-        """Let the core answer a message; its `call` is given here. Raises Overloaded, and TooLarge
-        before anything is held for it: once it waits, nobody is there to be told."""
+        """Let the core answer a message; sets its `call`. Raises Overloaded or TooLarge before
+        anything is stored: once the message waits, errors cannot be reported."""
         message.call = next(self._numbers)
         self._check_waiting()
         if len(frames.encode(message)) > MAX_HEAD_BYTES:
@@ -146,12 +144,12 @@ class Remote:
         self._outbox.post(message.call, [Tensor("body", "UINT8", (len(body),), body)], send)
 
     def cancel_forward(self, call: int) -> None:
-        """Nobody waits for the answer to this message any more."""
+        """Withdraw a message whose client is gone."""
         if not self._outbox.withdraw(call):
             self._line.send(frames.Cancel(call))
 
     def submit(self, request: Request, model: RemoteModel) -> None:
-        # The number of the call is where the Servable that admits a request keeps its own.
+        # A Servable keeps its own number in `turn`; here it is the number of the call.
         request.turn = call = next(self._numbers)
 
         def send(parcel: frames.Parcel) -> None:
@@ -258,7 +256,7 @@ class Remote:
         if frame.is_part:
             deliver, offset = self._forwards[frame.call]
             if offset is not None:
-                # Whoever answers part by part has read the message.
+                # A partial answer means that the core has read the message.
                 self._outbox.release(offset)
                 self._forwards[frame.call] = (deliver, None)
             deliver(data, frame)
@@ -314,13 +312,13 @@ def _keys(sent: Mapping[bytes, Sequence[str]]) -> Keys:
 
 
 def gate_of(settings: frames.Open) -> Gate:
-    """The core's gate, as it was sent."""
+    """Rebuild the core's gate from the opening frame."""
     keys = None if settings.keys is None else _keys(settings.keys)
     return Gate(keys, None if settings.hosts is None else frozenset(settings.hosts))
 
 
 def begin(serve: Serve, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-    """The life of a front process, `python -m MODULE FD PARENT`: `serve` in `run`, then the end."""
+    """Run a front process, `python -m MODULE FD PARENT`: run `serve` with `run`, then exit."""
     sock = begin_life()
     if sock is None:
         return

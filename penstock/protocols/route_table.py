@@ -1,8 +1,8 @@
 """Every HTTP route and every RPC in one table: methods, path, scope, handler, body. Pure.
 
-The gate reads the scope of a row and the router calls the handler of the same row, so a request
-can never be checked as one route and answered as another. A path without a row is not found; there
-is no default scope. Core, front processes and metrics port all look paths up here.
+The gate reads the scope of a row and the router calls the handler of the same row, so a request can
+never be checked as one route and answered as another. A path without a row is not found; there is
+no default scope. Core, front processes and metrics port all look up paths here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL = "/v2/models/{name}"
 VERSION = MODEL + "/versions/{version}"
 INFERENCE = "/inference.GRPCInferenceService/"
 HEALTH = "/grpc.health.v1.Health/"
-# Handlers of features that Penstock does not have, and what each error is about.
+# Handlers of features that Penstock does not have, and the subject of their errors.
 MISSING = {
     "trace": "trace settings are",
     "logging": "log settings are",
@@ -36,8 +36,8 @@ _PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row. `{name}` in a path is one segment that is not empty, `{name:path}` at its end one or
-    more. `rpcs` are the gRPC methods that do the same and therefore need the same scope."""
+    """One row. `{name}` in a path is one non-empty segment, `{name:path}` at its end one or more.
+    `rpcs` are the equivalent gRPC methods, which need the same scope."""
 
     methods: tuple[str, ...]
     path: str
@@ -67,7 +67,7 @@ class Route:
         return self.path.endswith(":path}")
 
     def match(self, given: list[bytes]) -> Match | None:
-        """`given` are the segments of a path, still percent-encoded, as many as this row has."""
+        """Match segments of a path, still percent-encoded; there must be as many as in this row."""
         values = []
         for expected, segment in zip(self._segments, given, strict=True):
             if expected is None and segment:
@@ -79,7 +79,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A row, and the decoded segments of the path that its parameters stand for."""
+    """A row, and the decoded values of its path parameters."""
 
     route: Route
     names: Mapping[str, str]
@@ -98,7 +98,7 @@ def _rpcs(*names: str) -> tuple[str, ...]:
 
 
 def _of_models() -> list[Route]:
-    """Routes of a model, each also with a version."""
+    """Return the routes of a model, each also with a version."""
     infer = _rpcs("ModelInfer", "ModelStreamInfer")
     rows = [
         Route(POST, MODEL + "/infer", "infer", "infer", InferBody, infer),
@@ -163,7 +163,7 @@ def _of_openai() -> list[Route]:
     return [
         *(Route(POST, f"/v1/{name}", "infer", "openai") for name in posts),
         Route(GET, "/v1/models", "infer", "openai"),
-        # Names of models may contain slashes.
+        # Model names may contain slashes.
         Route(GET, "/v1/models/{name:path}", "infer", "openai"),
         Route(POST, "/tokenize", "infer", "openai"),
         Route(POST, "/detokenize", "infer", "openai"),
@@ -171,7 +171,7 @@ def _of_openai() -> list[Route]:
     ]
 
 
-# Where two rows match, the first one answers: literal segments go before parameters.
+# The first matching row wins: literal segments go before parameters.
 ROUTES: tuple[Route, ...] = (
     *_of_server(),
     *_of_models(),
@@ -196,7 +196,7 @@ _TAKING_REST = tuple(route for route in ROUTES if route.takes_rest)
 
 
 def find(path: bytes) -> Match | None:
-    """The row for a path in the form of `protocols.http.Head.path`, or None."""
+    """Return the row for a path in the form of `protocols.http.Head.path`, or None."""
     given = path.split(b"/")[1:]
     for route in _BY_NUM_SEGMENTS.get(len(given), ()):
         if (match := route.match(given)) is not None:

@@ -1,7 +1,7 @@
-"""TLS for HTTP, gRPC and metrics: the operator's files as contexts, read again when they change.
+"""TLS for HTTP, gRPC and metrics: contexts from the operator's files, reloaded when they change.
 
-A change that cannot be used is logged, and the certificate before it stays. Connections keep the
-certificate that they began with. Knows no protocol beyond the names in its contexts.
+An unusable change is logged, and the previous certificate stays. Connections keep the certificate
+that they started with. Knows no protocol beyond the names in its contexts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from penstock.protocols.http import HttpServer
 
 log = logging.getLogger("penstock.tls")
 
-# How often the files are looked at.
+# How often the files are checked.
 WATCH_S = 1.0
 
 
 class TlsFiles:
-    """Certificate chain, private key and perhaps the CA of client certificates."""
+    """Certificate chain, private key and optionally the CA of client certificates."""
 
     def __init__(self, config: TlsConfig) -> None:
         self.config = config
         self._stamps: tuple[object, ...] = ()
 
     def load(self) -> ssl.SSLContext:
-        """For HTTP. ConfigError says which file is wrong."""
+        """Load a context for HTTP; ConfigError says which file is wrong."""
         self._stamps = self._read_stamps()
         config = self.config
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -40,7 +40,7 @@ class TlsFiles:
         for flag, path in (("--tls-cert", config.cert), ("--tls-key", config.key)):
             _check_readable(flag, path)
         try:
-            # With a password of its own the library would ask the terminal for it.
+            # With a password given, OpenSSL does not prompt on the terminal for an encrypted key.
             context.load_cert_chain(config.cert, config.key, password="")
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(
@@ -64,7 +64,7 @@ class TlsFiles:
         return context
 
     def load_if_changed(self) -> ssl.SSLContext | None:
-        """None: nothing has changed, or what there is now cannot be used, which is logged once."""
+        """Return a new context; None if nothing changed or the change is unusable (logged once)."""
         if self._read_stamps() == self._stamps:
             return None
         try:
@@ -82,7 +82,7 @@ class TlsFiles:
 
 
 async def watch(files: TlsFiles, servers: Sequence[HttpServer]) -> None:
-    """Give new connections of these servers what the files hold; until cancelled."""
+    """Reload changed files for new connections of these servers, until cancelled."""
     while True:
         await asyncio.sleep(WATCH_S)
         context = await asyncio.to_thread(files.load_if_changed)
@@ -100,6 +100,6 @@ def _check_readable(flag: str, path: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Without the place in the library's sources."""
+    """Return the reason without the place in the library's sources."""
     reason = getattr(error, "reason", None)
     return str(reason or error).replace("_", " ").lower()

@@ -1,8 +1,8 @@
-"""KServe v2 / Triton over gRPC, in a process of its own: grpc.aio would spoil the core's loop.
+"""KServe v2 / Triton over gRPC, in its own process: grpc.aio would slow down the core's loop.
 
-Started by `protocols.fronts` as `python -m penstock.protocols.v2_grpc FD PARENT`. Translates and
-nothing more: messages to requests (`wire.v2_pb`), requests to the core (`protocols.remote`), errors
-to statuses by one table. Every call passes the gate. Leaves when the core says so or has gone.
+Started by `protocols.fronts` as `python -m penstock.protocols.v2_grpc FD PARENT`. Only translates:
+messages to requests (`wire.v2_pb`), requests to the core (`protocols.remote`), errors to statuses
+by one table. Every call passes the gate. Exits when the core says so or has exited.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from penstock.wire.v2_pb import decode_infer, encode_answer, parse, set_paramete
 
 log = logging.getLogger("penstock.grpc")
 
-# Calls of the service that are refused, by how their names begin.
+# Refused methods of the service, by the prefix of their names.
 MISSING = {
     "SystemSharedMemory": "system shared memory regions are",
     "CudaSharedMemory": "CUDA shared memory regions are",
@@ -65,21 +65,21 @@ COMPRESSIONS = {
 }
 # A status travels in headers, whose length clients limit.
 MAX_DETAILS = 2000
-# Requests of one stream that may be under way; then it is not read further.
+# Requests of one stream in flight; at the limit the stream is not read further.
 MAX_STREAM_CALLS = 1024
 IS_FINAL = "triton_final_response"
 WATCH_S = 0.5
-# How long clients may take to read their last answers.
+# Time for clients to read their last answers.
 STOP_GRACE_S = 2.0
 
-# Takes a message; those of administrative calls also the digest of the API key.
+# Takes a message; for administrative calls also the digest of the API key.
 Answer = Callable[..., Awaitable[Any]]
 # Caller of the current RPC (`Request.caller`). Every RPC is a task with its own context.
 CALLER: ContextVar[bytes] = ContextVar("caller", default=b"")
 
 
 class Waiter:
-    """The sink of one request: its answer, as a message, is the result of `message`."""
+    """The sink of one request: `message` resolves to the encoded answer."""
 
     __slots__ = ("message",)
 
@@ -96,7 +96,7 @@ class Waiter:
 
 
 class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """All methods of the port, by path, behind the gate; so nothing is answered without it."""
+    """All methods of the port, by path, behind the gate: none can bypass it."""
 
     def __init__(self, gate: Gate, methods: Mapping[str, grpc.RpcMethodHandler]) -> None:
         self._gate = gate
@@ -115,8 +115,8 @@ class Gated(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class Service:
-    """GRPCInferenceService and grpc.health.v1.Health. Messages come and go as bytes where they are
-    requests, so that what cannot be parsed is answered like any other mistake."""
+    """GRPCInferenceService and grpc.health.v1.Health. Requests arrive as bytes, so that parse
+    errors are answered like any other error."""
 
     def __init__(self, remote: Remote, gate: Gate) -> None:
         self._remote = remote
@@ -158,11 +158,11 @@ class Service:
         return Gated(self._gate, methods)
 
     def use_keys(self, keys: Keys) -> None:
-        """For calls from now on; streams that are open stay so."""
+        """Use these keys for new calls; open streams stay open."""
         self._gate.keys = keys
 
     def stop(self) -> None:
-        """End what would never end by itself: streams read no further, watches are over."""
+        """End calls that would never end: streams stop reading, watches end."""
         self._is_stopping.set()
         for reader in self._readers:
             reader.cancel()
@@ -178,7 +178,7 @@ class Service:
         try:
             return await waiter.message
         except asyncio.CancelledError:
-            # The client left, or its deadline passed.
+            # The client disconnected, or its deadline passed.
             model.cancel(request)
             raise
 
@@ -241,7 +241,7 @@ class Service:
 
     async def _repository_load(self, message: Any, key: bytes) -> Any:
         _check_repository(message)
-        # Their values may be whole files, and are of no use.
+        # Only the names: values may be whole files, and are not used.
         given = dict.fromkeys(message.parameters, True)
         await self._remote.ask("model_load", message.model_name, parameters=given, key=key)
         return service_pb2.RepositoryModelLoadResponse()
@@ -264,7 +264,7 @@ class Service:
         return health_pb2.HealthCheckResponse(status=status)
 
     async def _watch(self, data: bytes, context: Any) -> None:
-        """The status now, and again whenever it changes."""
+        """Send the status now, and whenever it changes."""
         try:
             message = parse(health_pb2.HealthCheckRequest, data)
             last = None
@@ -283,8 +283,7 @@ class Service:
                 await self._is_stopping.wait()
 
     async def _status(self, service: str, context: Any) -> Any:
-        """Of the server, or of the model of that name; who asks about a model needs the key for
-        it."""
+        """Return the status of the server, or of the named model, which requires a key."""
         try:
             if service in ("", SERVICE.full_name):
                 body = await self._remote.ask("server_ready")
@@ -301,18 +300,17 @@ class Service:
 
 
 class Stream:
-    """One ModelStreamInfer: requests run side by side, answers leave in the order of the requests,
-    as Triton has it."""
+    """One ModelStreamInfer: requests run concurrently, answers leave in order, as in Triton."""
 
     def __init__(self, infer: Answer, messages: AsyncIterator[bytes], context: Any) -> None:
         self._infer = infer
         self._messages = messages
         self._context = context
         self._slots = asyncio.Semaphore(MAX_STREAM_CALLS)
-        # In the order of the requests; None is the end.
+        # In request order; None is the end.
         self._answers: asyncio.Queue[asyncio.Task[Any] | None] = asyncio.Queue()
         metadata = dict(context.invocation_metadata() or ())
-        # An error ends the stream, as Triton has it.
+        # An error ends the stream, as in Triton.
         self._ends_by_error = metadata.get("triton_grpc_error") == "true"
 
     async def read(self, group: asyncio.TaskGroup) -> None:
@@ -357,7 +355,7 @@ async def _abort(context: Any, error: BaseException) -> NoReturn:
 
 
 def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
-    """A handler for calls of every form that reads nothing."""
+    """Return a handler that refuses calls of any kind without reading."""
 
     async def refuse(messages: Any, context: Any) -> None:
         await _abort(context, error)
@@ -366,7 +364,7 @@ def _refusing(error: PenstockError) -> grpc.RpcMethodHandler:
 
 
 def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
-    """A handler that parses the request and turns errors into statuses."""
+    """Return a handler that parses the request and turns errors into statuses."""
     request_type = GetMessageClass(method.input_type)
     is_admin = RPC_SCOPES[f"/{SERVICE.full_name}/{method.name}"] == "admin"
 
@@ -388,7 +386,7 @@ def _unary(method: Any, answer: Answer, gate: Gate) -> grpc.RpcMethodHandler:
 
 
 def _caller(gate: Gate, context: Any) -> bytes:
-    """As `Request.caller`."""
+    """Return the caller, as in `Request.caller`."""
     return gate.caller(headers_of(context.invocation_metadata() or ()))
 
 
@@ -407,8 +405,8 @@ def _check_repository(message: Any) -> None:
 
 
 def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """ConfigError where the files cannot be used. gRPC asks before each handshake whether there is
-    another certificate."""
+    """Make credentials; ConfigError if the files are unusable. gRPC asks for the current
+    certificate before each handshake."""
     files.load()
     config = files.config
 
@@ -424,7 +422,7 @@ def tls_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) -> None:
-    """Listen, answer until the core says Stop, let what is accepted finish, say goodbye."""
+    """Listen and answer until the core says Stop, let accepted requests finish, then close."""
     requests, answers = (Segment(settings.segment_bytes, fd) for fd in fds)
     remote = Remote(sock, requests, answers)
     service = Service(remote, gate_of(settings))
@@ -433,7 +431,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.max_send_message_length", -1),
-            # Without this, two servers would share a port and neither would know.
+            # Otherwise two servers could share a port without noticing.
             ("grpc.so_reuseport", 0),
         ],
         compression=COMPRESSIONS[settings.compression],
@@ -455,7 +453,7 @@ async def serve(sock: socket.socket, settings: frames.Open, fds: Sequence[int]) 
         remote.close()
         return
     await server.start()
-    # What is there now stays: full collections need not look at it again and again.
+    # Freeze what exists now, so that full collections do not scan it.
     gc.collect()
     gc.freeze()
     take_part()

@@ -1,8 +1,8 @@
-"""KServe v2 / Triton over HTTP: the router, and inference on its shortest path.
+"""KServe v2 / Triton over HTTP: the router, and inference on its fastest path.
 
-Translates and nothing more: paths to rows of `route_table` and to Servables, bytes to requests
-(`wire.v2`), errors to statuses by one table. The same in the core and in a front process; `Door` is
-what differs.
+Only translates: paths to rows of `route_table` and to Servables, bytes to requests (`wire.v2`),
+errors to statuses by one table. The same in the core and in a front process; they differ in their
+`Door`.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ STATUS: dict[type[PenstockError], int] = {
     StorageFull: 507,
     NotAllowed: 403,
 }
-# Below this an answer is not worth compressing.
+# Smaller answers are not worth compressing.
 MIN_COMPRESSED_BYTES = 1024
-# How much of a path errors and logs show.
+# Characters of a path in errors and logs.
 MAX_PATH = 200
 _JSON = b"Content-Type: application/json\r\n"
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 
 
 class InferCall:
-    """What is asked of which model, from the head of a message. A head that comes again is the same
-    object, so this is worked out once for all of them (`Head.note`)."""
+    """An inference call as its message head describes it. Cached on the head (`Head.note`), which
+    is the same object for identical heads."""
 
     __slots__ = ("accepts", "caller", "json_bytes", "model_name", "model_version", "wants_timing")
 
@@ -79,9 +79,9 @@ class InferCall:
         self.model_name = match.model_name
         self.model_version = match.model_version
         self.json_bytes: int | None = None
-        # As `Request.caller`.
+        # As in `Request.caller`.
         self.caller = b""
-        # How the answer may be compressed.
+        # Encoding that the client accepts for the answer.
         self.accepts = _accepted(headers.get(b"accept-encoding", b""))
         self.wants_timing = b"penstock-timing" in headers
 
@@ -99,7 +99,7 @@ class InferSink:
         model: Servable,
         specs: Sequence[TensorSpec] | None,
     ) -> None:
-        """`specs` are the model's outputs, as `Codec.encode_answer` takes them."""
+        """`specs` are the model's outputs, as for `Codec.encode_answer`."""
         self._exchange = exchange
         self._codec = codec
         self._call = call
@@ -108,7 +108,7 @@ class InferSink:
         self.request: Request | None = None
 
     def abandon(self) -> None:
-        """The client left."""
+        """Cancel: the client disconnected."""
         if self.request is not None:
             self._model.cancel(self.request)
 
@@ -121,7 +121,7 @@ class InferSink:
         except PenstockError as error:
             reply_error(self._exchange, error)
             return
-        except Exception:  # The protocol edge: the client is told.
+        except Exception:  # Answer 500 and keep serving.
             log.exception("while encoding an answer of '%s'", answer.model_name)
             self._exchange.reply_error(500, "internal error")
             return
@@ -140,7 +140,7 @@ class InferSink:
 
 
 class LoggedSink(InferSink):
-    """Also writes a line to the access log."""
+    """A sink that also writes to the access log."""
 
     __slots__ = ()
 
@@ -153,7 +153,7 @@ class LoggedSink(InferSink):
 
 
 class WrongHead(Exception):
-    """A message that HTTP itself refuses."""
+    """A message that HTTP itself refuses, with 404, 405 or 415."""
 
     def __init__(self, status: int, text: str, headers: bytes = b"") -> None:
         super().__init__(text)
@@ -162,19 +162,18 @@ class WrongHead(Exception):
 
 
 class Door(Protocol):
-    """Where a message goes whose head has been understood."""
+    """Receives messages whose head has been parsed and admitted."""
 
     def infer(self, call: InferCall, exchange: Exchange) -> None: ...
 
     def other(self, exchange: Exchange, match: Match) -> None:
-        """What is not inference."""
+        """Handle anything but inference."""
 
     async def close(self) -> None: ...
 
 
 class Models:
-    """The door of the core: to its own models and routes. While the routes are draining it refuses
-    inferences."""
+    """The `Door` of the core: to its own models and routes. Refuses inference while draining."""
 
     def __init__(
         self,
@@ -185,7 +184,7 @@ class Models:
         handle_generate: Handler | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """`gate` knows the names of callers."""
+        """`gate` resolves the names of callers."""
         self._gate = gate or Gate()
         self._make_sink = LoggedSink if logs_requests else InferSink
         self._catalog = catalog
@@ -213,7 +212,7 @@ class Models:
             raise no_route(exchange)
 
     def _check_rate(self, exchange: Exchange) -> None:
-        """Requests for text and embeddings; those of inference are counted by their model."""
+        """Count requests for text and embeddings; inference is counted by its model."""
         quotas = self._catalog.quotas
         if quotas.is_active and exchange.head.method == b"POST":
             caller = self._gate.caller(exchange.head.headers)
@@ -241,7 +240,7 @@ class Models:
 
 
 class V2Http:
-    """The handler of the HTTP server: reads heads, behind the gate, and inflates bodies."""
+    """The handler of the HTTP server: reads heads, checks the gate, and inflates bodies."""
 
     def __init__(
         self, door: Door, limits: HttpLimits, gate: Gate, logs_requests: bool = False
@@ -281,7 +280,7 @@ class V2Http:
             self._note_refusal(exchange, call, status_of(error), type(error).__name__)
 
     def _note_refusal(self, exchange: Exchange, call: object, status: int, error: str) -> None:
-        """For the access log: what never reached a model."""
+        """Write a request that never reached a model to the access log."""
         if self._logs_requests:
             if isinstance(call, InferCall):
                 what = {"model": call.model_name}
@@ -296,8 +295,8 @@ class V2Http:
         await self._door.close()
 
     def _look(self, exchange: Exchange) -> InferCall | None:
-        """A head that was not seen before: first the gate, then where it leads. None when the
-        message is not inference or has to be inflated first."""
+        """Parse a head that is not cached: first the gate, then the route. Returns None when the
+        message is not inference, or must be inflated first."""
         head = exchange.head
         match = admit(exchange, self._gate)
         if match.route.handler != "infer":
@@ -321,7 +320,7 @@ class V2Http:
         return None
 
     async def _inflate(self, call: InferCall, exchange: Exchange, encoding: bytes) -> None:
-        """Off the loop, because a few bytes may become many."""
+        """Inflate off the loop, because a few bytes may expand to many."""
         limit = self._limits.max_body_bytes
         try:
             exchange.body = await asyncio.to_thread(
@@ -332,12 +331,12 @@ class V2Http:
         except PenstockError as error:
             reply_error(exchange, error)
             self._note_refusal(exchange, call, status_of(error), type(error).__name__)
-        except Exception:  # The protocol edge: the client is told.
+        except Exception:  # Answer 500 and keep serving.
             log.exception("while handling %r", exchange.head.path)
             exchange.reply_error(500, "internal error")
 
     def _json_bytes(self, exchange: Exchange) -> int | None:
-        """The length of the JSON part; None when it is the whole body."""
+        """Return the length of the JSON part; None when it is the whole body."""
         text = exchange.head.headers.get(b"inference-header-content-length")
         size = len(exchange.body)
         if text is None:
@@ -365,8 +364,8 @@ class V2Http:
 
 
 def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Match:
-    """The row of the table for a message that has passed the gate. NotAllowed by the gate,
-    WrongHead where there is no such path or method."""
+    """Return the route of a message that passes the gate. Raises NotAllowed from the gate,
+    WrongHead if there is no such path or method."""
     head = exchange.head
     gate.check_host(head.headers)
     match = route_table.find(head.path)
@@ -387,10 +386,10 @@ def admit(exchange: Exchange, gate: Gate, is_metrics_port: bool = False) -> Matc
 
 
 def audited(handler: RouteHandler, caller: str) -> RouteHandler:
-    """The same with a line in the audit log for each call."""
+    """Wrap a handler so that each call is written to the audit log."""
 
     async def run(call: RouteCall) -> Reply:
-        # For clients that disconnect before the answer.
+        # Default, for clients that disconnect before the answer.
         result, reason = STATUS[Cancelled], ""
         try:
             reply = await handler(call)
@@ -421,7 +420,7 @@ def _short_path(exchange: Exchange) -> str:
 
 
 def reply_wrong_head(exchange: Exchange, wrong: WrongHead) -> None:
-    """In the form of the protocol that the path belongs to."""
+    """Answer in the form of the protocol that the path belongs to."""
     if openai_errors.is_openai(exchange.head.path):
         openai_errors.reply_wrong_head(exchange, wrong.status, str(wrong), wrong.headers)
     else:
@@ -435,7 +434,7 @@ def status_of(error: PenstockError) -> int:
 
 
 def status_at(path: bytes, error: PenstockError) -> int:
-    """As the protocol of this path has it."""
+    """Return the status in the protocol of this path."""
     return openai_errors.kind_of(error)[0] if openai_errors.is_openai(path) else status_of(error)
 
 
@@ -450,7 +449,7 @@ def reply_error(exchange: Exchange, error: PenstockError) -> None:
 
 
 def _accepted(header: bytes) -> bytes:
-    """The first encoding of ours that the client takes; empty for none."""
+    """Return the first supported encoding that the client accepts; empty for none."""
     for item in header.lower().split(b","):
         name, _, quality = item.partition(b";")
         if name.strip() in compression.ENCODINGS and quality.strip() not in (b"q=0", b"q=0.0"):
@@ -459,7 +458,7 @@ def _accepted(header: bytes) -> bytes:
 
 
 def _server_timing(request: Request) -> bytes:
-    """Where the milliseconds went, in the form of the standard header."""
+    """Return the timings in milliseconds as a Server-Timing header."""
     timings = request.timings
     parts = (
         ("decode", timings.queued - timings.received),

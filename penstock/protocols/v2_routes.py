@@ -1,5 +1,5 @@
-"""Everything of v2 over HTTP that is not inference: health, metadata, configuration, statistics,
-the repository, and metrics: the handlers that `route_table` names.
+"""All v2 routes over HTTP except inference: health, metadata, configuration, statistics, the
+repository, and metrics. These are the handlers that `route_table` names.
 
 Reads the catalog; the only thing it changes is which models are loaded, and only in explicit mode.
 """
@@ -39,27 +39,27 @@ EXTENSIONS = (
     # The request header Penstock-Timing, whatever the server is called.
     "penstock_timing",
 )
-# How long it is watched how busy processes are.
+# Span over which CPU use of processes is measured.
 BUSY_S = 0.25
 Body = TypeVar("Body")
 
 
 class FrontProcess(Protocol):
-    """What a scrape says of a front."""
+    """The state of a front that a scrape reports."""
 
     num_restarts: int
     num_connections: int
 
     @property
     def name(self) -> str:
-        """What the log calls it."""
+        """The front's name in the log."""
 
     @property
     def protocol(self) -> str: ...
 
     @property
     def number(self) -> int:
-        """From 1 where there are several of a protocol; else 0."""
+        """From 1 if there are several of a protocol; otherwise 0."""
 
     @property
     def pid(self) -> int: ...
@@ -67,7 +67,7 @@ class FrontProcess(Protocol):
 
 class V2Routes:
     """`path` is the repository; `is_explicit` allows loading and unloading over the API; `fronts`
-    are the processes that speak to clients for this one."""
+    are the front processes."""
 
     def __init__(
         self, catalog: Catalog, path: str, is_explicit: bool, allows_hard_links: bool = False
@@ -78,7 +78,7 @@ class V2Routes:
         self.fronts: Sequence[FrontProcess] = ()
         self.server_id = "penstock"
         self.is_loading = True
-        # Health is open to all; where others need a key, it gives names only.
+        # Health needs no key; where other routes do, it reports names only.
         self.tells_reasons = True
         self.is_draining = False
 
@@ -149,7 +149,7 @@ class V2Routes:
         return _json(replace(explanation, verdicts=verdicts, processes=processes))
 
     async def metrics(self, call: RouteCall) -> Reply:
-        # Reading /proc takes a moment for each process: not on the event loop.
+        # Reading /proc takes a moment per process: not on the event loop.
         host = await asyncio.to_thread(self.usage.read, list(self._members()))
         text = expose(self._catalog.pending(), host, [_use(front) for front in self.fronts])
         return Reply(text, content_type="text/plain; version=0.0.4; charset=utf-8")
@@ -168,7 +168,7 @@ class V2Routes:
         return Reply(b"")
 
     async def _processes(self) -> list[ProcessState]:
-        """Those between clients and batchers, and how busy they are for a moment."""
+        """Return the core and the fronts, with their CPU use over BUSY_S."""
         shown = [ProcessState("core", os.getpid(), 0.0)]
         for front in self.fronts:
             if front.pid:
@@ -184,7 +184,7 @@ class V2Routes:
         ]
 
     def _members(self) -> Iterator[Member]:
-        """The other processes of this server."""
+        """Yield the other processes of this server."""
         for front in self.fronts:
             if front.pid:
                 number = str(front.number or "")
@@ -211,7 +211,7 @@ class V2Routes:
 
 
 def describe_server(server_id: str) -> bytes:
-    """The server's metadata, for every protocol."""
+    """Return the server's metadata, for every protocol."""
     return msgspec.json.encode(
         {"name": server_id, "version": penstock.__version__, "extensions": EXTENSIONS}
     )
@@ -223,7 +223,7 @@ def _use(front: FrontProcess) -> FrontUse:
 
 
 def _num_connections(front: FrontProcess) -> int | None:
-    # The gRPC library does not say how many it has.
+    # The gRPC library does not report its number of connections.
     return None if front.protocol == "grpc" else front.num_connections
 
 
@@ -235,7 +235,7 @@ def _missing(what: str) -> RouteHandler:
 
 
 def _body(call: RouteCall, schema: type[Body]) -> Body:
-    """The JSON object of a request; an empty body counts as an empty object."""
+    """Decode the JSON object of a request; an empty body counts as an empty object."""
     assert call.match.route.body is schema
     try:
         return msgspec.json.decode(call.body or b"{}", type=schema)

@@ -1,10 +1,10 @@
-"""Which waiting requests run together, and when. Pure: time is an argument.
+"""Which queued requests run together, and when. Pure: time is an argument.
 
 *Fixed* mode: Triton's dynamic batcher rule for rule (preferred sizes, queue delay, priorities,
-queue policies; its core's GetDynamicBatch), except that requests of another shape wait in a lane of
-their own instead of closing the batch, that batches may have a budget of tokens beside that of
-rows, and that the time in the queue is limited (`wait_limit`). The caller asks `next` whenever an
-instance is free and again at `wake_at`, and `expire` every half second.
+queue policies; its core's GetDynamicBatch), except that requests of another shape queue in their
+own lane instead of closing the batch, that batches may also have a token budget, and that queueing
+time is limited (`wait_limit`). The caller asks `next` whenever an instance is free and again at
+`wake_at`, and `expire` every half second.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.serving.wait_limit import WaitLimit
 from penstock.types import Request
 
 Answer = TypeVar("Answer")
-# A request is admitted when the queue is no longer than this share of the time allowed. The rest is
-# for the batch that runs and for batches that take longer than usual: a request that is refused
-# after it has waited has cost its client the whole time.
+# A request is admitted if the predicted wait is at most this share of the time allowed. The rest
+# covers the running batch and batches that take longer than usual: a request that is refused after
+# queueing has cost its client the whole time.
 ADMITTED = 0.9
-# Requests that have waited too long are looked for this many times within the time allowed.
+# Checks for overdue requests within the time allowed.
 LOOKS = 16
 
 
@@ -47,9 +47,9 @@ class Batcher:
         self._look_at = -math.inf
         self._expiries: list[tuple[float, int, Request]] = []
         self._num_added = 0
-        # When to ask again although nothing arrives and no instance gets free.
+        # When to ask again even if no request arrives and no instance becomes free.
         self.wake_at: float | None = None
-        # Why the last batch took no more; None: everything of its shape.
+        # Why the last batch took no more; None: it took everything of its shape.
         self._limit: Closed | None = None
         self.closed_by: Closed = "queue empty"
 
@@ -74,39 +74,39 @@ class Batcher:
             self._expect(request, policy, now)
 
     def seed(self, timings: Mapping[int, float], geometry: object = None) -> None:
-        """Times from warm-up, in seconds by size: tokens where a geometry is given and batches have
-        a budget of them, else rows. Fixed mode has one table for all geometries."""
+        """Seed batch times from warm-up, in seconds by size: tokens if a geometry is given and
+        batches have a token budget, otherwise rows. Fixed mode has one table for all geometries."""
         if (geometry is None) is (self.policy.max_tokens is None):
             self._wait.seed(timings)
 
     def observe(self, geometry: object, size: int, started: float, now: float) -> None:
-        """A batch is done."""
-        # T(b) is needed only while requests wait.
+        """Record that a batch is done."""
+        # T(b) is needed only while requests are queued.
         if self._lanes.num_waiting:
             self._wait.observe(size, started, now)
 
     def ended(self, started: float) -> None:
-        """A batch is over, however it ended."""
+        """Record that a batch ended, successfully or not."""
 
     def count_executors(self, num_ready: int, now: float) -> None:
-        """So many batches can run at once from now on."""
+        """Set how many batches can run at once from now on."""
         self._wait.count_executors(num_ready, now)
 
     def rerun_alone(self, request: Request) -> None:
-        """Run this request again, before all others and in a batch of its own."""
+        """Rerun this request before all others, in a batch of its own."""
         self._lanes.append_alone(request)
 
     def put_back(self, requests: list[Request], geometry: object) -> None:
-        """Undo a `next` whose batch could not be dispatched whole; order is kept."""
+        """Undo a `next` whose batch could not be dispatched whole, keeping the order."""
         self._lanes.put_back(requests, geometry)
         self.closed_by = "no room"
 
     def remove(self, request: Request) -> bool:
-        """Take out a request that need not run. False if it does not wait here."""
+        """Remove a request that need not run. False if it is not queued here."""
         return self._lanes.remove(request)
 
     def expire(self, now: float) -> list[Request]:
-        """Apply queue time-outs: returns those to refuse; DELAY moves them behind their level."""
+        """Apply queue time-outs; return requests to refuse. DELAY moves them behind their level."""
         refused: list[Request] = []
         while self._expiries and self._expiries[0][0] <= now:
             request = heapq.heappop(self._expiries)[2]
@@ -123,11 +123,11 @@ class Batcher:
         return refused
 
     def drain(self) -> list[Request]:
-        """Everything that waits, taken out."""
+        """Remove and return all queued requests."""
         return self._lanes.drain()
 
     def next(self, now: float) -> list[Request] | None:
-        """The batch to run now on a free instance; None when there is none (see `wake_at`)."""
+        """Return the batch to run now on a free instance; None if there is none (see `wake_at`)."""
         self.wake_at = self.next_expiry
         again = self._lanes.take_alone()
         if again is not None:
@@ -142,7 +142,7 @@ class Batcher:
         return None
 
     def waiting(self) -> list[Lane]:
-        """The lanes, in the order in which they are served."""
+        """Return the lanes in serving order."""
         return self._lanes.in_order()
 
     @property
@@ -150,7 +150,7 @@ class Batcher:
         return self._lanes.num_alone
 
     def _fitting(self, lane: Lane) -> list[Request]:
-        """As many from the front of the lane as one batch takes; `_limit` says what was reached."""
+        """Return as many requests from the front of the lane as fit a batch; sets `_limit`."""
         batch: list[Request] = []
         num_rows = num_tokens = 0
         self._limit = None
@@ -167,7 +167,7 @@ class Batcher:
         return batch
 
     def _form(self, lane: Lane, now: float) -> list[Request] | None:
-        """Triton's GetDynamicBatch for one lane."""
+        """Apply Triton's GetDynamicBatch to one lane."""
         batch = self._fitting(lane)
         if self._is_eager:
             return batch
@@ -178,7 +178,7 @@ class Batcher:
             num_rows += request.num_rows
             oldest = min(oldest, request.timings.queued)
             if index and num_rows > self._max_preferred and not num_preferred:
-                # Larger than every preferred size: what fits below is as good as preferred.
+                # Beyond every preferred size: what fits below counts as preferred.
                 num_preferred = index
             if num_rows in self._preferred:
                 num_preferred = index + 1
@@ -195,7 +195,7 @@ class Batcher:
         return None
 
     def _check_wait(self, request: Request, policy: QueuePolicy, now: float) -> None:
-        """Refuse a request that would wait too long."""
+        """Refuse a request whose predicted wait is too long."""
         num_ahead, size_ahead = self._lanes.ahead(request.priority)
         predicted_s = self._wait.predicted_s(size_ahead, num_ahead)
         allowed_s = self._wait.allowed_s(now)
@@ -208,8 +208,8 @@ class Batcher:
             )
 
     def _expire_waits(self, now: float) -> list[Request]:
-        """Take out the requests that have waited too long although batches were answered: while an
-        instance is stuck, nothing is refused for it."""
+        """Remove the requests that have waited too long although batches were answered: while an
+        instance is stuck, nothing is refused because of it."""
         allowed_s = self._wait.allowed_s(now)
         refused: list[Request] = []
         if allowed_s == math.inf:
@@ -225,7 +225,7 @@ class Batcher:
         return refused
 
     def _expect(self, request: Request, policy: QueuePolicy, now: float) -> None:
-        """Note when the request's time in the queue is up, if ever."""
+        """Schedule the request's queue time-out, if it has one."""
         timeout_s = policy.default_timeout_s
         asked = request.timeout_s
         if policy.allow_timeout_override and asked and (timeout_s == 0 or asked < timeout_s):
@@ -236,7 +236,7 @@ class Batcher:
 
 
 class Sequencer(Generic[Answer]):
-    """Lets answers leave in the order of arrival (`preserve_ordering`). Pure."""
+    """Releases answers in the order of arrival (`preserve_ordering`). Pure."""
 
     def __init__(self) -> None:
         self._next_turn = 0
@@ -249,9 +249,9 @@ class Sequencer(Generic[Answer]):
         return turn
 
     def finish(self, turn: int, answer: Answer) -> list[Answer]:
-        """Note that `turn` has its answer; returns the answers that may leave now, in order."""
+        """Record the answer of `turn`; return the answers that may leave now, in order."""
         if turn < self._first_open or turn in self._finished:
-            return []  # It ended before, by a cancel for instance; the first answer counts.
+            return []  # It has already ended, for instance by a cancel; the first answer counts.
         self._finished[turn] = answer
         ready: list[Answer] = []
         while self._first_open in self._finished:

@@ -1,6 +1,6 @@
-"""What a model's batcher does and why: the answer that `penstock explain` shows. Pure.
+"""Explains what a model's batcher does and why: the answer of `penstock explain`. Pure.
 
-Reads a Model and changes nothing; `why_small` works out from the last batches why they were not
+Reads a Model and changes nothing; `why_small` infers from the last batches why they were not
 larger. The dataclasses travel as JSON.
 """
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from penstock.serving.model import Model
 
 MAX_SHAPES_SHOWN = 20
-# Of T(b), the largest; of tokens there are many more.
+# Entries of T(b) shown, the largest; with tokens there are many more.
 MAX_RUNGS_SHOWN = 11
-# A batch is well filled from this share of the most rows on.
+# A batch is well filled from this share of the maximum rows.
 WELL_FILLED = 0.5
-# What happened to this share of the batches is worth a sentence.
+# Causes of this share of the batches are worth a sentence.
 NOTEWORTHY = 0.2
-# From so many on, shapes are why requests find no company in time.
+# From this many shapes on, they are the reason that requests find no others to batch with.
 MANY_SHAPES = 4
-# Below this nobody waited for an instance; the clock is read twice on the way.
+# A shorter wait counts as none; the clock is read twice on the way.
 AT_ONCE_S = 1e-6
-# An event loop that takes this share of a core has no time to spare.
+# An event loop with this share of a core has no headroom.
 BUSY = 0.9
 
 Mode = Literal["fixed", "slo", "unbatched", "continuous"]
@@ -43,28 +43,28 @@ class InstanceState:
     state: Literal["idle", "busy", "not ready"]
     pid: int
     device: str = CPU
-    # Measured after its warm-up; 0: it has not said.
+    # Measured after its warm-up; 0: not reported.
     gpu_memory_bytes: int = 0
-    # How many batches it has at once: one for each instance of the model that its worker is.
+    # Batches it runs at once: one per instance of the model in its worker.
     num_slots: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """The requests of one shape that wait now, and for what."""
+    """The queued requests of one shape, and what they wait for."""
 
     shape: str
     num_requests: int
     num_rows: int
     oldest_s: float
     waits_for: str
-    # Here and below: 0 where there is no budget of them.
+    # Here and below: 0 without a token budget.
     num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PastBatch:
-    """See `history.Record`."""
+    """One batch; see `history.Record`."""
 
     age_s: float
     num_rows: int
@@ -90,8 +90,7 @@ class SeenShape:
 
 @dataclass(frozen=True, slots=True)
 class PaceState:
-    """T(b) of one shape, and b*, the batch aimed at; in rows, or in tokens where there is a budget
-    of them."""
+    """T(b) of one shape, and b*, its target batch; in rows, or in tokens with a token budget."""
 
     shape: str
     target_size: int
@@ -101,8 +100,8 @@ class PaceState:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process between clients and batcher: the core, or a front. `busy` is the share of one core
-    that it took just now; `num_connections` is None where that is not known."""
+    """A process between clients and batcher: the core, or a front. `busy` is its recent share of
+    one core; `num_connections` is None if unknown."""
 
     name: str
     pid: int
@@ -112,8 +111,8 @@ class ProcessState:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`verdicts` say why batches were as small as they were; `notes` are what the model itself has
-    to say about how it is served; `processes` are those of the server, not of the model."""
+    """`verdicts` say why batches were small; `notes` are the model's own remarks on how it is
+    served; `processes` are the server's, not the model's."""
 
     model: str
     version: str
@@ -135,7 +134,7 @@ class Explanation:
 
 
 def who_is_busy(processes: Sequence[ProcessState]) -> list[str]:
-    """Sentences about event loops that are the limit; the core is the first of the processes."""
+    """Return sentences about event loops that are the bottleneck; the core is the first process."""
     core, *fronts = processes
     http = [front for front in fronts if front.name.startswith("HTTP")]
     found = []
@@ -206,7 +205,7 @@ def explain(model: Model, now: float) -> Explanation:
 
 
 def mode_of(config: ModelConfig, policy: BatchPolicy) -> tuple[Mode, str]:
-    """How requests are batched, and what decided that. `policy` is what the batcher goes by."""
+    """Return the batching mode and its reason. `policy` is the batcher's."""
     if config.max_batch_size == 0:
         return "unbatched", "max_batch_size is 0: the model has no batch dimension"
     if config.batching.is_dynamic and not policy.is_dynamic:
@@ -224,7 +223,7 @@ def mode_of(config: ModelConfig, policy: BatchPolicy) -> tuple[Mode, str]:
 
 
 def describe_policy(config: ModelConfig, policy: BatchPolicy) -> dict[str, str]:
-    """What is in force, in words; what is not set, or not followed, is left out."""
+    """Describe the policy in force; unset or ignored fields are left out."""
     queue = policy.policies[0]
     preferred = ", ".join(map(str, policy.preferred_batch_sizes)) if policy.is_dynamic else ""
     delay_s = policy.max_queue_delay_s if policy.is_dynamic else 0.0
@@ -258,7 +257,7 @@ def _max_wait(policy: BatchPolicy) -> str:
 def why_small(
     policy: BatchPolicy, recent: Sequence[Record], num_shapes: int, target_size: int | None
 ) -> list[str]:
-    """Sentences, the most telling first. `target_size` is b* in slo mode."""
+    """Return sentences, the most important first. `target_size` is b* in slo mode."""
     if not recent:
         return ["No batch has run yet."]
     if policy.max_batch_size <= 1:
@@ -288,7 +287,7 @@ def why_small(
 
 
 def _by_load(recent: Sequence[Record]) -> list[tuple[float, str]]:
-    """Sentences about batches that took everything that waited, with their shares."""
+    """Return sentences about batches that emptied the queue, with their shares."""
     took_all = [r for r in recent if r.closed_by == "queue empty"]
     at_once = [r for r in took_all if r.instance_wait_s < AT_ONCE_S]
     after_wait = [r for r in took_all if r.instance_wait_s >= AT_ONCE_S]
@@ -314,7 +313,7 @@ def _by_load(recent: Sequence[Record]) -> list[tuple[float, str]]:
 def _by_close(
     policy: BatchPolicy, recent: Sequence[Record], num_shapes: int, target_size: int | None
 ) -> list[tuple[float, str]]:
-    """Sentences about what closed the batches, with their shares."""
+    """Return sentences about what closed the batches, with their shares."""
     preferred = ", ".join(map(str, policy.preferred_batch_sizes))
     unit = "rows" if policy.max_tokens is None else "tokens"
     sentences = {
@@ -342,7 +341,7 @@ def _by_close(
 
 
 def _by_delay(policy: BatchPolicy, recent: Sequence[Record]) -> str:
-    """Company of one's own shape is rare where there are many."""
+    """Explain expired delays; with many shapes, requests of the same shape are rare."""
     delay = f"max_queue_delay ({_ms(policy.max_queue_delay_s)})"
     num_shapes = len({record.shapes for record in recent})
     if num_shapes < MANY_SHAPES:
@@ -376,7 +375,7 @@ def _lane(
 
 
 def waits_for(policy: BatchPolicy, instances: Sequence[InstanceState], oldest_s: float) -> str:
-    """Why the requests of a lane have not left."""
+    """Return why the requests of a lane have not been dispatched."""
     if not any(each.state != "not ready" for each in instances):
         return "an instance: none is ready"
     if not any(each.state == "idle" for each in instances):
@@ -391,7 +390,7 @@ def waits_for(policy: BatchPolicy, instances: Sequence[InstanceState], oldest_s:
 
 
 def _paces(model: Model) -> list[PaceState]:
-    """What slo mode knows, the busiest shape first."""
+    """Return what slo mode knows, the busiest shape first."""
     batcher = model.batcher
     if not isinstance(batcher, SloBatcher):
         return []
@@ -425,7 +424,7 @@ def _past(record: Record, now: float) -> PastBatch:
 
 
 def _shapes(model: Model) -> list[SeenShape]:
-    """The most frequent ones."""
+    """Return the most frequent shapes."""
     history = model.history
     ordered = sorted(history.shapes.items(), key=lambda item: -item[1].num_requests)
     shown = [(show_shapes(shapes), seen) for shapes, seen in ordered[:MAX_SHAPES_SHOWN]]
@@ -442,7 +441,7 @@ def _shapes_of(geometry: object) -> Shapes:
 
 
 def show_shapes(shapes: Shapes) -> str:
-    """Of one row, input by input."""
+    """Format the shapes of one row, input by input."""
     return " ".join("[" + ",".join(map(str, shape)) + "]" for shape in shapes)
 
 

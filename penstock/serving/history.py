@@ -1,6 +1,6 @@
-"""What the last batches of a model were like, and which shapes were asked for. Pure.
+"""The last batches of a model, and how often each shape was requested. Pure.
 
-The model notes one record a batch; `explain` reads them.
+The model adds one record per batch; `explain` reads them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections import deque
 from typing import NamedTuple
 
 NUM_RECENT = 64
-# Shapes that are counted one by one; those seen later are counted together.
+# Shapes that are counted individually; later ones are counted together.
 MAX_SHAPES = 1024
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class Record(NamedTuple):
-    """One batch. The waits are means of its requests; `duration_s` is from dispatch to answer, of
+    """One batch. The waits are means over its requests; `duration_s` is from dispatch to answer, of
     which the worker computed for `compute_s`."""
 
     ended: float
@@ -30,12 +30,12 @@ class Record(NamedTuple):
     instance: int
     closed_by: str
     outcome: str
-    # 0 where there is no budget of them.
+    # 0 without a token budget.
     num_tokens: int = 0
 
 
 class Seen:
-    """How often requests of one shape ran."""
+    """Counts of the requests of one shape."""
 
     __slots__ = ("num_batches", "num_requests", "num_rows")
 
@@ -49,7 +49,7 @@ class History:
     def __init__(self) -> None:
         self.recent: deque[Record] = deque(maxlen=NUM_RECENT)
         self.shapes: dict[Shapes, Seen] = {}
-        # Those that came when `shapes` was full.
+        # Shapes that came when `shapes` was full.
         self.others = Seen()
 
     def note(self, record: Record) -> None:

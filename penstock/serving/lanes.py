@@ -1,7 +1,7 @@
-"""The requests of one model that wait: a lane for each geometry, and those to be run again alone.
+"""The queued requests of one model: a lane for each geometry, and reruns that run alone.
 
-What both batchers share. Keeps order, counts and limits; does not decide what runs, or when. Pure.
-A request is in at most one place: `request.queue` is its lane, or the queue of reruns, or None.
+Shared by both batchers. Keeps order, counts and limits; does not decide what runs, or when. Pure. A
+request is in at most one place: `request.queue` is its lane, or the rerun queue, or None.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from penstock.config import BatchPolicy, QueuePolicy
 from penstock.errors import Overloaded
 from penstock.types import Request
 
-# Why a batch did not take more: nobody else waited, only others of another shape did, it has
-# the most rows, the most tokens, a preferred size or the size aimed at under the SLO, waiting any
-# longer was not allowed or would have made somebody late, a size was tried for its time, it may not
-# have company (a rerun, or a model that does not batch), or there was no room for more in memory.
+# Why a batch closed: no other request was queued, only ones of another shape were, it has the most
+# rows, the most tokens, a preferred size or the SLO's target size, waiting longer was not allowed
+# or would have made a request late, the size was explored for its time, it must run alone (a rerun,
+# or a model that does not batch), or there was no memory for more.
 Closed = Literal[
     "queue empty",
     "other shape",
@@ -35,10 +35,10 @@ Closed = Literal[
 
 
 class Lane:
-    """The waiting requests of one geometry, by priority level; first come, first served in each.
+    """The queued requests of one geometry, by priority level; FIFO within each level.
 
-    Requests that left early (cancelled, expired) stay in their deque until the walk meets them;
-    `num_live`, `rows` and `tokens` (by level) count only those that still wait.
+    Requests that left early (cancelled, expired) stay in their deque until a walk removes them;
+    `num_live`, `rows` and `tokens` (by level) count only those that are still queued.
     """
 
     __slots__ = ("delayed", "geometry", "levels", "num_live", "rows", "tokens")
@@ -49,11 +49,11 @@ class Lane:
         self.delayed: tuple[deque[Request], ...] = tuple(deque() for _ in range(num_levels))
         self.num_live = 0
         self.rows = [0] * num_levels
-        # 0 where there is no budget of tokens.
+        # 0 without a token budget.
         self.tokens = [0] * num_levels
 
     def walk(self) -> Iterator[Request]:
-        """Live requests in the order in which they are served."""
+        """Yield live requests in serving order."""
         for level, late in zip(self.levels, self.delayed, strict=True):
             for queue in (level, late):
                 for request in queue:
@@ -61,12 +61,12 @@ class Lane:
                         yield request
 
     def postpone(self, request: Request) -> None:
-        """Behind the others of its level."""
+        """Move a request behind the others of its level."""
         self.levels[request.priority].remove(request)
         self.delayed[request.priority].append(request)
 
     def heads(self) -> Iterator[Request]:
-        """The requests of each queue from its front, as long as the caller takes them out."""
+        """Yield requests from the front of each queue, as long as the caller removes them."""
         for queue in (*self.levels, *self.delayed):
             while queue:
                 request = queue[0]
@@ -78,13 +78,13 @@ class Lane:
                     break
 
     def drop_dead(self) -> None:
-        """Forget those at the front of each deque that do not wait here any more."""
+        """Remove dead entries from the front of each deque."""
         for queue in (*self.levels, *self.delayed):
             while queue and queue[0].queue is not self:
                 queue.popleft()
 
     def compact_if_sparse(self) -> None:
-        """Forget all that do not wait here any more when they are the majority."""
+        """Remove all dead entries once they are the majority."""
         if sum(map(len, self.levels)) + sum(map(len, self.delayed)) <= 2 * self.num_live + 64:
             return
         for queue in (*self.levels, *self.delayed):
@@ -95,7 +95,7 @@ class Lane:
 
 
 class Lanes:
-    """Invariant: a lane that is kept has a live request."""
+    """Invariant: every lane that is kept has a live request."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self._num_levels = max(1, policy.num_priorities)
@@ -105,7 +105,7 @@ class Lanes:
         self._policies = [policy.policy(first + level) for level in range(self._num_levels)]
         self._counts = [0] * self._num_levels
         self._has_budget = policy.max_tokens is not None
-        # Rows (or tokens, where there is a budget of them) that wait in all lanes, by level.
+        # Queued rows (or tokens, with a token budget) of all lanes, by level.
         self._sizes = [0] * self._num_levels
         self._lanes: dict[object, Lane] = {}
         self._alone: deque[Request] = deque()
@@ -115,7 +115,7 @@ class Lanes:
         return len(self._lanes)
 
     def admit(self, request: Request) -> QueuePolicy:
-        """Set the request's level; returns its policy, or raises Overloaded at a limit."""
+        """Set the request's level and return its policy; raise Overloaded at a limit."""
         level = self._level(request.priority) if self._num_levels > 1 else 0
         policy = self._policies[level]
         request.priority = level
@@ -129,7 +129,7 @@ class Lanes:
         return self._policies[request.priority]
 
     def ahead(self, level: int) -> tuple[int, int]:
-        """The requests of this level and those above it, and their size, in rows or tokens."""
+        """Return the number of requests at this level and above, and their rows or tokens."""
         if self._num_levels == 1:
             return self._counts[0], self._sizes[0]
         return sum(self._counts[: level + 1]), sum(self._sizes[: level + 1])
@@ -145,11 +145,11 @@ class Lanes:
         return len(self._alone)
 
     def closed_empty(self) -> Closed:
-        """Why a batch that took a whole lane closed; asked after it was taken."""
+        """Return why a batch that took a whole lane closed; call it after taking."""
         return "other shape" if self._lanes else "queue empty"
 
     def append(self, request: Request, geometry: object) -> None:
-        """Last of its level."""
+        """Append the request to its level."""
         lane = self._lanes.get(geometry) or self._lane(geometry)
         request.queue = lane
         level = request.priority
@@ -162,7 +162,7 @@ class Lanes:
         self.num_waiting += 1
 
     def put_back(self, requests: list[Request], geometry: object) -> None:
-        """First of their levels, in this order."""
+        """Put requests back at the front of their levels, in this order."""
         for request in reversed(requests):
             lane = self._lane(geometry)
             request.queue = lane
@@ -175,7 +175,7 @@ class Lanes:
         self.num_waiting += 1
 
     def take_alone(self) -> Request | None:
-        """The next of those that run before all others, in a batch of their own."""
+        """Return the next request that runs before all others, in a batch of its own."""
         if not self._alone:
             return None
         request = self._alone.popleft()
@@ -184,7 +184,7 @@ class Lanes:
         return request
 
     def take(self, lane: Lane, batch: list[Request]) -> None:
-        """These leave the lane; they are at its front."""
+        """Remove these requests, which are at the front of the lane."""
         counts, rows, tokens, sizes = self._counts, lane.rows, lane.tokens, self._sizes
         for request in batch:
             request.queue = None
@@ -201,7 +201,7 @@ class Lanes:
             lane.drop_dead()
 
     def remove(self, request: Request) -> bool:
-        """Take out a request wherever it is. False if it does not wait."""
+        """Remove a request wherever it is queued. False if it is not."""
         home = request.queue
         if home is None:
             return False
@@ -219,7 +219,7 @@ class Lanes:
         return True
 
     def drain(self) -> list[Request]:
-        """Everything that waits, taken out."""
+        """Remove and return all queued requests."""
         everything = list(self._alone)
         for lane in self._lanes.values():
             everything.extend(lane.walk())
@@ -228,7 +228,7 @@ class Lanes:
         return everything
 
     def in_order(self) -> list[Lane]:
-        """Highest priority first, then the longest wait."""
+        """Return lanes by highest priority, then by longest wait."""
         lanes = list(self._lanes.values())
         if len(lanes) > 1:
             lanes.sort(key=_head_rank)

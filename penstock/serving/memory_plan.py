@@ -1,8 +1,8 @@
-"""Whether what is to be loaded fits the GPUs' memory: needs and GPUs to a plan. Pure.
+"""Whether the models to load fit the GPUs' memory. Pure.
 
-A plan is made before anything is loaded, so a need is mostly an estimate and says so. What is
-loaded already is not in it: the driver no longer counts that as free. A reload has the old version
-and the new one loaded at the same time, so it needs room for both.
+A plan is made before loading, so most needs are estimates, marked as such. Loaded models are not in
+it: the driver no longer reports their memory as free. A reload has the old and the new version
+loaded at the same time, so it needs room for both.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from penstock.devices import Gpu
 
-# What one model brings to a GPU beyond its weights: the driver's context with its kernels, and
-# activations with the libraries' workspaces. Rather too little than too much: a model that is
-# refused though it would fit is worse than one that fails when it loads.
+# GPU memory of one model beyond its weights: the driver's context with its kernels, and activations
+# with the libraries' workspaces. Deliberately low: refusing a model that would fit is worse than
+# one that fails to load.
 CONTEXT_BYTES = 512 << 20
 WORKSPACE_BYTES = 256 << 20
-# Of a GPU that is too small.
+# Models named per GPU that is too small.
 MAX_NAMED = 5
 
 Source = Literal["configured", "evidence", "estimated"]
@@ -27,7 +27,7 @@ Source = Literal["configured", "evidence", "estimated"]
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one worker takes of a GPU's memory, and who says so."""
+    """GPU memory of one worker, and the source of that figure."""
 
     num_bytes: int
     source: Source
@@ -42,7 +42,7 @@ class Share:
     device: str
     num_workers: int
     need: Need
-    # Of the model there; more than workers where these have several slots. 0: as many as workers.
+    # Instances of the model there; more than workers if these have several slots. 0: as many.
     num_instances: int = 0
 
     @property
@@ -52,7 +52,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """One GPU, with what is to be loaded onto it, the largest first."""
+    """One GPU, with the models to load onto it, the largest first."""
 
     gpu: Gpu
     shares: tuple[Share, ...]
@@ -68,12 +68,12 @@ class GpuPlan:
 
     @property
     def fits(self) -> bool:
-        """True where nothing is asked of it, and where it does not tell its size."""
+        """True also if nothing is planned for it, or if its size is unknown."""
         return not self.shares or not self.gpu.total_bytes or self.needed_bytes <= self.room_bytes
 
 
 def make_plan(shares: Sequence[Share], gpus: Sequence[Gpu], reserve: float) -> tuple[GpuPlan, ...]:
-    """Each GPU with its shares. `reserve` is the share of its memory that is kept back."""
+    """Assign shares to GPUs. `reserve` is the share of each GPU's memory that is kept free."""
     return tuple(
         GpuPlan(
             gpu,
@@ -90,7 +90,7 @@ def make_plan(shares: Sequence[Share], gpus: Sequence[Gpu], reserve: float) -> t
 
 
 def shortages(plan: Sequence[GpuPlan]) -> list[str]:
-    """What does not fit, GPU by GPU, in sentences; none: everything does."""
+    """Describe each GPU whose models do not fit; empty: everything fits."""
     return [_shortage(each) for each in plan if not each.fits]
 
 

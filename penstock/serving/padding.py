@@ -1,4 +1,4 @@
-"""Sequences of different lengths in one batch: which bucket, how filled up, how cut back. Pure."""
+"""Padding sequences of different lengths to share a batch: buckets, padding and cropping. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.config import ModelConfig
 from penstock.types import DATATYPES, Array, Buffer
 
 Shapes = tuple[tuple[int, ...], ...]
-# An axis of an output, counted without the batch, that is as long as the padded axes.
+# An output axis, counted without the batch, whose length follows the padded axes.
 Crop = tuple[str, int]
 
 
 class Pads:
-    """The padding of one model, by the position of its inputs."""
+    """The padding of one model, by input index."""
 
     def __init__(self, config: ModelConfig) -> None:
         assert config.padding is not None
@@ -27,7 +27,7 @@ class Pads:
         names = [spec.name for spec in config.inputs]
         self.axes = tuple((names.index(each.input), each.axis) for each in config.padding.axes)
         self._dtypes = [DATATYPES[spec.datatype].numpy for spec in config.inputs]
-        # What each input is filled up with.
+        # Padding value of each input.
         self.values = {
             names.index(each.input): element(
                 config.inputs[names.index(each.input)].datatype, each.value
@@ -36,30 +36,30 @@ class Pads:
         }
 
     def length(self, row_shapes: Shapes) -> int | None:
-        """The one length of all padded axes; None if they differ."""
+        """Return the common length of all padded axes; None if they differ."""
         lengths = {row_shapes[index][axis] for index, axis in self.axes}
         return lengths.pop() if len(lengths) == 1 else None
 
     def row_tokens(self, length: int, bucket: int | None) -> int:
-        """What a row counts of a budget of tokens: its own length where padding is not computed,
-        else that of its bucket, if it has one; at least 1."""
+        """Return a row's share of a token budget: its own length if padding is not computed,
+        otherwise its bucket, if it has one; at least 1."""
         return max(1, length if bucket is None or self._is_packed else bucket)
 
     def warm_times(self, timings: Mapping[int, float], bucket: int) -> dict[int, float]:
-        """Of a bucket's warm-up by rows: by what batches are limited by, rows or tokens. Where
-        padding is not computed, no more tokens are run than a batch may have."""
+        """Convert a bucket's warm-up times by rows to the unit that limits batches, rows or tokens.
+        If padding is not computed, a batch never runs more tokens than its budget."""
         if self._max_tokens is None:
             return dict(timings)
         most = self._max_tokens if self._is_packed else math.inf
         return {int(min(rows * bucket, most)): timings[rows] for rows in sorted(timings)}
 
     def bucket(self, length: int) -> int | None:
-        """The smallest that holds it; None if none does, or if there is nothing to hold."""
+        """Return the smallest bucket that holds this length; None if none does, or for length 0."""
         index = bisect_left(self.buckets, length)
         return self.buckets[index] if length > 0 and index < len(self.buckets) else None
 
     def shapes(self, row_shapes: Shapes, length: int) -> Shapes:
-        """These shapes with every padded axis of this length."""
+        """Return these shapes with every padded axis set to this length."""
         sized = [list(shape) for shape in row_shapes]
         for index, axis in self.axes:
             sized[index][axis] = length
@@ -68,7 +68,7 @@ class Pads:
     def write(
         self, index: int, target: Buffer, data: Buffer, shape: Sequence[int], full: Sequence[int]
     ) -> None:
-        """`data`, rows of `shape`, into `target`, as many rows of the shape `full`."""
+        """Write `data`, rows of `shape`, into `target`, padded to rows of the shape `full`."""
         dtype = self._dtypes[index]
         rows = np.frombuffer(target, dtype).reshape(-1, *full)
         if index in self.values:
@@ -76,12 +76,12 @@ class Pads:
         rows[:, *map(slice, shape)] = np.frombuffer(data, dtype).reshape(-1, *shape)
 
     def read(self, index: int, source: Buffer, shape: Sequence[int], full: Sequence[int]) -> bytes:
-        """The rows of `shape` that `write` put there."""
+        """Return the rows of `shape` that `write` put there."""
         rows = np.frombuffer(source, self._dtypes[index]).reshape(-1, *full)
         return rows[:, *map(slice, shape)].tobytes()
 
     def filled(self, index: int, values: Array, full: Sequence[int]) -> Array:
-        """A copy of `values`, batch first, filled up to rows of the shape `full`."""
+        """Return a copy of `values`, batch first, padded to rows of the shape `full`."""
         if index not in self.values:
             return values
         rows = np.full((len(values), *full), self.values[index], self._dtypes[index])
@@ -90,18 +90,18 @@ class Pads:
 
 
 def element(datatype: str, value: float) -> Array:
-    """One element; of BF16 the bits."""
+    """Return one element of the datatype; for BF16 its bits."""
     if datatype == "BF16":
         return bf16_bits(np.array(value, np.float32))
     return np.array(value, DATATYPES[datatype].numpy)
 
 
 def bf16_bits(floats: Array) -> Array:
-    """FP32 to the bits of BF16, cut off rather than rounded."""
+    """Convert FP32 to the bits of BF16, truncated rather than rounded."""
     return (floats.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def cropped(name: str, values: Array, crops: Collection[Crop], length: int) -> Array:
-    """An output as long as it would be without padding; batch first."""
+    """Crop an output to its length without padding; batch first."""
     axes = range(values.ndim - 1)
     return values[:, *(slice(length if (name, axis) in crops else None) for axis in axes)]

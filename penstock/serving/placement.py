@@ -1,7 +1,7 @@
-"""Which instance of a model runs on which device: groups and the GPUs there are to devices. Pure.
+"""Which instance of a model runs on which device. Pure.
 
-`instance_group` may name GPUs, or say "each"; here that becomes one device for each instance. A
-batch goes to whichever instance is idle, so several GPUs serve a model side by side.
+`instance_group` may name GPUs, or mean each of them; here that becomes one device per instance. A
+batch goes to any idle instance, so several GPUs serve a model in parallel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_GPU = (
 
 
 def place(config: ModelConfig, gpus: Sequence[Gpu]) -> ModelConfig:
-    """With a device of this machine for each instance. What is placed already stays there."""
+    """Assign a device of this machine to each instance. Instances already placed stay there."""
     if not config.uses_gpu:
         return config
     known = {gpu.device for gpu in gpus}
@@ -44,7 +44,7 @@ def place(config: ModelConfig, gpus: Sequence[Gpu]) -> ModelConfig:
 
 
 def instances_by_device(config: ModelConfig) -> dict[str, list[int]]:
-    """Which instances, by their numbers, each device has."""
+    """Return the instance numbers of each device."""
     found: dict[str, list[int]] = {}
     for index, device in enumerate(config.devices):
         found.setdefault(device, []).append(index)
@@ -52,7 +52,7 @@ def instances_by_device(config: ModelConfig) -> dict[str, list[int]]:
 
 
 def told(config: ModelConfig, gpus: Sequence[Gpu]) -> str:
-    """Which instance runs where on a machine with these GPUs, in words."""
+    """Describe which instance runs where on a machine with these GPUs."""
     try:
         placed = place(config, gpus)
     except ConfigError as error:
@@ -65,7 +65,7 @@ def told(config: ModelConfig, gpus: Sequence[Gpu]) -> str:
 
 
 def briefly(config: ModelConfig) -> str:
-    """Where the instances are, for a narrow column."""
+    """Describe the devices for a narrow column."""
     devices = dict.fromkeys(config.devices)
     gpus = [device for device in devices if device != CPU]
     parts = gpus if len(gpus) < 2 else [f"{len(gpus)} GPUs"]

@@ -1,7 +1,7 @@
-"""Whether a request fits a model, and how its tensors lie in memory. Pure.
+"""Whether a request fits a model, and the memory layout of its tensors. Pure.
 
-A plan depends only on names, datatypes and shapes, so it is worked out once per combination and
-then looked up.
+A plan depends only on names, datatypes and shapes, so it is computed once per combination and then
+cached.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LENGTH = struct.Struct("<I")
 class Geometry:
     """Requests of one geometry can share a batch; compared by identity, interned by `Planner`.
 
-    With a `layout` their tensors lie in slab rows; without one each request has its own extents.
+    With a `layout` their tensors are in slab rows; without one each request has its own extents.
     """
 
     __slots__ = ("input_columns", "layout", "output_columns", "row_shapes")
@@ -49,23 +49,23 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How requests of one signature are laid out. `order` lists, per input of the model, the index
-    of the request's tensor; `sizes` are the bytes expected there (None: BYTES)."""
+    """The layout of requests of one signature. `order` lists, per input of the model, the index of
+    the request's tensor; `sizes` are the expected bytes (None: BYTES)."""
 
     geometry: Geometry
     num_rows: int
     order: tuple[int, ...]
     sizes: tuple[int | None, ...]
-    # The shapes of a row before it is padded to those of the geometry, and the length that differs.
+    # Row shapes before padding to those of the geometry, and the unpadded length.
     own_shapes: Shapes | None = None
     length: int = 0
-    # Of a budget of tokens; 0 where there is none.
+    # Share of a token budget; 0 without one.
     num_tokens: int = 0
 
 
 class Fit:
-    """A plan together with the outputs asked for: all that a request needs to be run. Compared by
-    identity; `has_fixed_outputs` when every answer to it has the same shapes."""
+    """A plan together with the requested outputs: all that is needed to run a request. Compared by
+    identity; `has_fixed_outputs`: every answer has the same shapes."""
 
     __slots__ = ("has_fixed_outputs", "plan", "selection")
 
@@ -76,18 +76,18 @@ class Fit:
 
 
 def fixed_outputs(config: ModelConfig) -> tuple[TensorSpec, ...]:
-    """The outputs that have columns in a slab, in the order of the columns."""
+    """Return the outputs that have columns in a slab, in column order."""
     return tuple(spec for spec in config.outputs if spec.is_fixed)
 
 
 def column_bytes(config: ModelConfig, row_shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Bytes of one row for every column: all inputs, then the fixed outputs."""
+    """Return the bytes of one row for every column: all inputs, then the fixed outputs."""
     inputs = [spec.row_bytes(shape) for spec, shape in zip(config.inputs, row_shapes, strict=True)]
     return tuple(inputs + [spec.row_bytes(spec.shape) for spec in fixed_outputs(config)])
 
 
 class Planner:
-    """Plans for one model; holds nothing but the cache."""
+    """Makes plans for one model; holds nothing but the cache."""
 
     def __init__(self, config: ModelConfig, slab_bytes: int) -> None:
         self._config = config
@@ -95,7 +95,7 @@ class Planner:
         self._has_rows = config.max_batch_size > 0 and all(
             spec.datatype != "BYTES" for spec in config.inputs
         )
-        # ONNX strings are UTF-8; a function before the model may take any bytes.
+        # ONNX strings are UTF-8; a preprocess function may take any bytes.
         self._needs_utf8 = config.backend == "onnxruntime" and config.preprocess is None
         self._inputs = {spec.name: index for index, spec in enumerate(config.inputs)}
         self._outputs = {spec.name: index for index, spec in enumerate(config.outputs)}
@@ -107,11 +107,11 @@ class Planner:
         self._all_outputs = tuple(range(len(config.outputs)))
         # Set once padding has been proven harmless.
         self.pads: Pads | None = None
-        # Counts tokens, also of what is not padded after all.
+        # Counts tokens, even if the rows are not padded.
         self._counter = Pads(config) if config.batching.max_tokens is not None else None
 
     def fit(self, request: Request) -> Fit:
-        """How to run the request; InvalidRequest if it does not fit the model."""
+        """Return how to run the request; InvalidRequest if it does not fit the model."""
         form = request.form
         known = self._fits.get(form)
         if known is not None:
@@ -121,7 +121,7 @@ class Planner:
         specs = self._config.outputs
         is_fixed = plan.geometry.layout is not None and all(specs[i].is_fixed for i in selection)
         fit = Fit(plan, selection, is_fixed)
-        # What a BYTES tensor holds is checked each time.
+        # The contents of BYTES tensors must be checked each time.
         if form is not None and None not in plan.sizes:
             if len(self._fits) >= MAX_PLANS:
                 self._fits.clear()
@@ -129,7 +129,7 @@ class Planner:
         return fit
 
     def plan(self, request: Request) -> Plan:
-        """The plan of a request whose buffers have the right sizes; InvalidRequest otherwise."""
+        """Return the plan of a request; InvalidRequest if it or its buffer sizes do not fit."""
         inputs = request.inputs
         if len(inputs) == 1:
             tensor = inputs[0]
@@ -150,7 +150,7 @@ class Planner:
         return plan
 
     def select_outputs(self, request: Request) -> tuple[int, ...]:
-        """Indices into the model's outputs that the request asked for; all, if it named none."""
+        """Return the indices of the requested outputs; all, if the request names none."""
         if not request.outputs:
             return self._all_outputs
         names = tuple(output.name for output in request.outputs)
@@ -209,18 +209,18 @@ class Planner:
         return Plan(geometry, num_rows, order, tuple(sizes), num_tokens=num_tokens)
 
     def _row_tokens(self, present: tuple[int, ...], shapes: Shapes, *, is_padded: bool) -> int:
-        """0 where there is no budget of tokens. Of lengths that differ the longest counts."""
+        """Return the tokens of a row, by its longest axis; 0 without a token budget."""
         if self._counter is None:
             return 0
         by_input = dict(zip(present, shapes, strict=True))
-        # An optional input may not be there.
+        # An optional input may be missing.
         lengths = [by_input[i][axis] for i, axis in self._counter.axes if i in by_input]
         longest = max(lengths, default=1)
         bucket = self._counter.bucket(longest) if is_padded else None
         return self._counter.row_tokens(longest, bucket)
 
     def bucket_geometry(self, length: int) -> Geometry | None:
-        """Of rows padded to this bucket; None where other axes are free too."""
+        """Return the geometry of rows padded to this bucket; None if other axes vary too."""
         assert self.pads is not None
         shapes = self.pads.shapes(tuple(spec.shape for spec in self._config.inputs), length)
         if any(size < 0 for shape in shapes for size in shape):
@@ -230,7 +230,7 @@ class Planner:
     def _padded(
         self, present: tuple[int, ...], own_shapes: Shapes, num_rows: int
     ) -> tuple[Geometry, int] | None:
-        """The geometry of the bucket and the own length; None if this is not to be padded."""
+        """Return the bucket's geometry and the row's own length; None if it is not padded."""
         if self.pads is None or len(present) < len(self._config.inputs):
             return None
         if any(0 in shape for shape in own_shapes):
@@ -243,7 +243,7 @@ class Planner:
         return (geometry, length) if geometry.layout is not None else None
 
     def _match(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Pairs (input of the model, tensor of the request), in the model's order."""
+        """Return pairs (input of the model, tensor of the request), in the model's order."""
         name = self._config.name
         if not tensors and self._inputs:
             raise InvalidRequest(
@@ -353,7 +353,7 @@ class Planner:
 
 
 def _count_bytes(data: Buffer, expected: int) -> str | int:
-    """How many elements a BYTES buffer holds, or in words what is wrong with it."""
+    """Count the elements of a BYTES buffer, or return what is wrong with it."""
     position, end, count = 0, len(data), 0
     while position < end:
         if end - position < 4:
@@ -368,10 +368,10 @@ def _count_bytes(data: Buffer, expected: int) -> str | int:
 
 
 def _find_invalid_utf8(data: Buffer) -> int | None:
-    """The first element of a BYTES buffer that is not UTF-8."""
+    """Return the index of the first element of a BYTES buffer that is not UTF-8."""
     whole = bytes(data)
     if whole.isascii():
-        return None  # Also the lengths, which are then short.
+        return None  # Length prefixes are included; they are ASCII only if short.
     for index, element in enumerate(split_bytes(whole)):
         try:
             element.decode()

@@ -1,10 +1,10 @@
-"""Tried out at load, on made-up inputs: may rows of this model share a batch, and may they be
+"""Trial runs at load on random inputs: may rows of this model share a batch, and may they be
 padded?
 
-Company: a row's answer must not change when the rows around it do. Same shapes, same position, so
-even rounding is the same. Padding: rows of several lengths, filled up to a bucket, must give what
-each gives alone and unpadded, up to a tolerance. What cannot be run on made-up inputs is not
-proven: it is batched as configured, with a note, and not padded.
+Batching: a row's answer must not change with the rows around it. Shapes and position stay the same,
+so even rounding is the same. Padding: rows of several lengths, padded to a bucket, must give what
+each gives alone and unpadded, up to a tolerance. A model that cannot run on random inputs is
+unproven: it is batched as configured, with a note, and not padded.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from penstock.types import DATATYPES, Array, TensorSpec
 from penstock.wire.frames import Proof, RequestPart
 
 SEED = 20
-# Of axes that may have any size: the first with which the model runs.
+# Sizes of variable axes: the first with which the model runs is used.
 SIZES = (16, 64, 224)
-# Made-up integers are below this. They may be indices, flags or masks: the first that gives finite
-# numbers.
+# Random integers are below this. They may be indices, flags or masks: the first limit that gives
+# finite outputs is used.
 INTEGERS = (2, 100)
 NUM_ROWS = 3
-# Of what a model says when it fails.
+# Characters of a model's error that are kept.
 MAX_CHARS = 200
-# Of the largest value. Rounding differs between shapes, so padding needs room.
+# Relative to the largest value. Rounding differs between shapes, so padding needs a tolerance.
 PADDING_TOLERANCE = {"FP64": 1e-6, "FP32": 1e-3, "FP16": 1e-2, "BF16": 5e-2}
-# GPUs convolve in TF32, with other kernels for other shapes.
+# GPUs convolve in TF32, with different kernels for different shapes.
 GPU_PADDING_TOLERANCE = {**PADDING_TOLERANCE, "FP32": 5e-3}
 COMPANY_TOLERANCE = {"FP64": 1e-9, "FP32": 1e-5, "FP16": 1e-3, "BF16": 1e-2}
 
 
 class Difference(Exception):
-    """What was to be equal is not."""
+    """Outputs that should be equal are not."""
 
 
 class Unproven(Exception):
@@ -47,8 +47,9 @@ class Unproven(Exception):
 
 
 def prove(config: ModelConfig, runner: Runner) -> Proof:
-    """Never raises for what the model does with made-up inputs. Of a model with
-    functions around it, the model is tried out, and the runner then told whether to pad."""
+    """Try out a model; never raises because of its behaviour on random inputs. For a model with
+    functions around it, the model itself is tried out, and the runner is then told whether to
+    pad."""
     if isinstance(runner, Processed):
         proof = prove(config.model, runner.inner)
         apply_proof(runner, proof)
@@ -79,8 +80,8 @@ def prove(config: ModelConfig, runner: Runner) -> Proof:
 
 
 def apply_proof(runner: Runner, proof: Proof) -> None:
-    """Tell a runner that pads or cuts by itself that it may, also where the proof is an earlier
-    one; for all others the server's core pads, and the worker cuts."""
+    """Tell a runner that pads or crops itself whether it may, also with an earlier proof; for all
+    others the server's core pads, and the worker crops."""
     if isinstance(runner, Processed) and not proof.unpadded:
         runner.allow_padding(proof.crops)
     model: object = model_in(runner)
@@ -89,7 +90,7 @@ def apply_proof(runner: Runner, proof: Proof) -> None:
 
 
 def agreed(proofs: Sequence[Proof]) -> Proof:
-    """What all instances of a model may do."""
+    """Combine proofs into what all instances of a model may do."""
     first = proofs[0]
     unpadded = next((proof.unpadded for proof in proofs if proof.unpadded), "")
     if any(proof.crops != first.crops for proof in proofs):
@@ -103,13 +104,13 @@ def agreed(proofs: Sequence[Proof]) -> Proof:
 
 
 class Trial:
-    """One model, run on made-up rows."""
+    """One model, run on random rows."""
 
     def __init__(self, config: ModelConfig, runner: Runner) -> None:
         self._config = config
         self._runner = runner
         self._random = np.random.default_rng(SEED)
-        # Between answers to batches of different shapes.
+        # For comparing answers to batches of different shapes.
         is_on_gpu = config.device != CPU
         self._shapes_tolerance = GPU_PADDING_TOLERANCE if is_on_gpu else PADDING_TOLERANCE
         # Why it cannot be tried out at all.
@@ -120,7 +121,7 @@ class Trial:
             self._cannot = "it takes BYTES"
 
     def check_company(self) -> None:
-        """Difference, if other rows before or behind a row change its answer."""
+        """Raise Difference if other rows before or after a row change its answer."""
         num_rows = min(NUM_ROWS, self._config.max_batch_size)
         shapes, limit = self._runnable(num_rows)
         row = self._rows(shapes, 1, limit)
@@ -146,8 +147,8 @@ class Trial:
             raise Unproven("the same batch does not give the same answers twice") from None
 
     def check_padding(self, pads: Pads) -> tuple[Crop, ...]:
-        """How to cut the outputs back; Difference, if padding changes answers. Integers that are
-        all the same are tried first, for they may be a mask."""
+        """Return how to crop the outputs; raise Difference if padding changes answers. All-equal
+        integers are tried first, since they may be a mask."""
         if self._cannot:
             raise Unproven(self._cannot)
         reasons: list[str] = []
@@ -161,8 +162,7 @@ class Trial:
         raise Unproven(reasons[0])
 
     def _check_padding(self, pads: Pads, shapes: Shapes, limit: int) -> tuple[Crop, ...]:
-        """The rows that need most filling show most, so those are tried: one element, and one more
-        than a bucket."""
+        """Check the lengths that need the most padding: one element, and one more than a bucket."""
         crops: set[Crop] = set()
         seen: list[Outputs] = []
         for lengths, bucket in _cases(pads.buckets, self._config.max_batch_size):
@@ -188,8 +188,8 @@ class Trial:
         return tuple(sorted(crops))
 
     def _padded_rows(self, pads: Pads, shapes: Shapes, length: int, limit: int) -> list[Array]:
-        """One row of this length. Integers are not what is filled up with: a mask that marks what
-        is there as filling would say nothing about the filling."""
+        """Return one row of this length. Its integers differ from the padding value: a mask that
+        marks real elements as padding would prove nothing."""
         rows = self._rows(pads.shapes(shapes, length), 1, limit)
         for index, value in pads.values.items():
             spec = self._config.inputs[index]
@@ -208,7 +208,7 @@ class Trial:
         return tuple(tuple(size if n < 0 else n for n in shape) for shape in self._shapes())
 
     def _runnable(self, num_rows: int) -> tuple[Shapes, int]:
-        """Shapes and a limit of integers with which the model gives finite numbers."""
+        """Return shapes and an integer limit with which the model gives finite outputs."""
         if self._cannot:
             raise Unproven(self._cannot)
         specs = self._config.inputs
@@ -244,7 +244,8 @@ class Trial:
         return values.astype(dtype)
 
     def _run(self, rows: Sequence[Array]) -> dict[str, Array]:
-        """Outputs as they are; Unproven, if it fails or gives something else than configured."""
+        """Return the outputs; raise Unproven if the model fails or its outputs do not match the
+        configuration."""
         names = [spec.name for spec in self._config.inputs]
         num_rows = len(rows[0]) if rows else 0
         for values in rows:
@@ -254,7 +255,7 @@ class Trial:
             inputs = dict(zip(names, rows, strict=True))
             (answer,) = self._runner.start(Batch(inputs, num_rows, [part])).wait()
             return _rows_of(self._config, answer, num_rows)
-        except Exception as error:  # Whatever a model does with inputs that it was not made for.
+        except Exception as error:  # A model may do anything with inputs that it was not made for.
             raise Unproven(f"it fails on made-up inputs: {first_line(error)[:MAX_CHARS]}") from None
 
     def _compare(self, left: Outputs, right: Outputs, limits: Mapping[str, float]) -> None:
@@ -271,7 +272,7 @@ class Trial:
 
 
 def _cases(buckets: Sequence[int], max_rows: int) -> Iterator[tuple[list[int], int]]:
-    """Lengths that share a batch, and the bucket they share."""
+    """Yield lengths that share a batch, and their bucket."""
     below = 0
     chosen = {buckets[0], buckets[len(buckets) // 2], buckets[-1]}
     for full in buckets:
@@ -282,7 +283,7 @@ def _cases(buckets: Sequence[int], max_rows: int) -> Iterator[tuple[list[int], i
 
 
 def _crops(alone: Outputs, padded: Outputs, lengths: tuple[int, int]) -> set[Crop]:
-    """The axes of the outputs that are as long as the padded ones."""
+    """Return the output axes whose length follows the padded ones."""
     crops: set[Crop] = set()
     for name, values in alone.items():
         before, after = values.shape[1:], padded[name].shape[1:]
@@ -299,7 +300,7 @@ def _crops(alone: Outputs, padded: Outputs, lengths: tuple[int, int]) -> set[Cro
 
 
 def _rows_of(config: ModelConfig, answer: Outputs | PerRequest, num_rows: int) -> dict[str, Array]:
-    """Copies, so that the next run may use the same memory."""
+    """Return copies, so that the next run may reuse the memory."""
     if isinstance(answer, PerRequest):
         raise BackendFailed("it answers request by request")
     outputs: dict[str, Array] = {}
@@ -312,9 +313,9 @@ def _rows_of(config: ModelConfig, answer: Outputs | PerRequest, num_rows: int) -
 
 
 def _check_varied(answers: Sequence[Outputs]) -> None:
-    """Unproven, if all rows have the same answer: then it says nothing that it stayed the same."""
+    """Raise Unproven if all rows have the same answer: then equal answers prove nothing."""
     for name in answers[0]:
-        # A row of a 1-D output is no array.
+        # A row of a 1-D output is a scalar.
         rows = [np.asarray(row) for answer in answers for row in answer[name]]
         by_shape: dict[tuple[int, ...], set[bytes]] = {}
         for row in rows:
@@ -326,7 +327,7 @@ def _check_varied(answers: Sequence[Outputs]) -> None:
 
 
 def _content(values: Array) -> bytes:
-    """Bytes that are equal for equal values; those of an array of objects are addresses."""
+    """Return bytes that are equal for equal values; an object array's own bytes are addresses."""
     return repr(values.tolist()).encode() if values.dtype.kind == "O" else values.tobytes()
 
 
@@ -348,7 +349,7 @@ def _is_finite(spec: TensorSpec, outputs: Outputs) -> bool:
 
 
 def _difference(spec: TensorSpec, left: Array, right: Array) -> float:
-    """The largest, as a share of the largest value; not finite counts as everything."""
+    """Return the largest difference relative to the largest value; infinite if not finite."""
     if left.shape != right.shape:
         return float("inf")
     if not left.size or spec.datatype == "BYTES":

@@ -1,18 +1,18 @@
-"""How long no instance of a model was idle: what tells waiting for an instance from waiting for
-company. Pure: time is an argument."""
+"""Time during which no instance of a model was idle: separates waiting for an instance from waiting
+for a batch to fill. Pure: time is an argument."""
 
 from __future__ import annotations
 
 
 class Saturation:
-    """A clock that runs only while no instance is idle; at first none is. The difference of two
-    readings is the part of the time between them during which nothing could have been started."""
+    """A clock that runs only while no instance is idle, as at the start. The difference of two
+    readings is the part of the time between them in which nothing could have been started."""
 
     __slots__ = ("_base_s", "is_saturated")
 
     def __init__(self, now: float) -> None:
         self.is_saturated = True
-        # Less the time at which the clock began to run, while it runs.
+        # Accumulated time; while the clock runs, minus the time at which it started.
         self._base_s = -now
 
     def at(self, now: float) -> float:

@@ -2,7 +2,7 @@
 
 A slab is laid out as rows x tensors: one column per fixed input and output, each column contiguous,
 so that adjacent rows are a batch without a copy. A spill segment holds extents of any size.
-`Extents` and `Layout` decide and are pure; `Segment` is the memory; `SlabPool` belongs to the
+`Extents` and `Layout` only compute and are pure; `Segment` is the memory; `SlabPool` belongs to the
 core's loop.
 """
 
@@ -42,7 +42,7 @@ class Extents:
         return sum(self._sizes)
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of a new extent, or None when no hole is large enough."""
+        """Return the offset of a new extent, or None when no hole is large enough."""
         wanted = max(aligned(nbytes), ALIGNMENT)
         for index, size in enumerate(self._sizes):
             if size < wanted:
@@ -72,7 +72,7 @@ class Extents:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the rows of each column lie in a slab of `capacity` rows."""
+    """The position of each column's rows in a slab of `capacity` rows."""
 
     capacity: int
     row_bytes: tuple[int, ...]
@@ -90,7 +90,7 @@ class Layout:
 
     @classmethod
     def fitting(cls, row_bytes: Sequence[int], nbytes: int, max_rows: int) -> Layout | None:
-        """The layout with the most rows, at most `max_rows`, that fits; None if not even one."""
+        """Return the layout with the most rows, up to `max_rows`, that fits; None if none does."""
         rows = min(max_rows, nbytes // max(1, sum(row_bytes)))
         while rows > 0:
             layout = cls.of(row_bytes, rows)
@@ -101,7 +101,7 @@ class Layout:
 
 
 class Segment:
-    """Anonymous shared memory: a memfd, mapped. Nobody without the descriptor can open it."""
+    """Anonymous shared memory: a mapped memfd. It can be opened only through its descriptor."""
 
     def __init__(self, nbytes: int, fd: int | None = None) -> None:
         self.nbytes = max(nbytes, ALIGNMENT)
@@ -122,12 +122,12 @@ class Segment:
             self.view.release()
             self.map.close()
         except BufferError:
-            pass  # A numpy view is still alive; the map goes with it.
+            pass  # A numpy view is still alive; the map is freed with it.
 
 
 class Slab:
-    """One segment and the rows taken from it. Rows are handed out upwards and come back in any
-    order; the slab starts again from row 0 when none is held."""
+    """One segment and its rows. Rows are handed out in ascending order and returned in any order;
+    the slab restarts at row 0 when none is held."""
 
     __slots__ = (
         "geometry",
@@ -153,7 +153,7 @@ class Slab:
 
 
 class Place:
-    """`count` rows from `row` on in `slab`, held by one request."""
+    """`count` rows of `slab` from `row` on, held by one request."""
 
     __slots__ = ("count", "row", "slab")
 
@@ -166,8 +166,8 @@ class Place:
 class SlabPool:
     """The slabs of one model, shared by all its shapes; one slab is open per shape in use.
 
-    `max_slabs` bounds what waiting requests may fill. A batch that is dispatched while all are full
-    of other waiting requests gets one more, so a dispatch never waits for itself; there is at most
+    `max_slabs` limits what queued requests may fill. A batch that is dispatched while all are full
+    of other queued requests gets one more, so a dispatch never waits for itself; there is at most
     one such slab per batch in flight.
     """
 
@@ -191,7 +191,8 @@ class SlabPool:
     def place(
         self, geometry: object, layout: Layout, count: int, *, is_needed: bool = False
     ) -> Place | None:
-        """Rows for one request; None when all slabs are taken, unless the rows `is_needed`."""
+        """Return rows for one request; None when all slabs are taken, unless the rows
+        `is_needed`."""
         slab = self._open.get(geometry)
         if slab is None or slab.next_row + count > layout.capacity:
             if slab is not None:
@@ -209,8 +210,8 @@ class SlabPool:
         return place
 
     def dispatched(self, place: Place) -> None:
-        """The rows are with a worker. A slab that nobody else waits in is closed, so the next
-        requests start a fresh one at row 0 and stay adjacent."""
+        """Record that the rows are with a worker. A slab without other queued rows is closed, so
+        that the next requests start a fresh one at row 0 and stay adjacent."""
         slab = place.slab
         slab.num_waiting -= place.count
         if slab.num_waiting == 0 and slab.is_open and self.num_in_use != self._max_slabs:

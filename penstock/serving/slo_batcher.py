@@ -1,10 +1,10 @@
-"""Which waiting requests run together, and which are refused, so that the others keep the SLO.
+"""Which queued requests run together, and which are refused, so that the others keep the SLO.
 
 *slo* mode: predicts from T(b) (`batch_times`) when a request would be answered and refuses at
-arrival what cannot be in time; dispatches eagerly; under backlog drops those at the head that would
-be late instead of shrinking the batch for them. Sizes are rows, or tokens where batches have a
-budget of them: T(b) goes by those, and rows are limited beside. The same calls as
-`batcher.Batcher`, and `observe`, `ended` and `seed` for what it learns. Pure: time is an argument.
+arrival requests that would be late; dispatches eagerly; under backlog drops late requests at the
+head instead of shrinking the batch for them. Sizes are rows, or tokens if batches have a token
+budget: T(b) is a function of those, and rows are limited as well. Has the interface of
+`batcher.Batcher` and learns from `observe`, `ended` and `seed`. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -22,36 +22,35 @@ from penstock.serving.batch_times import BatchTimes, Spread
 from penstock.serving.lanes import Closed, Lane, Lanes
 from penstock.types import Request
 
-# The share of the SLO kept free at admission for what happens between client and event loop: at 10x
-# load on two cores, with 8 %, 99.9 % took less than the promised 50 ms in here and the client still
-# saw a p99 of 51 ms.
+# Share of the SLO kept free at admission for delays between client and event loop: at 10x load on
+# two cores, with 8 %, 99.9 % took less than the promised 50 ms in here and the client still saw a
+# p99 of 51 ms.
 MIN_MARGIN = 0.10
-# Times the spread of a batch (how much longer the slowest hundredth takes), kept free at admission
-# if that is more: the batch ahead varies too.
+# Multiple of a batch's spread (how much longer the slowest 1 % take), kept free at admission if
+# that is more: the batch ahead varies too.
 SPREADS = 1.5
-# Smaller batches leave room for the spread, and cost throughput: at most this share of it. Where
+# Smaller batches leave room for the spread but cost throughput: at most this share of it. Where
 # that is not enough, the slowest batches miss the SLO.
 MAX_COST = 0.3
-# A request has waited unseen while the event loop was busy with others or waited for a processor:
-# the longest such time of the last seconds, up to this part of the SLO, is kept free as well. On
-# two cores with ten other busy processes the loop ran for 1.2 s of 8 s and waited for a processor
-# for 1 s to 3 s (2026-11-16); the longest waits were 20 ms to 200 ms. Keeping all of that free
-# would refuse everything.
+# A request waits unseen while the event loop is busy with others or not scheduled by the OS: the
+# longest such time of the last seconds, up to this share of the SLO, is kept free as well. On two
+# cores with ten other busy processes the loop ran for 1.2 s of 8 s and waited for a processor for 1
+# s to 3 s (2026-11-16); the longest waits were 20 ms to 200 ms. Keeping all of that free would
+# refuse everything.
 MAX_LAG = 0.2
-# Of the SLO, kept free when the size of a batch is chosen.
+# Share of the SLO kept free when choosing the size of a batch.
 AIM_MARGIN = 0.05
 REFRESH_S = 1.0
-# Arrivals are averaged over about this time.
+# Time constant of the average arrival rate.
 ARRIVALS_S = 0.1
-# One batch in so many may run a size for the sake of its time; only below this share of capacity.
+# One batch in EXPLORE_EVERY may explore a size to learn its time, only below this load.
 EXPLORE_EVERY = 64
 EXPLORE_BELOW = 0.5
 MAX_PACES = 512
 
 
 class Pace:
-    """What is known about one geometry: its T(b), the size to aim at, how fast rows (or tokens)
-    arrive."""
+    """What is known about one geometry: T(b), target size, arrival rate in rows (or tokens)."""
 
     __slots__ = ("_arrived_at", "arrivals_per_s", "target_size", "target_s", "times")
 
@@ -67,16 +66,16 @@ class Pace:
         return self.target_s / self.target_size
 
     def work_s(self, size: int) -> float:
-        """Of a request among others; one that is larger than the batch aimed at has its own."""
+        """Return the time of a request within a target batch; a larger one has its own batch."""
         return self.unit_s * size if size <= self.target_size else self.times.mean_s(size)
 
     def aim(self, limit_s: float, max_size: int) -> None:
-        """The largest batch that takes no longer than this."""
+        """Target the largest batch that takes no longer than this."""
         self._set_target(min(max_size, self.times.largest_within(limit_s)))
 
     def aim_lower(self, limit_s: float) -> None:
-        """Aim at the largest batch that takes no longer than this, or at the smallest that does
-        not cost more throughput than is allowed."""
+        """Target the largest batch that takes no longer than this, or the smallest that does not
+        cost more throughput than MAX_COST."""
         least_per_s = (1 - MAX_COST) / self.unit_s if self.unit_s > 0 else 0.0
         size = self.times.largest_within(limit_s)
         while size < self.target_size and size < least_per_s * self.times.mean_s(size):
@@ -94,7 +93,7 @@ class Pace:
 
 
 class SloBatcher:
-    """Owned by the core's event loop. `num_executors` follows the instances that are ready."""
+    """Owned by the core's event loop. `num_executors` follows the number of ready instances."""
 
     def __init__(self, policy: BatchPolicy, num_executors: int = 1) -> None:
         assert policy.slo_latency_s is not None
@@ -103,33 +102,33 @@ class SloBatcher:
         self._max_rows = policy.max_batch_size if policy.is_dynamic else 1
         self._has_budget = policy.max_tokens is not None
         self._max_size = policy.max_tokens or self._max_rows
-        # Of a request: what T(b) goes by.
+        # Size of a request in the unit of T(b).
         self._size: Callable[[Request], int] = attrgetter(
             "num_tokens" if self._has_budget else "num_rows"
         )
         self._lanes = Lanes(policy)
         self._prior = BatchTimes(policy.max_tokens or policy.max_batch_size)
         self._paces: dict[object, Pace] = {}
-        # Predicted end and start of the batches that run; sorted.
+        # Predicted end and start of the running batches; sorted.
         self._running: list[tuple[float, float]] = []
-        # Deadlines: those of the SLO come in order, shorter ones of single requests do not.
+        # Deadlines: those of the SLO arrive in order, shorter ones of single requests do not.
         self._deadlines: deque[tuple[float, Request]] = deque()
         self._short_deadlines: list[tuple[float, int, Request]] = []
         self._dropped: list[Request] = []
-        # Time that everything in the lanes takes one executor; those that left since are counted.
+        # Time that everything queued takes one executor; includes requests that have left since.
         self._work_s = 0.0
         self._num_added = 0
         self._num_batches = 0
         self._spread = Spread()
-        # The slowest hundredth of the batches takes this many times the mean, or more.
+        # The slowest 1 % of batches take at least this many times the mean.
         self._inflation = 1.0
-        # When the first request came for which the caller has not asked `expire` yet.
+        # Arrival of the first request since the caller last asked `expire`.
         self._turn_began: float | None = None
         self._lag_s = 0.0
         self._refresh_at = -math.inf
         self.num_executors = num_executors
         self.wake_at: float | None = None
-        # Why the last batch took no more; None: everything of its shape.
+        # Why the last batch took no more; None: it took everything of its shape.
         self._limit: Closed | None = None
         self._full: Closed = "full" if policy.is_dynamic else "unbatched"
         self.closed_by: Closed = "queue empty"
@@ -151,8 +150,8 @@ class SloBatcher:
         return None if first == math.inf else first
 
     def seed(self, timings: Mapping[int, float], geometry: object = None) -> None:
-        """Times from warm-up, in seconds by size; of one geometry, or of any. Rows are those of the
-        batch ladder, tokens any."""
+        """Seed batch times from warm-up, in seconds by size; for one geometry, or for all. Rows are
+        those of the batch ladder, tokens are arbitrary."""
         pace = self._pace(geometry) if geometry is not None else None
         times = self._prior if pace is None else pace.times
         if self._has_budget:
@@ -164,10 +163,10 @@ class SloBatcher:
             self._aim(pace)
 
     def observe(self, geometry: object, size: int, started: float, now: float) -> None:
-        """A batch of this geometry is done."""
+        """Record that a batch of this geometry is done."""
         self.ended(started)
         if self._has_budget and size > self._max_size:
-            return  # A request that is larger than a batch by itself: no size for T(b).
+            return  # A single request beyond the token budget: not a size of T(b).
         self._prior.observe(size, now - started, now)
         pace = self._pace(geometry)
         was_known = pace.times.is_known
@@ -180,24 +179,24 @@ class SloBatcher:
             self._aim(pace)
 
     def ended(self, started: float) -> None:
-        """A batch is over, however it ended."""
+        """Record that a batch ended, successfully or not."""
         for index, (_, its_start) in enumerate(self._running):
             if its_start == started:
                 del self._running[index]
                 return
 
     def count_executors(self, num_ready: int, now: float) -> None:
-        """So many batches can run at once from now on."""
+        """Set how many batches can run at once from now on."""
         self.num_executors = max(1, num_ready)
 
     def add(self, request: Request, geometry: object, now: float) -> None:
-        """Queue the request, or raise Overloaded because it would be late."""
+        """Queue the request, or raise Overloaded if it would be late."""
         if now >= self._refresh_at:
             self._refresh(now)
         self._lanes.admit(request)
         pace = self._pace(geometry)
         pace.arrived(self._size(request), now)
-        # An idle model takes anything: a wrong prediction must not lock everybody out for ever.
+        # An idle model takes anything: a wrong prediction must not refuse all requests for ever.
         if self._lanes.num_waiting or len(self._running) >= self.num_executors:
             self._check(request, geometry, pace, now)
         self._lanes.append(request, geometry)
@@ -207,34 +206,34 @@ class SloBatcher:
         self._expect(request)
 
     def rerun_alone(self, request: Request) -> None:
-        """Run this request again, before all others and in a batch of its own."""
+        """Rerun this request before all others, in a batch of its own."""
         self._lanes.append_alone(request)
 
     def put_back(self, requests: list[Request], geometry: object) -> None:
-        """Undo a `next` whose batch could not be dispatched whole; order is kept."""
+        """Undo a `next` whose batch could not be dispatched whole, keeping the order."""
         self._lanes.put_back(requests, geometry)
         self.closed_by = "no room"
         for request in requests:
             self._expect_early(request)
 
     def remove(self, request: Request) -> bool:
-        """Take out a request that need not run. False if it does not wait here."""
+        """Remove a request that need not run. False if it is not queued here."""
         if request in self._dropped:
             self._dropped.remove(request)
             return True
         return self._lanes.remove(request)
 
     def note_wait(self, waited_s: float) -> None:
-        """The event loop has waited so long for a processor, and requests with it."""
+        """Record that the event loop, and so its requests, waited this long for a processor."""
         self._lag_s = max(self._lag_s, min(waited_s, MAX_LAG * self._slo_s))
 
     def take_dropped(self) -> list[Request]:
-        """Those that `next` left out because they would be late, to be refused."""
+        """Return the requests that `next` dropped because they would be late, to be refused."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def expire(self, now: float) -> list[Request]:
-        """Those to refuse: dropped by `next`, or past their deadline."""
+        """Return the requests to refuse: dropped by `next`, or past their deadline."""
         self._note_turn(now)
         refused, self._dropped = self._dropped, []
         deadlines, short = self._deadlines, self._short_deadlines
@@ -245,12 +244,12 @@ class SloBatcher:
         return refused
 
     def drain(self) -> list[Request]:
-        """Everything that waits, taken out; also what was dropped and not yet refused."""
+        """Remove and return all queued requests, including dropped ones not refused yet."""
         dropped, self._dropped = self._dropped, []
         return dropped + self._lanes.drain()
 
     def next(self, now: float) -> list[Request] | None:
-        """The batch to run now on a free instance; None when there is none (see `wake_at`)."""
+        """Return the batch to run now on a free instance; None if there is none (see `wake_at`)."""
         if now >= self._refresh_at:
             self._refresh(now)
         batch = self._next_batch(now)
@@ -259,7 +258,7 @@ class SloBatcher:
         return batch
 
     def waiting(self) -> list[Lane]:
-        """The lanes, in the order in which they are served."""
+        """Return the lanes in serving order."""
         return self._lanes.in_order()
 
     @property
@@ -268,13 +267,13 @@ class SloBatcher:
 
     @property
     def paces(self) -> Mapping[object, Pace]:
-        """What is known of each geometry seen lately."""
+        """Statistics of each geometry seen recently."""
         return self._paces
 
     # Admission.
 
     def _check(self, request: Request, geometry: object, pace: Pace, now: float) -> None:
-        """Refuse what is predicted to be late."""
+        """Refuse a request that is predicted to be late."""
         lane, size = self._lanes.get(geometry), self._size(request)
         ahead = sum(self._sizes(lane)[: request.priority + 1]) if lane is not None else 0
         target, target_s = self._full_batch(lane, pace)
@@ -286,7 +285,7 @@ class SloBatcher:
         if len(self._lanes) > (lane is not None):
             others_s = self._work_s - (self._waiting_s(lane) if lane is not None else 0.0)
             start += max(0.0, others_s) / self.num_executors
-        # Others join before it starts.
+        # Others will join its batch before it starts.
         joining = in_mine + size + pace.arrivals_per_s * (start - now)
         own_s = pace.times.mean_s(max(size, min(joining, target)))
         finish = start + own_s
@@ -302,22 +301,22 @@ class SloBatcher:
 
     @property
     def _usable_s(self) -> float:
-        """The part of the SLO that is left for waiting and computing."""
+        """The part of the SLO that is left for queueing and computing."""
         return (1 - AIM_MARGIN) * self._slo_s - self._lag_s
 
     def _margin_s(self, batch_s: float) -> float:
-        """Kept free of the SLO for a batch that takes this long on average."""
+        """Return the part of the SLO kept free for a batch that takes this long on average."""
         return max(MIN_MARGIN * self._slo_s, self._spread_s(batch_s, SPREADS))
 
     def _spread_s(self, batch_s: float, times: float = 1.0) -> float:
-        """How much longer such a batch may take, as far as the SLO has room for it: more would
+        """Return how much longer such a batch may take, capped by the room in the SLO: more would
         refuse everything."""
         room_s = self._usable_s - batch_s * (1 + 1 / self.num_executors)
         return max(0.0, min(times * (self._inflation - 1) * batch_s, room_s))
 
     def _free_at(self, turn: int, now: float) -> float:
-        """When the executor that is free after `turn` others will be. One that is late is believed
-        to stay as long again."""
+        """Return when the executor after `turn` others becomes free. An overdue one is expected to
+        take as long again as it is overdue."""
         busy = turn - (self.num_executors - len(self._running))
         if busy < 0:
             return now
@@ -330,12 +329,12 @@ class SloBatcher:
             self._turn_began = None
 
     def _sizes(self, lane: Lane) -> Sequence[int]:
-        """Of those that wait, by level."""
+        """Return the queued sizes by level."""
         return lane.tokens if self._has_budget else lane.rows
 
     def _full_batch(self, lane: Lane | None, pace: Pace) -> tuple[int, float]:
-        """Size and time of the batches that the lane makes: as aimed at, or less where the most
-        rows that a batch may have are shorter than that, but never less than a request."""
+        """Return size and time of the batches that the lane forms: the target size, or less if the
+        row limit is reached first, but never less than a request."""
         if lane is None:
             return pace.target_size, pace.target_s
         size, waiting = pace.target_size, sum(self._sizes(lane))
@@ -397,14 +396,15 @@ class SloBatcher:
         return None
 
     def _reached(self, batch: Sequence[Request], size: int) -> Closed | None:
-        """Why it took no more: it is as large as any may be, or what forming it found."""
+        """Return why the batch took no more: a hard limit, or what forming it found."""
         if sum(request.num_rows for request in batch) >= self._max_rows:
             return self._full
         return "token budget" if size >= self._max_size else self._limit
 
     def _is_backlogged(self, lane: Lane, pace: Pace) -> bool:
-        """More waits than the batch aimed at, and it will not pass: several executors that together
-        are fast enough serve more without drops, in batches as large as the head allows."""
+        """Whether more than a target batch is queued and the backlog will not clear by itself.
+        Several executors that are fast enough together serve it without drops, in batches as large
+        as the head allows."""
         size, batch_s = self._full_batch(lane, pace)
         if sum(self._sizes(lane)) <= size and sum(lane.rows) <= self._max_rows:
             return False
@@ -412,7 +412,7 @@ class SloBatcher:
         return self.num_executors == 1 or load > self.num_executors
 
     def _form_from_backlog(self, lane: Lane, pace: Pace, now: float) -> list[Request]:
-        """A batch of the size aimed at; whoever would be late in it is dropped."""
+        """Form a batch of the target size and drop requests that would be late in it."""
         batch: list[Request] = []
         late: list[Request] = []
         num_rows = size = 0
@@ -437,7 +437,7 @@ class SloBatcher:
         return batch
 
     def _form_from_all(self, lane: Lane, pace: Pace, now: float) -> list[Request]:
-        """As many as can run without making the most urgent of them late."""
+        """Take as many requests as can run without making the most urgent one late."""
         batch: list[Request] = []
         late: list[Request] = []
         num_rows, size, deadline = 0, 0, math.inf
@@ -461,7 +461,7 @@ class SloBatcher:
                 if finish - now <= self._allowed_s(request):
                     late.append(request)
                     continue
-                # Even an idle model would be late: it was let in to find out whether that is so.
+                # Even an idle model would be late: it was admitted to test that prediction.
             batch.append(request)
             num_rows, size = num_rows + request.num_rows, next_size
             deadline = min(deadline, its_deadline)
@@ -469,7 +469,7 @@ class SloBatcher:
         return batch
 
     def _explored(self, lane: Lane, pace: Pace, now: float) -> int:
-        """The largest batch or, rarely and at low load, one whose time is not known well."""
+        """Return the largest size or, rarely and at low load, one whose time is poorly known."""
         if (self._num_batches + 1) % EXPLORE_EVERY or pace.target_s <= 0:
             return self._max_size
         head = next(lane.walk())
@@ -490,10 +490,10 @@ class SloBatcher:
     def _note_running(self, now: float, duration_s: float) -> None:
         self._num_batches += 1
         if len(self._running) >= self.num_executors:
-            del self._running[0]  # Somebody is free, so this one must have ended.
+            del self._running[0]  # An executor is free, so this batch must have ended.
         insort(self._running, (now + duration_s, now))
 
-    # What is aimed at.
+    # Target sizes.
 
     def _pace(self, geometry: object) -> Pace:
         pace = self._paces.get(geometry)
@@ -512,8 +512,8 @@ class SloBatcher:
             self._aim(pace)
 
     def _aim(self, pace: Pace) -> None:
-        """T(b)(1 + 1/N) and the spread within the SLO: a request waits for the first of N to be
-        free, then runs, and may be among the slowest."""
+        """Fit T(b)(1 + 1/N) and the spread into the SLO: a request waits for the first of N
+        executors to be free, then runs, and may be among the slowest."""
         num_batches = 1 + 1 / self.num_executors
         limit_s = self._usable_s
         pace.aim(limit_s / num_batches, self._max_size)

@@ -1,1 +1,1 @@
-"""Bytes to requests and back. Pure: no sockets, no clock, no threads."""
+"""Encoding and decoding of requests and answers. Pure: no sockets, no clock, no threads."""

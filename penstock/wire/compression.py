@@ -7,13 +7,13 @@ import zlib
 from penstock.errors import InvalidRequest, TooLarge
 from penstock.types import Buffer
 
-# Window bits as zlib wants them.
+# zlib's window bits by encoding.
 ENCODINGS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
 LEVEL = 1
 
 
 def inflate(data: Buffer, encoding: bytes, max_bytes: int) -> bytes:
-    """The body as it was before; refused when it is broken, cut off or grows past the limit."""
+    """Decompress a body; refuse one that is invalid, truncated or larger than the limit."""
     inflater = zlib.decompressobj(ENCODINGS[encoding])
     try:
         body = inflater.decompress(data, max_bytes + 1)

@@ -1,14 +1,14 @@
-"""The messages between the core and its workers, and between the core and further fronts.
+"""The messages between the core and its workers, and between the core and front processes.
 
 One frame is one datagram of a SOCK_SEQPACKET pair: MessagePack of a tagged array, a few hundred
 bytes for a whole batch, because tensors stay in shared memory. `VERSION` is exchanged first and
-must be equal on both sides; fields may be added at the end with a default, and frames for a kind of
-process that there was not before; anything else raises it.
-A front has a frame per request, so there a datagram is an array of the frames that are due
-(`join`); only its first, Open, comes alone.
+must match. Fields with a default may be added at the end, and frames for a new kind of process; any
+other change increments the version.
+Fronts use one frame per request, so their datagrams are arrays of all pending frames (`join`); only
+the first, Open, is sent alone.
 
     core → worker   Load, MapSlab, Dispatch, Release, CancelRequests, UpcallReply, Stop
-    worker → core   Ready, LoadFailed, Done, Failed, StreamResponse, Upcall
+    worker → core   Ready, LoadFailed, Done, Failed, Leaving, StreamResponse, Upcall
     core → front    Open, SetKeys, InferReply, Answer, Forwarded, Ping, Drain, Stop
     front → core    Listening, LoadFailed, Infer, Cancel, Release, Ask, Forward, Pong
 """
@@ -24,16 +24,16 @@ from penstock.config import HttpLimits, ModelConfig, TlsConfig
 from penstock.types import Parameter
 
 VERSION = 1
-# A datagram must fit the socket buffer; what is larger belongs into shared memory.
+# A datagram must fit the socket buffer; larger data belongs in shared memory.
 MAX_FRAME_BYTES = 1 << 20
 
 
 class Frame(msgspec.Struct, array_like=True, gc=False):
-    """A message; `array_like` keeps names off the wire."""
+    """A message; `array_like` keeps field names off the wire."""
 
 
 class Extent(Frame, tag="e"):
-    """A tensor lying at `offset` of a spill segment. BYTES lie there in wire form."""
+    """A tensor at `offset` of a spill segment; BYTES are in wire form."""
 
     name: str
     datatype: str
@@ -43,7 +43,7 @@ class Extent(Frame, tag="e"):
 
 
 class Run(Frame, tag="r"):
-    """`count` rows from `row` on in one slab."""
+    """`count` rows of one slab, starting at `row`."""
 
     slab: int
     row: int
@@ -51,20 +51,21 @@ class Run(Frame, tag="r"):
 
 
 class RequestPart(Frame, tag="p"):
-    """One request inside a batch, for backends that see requests and for un-stacked inputs."""
+    """One request of a batch, for backends that see requests and for un-stacked inputs."""
 
     id: str
     num_rows: int
     inputs: tuple[Extent, ...] = ()
     outputs: tuple[str, ...] = ()
     parameters: dict[str, Parameter] = {}
-    # How long the padded axes are without padding; 0: nothing is padded.
+    # Length of the padded axes without padding; 0: nothing is padded.
     length: int = 0
 
 
 class Proof(Frame, tag="prf"):
-    """What was tried out at load. `unbatched` and `unpadded` say why not, in words; empty: it may.
-    `crops` are axes of outputs, counted without the batch, that are as long as the padded axes."""
+    """Result of trial runs at load. `unbatched` and `unpadded` say why the model must not be
+    batched or padded; empty: it may be. `crops` are output axes, counted without the batch, whose
+    length follows the padded axes."""
 
     unbatched: str = ""
     unpadded: str = ""
@@ -73,27 +74,27 @@ class Proof(Frame, tag="prf"):
 
 
 class Load(Frame, tag="load"):
-    """First frame to a worker. Two descriptors come with it: input spill, output spill. With a
-    `proof` that the model goes by already, nothing is tried out again."""
+    """First frame to a worker, with two descriptors: input spill, output spill. With a `proof`, the
+    trial runs are skipped."""
 
     version: int
     model: ModelConfig
     spill_bytes: int
     proof: Proof | None = None
-    # Variables for the model's code beside those that the process was started with.
+    # Environment variables for the model's code, added to those of the process.
     environment: dict[str, str] = {}
 
 
 class MapSlab(Frame, tag="map"):
-    """A slab of the model; its descriptor comes with the frame."""
+    """A slab of the model, with its descriptor."""
 
     slab: int
     nbytes: int
 
 
 class Dispatch(Frame, tag="run"):
-    """Run one batch: rows of slabs (`runs`, with the shape of one row of each input and the row
-    capacity that fixes the layout) or, where `runs` is empty, the extents of `requests`."""
+    """Run one batch: rows of slabs (`runs`, with the row shape of each input and the row capacity
+    that fixes the layout) or, if `runs` is empty, the extents of `requests`."""
 
     batch: int
     runs: tuple[Run, ...]
@@ -110,20 +111,20 @@ class Release(Frame, tag="rel"):
 
 
 class CancelRequests(Frame, tag="can"):
-    """Nobody waits for these requests of a running batch any more."""
+    """The clients of these requests of a running batch are gone."""
 
     batch: int
     requests: tuple[int, ...]
 
 
 class Stop(Frame, tag="stop"):
-    """Finish what is running and exit."""
+    """Finish the running work and exit."""
 
 
 class Ready(Frame, tag="rdy"):
-    """Loaded, tried out and warmed up. `built` is what the backend really made of the options;
-    `timings` maps each rung of the batch ladder to its warm duration in seconds, `bucket_timings`
-    the same for each bucket of padded models."""
+    """Loaded, tried out and warmed up. `built` is how the backend resolved its options; `timings`
+    maps each batch size of the ladder to its warm duration in seconds, `bucket_timings` the same
+    for each bucket of padded models."""
 
     version: int
     load_s: float
@@ -135,14 +136,14 @@ class Ready(Frame, tag="rdy"):
 
 
 class LoadFailed(Frame, tag="bad"):
-    """A worker could not load, a front could not listen."""
+    """A worker could not load, or a front could not listen."""
 
     problems: tuple[str, ...]
 
 
 class Done(Frame, tag="ok"):
-    """A batch is computed. Fixed outputs lie in the slab rows; the others, per request, in
-    `outputs` as extents of the worker's spill."""
+    """A batch is computed. Fixed-size outputs are in the slab rows; the others, per request, are
+    extents of the worker's spill in `outputs`."""
 
     batch: int
     input_s: float
@@ -153,21 +154,20 @@ class Done(Frame, tag="ok"):
 
 
 class Failed(Frame, tag="err"):
-    """The whole batch failed in the model, and the worker is well."""
+    """The whole batch failed in the model; the worker itself is healthy."""
 
     batch: int
     error: str
 
 
 class Leaving(Frame, tag="bye"):
-    """A worker that is well, and wants a new one in its place: it answers what it has been given,
-    and waits for Stop."""
+    """A healthy worker asks to be replaced: it answers what it has, then waits for Stop."""
 
     reason: str
 
 
 class StreamResponse(Frame, tag="str"):
-    """One of several answers to request number `index` of the batch."""
+    """One of several answers to request `index` of the batch."""
 
     batch: int
     index: int
@@ -176,7 +176,7 @@ class StreamResponse(Frame, tag="str"):
 
 
 class Upcall(Frame, tag="up"):
-    """A model asks another model."""
+    """A model calls another model."""
 
     call: int
     model_name: str
@@ -192,7 +192,7 @@ class UpcallReply(Frame, tag="upr"):
 
 
 class Piece(msgspec.Struct, array_like=True, gc=False, frozen=True, tag="t"):
-    """What is known of one tensor of a parcel. Equal ones are the same key."""
+    """Description of one tensor in a parcel. Hashable: equal tensors share a key."""
 
     name: str
     datatype: str
@@ -201,8 +201,8 @@ class Piece(msgspec.Struct, array_like=True, gc=False, frozen=True, tag="t"):
 
 
 class Parcel(Frame, tag="pcl"):
-    """The tensors of one request or answer, one behind the other: from `offset` on in the sender's
-    segment, or in the frame itself where they are few bytes."""
+    """The tensors of one request or answer, contiguous: at `offset` of the sender's segment, or in
+    the frame itself if they are small."""
 
     pieces: tuple[Piece, ...] = ()
     data: bytes = b""
@@ -210,24 +210,23 @@ class Parcel(Frame, tag="pcl"):
 
 
 class Open(Frame, tag="open"):
-    """First frame to a front. Two descriptors come with it: the segment for its requests and the
-    one for the answers."""
+    """First frame to a front, with two descriptors: the segments for requests and answers."""
 
     version: int
     host: str
     port: int
     segment_bytes: int
     max_message_bytes: int
-    # How answers are compressed: none, deflate or gzip.
+    # Compression of answers: none, deflate or gzip.
     compression: str = "none"
-    # Scopes by the digest of the API key, as `protocols.gate` has them; None: nobody needs one.
+    # Scopes by digest of the API key, as in `protocols.gate`; None: no key is required.
     keys: dict[bytes, tuple[str, ...]] | None = None
-    # Of an HTTP front: what one client may ask of it, and the names it is served under; None: any.
+    # For an HTTP front: its limits, and the host names it serves; None: any.
     limits: HttpLimits | None = None
     hosts: tuple[str, ...] | None = None
-    # Whether the front tells the access log of what never reaches the core.
+    # Whether the front logs requests that never reach the core.
     logs_requests: bool = False
-    # Which files its TLS is made of; None: plain text.
+    # The TLS files; None: plain text.
     tls: TlsConfig | None = None
 
 
@@ -238,15 +237,15 @@ class SetKeys(Frame, tag="keys"):
 
 
 class Listening(Frame, tag="lis"):
-    """The front takes connections."""
+    """The front accepts connections."""
 
     version: int
     port: int
 
 
 class Infer(Frame, tag="inf"):
-    """A request that a front has decoded. `received` is of the monotonic clock, which all processes
-    of a machine share."""
+    """A request decoded by a front. `received` is a time of the monotonic clock, which all
+    processes of a machine share."""
 
     call: int
     model_name: str
@@ -258,24 +257,23 @@ class Infer(Frame, tag="inf"):
     parameters: dict[str, Parameter] = {}
     priority: int = 0
     timeout_s: float | None = None
-    # Of the outputs that are asked for as their best classes: how many.
+    # Number of classes, by output that requests classification.
     classes: dict[str, int] = {}
-    # The reply is to say where the time went.
+    # The reply must include timings.
     wants_timings: bool = False
     # As `Request.caller`.
     caller: bytes = b""
 
 
 class Cancel(Frame, tag="infc"):
-    """Nobody waits for this request, question or message any more. Of a request or a message the
-    answer comes all the same, and may be an error."""
+    """The client of this request, question or message is gone. A request or message is still
+    answered, possibly with an error."""
 
     call: int
 
 
 class InferReply(Frame, tag="infr"):
-    """The memory of the request is free when the final one has come; that of the answer after a
-    Release."""
+    """An answer. The request's memory is free after the final one, the answer's after a Release."""
 
     call: int
     parcel: Parcel
@@ -285,15 +283,15 @@ class InferReply(Frame, tag="infr"):
     error_kind: str = ""
     error: str = ""
     is_final: bool = True
-    # When asking again may make sense, of one that is refused for overload.
+    # Retry delay for a request refused because of overload.
     retry_after_s: float = 1.0
-    # As `types.Timings` has them: queued, dispatched, instance_wait_s, compute_s, completed.
+    # As in `types.Timings`: queued, dispatched, instance_wait_s, compute_s, completed.
     timings: tuple[float, ...] = ()
 
 
 class Forward(Frame, tag="fwd"):
-    """An HTTP message that the core answers itself: everything but inference that could be decoded.
-    Its body is the one piece of `parcel`, which is free when the Forwarded has come."""
+    """An HTTP message for the core to answer: everything but inference requests that the front
+    could decode. The body is the one piece of `parcel`, whose memory is free after Forwarded."""
 
     call: int
     received: float
@@ -306,9 +304,9 @@ class Forward(Frame, tag="fwd"):
 
 
 class Forwarded(Frame, tag="fwdr"):
-    """The bytes to send to the client, as the one piece of `parcel`, whose memory is free after a
-    Release; and whether the connection stays open. `is_cut`: it ends here, without an answer.
-    `is_part`: more follows, as it is made."""
+    """Bytes for the client, as the one piece of `parcel`, whose memory is free after a Release;
+    `keeps`: the connection stays open. `is_cut`: it is closed without a further answer. `is_part`:
+    more follows."""
 
     call: int
     parcel: Parcel
@@ -337,14 +335,14 @@ class Ask(Frame, tag="ask"):
     kind: AskKind
     model_name: str = ""
     model_version: str = ""
-    # `ready` for the index; of a load only which ones were given.
+    # `ready` for the index; for a load only the names of the given parameters.
     parameters: dict[str, Parameter] = {}
-    # The digest of the API key that came with a change; empty where there was none.
+    # Digest of the API key sent with a change; empty if there was none.
     key: bytes = b""
 
 
 class Answer(Frame, tag="ans"):
-    """JSON; for `model_config` a serialized protobuf. A long body lies in shared memory, as the one
+    """JSON; for `model_config` a serialized protobuf. A long body is in shared memory, as the one
     piece of `parcel`, until a Release."""
 
     call: int
@@ -355,17 +353,17 @@ class Answer(Frame, tag="ans"):
 
 
 class Ping(Frame, tag="ping"):
-    """Are you still there?"""
+    """Health check."""
 
 
 class Pong(Frame, tag="pong"):
-    """Yes, and with so many clients connected, where the front knows."""
+    """The answer to Ping, with the number of connected clients if the front knows it."""
 
     num_connections: int = 0
 
 
 class Drain(Frame, tag="drn"):
-    """The server is about to stop: connections are not kept open beyond their next answer."""
+    """The server is shutting down: close each connection after its next answer."""
 
 
 ToWorker = Load | MapSlab | Dispatch | Release | CancelRequests | UpcallReply | Stop
@@ -382,5 +380,5 @@ decode_all_to_front = msgspec.msgpack.Decoder(list[ToFront]).decode
 
 
 def join(encoded: Sequence[bytes]) -> bytes:
-    """At most 65535 encoded frames as one array (array 16 of MessagePack)."""
+    """Join at most 65535 encoded frames into one array (MessagePack's array 16)."""
     return b"\xdc" + len(encoded).to_bytes(2, "big") + b"".join(encoded)

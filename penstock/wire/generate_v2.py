@@ -1,9 +1,9 @@
-"""Triton's generate extension, as its vLLM backend has it: a text with its parameters to what was
-asked for, and what was generated to JSON, whole or in events.
+"""Triton's generate extension, as its vLLM backend defines it: JSON to a request, and generated
+text to JSON, whole or as events.
 
-Pure. Parameters may stand beside the text, in `parameters`, or as JSON in `sampling_parameters`;
-those beside the text win. As Triton's, a whole answer begins with the text that was sent, unless
-`exclude_input_in_output` is true, and a stream never does.
+Pure. Parameters may be beside the text, in `parameters`, or as JSON in `sampling_parameters`; those
+beside the text win. As in Triton, a whole answer begins with the input text, unless
+`exclude_input_in_output` is true; a stream never does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 
 from penstock.wire.openai_v1 import Choice, Invalid, Raw, Usage, Wishes, read_wishes
 
-# Of Triton's backends, not served here; nothing may be asked with them.
+# Parameters of Triton's backends that are not served; only empty values are accepted.
 UNSERVED = ("return_logprobs", "return_cumulative_logprob", "bad_words", "stop_words", "image")
-# Of a stream's events: how many tokens they are is not told.
+# Not in streams, whose events carry no token counts.
 WHOLE_ONLY = ("return_num_input_tokens", "return_num_output_tokens")
 NOTHING: tuple[object, ...] = (None, False, "", [], [""])
 BOOLEANS = ("stream", "exclude_input_in_output", "return_finish_reason", *WHOLE_ONLY)
@@ -31,7 +31,7 @@ class GenerateRequest:
     is_streamed: bool
     # Whether the answer begins with the text.
     is_echoed: bool
-    # Comes back as it was sent.
+    # Returned unchanged.
     id: str
     has_reason: bool
     has_num_input: bool
@@ -40,7 +40,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What all answers to a request begin with."""
+    """The common start of all answers to a request."""
 
     model_name: str
     model_version: str
@@ -56,7 +56,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def read(body: Raw, is_streaming: bool) -> GenerateRequest:
-    """`is_streaming`: the path says that the answer may come in pieces."""
+    """Parse a request; `is_streaming`: the path allows a streamed answer."""
     fields = _object(body, "the body")
     text, id = fields.get("text_input"), fields.get("id", "")
     if not isinstance(text, str):
@@ -142,7 +142,7 @@ def whole(head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> bytes:
 def event(head: AnswerHead, choice: Choice) -> bytes:
     found = head.json() | {"text_output": choice.text}
     if head.asked.has_reason:
-        # vLLM's way to say that there is none yet.
+        # "None" until the end, as in vLLM.
         found["finish_reason"] = str(choice.reason)
     return b"data: " + _encode(found) + b"\n\n"
 
@@ -152,5 +152,5 @@ def error_event(text: str) -> bytes:
 
 
 def _one_or_all(values: Sequence[Any]) -> Any:
-    """An output of one element is not in a list."""
+    """Unwrap an output of one element."""
     return values[0] if len(values) == 1 else values

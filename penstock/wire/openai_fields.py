@@ -1,9 +1,9 @@
 """Fields of OpenAI's API and of vLLM's extensions that this server does not act on.
 
-Pure tables. `REFUSED` fields would change the answer: a value that asks for something is refused by
-name. `HARMLESS` fields cannot change the answer, so they are ignored. Every other field of either
-API works; a test holds the tables to the openai package's types. Fields that neither API knows are
-ignored.
+Pure tables. Fields in the `OF_` tables would change the answer: a value that requests something is
+refused by name. `HARMLESS` fields cannot change the answer, so they are ignored. Every other field
+of either API works; a test compares the tables with the openai package's types. Fields that neither
+API knows are ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 Asks = Sequence[object]
-# By field: the values that ask for nothing.
+# By field: the values that request nothing.
 _OF_TEXT: Mapping[str, Asks] = {
     "best_of": (None, 1),
     "response_format": (None, {"type": "text"}),
@@ -98,7 +98,7 @@ HARMLESS_OF_STREAMS: Mapping[str, str] = {"include_obfuscation": "nothing is pad
 
 
 def find_refused(fields: Mapping[str, object], refused: Mapping[str, Asks]) -> str | None:
-    """The first field that asks for something that is refused."""
+    """Return the first field whose value requests something that is refused."""
     for name, value in fields.items():
         if name in refused and not any(_is_same(value, each) for each in refused[name]):
             return name
@@ -106,5 +106,5 @@ def find_refused(fields: Mapping[str, object], refused: Mapping[str, Asks]) -> s
 
 
 def _is_same(value: object, other: object) -> bool:
-    """True is 1 to Python, and not to JSON."""
+    """Compare as JSON does: true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)

@@ -1,7 +1,7 @@
-"""The messages of a chat: checked, and in the form that chat templates take.
+"""The messages of a chat: validated and converted for chat templates.
 
-Pure. Contents become one text each; arguments of tool calls, which OpenAI sends as JSON in a
-string, become objects, as templates expect. A message that is wrong is named by its place.
+Pure. Each content becomes one text; arguments of tool calls, which OpenAI sends as a JSON string,
+become objects, as templates expect. Errors name the message's place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.errors import InvalidRequest
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 MAX_MESSAGES = 4096
-# Characters of a value that an error shows.
+# Characters of a value shown in an error.
 MAX_SHOWN = 40
 _json = msgspec.json.Decoder()
 
@@ -23,11 +23,11 @@ Message = Mapping[str, Any]
 
 
 class InvalidMessage(InvalidRequest):
-    """With the place in the messages."""
+    """An invalid message; the text names its place."""
 
 
 def read_messages(messages: Sequence[Message]) -> list[Message]:
-    """InvalidMessage with what is wrong."""
+    """Validate and convert messages; InvalidMessage says what is wrong."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidMessage(f"messages: {len(messages)}; expected 1 to {MAX_MESSAGES}")
     return [_read(message, f"messages[{place}]") for place, message in enumerate(messages)]
@@ -56,7 +56,7 @@ def _read_content(message: Message, where: str) -> str:
             _read_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)
         )
     if content is None and message["role"] == "assistant":
-        # With tool calls or a refusal in its place.
+        # It has tool calls or a refusal instead.
         refusal = message.get("refusal")
         return refusal if isinstance(refusal, str) else ""
     raise InvalidMessage(f"{where}.content: {_shown(content)}; expected text or parts of text")
@@ -88,7 +88,7 @@ def _read_call(call: object, where: str) -> Message:
 
 
 def _read_arguments(function: Message) -> object:
-    """An object where they are one; a model may have written something else."""
+    """Parse arguments to an object; anything else that a model wrote stays as it is."""
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
@@ -100,7 +100,7 @@ def _read_arguments(function: Message) -> object:
 
 
 def _shown(value: object) -> str:
-    """A value in an error: short, and as JSON has it."""
+    """Format a value for an error: short, in JSON's terms."""
     if value is None:
         return "null"
     if isinstance(value, str):

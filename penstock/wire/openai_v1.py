@@ -1,9 +1,8 @@
-"""OpenAI's requests and answers: JSON to what was asked for, and what was generated to JSON, whole
-or in pieces.
+"""OpenAI's requests and answers: JSON to requests, and generated text to JSON, whole or in chunks.
 
-Pure. Fields of OpenAI's API and of vLLM's extensions work, are refused by name when they ask for
-something, or are harmless (`openai_fields`); unknown fields are ignored. A problem names its field,
-for `param` of the error.
+Pure. Each field of OpenAI's API and vLLM's extensions works, is refused by name if its value
+requests something, or is harmless (`openai_fields`); unknown fields are ignored. Errors name their
+field, for `param`.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ Raw = bytes | bytearray | memoryview
 Given = str | list[str | int | list[int]]
 MAX_N, MAX_STOPS, MAX_STOP_CHARS, MAX_BIASES = 128, 16, 256, 1024
 MAX_LOGPROBS, MAX_PROMPTS = 20, 512
-# Of one request for embeddings, as OpenAI has it.
+# Per request for embeddings, as in OpenAI's API.
 MAX_INPUTS = 2048
 DEFAULT_MAX_TOKENS = 16
-# Of numbers that are counts or tokens.
+# Largest count or token id.
 LARGEST = (1 << 31) - 1
 MAX_DIGITS, MAX_SHOWN = 10, 40
 DONE = b"data: [DONE]\n\n"
 MISSING = re.compile(r"Object missing required field `(\w+)`")
 NOTHING_REFUSED: Mapping[str, Asks] = {}
-# Characters of an error, which may quote what was sent.
+# Characters of an error, which may quote the request.
 MAX_ERROR_CHARS = 1000
 MAX_MODEL_CHARS = 512
 
 
 class Invalid(InvalidRequest):
-    """With the field that is wrong."""
+    """An invalid field."""
 
     def __init__(self, text: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(text)
@@ -55,14 +54,14 @@ class Invalid(InvalidRequest):
 
 
 class TooLargeField(TooLarge):
-    """With the field that is too large."""
+    """A field that is too large."""
 
     def __init__(self, text: str, param: str | None = None) -> None:
         super().__init__(text)
         self.param = param
 
 
-# What is asked for.
+# Requests.
 
 
 class StreamOptions(msgspec.Struct):
@@ -109,7 +108,7 @@ class _Chat(_Common, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # These are for the template, as in vLLM.
+    # Passed to the template, as in vLLM.
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -135,7 +134,7 @@ class _Detokenize(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-# The fields that work, by what they are sent to.
+# The supported fields, by endpoint.
 CHAT_FIELDS = _Chat.__struct_fields__
 COMPLETION_FIELDS = _Completion.__struct_fields__
 EMBEDDING_FIELDS = _Embeddings.__struct_fields__
@@ -143,7 +142,7 @@ EMBEDDING_FIELDS = _Embeddings.__struct_fields__
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """How tokens are drawn and when they end, alike for chats and completions."""
+    """Sampling parameters and stop conditions, for chats and completions."""
 
     temperature: float
     top_p: float
@@ -153,7 +152,7 @@ class Wishes:
     frequency_penalty: float
     repetition_penalty: float
     bias: Mapping[int, float]
-    # None: another each time.
+    # None: random.
     seed: int | None
     # None: as many as fit.
     max_tokens: int | None
@@ -162,10 +161,10 @@ class Wishes:
     stop_tokens: tuple[int, ...]
     ignores_end: bool
     num: int
-    # None: not asked for.
+    # None: not requested.
     num_logprobs: int | None
     priority: int
-    # Only requests with the same one share cached prompts.
+    # Only requests with the same salt share cached prompts.
     cache_salt: str
 
 
@@ -178,11 +177,11 @@ class Streaming:
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
     model: str
-    # Texts, or tokens.
+    # Texts, or lists of tokens.
     prompts: Sequence[str | list[int]]
     wishes: Wishes
     streaming: Streaming
-    # The prompt comes back too, with its logprobs where those were asked for.
+    # Return the prompt too, with its logprobs if those are requested.
     is_echoed: bool
     has_special_tokens: bool
 
@@ -198,9 +197,9 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """Of a text, or of the messages of a chat."""
+    """Tokenize a text, or the messages of a chat."""
 
-    # None: the only one.
+    # None: the only model.
     model: str | None
     prompt: str | None
     messages: Sequence[Mapping[str, Any]]
@@ -213,7 +212,7 @@ class EmbeddingsRequest:
     model: str
     inputs: Sequence[str | list[int]]
     is_base64: bool
-    # None: all that the model has.
+    # None: all of the model's.
     num_dimensions: int | None
 
 
@@ -230,7 +229,7 @@ def read_completion(body: Raw) -> CompletionRequest:
     prompts = _prompts(found.prompt, "prompt")
     num_logprobs = found.logprobs
     _check_range("logprobs", num_logprobs, 0, MAX_LOGPROBS)
-    # Nothing may be generated where only the prompt is wanted.
+    # With echo, generating nothing is allowed: the client may want only the prompt.
     least = 0 if found.echo else 1
     most = DEFAULT_MAX_TOKENS if found.max_tokens is None else found.max_tokens
     wishes = _wishes(found, most, num_logprobs, least)
@@ -273,7 +272,7 @@ def _template_options(found: _Chat) -> dict[str, Any]:
 
 
 def read_wishes(fields: Mapping[str, Any]) -> Wishes:
-    """Of fields that another protocol brought; what is not served is refused as OpenAI's."""
+    """Read sampling parameters of another protocol; unsupported fields are refused."""
     try:
         found = msgspec.convert(fields, _Common, strict=False)
     except msgspec.ValidationError as error:
@@ -303,7 +302,7 @@ def read_tokenize(body: Raw) -> TokenizeRequest:
 
 
 def read_detokenize(body: Raw) -> tuple[str | None, list[int]]:
-    """The model (None: the only one), and the tokens."""
+    """Return the model (None: the only one) and the tokens."""
     found: _Detokenize = _decoded(_detokenize, body)
     if not all(0 <= each <= LARGEST for each in found.tokens):
         raise Invalid("tokens: expected tokens from 0 on", "tokens")
@@ -393,7 +392,7 @@ def _wishes(
     return Wishes(
         temperature=_or(found.temperature, 1.0),
         top_p=_or(found.top_p, 1.0),
-        # -1 is all for vLLM's users, and 0 here.
+        # vLLM's -1 means all; here it is 0.
         top_k=max(0, found.top_k or 0),
         min_p=_or(found.min_p, 0.0),
         presence_penalty=_or(found.presence_penalty, 0.0),
@@ -458,12 +457,12 @@ def _streaming(found: _Common) -> Streaming:
     return Streaming(bool(found.stream), has_usage)
 
 
-# What comes back.
+# Answers.
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all pieces of an answer begin with."""
+    """The common start of all chunks of an answer."""
 
     id: str
     created: int
@@ -472,12 +471,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The bytes of a token, how likely it was, and the most likely ones, best first."""
+    """The bytes of a token, its logprob, and the most likely tokens, best first."""
 
     data: bytes
     logprob: float
     top: Sequence[tuple[bytes, float]] = ()
-    # Characters of the choice before it. A character may be several tokens: all begin there.
+    # Characters of the choice before it. Tokens of one character share its offset.
     offset: int = 0
 
 
@@ -485,9 +484,9 @@ class TokenLogprob:
 class Choice:
     index: int
     text: str
-    # None while it goes on.
+    # None while it is being generated.
     reason: str | None
-    # Of its tokens; None where nobody asked. The first of a prompt has no logarithm (NaN).
+    # None if not requested. The first token of a prompt has no logprob (NaN).
     logprobs: Sequence[TokenLogprob] | None = None
 
 
@@ -508,7 +507,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A model: when it was loaded (seconds since 1970), and how long its texts may be."""
+    """A model: when it was loaded (seconds since 1970), and its maximum context length."""
 
     name: str
     created: int
@@ -544,7 +543,7 @@ def chat(head: Head, choices: Sequence[Choice], usage: Usage) -> bytes:
 
 
 def chat_begin(head: Head, index: int) -> bytes:
-    """The first piece, before any token."""
+    """Encode the first chunk, before any token."""
     delta = {"role": "assistant", "content": "", "refusal": None}
     return _event(_chat_piece_json(head, index, delta, None, None))
 
@@ -573,7 +572,7 @@ def _model(known: Known) -> dict[str, Any]:
 
 
 def embeddings(model: str, vectors: Sequence[Any], num_tokens: int) -> bytes:
-    """Vectors as lists of numbers, or as base64 of FP32."""
+    """Encode vectors as lists of numbers, or as base64 of FP32."""
     found = [
         {"object": "embedding", "index": number, "embedding": vector}
         for number, vector in enumerate(vectors)
@@ -592,7 +591,7 @@ def detokenized(text: str) -> bytes:
 
 
 def tokenizer_info(names: Mapping[str, str], template: str) -> bytes:
-    """Names of special tokens, and what makes a text of a chat; null where there is none."""
+    """Encode the special tokens' names and the chat template; null where there is none."""
     return _encode(
         {"eos_token": None, "bos_token": None, **names, "chat_template": template or None}
     )
@@ -653,7 +652,7 @@ def _completion_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, A
 
 
 def _completion_token(data: bytes) -> str:
-    """As OpenAI has it: part of a character is shown as its bytes."""
+    """Decode a token as OpenAI does: an incomplete character is shown as its bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -661,7 +660,7 @@ def _completion_token(data: bytes) -> str:
 
 
 def _top(token: TokenLogprob) -> dict[str, float | None] | None:
-    """The most likely first; of tokens with the same text the most likely."""
+    """Return the most likely tokens, best first; of those with the same text only the best."""
     found: dict[str, float | None] = {}
     for data, logprob in token.top:
         found.setdefault(_completion_token(data), _finite(logprob))
@@ -687,5 +686,5 @@ def _chat_token(data: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float | None:
-    """JSON has no infinity; nothing is less likely than this, and NaN is nothing known."""
+    """Return a logprob that JSON can hold: at least -9999, None for NaN."""
     return None if logprob != logprob else max(logprob, -9999.0)

@@ -1,7 +1,7 @@
 """The v2 inference protocol (KServe, Triton) as bytes: infer requests in, answers out. Pure.
 
 JSON, with the binary tensor extension: the JSON part comes first, raw little-endian tensors follow
-in the order of the inputs. Every complaint names the input it is about.
+in the order of the inputs. Every error names its input.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_FORMS = 1024
 MAX_FORM_BYTES = 4096
 MAX_SHAPE = 1 << 62
 MAX_RANK = 32
-# Of one output. Each class becomes a text while all other requests wait; clients show a handful.
+# Per output. Classes are formatted while all other requests wait; clients show only a few.
 MAX_CLASSES = 1000
 RESERVED = "triton_"
 MIN_INT, MAX_INT = -(1 << 63), (1 << 64) - 1
@@ -88,7 +88,7 @@ class _Output(msgspec.Struct, omit_defaults=True):
 
 
 class _Answer(msgspec.Struct):
-    """Without the id, which is put in front."""
+    """Without the id, which is prepended."""
 
     model_name: str
     model_version: str
@@ -100,7 +100,7 @@ _ID_KEY = b'{"id":'
 _ID = _ID_KEY + b'"'
 _SECOND_ID = re.compile(rb'"id"\s*:')
 _DATA = b'"data":'
-# Stands for data in a template; no JSON text contains it.
+# Placeholder for data in a template; no JSON text contains it.
 _HOLE = msgspec.Raw(b"\0")
 
 
@@ -118,7 +118,7 @@ _packers: dict[tuple[str, int], struct.Struct] = {}
 _decode = msgspec.json.Decoder(InferBody).decode
 _encode = msgspec.json.Encoder().encode
 
-# How JSON elements are read, by the kind of numpy type ('O' is BYTES).
+# Decoders of JSON elements, by numpy's kind letter ('O' is BYTES).
 _flat_lists: Mapping[str, Callable[[Buffer], list[Any]]] = {
     "b": msgspec.json.Decoder(list[bool]).decode,
     "i": msgspec.json.Decoder(list[int]).decode,
@@ -130,10 +130,10 @@ _element_types: Mapping[str, type] = {"b": bool, "i": int, "u": int, "f": float,
 
 
 class Form:
-    """What requests have in common that differ only in their id and the values of their tensors.
+    """The common part of requests that differ only in their id and tensor values.
 
-    Clients send the same JSON again and again; its parse is remembered under the bytes around the
-    id and, where the first tensor is JSON, around its data.
+    Clients send the same JSON again and again; its parse is cached under the bytes around the id
+    and, where the first tensor is JSON, around its data.
     """
 
     __slots__ = (
@@ -160,7 +160,7 @@ class Form:
             self._pack = _packer(DATATYPES[name], nbytes).pack
 
     def fill(self, id: str, tail: Buffer, sink: ReplySink, received: float) -> Request | None:
-        """A request of this form; None if the tensors behind the JSON have other sizes."""
+        """Make a request of this form; None if the tensors after the JSON have other sizes."""
         inputs: list[Tensor] = []
         start = 0
         for name, datatype, shape, nbytes in self._inputs:
@@ -178,7 +178,7 @@ class Form:
         return request
 
     def fill_json(self, id: str, data: bytes, sink: ReplySink, received: float) -> Request | None:
-        """The same where the only tensor is the JSON `data`; None if it does not fit."""
+        """Make a request whose only tensor is the JSON `data`; None if it does not fit."""
         try:
             packed = self._pack(*self._read_list(data))
         except (msgspec.DecodeError, OverflowError, struct.error):
@@ -187,8 +187,8 @@ class Form:
 
 
 class Template:
-    """The JSON of answers that differ only in their id and the values of their tensors: pieces, and
-    between them the data of the outputs that are not binary."""
+    """The JSON of answers that differ only in their id and tensor values: literal pieces, with the
+    data of the non-binary outputs between them."""
 
     __slots__ = ("_pieces", "_wants_binary")
 
@@ -210,7 +210,7 @@ class Template:
         self._pieces = _encode(answer)[1:].split(bytes(_HOLE))
 
     def fill(self, id: bytes, response: Response) -> tuple[bytes, list[Buffer]]:
-        """`id` is the start of the answer: a brace, and the id if there is one."""
+        """Encode an answer; `id` is its start: a brace, and the id if there is one."""
         pieces = self._pieces
         if len(pieces) == 1:
             return id + pieces[0], [tensor.data for tensor in response.outputs]
@@ -226,7 +226,7 @@ class Template:
 
 
 class Codec:
-    """Decodes requests and encodes answers; remembers what it has seen, within bounds."""
+    """Decodes requests and encodes answers; caches forms and templates, within bounds."""
 
     def __init__(self) -> None:
         self._forms: dict[bytes, Form] = {}
@@ -235,7 +235,7 @@ class Codec:
     def decode_infer(
         self, body: Buffer, json_bytes: int | None, sink: ReplySink, received: float
     ) -> Request:
-        """`json_bytes` is the length of the JSON part; None when there is nothing behind it."""
+        """Decode a request. `json_bytes`: length of the JSON part; None if nothing follows it."""
         if json_bytes is None:
             return self._decode_json(body, sink, received)
         view = memoryview(body)
@@ -279,9 +279,9 @@ class Codec:
     def encode_answer(
         self, request: Request, response: Response, specs: Sequence[TensorSpec] | None = ()
     ) -> tuple[bytes, list[Buffer]]:
-        """The JSON part and the raw tensors behind it (none when every output is JSON). `specs`
-        are the model's outputs, for the labels of classes; None when outputs that were asked for
-        as classes are classes already."""
+        """Return the JSON part and the raw tensors after it (none when every output is JSON).
+        `specs` are the model's outputs, for class labels; None when requested classes are already
+        computed."""
         template = None
         has_form = request.form is not None and response.form is not None
         if has_form:
@@ -295,18 +295,18 @@ class Codec:
             if len(self._templates) >= MAX_FORMS:
                 self._templates.clear()
             self._templates[response.form] = template
-        # With a form the id is plain text.
+        # A request with a form has a plain id.
         return template.fill(_ID + request.id.encode() + b'",' if request.id else b"{", response)
 
 
 def encode_answer(request: Request, response: Response) -> tuple[bytes, list[Buffer]]:
-    """As `Codec.encode_answer`, with nothing remembered."""
+    """Encode as `Codec.encode_answer` does, without caching."""
     start = b'{"id":' + _encode(request.id) + b"," if request.id else b"{"
     return Template(request, response).fill(start, response)
 
 
 def classified(request: Request, response: Response, specs: Sequence[TensorSpec]) -> Response:
-    """The classification extension: the outputs that ask for it as their k best classes."""
+    """Apply the classification extension: give the k best classes of outputs that request it."""
     labels = {spec.name: spec.labels for spec in specs}
     outputs = [
         _classes(tensor, int(output.parameters["classification"]), labels.get(tensor.name, ()))
@@ -318,7 +318,7 @@ def classified(request: Request, response: Response, specs: Sequence[TensorSpec]
 
 
 def _classes(tensor: Tensor, count: int, labels: Sequence[str]) -> Tensor:
-    """`value:index[:label]` of the largest values of each row, best first."""
+    """Return `value:index[:label]` of the largest values of each row, best first."""
     if tensor.datatype in ("BYTES", "BF16", "BOOL"):
         raise InvalidRequest(f"output '{tensor.name}': {tensor.datatype} cannot be classified")
     rows = np.frombuffer(tensor.data, dtype=DATATYPES[tensor.datatype].numpy)
@@ -336,12 +336,12 @@ def _classes(tensor: Tensor, count: int, labels: Sequence[str]) -> Tensor:
 
 
 def _best(values: Array, count: int) -> Array:
-    """Where the largest values are, best first; of equal ones the first, NaN last."""
+    """Return the indices of the largest values, best first; ties by position, NaN last."""
     keys = -values.astype(np.float64)
     if count == len(keys):
         return np.argsort(keys, kind="stable")
     last = np.partition(keys, count - 1)[count - 1]
-    # With all that equal the last one; a NaN is greater than nothing.
+    # Include all ties with the last one. Negated so that NaN passes: it never compares greater.
     candidates = np.flatnonzero(~(keys > last))
     return candidates[np.argsort(keys[candidates], kind="stable")[:count]]
 
@@ -351,7 +351,7 @@ def _wants_classes(request: Request) -> bool:
 
 
 def decode_raw(body: Buffer, config: ModelConfig, sink: ReplySink, received: float) -> Request:
-    """A body that is nothing but the bytes of the model's one input, for a batch of one."""
+    """Decode a body that is just the bytes of the model's one input, for a batch of one."""
     if len(config.inputs) != 1:
         raise InvalidRequest(
             f"a raw request needs a model with one input; '{config.name}' has {len(config.inputs)}"
@@ -380,8 +380,8 @@ def decode_raw(body: Buffer, config: ModelConfig, sink: ReplySink, received: flo
 
 
 def _split_id(head: bytes) -> tuple[str, bytes]:
-    """A leading id that is plain text, and what follows it; no id and everything otherwise. What is
-    no object is nothing, lest it be taken for what follows an id."""
+    """Split off a leading plain-text id and return it with the rest; otherwise no id and the whole
+    head. A head that is not an object gives an empty rest, so that it cannot match a cached one."""
     if head.startswith(_ID_KEY):
         start = 7 if head.startswith(b'"', 6) else 8 if head.startswith(b' "', 6) else 0
         if start:
@@ -393,14 +393,13 @@ def _split_id(head: bytes) -> tuple[str, bytes]:
 
 
 def _is_plain(wire: InferBody, id: str, around: bytes) -> bool:
-    """Whether the id that stands in front is the one that counts, whatever it is: no second one
-    follows, and no key is spelled in another way."""
+    """Whether the leading id is the one that counts: no second one, and no key is escaped."""
     return wire.id == id and b"\\" not in around and _SECOND_ID.search(around) is None
 
 
 def _has_one_list(wire: InferBody, data: bytes, around: bytes) -> bool:
-    """Whether the one input is given by this flat list of numbers, and nothing else is called data:
-    then another list in its place changes nothing but the values."""
+    """Whether the one input is this flat list of numbers and nothing else is called data: then
+    another list in its place changes only the values."""
     if len(wire.inputs) != 1 or b'"data"' in around[around.find(_DATA) + len(_DATA) :]:
         return False
     (item,) = wire.inputs
@@ -414,7 +413,7 @@ def _read(
 ) -> tuple[InferBody, Request]:
     wire = _parse(head)
     request = _decode_parsed(wire, tail, sink, received)
-    # The decoder does not look into what it skips.
+    # The decoder does not validate what it skips.
     text = bytes(head) if isinstance(head, memoryview) else head
     if not text.isascii():
         try:
@@ -493,7 +492,7 @@ def encode_metadata(
 
 
 def _binary(item: _Input, tail: memoryview, position: int) -> tuple[int, Buffer]:
-    """The data of an input that has parameters; usually its `binary_data_size`."""
+    """Return the data of an input with parameters, usually `binary_data_size`."""
     if "shared_memory_region" in item.parameters:
         raise Unsupported(f"input '{item.name}': shared memory regions are not supported")
     size = item.parameters.get("binary_data_size")
@@ -559,7 +558,7 @@ def _from_json(item: _Input) -> Buffer:
 
 
 def _pack(item: _Input, datatype: Datatype, values: list[Any]) -> bytes:
-    """For few elements several times faster than by way of an array."""
+    """Pack elements; for small numbers several times faster than numpy."""
     assert datatype.itemsize is not None
     try:
         return _packer(datatype, len(values) * datatype.itemsize).pack(*values)
@@ -578,11 +577,11 @@ def _packer(datatype: Datatype, nbytes: int) -> struct.Struct:
 
 
 def _elements(item: _Input, kind: str) -> list[Any]:
-    """The elements of `data` in row-major order: given flat, or nested."""
+    """Return the elements of `data` in row-major order, from a flat or nested list."""
     try:
         return _flat_lists[kind](item.data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as flat_error:
-        # Not a flat list of the right type: nested, or wrong.
+        # Not a flat list of the right type: nested, or invalid.
         try:
             level = msgspec.json.decode(item.data)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -595,8 +594,8 @@ def _elements(item: _Input, kind: str) -> list[Any]:
 
 
 def _flatten(item: _Input, level: list[Any], element: type) -> list[Any]:
-    """The elements of regular nesting: at each depth all are lists of one length, or none is. As in
-    Triton the nesting need not be that of the shape; the number of elements is checked later."""
+    """Flatten regular nesting: at each depth all are lists of one length, or none is. As in Triton,
+    the nesting need not match the shape; the number of elements is checked later."""
     while level and isinstance(level[0], list):
         size = len(level[0])
         if not all(isinstance(each, list) and len(each) == size for each in level):
@@ -625,7 +624,7 @@ def _typed(item: _Input, values: list[Any], element: type) -> list[Any]:
 
 
 def check_shape(name: str, shape: Sequence[int]) -> None:
-    """Sizes that are wrong in themselves; whether they fit the model is the planner's business."""
+    """Reject sizes that are invalid for any model; the planner checks them against the model."""
     if len(shape) > MAX_RANK:
         raise InvalidRequest(
             f"input '{name}': a shape of {len(shape)} dimensions; at most {MAX_RANK}"
@@ -672,15 +671,15 @@ def _check_output(output: RequestedOutput) -> None:
 
 
 def _check_integers(parameters: Mapping[str, Parameter]) -> None:
-    """What does not fit 64 bits fits no frame and no other protocol."""
+    """Reject integers beyond 64 bits: no frame and no other protocol can hold them."""
     for name, value in parameters.items():
         if isinstance(value, int) and not MIN_INT <= value <= MAX_INT:
             raise InvalidRequest(f"parameter '{name}' does not fit 64 bits")
 
 
 def apply_parameters(request: Request, parameters: dict[str, Parameter]) -> None:
-    """Move what Penstock understands into the request. Names that begin with triton_ are reserved,
-    as in Triton."""
+    """Move the parameters that Penstock understands into the request. Names that begin with triton_
+    are reserved, as in Triton."""
     for name in parameters:
         if name.startswith(RESERVED):
             raise InvalidRequest(
@@ -716,7 +715,7 @@ def _to_json(tensor: Tensor) -> bytes:
         text = _encode(_packer(DATATYPES[tensor.datatype], len(tensor.data)).unpack(tensor.data))
     else:
         text = _encode(np.frombuffer(tensor.data, dtype=DATATYPES[tensor.datatype].numpy).tolist())
-    # The encoder writes null for what is not a number.
+    # The encoder writes NaN and infinity as null.
     if b"null" in text:
         raise InvalidRequest(_json_cannot(tensor, "NaN or infinite values"))
     return text

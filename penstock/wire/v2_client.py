@@ -1,4 +1,4 @@
-"""The client's side of a v2 inference over HTTP: tensors to a binary request, an answer to arrays.
+"""Client side of a v2 inference over HTTP: tensors to a binary request, an answer to arrays.
 Pure."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HEAD_LENGTH = "Inference-Header-Content-Length"
 
 
 class WireTensor(Protocol):
-    """Any value with these fields; the data is in wire form."""
+    """Any value with these fields; its data is in wire form."""
 
     @property
     def name(self) -> str: ...
@@ -43,7 +43,7 @@ class _Answer(msgspec.Struct):
 
 
 def encode_infer(tensors: Sequence[WireTensor]) -> tuple[int, bytes]:
-    """A binary request that asks for binary outputs: the length of its head, and all of it."""
+    """Return the head's length and the whole binary request, which asks for binary outputs."""
     inputs = [
         {
             "name": each.name,
@@ -58,7 +58,7 @@ def encode_infer(tensors: Sequence[WireTensor]) -> tuple[int, bytes]:
 
 
 def decode_answer(head_length: int, body: bytes) -> dict[str, Array]:
-    """Outputs by name, from an answer whose tensors are all binary."""
+    """Return outputs by name from an answer whose tensors are all binary."""
     try:
         answer = msgspec.json.decode(body[:head_length], type=_Answer)
     except msgspec.DecodeError as error:

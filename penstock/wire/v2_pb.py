@@ -1,7 +1,7 @@
 """The v2 inference protocol as Triton's protobuf messages: infer requests in, answers out. Pure.
 
-Tensors come raw (`raw_input_contents`) or typed (`contents`), never both, and leave raw. Every
-complaint names the input it is about, in the words of `wire.v2` where both can complain.
+Tensors arrive raw (`raw_input_contents`) or typed (`contents`), never both, and leave raw. Every
+error names its input, with the same text as in `wire.v2` where both can fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.types import (
 )
 from penstock.wire.v2 import MAX_TENSORS, apply_parameters, check_outputs, check_shape
 
-# grpc_service.proto, InferTensorContents: where the elements of each datatype stand.
+# grpc_service.proto, InferTensorContents: the field of each datatype.
 CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -43,15 +43,15 @@ CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-# Typed elements of one request: they are converted one by one on the event loop, so their number is
-# everybody's latency.
+# Typed elements per request. They are converted one by one on the event loop, which delays all
+# other requests.
 MAX_TYPED = 4 << 20
-# Asks for an empty answer at the end where a model may send none or several.
+# Requests an empty final answer, for models that may send none or several.
 WANTS_EMPTY_FINAL = "triton_enable_empty_final_response"
 
 
 def parse(message_type: Any, data: bytes) -> Any:
-    """A message of the given type; InvalidRequest if the bytes are something else."""
+    """Parse a message of the given type; InvalidRequest if the bytes are not one."""
     try:
         return message_type.FromString(data)
     except DecodeError as error:
@@ -60,7 +60,7 @@ def parse(message_type: Any, data: bytes) -> Any:
 
 
 def decode_infer(message: Any, sink: ReplySink, received: float) -> Request:
-    """A ModelInferRequest as a request."""
+    """Convert a ModelInferRequest."""
     if len(message.inputs) > MAX_TENSORS or len(message.outputs) > MAX_TENSORS:
         raise InvalidRequest(f"more than {MAX_TENSORS} inputs or outputs")
     for item in message.inputs:
@@ -74,7 +74,7 @@ def decode_infer(message: Any, sink: ReplySink, received: float) -> Request:
     request = Request(sink, inputs, received, id=message.id, outputs=outputs)
     if message.parameters:
         parameters = _parameters(message.parameters)
-        # Every request has one answer here, and it is the final one.
+        # Every request has exactly one answer here, the final one.
         if not isinstance(parameters.pop(WANTS_EMPTY_FINAL, False), bool):
             raise InvalidRequest(f"parameter '{WANTS_EMPTY_FINAL}' must be true or false")
         apply_parameters(request, parameters)
@@ -82,7 +82,7 @@ def decode_infer(message: Any, sink: ReplySink, received: float) -> Request:
 
 
 def encode_answer(request: Request, response: Response) -> Any:
-    """A ModelInferResponse; copies the tensors."""
+    """Return a ModelInferResponse; copies the tensors."""
     outputs = service_pb2.ModelInferResponse.InferOutputTensor
     message = service_pb2.ModelInferResponse(
         model_name=response.model_name,
@@ -100,7 +100,7 @@ def encode_answer(request: Request, response: Response) -> Any:
 
 
 def set_parameter(target: Any, value: Parameter) -> None:
-    """Write an InferParameter."""
+    """Set the value of an InferParameter."""
     match value:
         case bool():
             target.bool_param = value
@@ -164,7 +164,7 @@ def _typed(message: Any) -> list[Tensor]:
 
 
 def _pack(item: Any, left: int) -> bytes:
-    """The typed contents of one input, of at most `left` elements, as they lie in memory."""
+    """Return the typed contents of one input, of at most `left` elements, as raw bytes."""
     datatype = DATATYPES.get(item.datatype)
     if datatype is None:
         raise InvalidRequest(

@@ -1,6 +1,6 @@
-"""What is sent: examples from files, or random ones from the model's own signature.
+"""Inputs of requests: examples from files, or random ones from the model's signature.
 
-A source knows tensors and texts, no protocol. Process i of n takes its own share of a data set.
+A source knows tensors and texts, but no protocol. Process i of n takes its own share of a data set.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = ("tensors", "prompt", "messages", "fields")
 
 
 def open_source(spec: InputSpec, form: RequestForm, index: int, num_processes: int) -> Source:
-    """For generator process `index` of `num_processes`; ConfigError when the data does not fit."""
+    """Open inputs for process `index` of `num_processes`; ConfigError if the data does not fit."""
     problems = _problems(spec, form)
     if problems:
         raise ConfigError(problems)
@@ -54,7 +54,7 @@ def open_source(spec: InputSpec, form: RequestForm, index: int, num_processes: i
 
 
 def _problems(spec: InputSpec, form: RequestForm) -> list[str]:
-    """What contradicts itself before any file is opened."""
+    """Return the contradictions that show before any file is opened."""
     assert form.kind in KINDS, form.kind
     problems: list[str] = []
     if spec.seed < 0:
@@ -86,7 +86,7 @@ def _length_problems(spec: InputSpec, form: RequestForm) -> list[str]:
 
 
 def _check_fields(form: RequestForm, sizes: Sizes) -> None:
-    """Without data only a prompt and its limit can be made up."""
+    """Raise ConfigError for fields other than a prompt and its limit: they need data."""
     known = {"prompt"} if sizes.answers is None else {"prompt", "max_tokens"}
     missing = ", ".join(f"{{{name}}}" for name in form.fields if name not in known)
     if missing:
@@ -94,7 +94,7 @@ def _check_fields(form: RequestForm, sizes: Sizes) -> None:
 
 
 def _sizes(spec: InputSpec, trace: Trace | None, index: int, num_processes: int) -> Sizes:
-    """Lengths that were asked for go before those of a trace."""
+    """Return the lengths of requests and answers; requested lengths override those of a trace."""
     sizes = Sizes()
     if trace is not None:
         recorded = f"as recorded in {trace.name}"

@@ -1,7 +1,7 @@
-"""In which order examples come. Pure: a number of examples and a seed give the same order, always.
+"""The order of examples. Pure: the same number of examples and seed always give the same order.
 
-All processes of a run go through one endless order, each taking its own requests of it: together
-they use every example equally often, and no example twice before all others had their turn.
+All processes of a run share one endless order and take their own requests from it: together they
+use every example equally often, and none twice before all others had their turn.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 
 from penstock.types import Array
 
-# Positions that are worked out at a time, at least.
+# Positions computed per chunk, at least.
 CHUNK = 4096
 
 
 def rounds(num_examples: int, seed: int) -> Iterator[Array]:
-    """Endless: all examples in another order each time round. Where two rounds meet, no example
-    follows itself (unless it is the only one)."""
+    """Yield endless permutations of all examples. Across two rounds no example follows itself
+    (unless it is the only one)."""
     random = np.random.default_rng(seed)
     last = -1
     while True:
@@ -33,8 +33,8 @@ def rounds(num_examples: int, seed: int) -> Iterator[Array]:
 def shares(
     num_examples: int, seed: int, index: int, num_processes: int, batch_size: int = 1
 ) -> Iterator[list[int]]:
-    """Endless: the examples of each request of process `index`. Request k of all processes has the
-    k-th `batch_size` examples of the order; process i has the requests i, i + n, i + 2 n, …"""
+    """Yield the examples of each request of process `index`, endlessly. Request k of the run has
+    the k-th `batch_size` examples of the order; process i has requests i, i + n, i + 2 n, …"""
     stride = num_processes * batch_size
     left: list[Array] = []
     num_left = 0

@@ -1,4 +1,4 @@
-"""From the path of a data set to a source: which reader it is for, what the report says of it."""
+"""Opens a data set by its path: chooses the reader and writes the notes for the report."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ from penstock.benchmark.inputs.samples import InputSpec, Origin, RequestForm, So
 from penstock.errors import ConfigError
 from penstock.types import TensorSpec
 
-# Names that labels have when nobody says which array or field holds them: `penstock optimize`
-# judges by them, a load leaves them out.
+# Default names of labels: `penstock optimize` evaluates with them, a load omits them.
 LABEL_NAMES = ("label", "labels", "y")
 
 
 @dataclass(slots=True)
 class Account:
-    """What the report says of a data set: its files, and what was done to them."""
+    """A data set in the report: its files, and how they were processed."""
 
     files: Sequence[Path]
     notes: list[str] = field(default_factory=list)
@@ -48,7 +47,7 @@ class Account:
 
 
 def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int, int]) -> Source:
-    """For process i of n, which is `place`; ConfigError when the data does not fit."""
+    """Open data for process i of n (`place`); ConfigError when the data does not fit."""
     path = existing(spec)
     account = Account([path])
     if form.kind == "tensors":
@@ -64,7 +63,7 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
         return TensorExamples(columns, form.has_batch, order, origin)
     rows = _rows(spec, form, path, account)
     if sizes.answers is not None and form.kind == "fields":
-        # Each request's own limit takes the place of this one.
+        # A placeholder: each request gets its own limit.
         rows = replace(rows, rows=[{"max_tokens": 1, **row} for row in rows.rows])
     samples = samples_from_rows(form, rows, path.name)
     _note_left_out(account, len(samples), len(rows.rows), "in the others nobody asks anything")
@@ -75,7 +74,7 @@ def open_data(spec: InputSpec, form: RequestForm, sizes: Sizes, place: tuple[int
 
 
 def existing(spec: InputSpec) -> Path:
-    """A file or folder that there is a reader for; ConfigError says what was expected."""
+    """Return a file or folder that has a reader; ConfigError says what was expected."""
     path = Path(spec.path)
     if not path.exists():
         raise ConfigError([f"{path}: there is no such file or folder"])
@@ -107,13 +106,13 @@ def _columns(spec: InputSpec, form: RequestForm, path: Path, account: Account) -
 
 
 def label_name(form: RequestForm, names: Set[str]) -> str:
-    """What holds the right answers when nobody says so; empty: nothing does."""
+    """Guess which array or field holds the labels; empty if none does."""
     inputs = {tensor.name for tensor in form.inputs}
     return next((name for name in LABEL_NAMES if name in names and name not in inputs), "")
 
 
 def _without_labels(form: RequestForm, table: Rows) -> tuple[Rows, str]:
-    """The rows without their labels, and the name of those; empty if there are none."""
+    """Return the rows without their labels, and the labels' name; empty if there are none."""
     label = label_name(form, {key for row in table.rows for key in row})
     rows = [{key: value for key, value in row.items() if key != label} for row in table.rows]
     return Rows(rows, table.numbers, table.word), label
@@ -149,7 +148,7 @@ def _images(path: Path, tensor: TensorSpec, seed: int, account: Account) -> Imag
 
 
 def one_name(spec: InputSpec, required: Sequence[str], names: Sequence[str]) -> str:
-    """What a file without names is for: what was said, else the only thing there is."""
+    """Return the input that a file without names is for: the given one, or else the only one."""
     taken = ", ".join(f"'{name}'" for name in names)
     if spec.name:
         if spec.name not in names:

@@ -1,4 +1,4 @@
-"""Examples that a file brings, as a source: fitted to what the target takes, cycled without end."""
+"""Examples from a file as a source: fitted to the target's inputs, cycled endlessly."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from penstock.benchmark.report.units import listed
 from penstock.errors import ConfigError
 from penstock.types import Array, TensorSpec
 
-# Of one input; the rest is counted.
+# Problems listed per input; the rest is counted.
 MAX_SHOWN = 3
-# The name that numpy.savez gives to an array without one.
+# The name that numpy.savez gives an unnamed array.
 UNNAMED = "arr_0"
 
-# All examples of an input: one array where they have one shape, else one by one (None: this example
-# leaves an optional input out).
+# All examples of an input: one array if they share a shape, else one array each (None: this example
+# omits an optional input).
 Column = Array | list[Array | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Examples by input name, all with as many; notes are what a reader of the report must know."""
+    """Examples by input name, the same number of each; `notes` are for the report."""
 
     by_name: Mapping[str, Column]
     num_examples: int
@@ -46,8 +46,8 @@ class _Reader:
 def from_arrays(
     form: RequestForm, arrays: Mapping[str, Array], label: str, others: Collection[str] = ()
 ) -> Columns:
-    """Fit arrays to the inputs of their names; ConfigError with everything that does not fit.
-    `others` are the arrays of the file that are for something else, such as labels."""
+    """Fit arrays to the inputs of their names; ConfigError lists everything that does not fit.
+    `others` names arrays of the file with another purpose, such as labels."""
     required = _required(form)
     if arrays.keys() == {UNNAMED} and len(required) == 1 and UNNAMED not in _names(form):
         arrays = {required[0]: arrays[UNNAMED]}
@@ -66,7 +66,7 @@ def from_arrays(
 
 
 def from_rows(form: RequestForm, rows: Rows, label: str, others: Collection[str] = ()) -> Columns:
-    """The same for rows; problems say where they are."""
+    """Fit rows to the inputs; problems name their place in the file."""
     names = list(dict.fromkeys(name for row in rows.rows for name in row))
     missing = {name for name in _required(form) if name not in names}
     problems = _mismatch(form, names, others, label) if missing else []
@@ -85,7 +85,7 @@ def from_rows(form: RequestForm, rows: Rows, label: str, others: Collection[str]
 
 
 def from_list(form: RequestForm, name: str, arrays: Sequence[Array], label: str) -> Columns:
-    """Examples of one input that are known to fit it."""
+    """Make columns from examples of one input that are known to fit."""
     problems = [f"{label}: input '{each}' is missing" for each in _required(form) if each != name]
     column = _joined(list(arrays))
     return _columns(
@@ -94,7 +94,7 @@ def from_list(form: RequestForm, name: str, arrays: Sequence[Array], label: str)
 
 
 def check_batches(columns: Columns, batch_size: int, label: str) -> None:
-    """ConfigError if examples that may meet in one request cannot be stacked."""
+    """Raise ConfigError if examples that may share a request cannot be stacked."""
     if batch_size == 1:
         return
     problems: list[str] = []
@@ -112,7 +112,7 @@ def check_batches(columns: Columns, batch_size: int, label: str) -> None:
 
 
 class TensorExamples:
-    """A source. A single example is made into a sample once; of a batch each is made anew."""
+    """A source of tensors. Samples of single examples are cached; batches are stacked each time."""
 
     def __init__(
         self, columns: Columns, has_batch: bool, order: Iterator[list[int]], origin: Origin
@@ -126,7 +126,7 @@ class TensorExamples:
     def next(self) -> tuple[int | None, Sample]:
         indices = next(self._order)
         if len(indices) > 1:
-            # `check_batches` saw to it that these columns are arrays.
+            # `check_batches` ensured that these columns are arrays.
             stacked = {n: c[indices] for n, c in self._columns.items() if isinstance(c, np.ndarray)}
             return None, Sample(stacked)
         index = indices[0]
@@ -145,8 +145,8 @@ class TensorExamples:
 
 
 class TextExamples:
-    """A source of fields: prompts, messages or what a template names. Answers are as long as
-    `answers` say, else as the example itself says, else as the server likes."""
+    """A source of fields: prompts, messages or a template's fields. The answer's length comes from
+    `answers`, else from the example, else from the server."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ def _required(form: RequestForm) -> list[str]:
 def _mismatch(
     form: RequestForm, names: Sequence[str], others: Collection[str], label: str
 ) -> list[str]:
-    """The names of the file and those of the model, side by side."""
+    """Describe the names of the file and of the model, side by side."""
     inputs = [_described(spec, form.has_batch) for spec in form.inputs]
     theirs = f"inputs are {listed(inputs)}" if len(inputs) > 1 else f"input is {inputs[0]}"
     there = [f"'{name}'" for name in (*names, *others)]
@@ -204,7 +204,7 @@ def _described(spec: TensorSpec, has_batch: bool) -> str:
 
 
 def _ignored(form: RequestForm, names: Collection[str]) -> tuple[str, ...]:
-    """A note on what is not sent; data sets often have columns such as ids."""
+    """Note what is not sent; data sets often have extra columns such as ids."""
     unknown = [f"'{name}'" for name in names if name not in _names(form)]
     return (f"ignored: {listed(unknown)}",) if unknown else ()
 

@@ -1,7 +1,7 @@
-"""What a data file says, whatever its format: arrays by name, or rows. Fits nothing to a model.
+"""Reads data files of any format into arrays by name, or rows. Fits nothing to a model.
 
-.npz and .npy hold arrays whose first axis counts examples; .jsonl, .json and .parquet hold rows,
-and so does .txt, of prompts.
+.npz and .npy hold arrays whose first axis counts examples; .jsonl, .json and .parquet hold rows;
+.txt holds one prompt per line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.types import Array
 ARRAY_SUFFIXES = (".npz", ".npy")
 ROW_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 MAX_PROBLEMS = 10
-# What numpy and zipfile raise for files that are broken in one way or another.
+# Exceptions of numpy and zipfile for broken files.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a file and where each was found: `word` and a number, "line 3"."""
+    """Rows of a file and their places: `word` and a number, "line 3"."""
 
     rows: Sequence[Row]
     numbers: Sequence[int]
@@ -58,7 +58,7 @@ class Rows:
 
 
 def digest(paths: Sequence[Path]) -> str:
-    """sha256 of a file; of several, of their names and digests."""
+    """Return the sha256 of a file; of several, the sha256 over their names and digests."""
     if len(paths) == 1:
         with paths[0].open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -67,10 +67,10 @@ def digest(paths: Sequence[Path]) -> str:
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
-    """Arrays by name; the one of an .npy file has the name ""."""
+    """Return arrays by name; the array of an .npy file is named ""."""
     try:
         with warnings.catch_warnings():
-            # That a file is from Python 2 is no news to act on.
+            # A warning about files from Python 2 needs no action.
             warnings.simplefilter("ignore", UserWarning)
             arrays = _loaded(path)
     except UNREADABLE as error:
@@ -92,7 +92,7 @@ def read_arrays(path: Path) -> dict[str, Array]:
 
 def _loaded(path: Path) -> dict[str, Array]:
     if path.suffix == ".npy":
-        # Mapped: it may be larger than memory.
+        # Memory-mapped: it may be larger than memory.
         return {"": np.asarray(np.lib.format.open_memmap(path, mode="r"))}
     with path.open("rb") as file:
         loaded = np.load(file, allow_pickle=False)
@@ -100,7 +100,7 @@ def _loaded(path: Path) -> dict[str, Array]:
 
 
 def read_rows(path: Path, as_arrays: bool = False) -> Rows:
-    """All rows. `as_arrays`: lists of numbers may come as arrays where that is cheaper."""
+    """Read all rows. `as_arrays`: lists of numbers may come as arrays where that is cheaper."""
     try:
         if path.suffix == ".jsonl":
             rows = _json_lines(path)
@@ -118,7 +118,7 @@ def read_rows(path: Path, as_arrays: bool = False) -> Rows:
 
 
 def _text_lines(path: Path) -> Rows:
-    """A prompt a line; empty ones are none."""
+    """Read one prompt per line; empty lines are skipped."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -159,7 +159,7 @@ def _json_lines(path: Path) -> Rows:
 
 
 def _json(path: Path) -> Rows:
-    """A list of objects, or perf_analyzer's {"data": list of objects}."""
+    """Read a list of objects, or perf_analyzer's {"data": list of objects}."""
     try:
         document = msgspec.json.decode(path.read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -184,7 +184,7 @@ def _no_row(row: object) -> str:
 
 
 def _payload(row: Row) -> Row:
-    """GenAI-Perf wraps the body of each request in {"payload": [body]}."""
+    """Unwrap GenAI-Perf's {"payload": [body]}."""
     payload = row.get("payload")
     if len(row) == 1 and isinstance(payload, list) and payload and isinstance(payload[0], dict):
         return payload[0]
@@ -217,7 +217,7 @@ def _parquet(path: Path, as_arrays: bool) -> Rows:
 
 
 def _values(column: Any) -> Sequence[Any]:
-    """A list of numbers each as a view of all of them; whatever else as Python values."""
+    """Return a column's values: each list of numbers as a view, anything else as Python values."""
     from pyarrow import types
 
     kind = column.type

@@ -1,7 +1,7 @@
-"""Whether given values fit a model's input, and the array that is sent for them. Pure.
+"""Fits given values to a model's input and makes the array that is sent. Pure.
 
-What loses nothing but precision is cast: integers to floats, floats to shorter floats, integers to
-others that hold them. A float is never made an integer. Messages are those of the server.
+Casts may lose precision only: integers to floats, floats to shorter floats, integers to integer
+types that hold them. A float never becomes an integer. Messages are those of the server.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 from penstock.serving.padding import bf16_bits
 from penstock.types import DATATYPES, Array, TensorSpec, num_elements, split_bytes
 
-# What may become what, by the kind letters of numpy.
+# Allowed casts, target to sources, by numpy's kind letters.
 CASTS = {"f": "fiub", "i": "iub", "u": "iub", "b": "biu"}
 KINDS = {"f": "floats", "i": "integers", "u": "integers", "b": "booleans", "U": "strings"}
 
 
 class Misfit(Exception):
-    """What does not fit, in words that begin with the input's name."""
+    """Values that do not fit; the text begins with the input's name."""
 
     def __init__(self, spec: TensorSpec, problem: str) -> None:
         super().__init__(f"input '{spec.name}': {problem}")
 
 
 def example(spec: TensorSpec, value: object) -> Array:
-    """One example from what a row of a file says: nested lists, a flat list in row-major order, a
-    single value, an array, or perf_analyzer's {"content", "shape"} and {"b64"}."""
+    """Make one example from a file's row: nested lists, a flat list in row-major order, a single
+    value, an array, or perf_analyzer's {"content", "shape"} and {"b64"}."""
     array = _described(spec, value) if isinstance(value, dict) else _array(spec, value)
     size = num_elements(spec.shape)
     if array.ndim == 1 and min(spec.shape, default=-1) >= 0 and array.size == size:
@@ -40,7 +40,7 @@ def example(spec: TensorSpec, value: object) -> Array:
 
 
 def examples(spec: TensorSpec, array: Array) -> Array:
-    """Many at once: the first axis of `array` counts examples."""
+    """Fit many examples at once: the first axis of `array` counts them."""
     if array.ndim == 1 and spec.shape in ((1,), (-1,)):
         array = array[:, None]
     if not fits(array.shape[1:], spec.shape):
@@ -74,7 +74,7 @@ def _numbers(spec: TensorSpec, array: Array) -> Array:
 
 
 def _holds(array: Array, dtype: np.dtype[Any], cast: Array) -> bool:
-    """Whether every value is still itself, but for its precision."""
+    """Whether the cast changed no value beyond its precision."""
     if dtype.kind == "f":
         infinite = np.isinf(cast)
         return not infinite.any() or bool(np.isinf(array[infinite]).all())
@@ -112,11 +112,11 @@ def _array(spec: TensorSpec, value: object) -> Array:
         return value
     try:
         if spec.datatype == "BYTES":
-            # As they are: numpy's own strings drop what looks like filling.
+            # As objects: numpy's own strings drop trailing zero bytes.
             return np.array(value, np.object_)
         array = np.asarray(value)
         if spec.datatype == "UINT64" and array.dtype.kind == "f":
-            # Of integers beyond INT64 numpy makes floats.
+            # numpy turns integers beyond INT64 into floats.
             exact = np.asarray(value, np.object_)
             if all(isinstance(element, int) for element in exact.ravel().tolist()):
                 return exact.astype(np.uint64)
@@ -138,7 +138,7 @@ def _described(spec: TensorSpec, value: dict[str, object]) -> Array:
 
 
 def _decoded(spec: TensorSpec, text: object) -> Array:
-    """Bytes as they lie in memory, little-endian; each string with its length in four bytes."""
+    """Decode little-endian raw bytes; each string has a four-byte length in front."""
     try:
         data = base64.b64decode(text if isinstance(text, str) else "?", validate=True)
     except (binascii.Error, ValueError):

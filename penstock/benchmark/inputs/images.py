@@ -1,7 +1,7 @@
-"""A folder of images as examples of one input. Knows formats and sizes of images, no protocol.
+"""A folder of images as examples of one input. Knows image formats and sizes, but no protocol.
 
-Images are decoded before the load starts, so that decoding costs no request anything; a folder that
-is too large for that is sampled.
+Images are decoded before the load starts, so that decoding adds no latency; a folder that is too
+large for that is sampled.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
-# Decoders of rarer formats are where image libraries have their holes.
+# Decoders of rarer formats are where image libraries have their vulnerabilities.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-# What one process keeps; 890 images of 3 x 224 x 224 in FP32.
+# Kept per process; 890 images of 3 x 224 x 224 in FP32.
 MAX_BYTES = 512 * 1024 * 1024
 MAX_PROBLEMS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Examples in the order of their names. `num_found` counts those left out, too."""
+    """Examples in the order of their names. `num_found` includes those left out."""
 
     examples: Sequence[Array]
     paths: Sequence[Path]
     num_found: int
-    # How an image became a tensor; "" for bytes as they are.
+    # How an image became a tensor; "" for raw bytes.
     treatment: str
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where height, width and channels are. None: as the image has it."""
+    """Height, width and channels of the tensor. None: as in the image."""
 
     height: int | None
     width: int | None
@@ -62,7 +62,7 @@ def read_images(folder: Path, spec: TensorSpec, seed: int, max_bytes: int = MAX_
 
 
 def find_images(folder: Path) -> list[Path]:
-    """Also in folders inside it."""
+    """List the images of a folder, recursively."""
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
     if not paths:
         endings = ", ".join(sorted(SUFFIXES))
@@ -73,7 +73,7 @@ def find_images(folder: Path) -> list[Path]:
 def _read(
     paths: Sequence[Path], read: Callable[[Path], Array], seed: int, max_bytes: int
 ) -> Images:
-    """As many as fit, chosen at random: the first by name may all be of one kind."""
+    """Read as many as fit, chosen at random: the first by name may all be of one class."""
     found: dict[Path, Array] = {}
     problems: list[str] = []
     num_bytes = 0
@@ -83,7 +83,7 @@ def _read(
             array = read(path)
         except Misfit as misfit:
             raise ConfigError([str(misfit)]) from None
-        # SyntaxError is what Pillow raises for broken PNG files.
+        # Pillow raises SyntaxError for broken PNG files.
         except (OSError, ValueError, SyntaxError) as error:
             problems.append(f"{path}: cannot be read as an image: {error}")
             if len(problems) >= MAX_PROBLEMS:
@@ -134,7 +134,7 @@ def _pillow(folder: Path) -> Any:
 
 def _decoded(pillow: Any, path: Path, spec: TensorSpec, layout: Layout) -> Array:
     with warnings.catch_warnings():
-        # An image that is suspiciously large is refused rather than warned of.
+        # Refuse a suspiciously large image instead of warning.
         warnings.simplefilter("error", pillow.DecompressionBombWarning)
         try:
             with pillow.open(path, formats=FORMATS) as image:
@@ -148,7 +148,7 @@ def _decoded(pillow: Any, path: Path, spec: TensorSpec, layout: Layout) -> Array
 
 def _pixels(image: Any, layout: Layout) -> Array:
     if layout.height and layout.width:
-        # Lets a JPEG decoder skip detail that is thrown away next.
+        # Lets the JPEG decoder skip detail that resizing would discard.
         image.draft(None, (layout.width, layout.height))
     converted = image.convert("RGB" if layout.num_channels == 3 else "L")
     size = (layout.width or image.width, layout.height or image.height)

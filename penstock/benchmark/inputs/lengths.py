@@ -1,5 +1,5 @@
-"""How long things are: variable dimensions, prompts in tokens, answers in tokens. Knows nothing of
-what has these lengths. `parse` reads what a user writes, `draw` gives whole numbers from 1."""
+"""Length distributions: variable dimensions, prompt tokens, answer tokens. `parse` reads what a
+user writes, `draw` returns integers from 1."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ FORMS = (
 )
 # The 99th percentile of the standard normal distribution.
 NORMAL_P99 = 2.3263478740408408
-# No tensor and no text is longer; keeps a tail from asking for more memory than there is.
+# No tensor and no text is longer; keeps a tail from exhausting memory.
 MAX_LENGTH = 2**24
-# Lengths are drawn this many at a time.
+# Lengths drawn per chunk.
 CHUNK = 4096
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """`values` are what the kind asks for: a fixed one its length, a uniform one the lowest and
-    highest, a normal one mean and deviation, a lognormal one median and p99, a list all lengths to
-    draw from."""
+    """`values` depend on the kind: fixed has its length, uniform the lowest and highest, normal
+    mean and deviation, lognormal median and p99, list all lengths to draw from."""
 
     kind: str
     values: tuple[float, ...] = ()
@@ -49,8 +48,7 @@ class Lengths(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Sizes:
-    """How long each next request and its answer are, endlessly, and the same in words. None: nobody
-    said."""
+    """Endless lengths of requests and their answers, with descriptions. None: not specified."""
 
     requests: Iterator[int] | None = None
     answers: Iterator[int] | None = None
@@ -59,7 +57,7 @@ class Sizes:
 
 
 def parse(text: str) -> Lengths:
-    """Read what a user wrote; CommandLineError if it is malformed, ConfigError for a bad file."""
+    """Parse what a user wrote; CommandLineError if it is malformed, ConfigError for a bad file."""
     kind, colon, rest = text.strip().partition(":")
     if kind == "list" and colon:
         return _listed(Path(rest))
@@ -72,7 +70,7 @@ def parse(text: str) -> Lengths:
 
 
 def draw(lengths: Lengths, random: np.random.Generator, count: int) -> Array:
-    """So many whole numbers, all at least 1."""
+    """Draw `count` integers of at least 1."""
     match lengths.kind, lengths.values:
         case "fixed", (length,):
             found: Array = np.full(count, length)
@@ -91,15 +89,14 @@ def draw(lengths: Lengths, random: np.random.Generator, count: int) -> Array:
 
 
 def drawn(lengths: Lengths, seed: Sequence[int]) -> Iterator[int]:
-    """Endless; the same for the same seed."""
+    """Yield lengths endlessly; the same for the same seed."""
     random = np.random.default_rng(seed)
     while True:
         yield from draw(lengths, random, CHUNK).tolist()
 
 
 def followed(values: Sequence[int], index: int, num_processes: int) -> Iterator[int]:
-    """Endless: the `index`-th of `values` and every `num_processes`-th after it; from the start
-    again when they are through."""
+    """Yield every `num_processes`-th of `values` from `index` on, wrapping around endlessly."""
     position = index
     while True:
         yield values[position % len(values)]
@@ -149,7 +146,7 @@ def _listed(path: Path) -> Lengths:
     problems: list[str] = []
     for number, line in enumerate(lines, 1):
         text = line.strip().strip(",").strip()
-        # The first line of a CSV file may be the name of its column.
+        # The first line of a CSV file may be a header.
         if not text or (number == 1 and path.suffix == ".csv" and not text[0].isdigit()):
             continue
         if text.isdigit() and _is_length(int(text)):

@@ -1,4 +1,4 @@
-"""Rows with NaN or infinity: found once for all that read data, reported with their place. Pure."""
+"""Finds rows with NaN or infinity, for all readers of data, with their place. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FLOATS = ("FP16", "BF16", "FP32", "FP64")
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """One row of one input that has values that are not finite."""
+    """One row of one input with values that are not finite."""
 
     file: str
     input: str
-    # Position among the examples, and the same as the file's reader counts: "row 1717", "line 3".
+    # Position among the examples, and the place in the file: "row 1717", "line 3".
     index: int
     place: str
     values: str  # "NaN", "infinity" or "NaN and infinity"
@@ -32,7 +32,7 @@ def find_non_finite(
     file: str,
     place: Callable[[int], str],
 ) -> list[NonFinite]:
-    """Rows of a column, which is one array or one array per row, that are not finite."""
+    """Return the rows of a column (one array, or one array per row) that are not finite."""
     if spec.datatype not in FLOATS:
         return []
     if isinstance(column, np.ndarray):
@@ -48,16 +48,16 @@ def find_non_finite(
 
 
 def is_finite(datatype: str, array: Array) -> Array:
-    """Which elements are neither NaN nor infinite."""
+    """Mark the elements that are neither NaN nor infinite."""
     if datatype == "BF16" and array.dtype == np.uint16:
-        # BF16 is kept as bits: an exponent of ones is NaN or infinity.
+        # BF16 is kept as bits: an exponent of all ones is NaN or infinity.
         finite: Array = (array & 0x7F80) != 0x7F80
         return finite
     return np.isfinite(array)
 
 
 def describe(found: Sequence[NonFinite]) -> list[str]:
-    """One clause per file and input: `data.npz: input 'x' row 1717 has NaN`."""
+    """Return one clause per file and input: `data.npz: input 'x' row 1717 has NaN`."""
     groups: dict[tuple[str, str], list[NonFinite]] = {}
     for each in found:
         groups.setdefault((each.file, each.input), []).append(each)

@@ -1,7 +1,6 @@
-"""Texts for language models: made of random words, or what the rows of a file say.
+"""Texts for language models: random words, or the rows of a file.
 
-A made-up prompt begins with words that no other prompt of the run begins with, so that a server
-that keeps what it computed for equal beginnings gains nothing from it.
+Each random prompt of a run begins with different words, so that prefix caching gains nothing.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from penstock.benchmark.inputs.samples import Origin, RequestForm, Sample
 from penstock.benchmark.inputs.words import WORDS
 from penstock.errors import ConfigError
 
-# Of our vocabulary: each of its words, with a space before it, is one token of GPT-2 (and of its
-# multilingual form), and 400 of 401 are one of BERT. Running English text has about 1.3.
+# For our vocabulary: each word with a space before it is one token of GPT-2 (and of its
+# multilingual form), and 400 of 401 are one token of BERT. English prose has about 1.3.
 TOKENS_PER_WORD = 1.0
 DEFAULT_TOKENS = 128
 NUM_WORDS = 65_536
-# So many words at the beginning are a number, the prompt's own.
+# The first words of a prompt encode its own number.
 NUM_OWN_WORDS = 4
 MAX_PROBLEMS = 10
 
 
 def words_for(num_tokens: int) -> int:
-    """How many words are about so many tokens."""
+    """Return about how many words give this many tokens."""
     return max(1, round(num_tokens / TOKENS_PER_WORD))
 
 
 class RandomPrompts:
-    """A source. Prompt k of all processes begins with the number k, written in words."""
+    """A source of random prompts. Prompt k of the run begins with the number k in words."""
 
     def __init__(
         self, form: RequestForm, place: tuple[int, int], seed: int, sizes: Sizes, digest: str = ""
@@ -43,7 +42,7 @@ class RandomPrompts:
         self._has_limit = "max_tokens" in form.fields
         self._sizes = sizes
         self._random = np.random.default_rng([seed, self._number])
-        # Another seed is another set of prompts, also for a server that remembers the last run.
+        # Another seed gives other prompts, so that a server cannot reuse its cache of the last run.
         self._first = int(np.random.default_rng(seed).integers(len(WORDS) ** NUM_OWN_WORDS))
         self._words = self._draw(NUM_WORDS)
         self.origin = Origin(_text(sizes), is_random=True, digest=digest)
@@ -74,7 +73,7 @@ class RandomPrompts:
 
 
 def own_words(number: int, count: int) -> list[str]:
-    """A number in words, its last digit first, so that the first word changes most."""
+    """Write a number in words, last digit first, so that the first word changes most."""
     words = []
     for _ in range(count):
         number, digit = divmod(number, len(WORDS))
@@ -87,8 +86,8 @@ def as_messages(text: str) -> dict[str, object]:
 
 
 def samples_from_rows(form: RequestForm, rows: Rows, label: str) -> list[Sample]:
-    """What each row asks for; ConfigError with every row that asks for nothing. Conversations in
-    which no human speaks are left out: collections are full of them."""
+    """Return a sample for each row; ConfigError lists every invalid row. Conversations without a
+    human turn are skipped: public collections contain many."""
     samples: list[Sample] = []
     problems: list[str] = []
     for position, row in enumerate(rows.rows):
@@ -135,8 +134,8 @@ def _named(names: tuple[str, ...], row: Row) -> dict[str, object]:
 
 
 def _asked(kind: str, row: Row) -> dict[str, object]:
-    """In the form the target takes: a prompt is one message of the user; messages are a prompt when
-    their texts are put below each other."""
+    """Convert a row to the target's form: a prompt becomes one user message; messages become a
+    prompt by joining their texts with newlines."""
     if "prompt" in row:
         prompt = row["prompt"]
         if not isinstance(prompt, str) or not prompt:
@@ -168,7 +167,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _first_turn(conversations: Any) -> list[dict[str, Any]]:
-    """ShareGPT's form, of which load tests use what was asked first."""
+    """Return the first question of a conversation in ShareGPT's form, as load tests use it."""
     if not isinstance(conversations, list):
         raise ValueError("'conversations' must be a list of objects with 'from' and 'value'")
     roles = {"system": "system", "human": "user", "user": "user"}

@@ -1,8 +1,8 @@
-"""Random tensors from a model's own signature, another one for every request.
+"""Random tensors from a model's signature, different for every request.
 
-Drawing numbers for each request would cost the generator more than sending it. So a long row of
-random elements is drawn once per input, and each request gets another window of it. Windows
-overlap, but no two are alike until every one was used, and then the row is drawn anew.
+Drawing numbers per request would cost more than sending it. Instead a long array of random elements
+is drawn once per input, and each request gets another window of it. Windows overlap, but none
+repeats until all were used; then the array is drawn anew.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from penstock.benchmark.inputs.samples import Origin, RequestForm, Sample
 from penstock.serving.padding import bf16_bits
 from penstock.types import DATATYPES, Array, TensorSpec, num_elements
 
-# Primes: then steps of any size come to every window before they come to one again.
+# Primes, so that steps of any size visit every window before repeating one.
 NUM_WINDOWS = 1_048_573
 NUM_STRING_WINDOWS = 65_537
-# The golden ratio spreads windows that follow each other widely.
+# The golden ratio spreads consecutive windows widely.
 STEP_SHARE = 0.6180339887
-# Embeddings crash on what is outside their table; every vocabulary has this many tokens.
+# Embeddings crash on ids outside their table; every vocabulary has this many tokens.
 NUM_TOKEN_IDS = 1000
 NUM_INTEGERS = 100
 LETTERS = (97, 123)
@@ -29,14 +29,14 @@ LONGEST_WORD = 8
 
 
 class Column(Protocol):
-    """One input: its tensor for the next request, with variable dimensions of this length."""
+    """One input; `take` returns its next tensor, with variable dimensions of this length."""
 
     def take(self, length: int) -> Array: ...
 
 
 class RandomTensors:
-    """A source. Variable dimensions of a request all have the same length, the next of `sizes`;
-    without, they are 1 long. Optional inputs are left out."""
+    """A source of random tensors. All variable dimensions of a request have the same length, the
+    next of `sizes`, or 1 without sizes. Optional inputs are left out."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ def has_variable_dimension(form: RequestForm) -> bool:
 
 
 class Windows:
-    """Random elements, another window each time."""
+    """Random elements, a different window each time."""
 
     def __init__(self, spec: TensorSpec, leading: tuple[int, ...], seed: tuple[int, ...]) -> None:
         self._spec = spec
@@ -81,19 +81,19 @@ class Windows:
         start = self._start + self._step
         if start >= self._num_windows:
             start -= self._num_windows
-        # Zero comes last: every other window was used.
+        # Zero comes last: all other windows are used up.
         if start == 0 or start + size > len(self._elements):
             self._elements = self._draw(2 * size)
         self._start = start
         return self._elements[start : start + size].reshape(shape)
 
     def _draw(self, size: int) -> Array:
-        """Enough for every window of this size."""
+        """Draw enough elements for every window of this size."""
         return _elements(self._spec, self._random, self._num_windows + size)
 
 
 class Constant:
-    """What must not be random: a mask, token types, positions."""
+    """Inputs that must not be random: a mask, token types, positions."""
 
     def __init__(self, spec: TensorSpec, leading: tuple[int, ...]) -> None:
         self._spec = spec
@@ -129,7 +129,7 @@ def _column(spec: TensorSpec, leading: tuple[int, ...], seed: tuple[int, ...]) -
 
 
 def _role(spec: TensorSpec) -> str:
-    """What an integer input is for, as far as the names of the usual encoders say it."""
+    """Guess what an integer input is for from the names that common encoders use."""
     name = spec.name.lower()
     for role, words in {
         "mask": ("mask",),
@@ -168,11 +168,11 @@ def _elements(spec: TensorSpec, random: np.random.Generator, count: int) -> Arra
 
 
 def _words(random: np.random.Generator, count: int) -> Array:
-    """Words of 3 to 8 small letters."""
+    """Return words of 3 to 8 lower-case letters."""
     letters = random.integers(*LETTERS, (count, LONGEST_WORD), np.uint8)
     lengths = random.integers(3, LONGEST_WORD, count, endpoint=True)
     letters[np.arange(LONGEST_WORD) >= lengths[:, None]] = 0
-    # numpy takes zeros at the end of a string for filling.
+    # numpy treats trailing zeros of a string as padding.
     return letters.view(f"S{LONGEST_WORD}").ravel().astype(np.object_)
 
 

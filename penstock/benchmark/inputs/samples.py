@@ -1,5 +1,5 @@
-"""The nouns of inputs: what was asked for, what a target takes, one request's content, and where it
-came from. Values only; the sources beside this file make them."""
+"""Types of inputs: the requested inputs, the target's form, one request's content, and its origin.
+Values only; the modules beside this file make them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.types import Array, TensorSpec
 
 
 class InputSpec(msgspec.Struct, frozen=True):
-    """Everything the command line says about inputs; travels to the generator processes."""
+    """Everything the command line says about inputs; sent to the generator processes."""
 
     # Empty: random.
     path: str = ""
@@ -23,13 +23,13 @@ class InputSpec(msgspec.Struct, frozen=True):
     output_lengths: Lengths | None = None
     batch_size: int = 1
     seed: int = 0
-    # A recorded trace: the k-th request is as long as the trace's k-th.
+    # A recorded trace: request k is as long as the trace's k-th.
     trace_path: str = ""
 
 
 class RequestForm(msgspec.Struct, frozen=True):
     """What a target takes: "tensors" (of a v2 model, shapes without the batch dimension), "prompt"
-    or "messages" (OpenAI), or "fields" (what a body template names)."""
+    or "messages" (OpenAI), or "fields" (of a body template)."""
 
     kind: str
     inputs: tuple[TensorSpec, ...] = ()
@@ -61,13 +61,13 @@ class Origin(msgspec.Struct, frozen=True):
     is_random: bool
     num_examples: int | None = None
     digest: str = ""
-    # Doubts about the data, a sentence each.
+    # Doubts about the data, one sentence each.
     warnings: tuple[str, ...] = ()
 
 
 class Source(Protocol):
-    """An endless supply. `index` names an example that comes again, so that what was made of it
-    can be kept; it is None for one that does not."""
+    """An endless supply. `index` identifies an example that comes again, so that its encoding can
+    be cached; None for one that does not."""
 
     origin: Origin
 

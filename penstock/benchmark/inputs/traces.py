@@ -1,9 +1,9 @@
-"""A recorded trace: when requests arrived and how long they and their answers were.
+"""A recorded trace: arrival times, and the lengths of requests and answers.
 
 Read from CSV with a header, from .jsonl, or from a plain list of times. Times are ISO 8601 or
 numbers. Numbers are seconds, unless their column's name ends in _ms, _us or _ns, or they are so
-large that they can only be milliseconds, microseconds or nanoseconds since 1970; Mooncake's .jsonl,
-known by `input_length` beside `timestamp`, is in milliseconds.
+large that they must be milliseconds, microseconds or nanoseconds since 1970. Mooncake's .jsonl,
+recognised by `input_length` beside `timestamp`, is in milliseconds.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ OUTPUT_NAMES = (
     "numdecodetokens",
 )
 UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-# Numbers from here on are since 1970, in this unit; each is the year 1973 of the unit before it.
+# Numbers from here on count this unit since 1970; each bound is the year 1973 in its unit.
 EPOCHS = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"))
 MAX_PROBLEMS = 10
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """Requests in the order of their arrival; seconds count from the first. Tokens are at least 1;
-    None where the trace does not tell."""
+    """Requests in order of arrival; seconds count from the first. Token counts are at least 1, or
+    None where the trace has none."""
 
     times_s: tuple[float, ...]
     input_tokens: tuple[int, ...] | None = None
     output_tokens: tuple[int, ...] | None = None
     name: str = ""
-    # What a reader of the report should know.
+    # For the reader of the report.
     note: str = ""
 
 
 class Record(msgspec.Struct):
-    """One line: its number and its cells by what they mean, as text or numbers."""
+    """One line: its number and its cells by meaning, as text or numbers."""
 
     line: int
     cells: Mapping[str, object]
 
 
 def read_trace(path: str | Path) -> Trace:
-    """ConfigError with the lines that cannot be read."""
+    """Read a trace; ConfigError lists the lines that cannot be read."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -96,7 +96,7 @@ def _from_json(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Reco
 def _from_csv(path: Path, lines: list[tuple[int, str]]) -> tuple[str, list[Record]]:
     numbers = [number for number, _ in lines]
     try:
-        # Each line by itself: a quotation mark too many must not swallow the lines after it.
+        # Line by line: a stray quotation mark must not swallow the lines after it.
         rows = [next(csv.reader([line])) for _, line in lines]
     except csv.Error as error:
         raise ConfigError([f"{path}: cannot be read: {error}"]) from None
@@ -125,7 +125,7 @@ def _plain(name: str) -> str:
 
 
 def _named_unit(name: str) -> tuple[str, str]:
-    """A name without its unit, and the unit."""
+    """Split a name into the name proper and its unit."""
     for unit in UNITS:
         if name.lower().endswith(f"_{unit}"):
             return name[: -len(unit) - 1], unit
@@ -155,7 +155,7 @@ def _is_time(text: str) -> bool:
 
 
 def _moment(value: object) -> float | datetime:
-    """A number, or a date; ValueError when it is neither."""
+    """Parse a number or a date; ValueError when it is neither."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = float(value)
     elif isinstance(value, str):
@@ -217,7 +217,7 @@ def _read(path: Path, records: list[Record], meaning: str, problems: list[str]) 
 
 
 def _seconds(moments: list[float | datetime], unit: str) -> list[float]:
-    """Since the first, as exactly as the file says it."""
+    """Return seconds since the first moment, without loss of precision."""
     dates = [moment for moment in moments if isinstance(moment, datetime)]
     if dates:
         return [(date - dates[0]).total_seconds() for date in dates]

@@ -1,4 +1,4 @@
-"""A small vocabulary for texts that mean nothing. Common words: most are one token anywhere."""
+"""A small vocabulary for meaningless texts. Common words: most are one token in any tokenizer."""
 
 _TEXT = """
 river mountain garden bridge island forest valley winter spring autumn summer bird horse apple

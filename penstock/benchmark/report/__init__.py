@@ -1,1 +1,1 @@
-"""One run shown in many ways: a table, a CSV file, a page, a comparison."""
+"""Reports of a run: a table, a CSV file, an HTML page, a comparison."""

@@ -1,5 +1,5 @@
-"""Runs side by side. The first is what the others are held against, level by level where the load
-was the same; what differs besides is said, for then the runs may not be comparable."""
+"""Runs side by side. The first is the baseline; levels with the same load are compared, and other
+differences between the runs are listed, since they may make the runs incomparable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A run and what it is called, as a rule its file."""
+    """A run and its name, usually its file."""
 
     name: str
     run: Run
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class _Unjudged:
-    """A figure of both runs, compared in both directions: is the other worse, is the base."""
+    """A figure of both runs, compared in both directions."""
 
     load: str
     figure: str
@@ -67,7 +67,7 @@ class _Unjudged:
 
     @property
     def p_value(self) -> float:
-        """How likely chance alone would show so much in either direction; 1: not known."""
+        """Two-sided p-value of the difference; 1: unknown."""
         least = min(each.p_value for each in self.both)
         return 1.0 if math.isnan(least) else min(1.0, 2 * least)
 
@@ -85,7 +85,7 @@ class Pair:
     base: Named
     other: Named
     rows: tuple[Row, ...]
-    # What else is not the same, in words.
+    # Other differences between the runs, in words.
     differences: tuple[str, ...]
 
 
@@ -99,7 +99,7 @@ def pair_of(base: Named, other: Named, tolerance: float = 0.0) -> Pair:
 
 
 def matched(base: Run, other: Run) -> list[tuple[Level, Level]]:
-    """Levels of the same load; each is used once."""
+    """Pair levels with the same load; each level is used once."""
     left = list(other.levels)
     found = []
     for ours in base.levels:
@@ -133,8 +133,8 @@ def _has(windows: Sequence[stats.Window], metric: str) -> bool:
 
 
 def _judged(rows: Sequence[_Unjudged]) -> list[Row]:
-    """Who compares twenty figures finds one by chance; so all together may be wrong no more often
-    than one alone (Holm's procedure)."""
+    """Judge all rows together with Holm's procedure: among twenty comparisons, one would differ by
+    chance alone."""
     shown: set[int] = set()
     order = sorted(range(len(rows)), key=lambda index: rows[index].p_value)
     for num_before, index in enumerate(order):
@@ -145,7 +145,7 @@ def _judged(rows: Sequence[_Unjudged]) -> list[Row]:
 
 
 def differences(base: Run, other: Run) -> list[str]:
-    """What makes two runs something else than the same thing measured twice."""
+    """List what makes two runs more than the same thing measured twice."""
     ours, theirs = base.target, other.target
     known = {
         "protocol": (ours.protocol, theirs.protocol),
@@ -183,7 +183,7 @@ def _hardware(run: Run) -> str:
 
 
 def summary_text(pair: Pair) -> str:
-    """In one sentence, by the tail: what p99 did at how many loads."""
+    """Summarise in one sentence how p99 changed, and at how many loads."""
     tails = [row.verdict for row in pair.rows if row.figure == "p99"]
     if not tails:
         return f"{pair.other.name} and {pair.base.name} have no load in common"
@@ -196,7 +196,7 @@ def summary_text(pair: Pair) -> str:
 
 
 def shown(runs: Sequence[Named]) -> Group:
-    """For a terminal."""
+    """Render a comparison for a terminal."""
     parts: list[RenderableType] = []
     for pair in _pairs(runs):
         parts.append(Text(summary_text(pair), style="bold"))
@@ -226,14 +226,14 @@ def _table(pair: Pair) -> RenderableType:
 
 
 def _with_load_once(pair: Pair) -> Iterator[tuple[str, Row]]:
-    """The load stands in the first of its rows only."""
+    """Yield rows, with the load named in its first row only."""
     for last, row in zip((None, *pair.rows), pair.rows, strict=False):
         is_new = last is None or last.load != row.load or row.figure == "throughput"
         yield row.load if is_new else "", row
 
 
 def ratio_text(ratio: Interval) -> str:
-    """Of two decimals: a hundredth is the least that one talks about."""
+    """Format a ratio with two decimals."""
     if not math.isfinite(ratio.value):
         return units.UNKNOWN
     low = f"{ratio.low:.2f}" if ratio.low > 0 else ""
@@ -268,7 +268,7 @@ def page(runs: Sequence[Named]) -> str:
 
 
 def _style(pairs: Sequence[Pair]) -> str:
-    """Green and red by the tail alone, as the sentence says it."""
+    """Choose the colour by the tail alone, as the summary does."""
     tails = {row.verdict for pair in pairs for row in pair.rows if row.figure == "p99"}
     if {"faster", "slower"} <= tails:
         return "mixed"
@@ -299,7 +299,7 @@ def _figures(runs: Sequence[Named]) -> dict[str, list[Figure | None]]:
 
 
 def _cdf(runs: Sequence[Named], index: int) -> Figure | None:
-    """All runs at the load of one level of the first."""
+    """Plot all runs at the load of one level of the first."""
     load = runs[0].run.levels[index].load
     data = []
     for number, (each, colour) in enumerate(zip(runs, plots.colours(len(runs)), strict=True)):

@@ -31,7 +31,7 @@ class Headline:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """One level and what became of each term there."""
+    """One level and the verdict of each term there."""
 
     level: Level
     terms: tuple[Verdict, ...]
@@ -45,7 +45,7 @@ class _Judged:
 
     @property
     def text(self) -> str:
-        """The terms that made the outcome what it is, and where."""
+        """The terms that decided the outcome, and the load."""
         terms = [term_text(each) for each in self.terms if each.outcome == self.outcome]
         return f"{', '.join(terms)} at {label_of(self.level)}"
 
@@ -62,7 +62,7 @@ def _headline(run: Run) -> Headline:
     if run.max_rate is not None:
         return _of_max_rate(run.max_rate)
     if any(level.ending == "lost" for level in run.levels):
-        # Whatever its percentiles were until then.
+        # Its earlier percentiles do not matter.
         return Headline("missed", f"SLO missed: {run.problem}")
     levels = _levels_at(in_order(run), limits)
     judged = [_judged(run, level, limits) for level in levels]
@@ -81,7 +81,7 @@ def _headline(run: Run) -> Headline:
 
 
 def _without_slo(run: Run) -> str:
-    """The most that was answered, and what that took."""
+    """Summarise the highest throughput and its latency."""
     if run.knee is not None:
         knee = run.knee
         plateau = f"a plateau of {units.number(knee.throughput)}/s"
@@ -98,7 +98,7 @@ def _without_slo(run: Run) -> str:
 
 
 def level_outcome(run: Run, level: Level) -> promises.Outcome:
-    """ "not measured" without an SLO too."""
+    """Return the outcome of a level; "not measured" also without an SLO."""
     limits = slo_of(run)
     return "not measured" if limits is None else _judged(run, level, limits).outcome
 
@@ -108,7 +108,7 @@ def _judged(run: Run, level: Level, limits: Slo) -> _Judged:
 
 
 def verdicts_of(run: Run, level: Level, limits: Slo) -> tuple[Verdict, ...]:
-    """With what a million answers cost, where the price is known."""
+    """Judge each term, including cost where the price is known."""
     measured = verdicts.measured(level.windows, limits)
     if run.price_per_hour is not None:
         throughput = stats.throughput_interval(level.windows)
@@ -117,7 +117,7 @@ def verdicts_of(run: Run, level: Level, limits: Slo) -> tuple[Verdict, ...]:
 
 
 def _cost(price_per_hour: float, throughput: Interval) -> Interval:
-    """Of a million answers."""
+    """Return the cost of a million answers."""
 
     def per_million(rate: float) -> float:
         return price_per_hour / 3600 / rate * 1e6 if rate != 0 else math.inf
@@ -126,7 +126,7 @@ def _cost(price_per_hour: float, throughput: Interval) -> Interval:
 
 
 def _levels_at(run: Run, limits: Slo) -> list[Level]:
-    """Those at the rate that the SLO names, where it names one and it was measured."""
+    """Return the levels at the SLO's rate, if it names one that was measured."""
     if limits.rate is None:
         return run.levels
     asked = limits.rate.per_s
@@ -167,7 +167,7 @@ def rate_text(rate: Interval) -> str:
 
 
 def term_text(verdict: Verdict) -> str:
-    """`p99 12.1 ms (11.8-12.6) < 20 ms`."""
+    """Format a verdict: `p99 12.1 ms (11.8-12.6) < 20 ms`."""
     term, measured = verdict.term, verdict.measured
     sign = _sign(term)
     head, _, limit = str(term).partition(f" {sign} ")
@@ -204,7 +204,7 @@ def _measured_text(term: Term, measured: Interval) -> str:
 
 
 def _spaced(limit: str) -> str:
-    """`20ms` as `20 ms`."""
+    """Format `20ms` as `20 ms`."""
     place = next((i for i, letter in enumerate(limit) if letter.isalpha()), len(limit))
     is_unit = 0 < place < len(limit) and limit[place - 1].isdigit()
     return f"{limit[:place]} {limit[place:]}" if is_unit else limit

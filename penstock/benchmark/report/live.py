@@ -1,4 +1,4 @@
-"""How a run goes on while it goes on: a line that moves in a terminal, else a line per level."""
+"""Live progress of a run: a moving line in a terminal, otherwise one line per level."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ BAR_WIDTH = 20
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A level at one moment. `of_s` None: it ends when its trace or search does."""
+    """A level at one moment. `of_s` None: it ends with its trace or search."""
 
     level: str  # "concurrency 8"
     phase: Phase
     elapsed_s: float
     of_s: float | None
-    # Now: of the last moments.
+    # Over the last moments.
     rate: float
     p99_s: float
-    # Of the level so far.
+    # Over the level so far.
     num_requests: int
     num_failed: int
-    # What the level has to become sure of; None before anything can be said.
+    # The statistic that decides when the level ends; None before it can be estimated.
     statistic: str = "p99"
     interval: Interval | None = None
     # This is level `index` (from 1) of `num_levels`; None when a search decides how many.
@@ -43,7 +43,7 @@ class Progress:
 
 
 class Live:
-    """`update` as often as wanted; everything goes to stderr, so that stdout is the report's."""
+    """Progress on stderr, so that stdout holds only the report."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -75,7 +75,7 @@ class Live:
             self._screen.update(line(progress), refresh=True)
 
     def _end_level(self) -> None:
-        """What became of it stays to be read; a warm-up is not a result."""
+        """Print the final line of a level; a warm-up is not a result."""
         if self._last is not None and self._last.phase != "warm-up":
             self._console.print(done(self._last), soft_wrap=True)
         self._last = None
@@ -93,7 +93,7 @@ def _name(progress: Progress) -> str:
 
 
 def line(progress: Progress) -> Table:
-    """The level as it is now."""
+    """Render the level as it is now."""
     table = Table.grid(padding=(0, 1), expand=False)
     elapsed = f"{progress.elapsed_s:.0f} s"
     bar: ProgressBar | str = ""
@@ -128,7 +128,7 @@ def _now(progress: Progress) -> Text:
 
 
 def done(progress: Progress) -> Text:
-    """One line for a level that is over."""
+    """Render one line for a finished level."""
     measured = progress.interval or Interval(progress.p99_s, float("nan"), float("nan"))
     num_good = progress.num_requests - progress.num_failed
     # Over the whole level, unlike `rate`.

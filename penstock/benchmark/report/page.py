@@ -1,5 +1,5 @@
-"""A run as one page that needs nothing else: no network, no other file. Its first line says
-whether the SLO was kept."""
+"""A run as a self-contained HTML page: no network, no other file. Its first line says whether the
+SLO was kept."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def rendered(
     figures: Mapping[str, Any],
     folder: Path | None = None,
 ) -> str:
-    """`folder` is where the template is, when not here; what it extends and imports is here."""
+    """Render a template from `folder`, or from here by default; base templates are always here."""
     import jinja2
     from markupsafe import Markup
 
@@ -122,7 +122,7 @@ def rendered(
 
 
 def _embedded(value: Any) -> Markup:
-    """JSON that cannot end the element it stands in."""
+    """Encode JSON that cannot close the element around it."""
     from markupsafe import Markup
 
     text = msgspec.json.encode(value).decode()
@@ -132,7 +132,7 @@ def _embedded(value: Any) -> Markup:
 
 
 def _plotly_js() -> str:
-    # Found, not imported: the package takes a second, its script is a file.
+    # Located without importing plotly, which takes a second.
     spec = importlib.util.find_spec("plotly")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
         path = Path(folder) / "package_data" / "plotly.min.js"
@@ -142,8 +142,8 @@ def _plotly_js() -> str:
 
 
 def chosen_level(run: Run, figures: list[Figures]) -> int | None:
-    """The level whose figures stand for the run: the knee; the highest load that keeps the SLO
-    (of a search, the one its answer rests on); else the one with the highest throughput."""
+    """Choose the level whose figures represent the run: the knee; the highest load that keeps the
+    SLO (in a search, the one its answer rests on); else the highest throughput."""
     if not figures:
         return None
     if run.knee is not None and 0 <= run.knee.level < len(figures):

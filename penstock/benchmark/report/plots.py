@@ -1,5 +1,5 @@
-"""What a page draws, as figures in plotly's JSON form. Pure; colours of text and grid are the
-page's, so that a figure fits a light and a dark one."""
+"""The plots of a page as figures in plotly's JSON form. Pure; the page sets the colours of text and
+grid, so that figures fit a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PHASE_COLOURS = {
     "compute output": "#1f6f78",
 }
 SYSTEM_COLOURS = ("#3d8bc4", "#2a9d8f", "#8a56c4", "#b8479c", "#e08e45")
-# Where the curve of a distribution is drawn, in percent.
+# Percentiles at which a distribution is drawn.
 CDF_PERCENTS = (
     *(0.1, 0.5, *map(float, range(1, 90))),
     *(tenth / 10 for tenth in range(900, 1000)),
@@ -44,18 +44,18 @@ CDF_PERCENTS = (
 # A log axis spans at least the square of this factor.
 NARROW = 1.5
 CDF_TICKS = {"0": 0.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "p99.99": 99.99}
-# Requests that are typical, and those that are slow, by their latency.
+# Percentiles of typical and of slow requests, by latency.
 TYPICAL = (40.0, 60.0)
 SLOW = 95.0
 MIN_SAMPLES = 40
-# What is less of a request's time is not to be seen.
+# Smaller shares of a request's time would not be visible.
 MIN_SHARE = 0.002
 # Bars that differ by more are drawn as shares.
 MAX_SUM_RATIO = 20
 
 
 def figures_of_run(run: Run, figures: Sequence[Figures]) -> dict[str, list[Figure | None]]:
-    """By name: one figure for the run, or one for each level. None: there is nothing to draw."""
+    """Return figures by name: one for the run, or one per level. None: nothing to draw."""
     levels = run.levels
     return {
         "curve": [_curve(run, figures)],
@@ -69,7 +69,7 @@ def figures_of_run(run: Run, figures: Sequence[Figures]) -> dict[str, list[Figur
 
 
 def plain(value: Any) -> Any:
-    """NaN and infinity as None: gaps in a line."""
+    """Replace NaN and infinity with None: gaps in a line."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -80,7 +80,7 @@ def plain(value: Any) -> Any:
 
 
 def colours(num_levels: int) -> list[str]:
-    """So many colours along the ramp."""
+    """Return this many colours along the ramp."""
     if num_levels == 1:
         return [RAMP[1]]
     return [_mixed(index / (num_levels - 1) * (len(RAMP) - 1)) for index in range(num_levels)]
@@ -103,12 +103,12 @@ def _limits(run: Run) -> list[Latency]:
 
 
 def _line(axis: str, at: float, text: str) -> tuple[Figure, Figure]:
-    """A dashed line across a plot where its logarithmic `axis` is `at`, and its words."""
+    """Return a dashed line across a plot at `at` on its logarithmic `axis`, and its label."""
     other = "y" if axis == "x" else "x"
     shape = {"type": "line", f"{axis}0": at, f"{axis}1": at, f"{other}0": 0, f"{other}1": 1}
     shape |= {f"{other}ref": "paper", f"{axis}ref": axis}
     shape["line"] = {"color": LIMIT_COLOUR, "width": 1.5, "dash": "dash"}
-    # The place of a note on such an axis is the logarithm, that of a line is not.
+    # On a log axis plotly places annotations by logarithm, but shapes by value.
     note = {axis: math.log10(at), f"{axis}ref": axis, f"{other}ref": "paper", "text": text}
     note |= {"showarrow": False, "font": {"color": LIMIT_COLOUR, "size": 11}}
     note |= {other: 1 if axis == "x" else 0, "yanchor": "bottom"}
@@ -117,7 +117,7 @@ def _line(axis: str, at: float, text: str) -> tuple[Figure, Figure]:
 
 
 def _curve(run: Run, figures: Sequence[Figures]) -> Figure | None:
-    """Throughput against latency; the way is that of growing load."""
+    """Plot throughput against latency, in order of growing load."""
     if len(figures) < 2:
         return None
     colour_of = {"p50": MEDIAN_COLOUR, "p99": TAIL_COLOUR}
@@ -141,7 +141,7 @@ def curve_figure(traces: list[Figure]) -> Figure:
 
 
 def curve_trace(run: Run, name: str, percentile: str, colour: str) -> Figure:
-    """A percentile of each level against its throughput, from low load to high."""
+    """Trace a percentile of each level against its throughput, from low load to high."""
     loads = [level.load for level in run.levels]
     named = dict(zip(map(id, run.levels), summary.short_loads(loads)[1], strict=True))
     levels = sorted(run.levels, key=lambda level: summary.load_size(level.load))
@@ -173,7 +173,7 @@ def curve_trace(run: Run, name: str, percentile: str, colour: str) -> Figure:
 
 
 def _with_bars(traces: Sequence[Figure]) -> Iterator[float]:
-    """The values of points, and where their bars end."""
+    """Yield the values of points, and the ends of their error bars."""
     for trace in traces:
         bars = trace.get("error_y", {"array": [], "arrayminus": []})
         yield from trace["y"]
@@ -182,7 +182,7 @@ def _with_bars(traces: Sequence[Figure]) -> Iterator[float]:
 
 
 def add_limit_across(layout: Figure, term: Latency, metric: str = "latency") -> None:
-    """Of latency, or another metric, on an axis of it that goes up."""
+    """Draw the limit of a metric across a vertical axis of that metric."""
     if term.metric != metric:
         return
     _add_line(layout, "y", term, f" SLO: {term}")
@@ -227,8 +227,9 @@ def _mark_knee(run: Run, figures: Sequence[Figures], figure: Figure) -> None:
 
 
 def log_axis(title: str, values: Iterable[float]) -> Figure:
-    """Ticks at 1, 2, 5, 10 …, in plain numbers; more where the values are close together. Values
-    that hardly differ get room around them: else no tick is in sight, and noise looks large."""
+    """Make an axis with ticks at 1, 2, 5, 10 …, in plain numbers; more where the values are close
+    together. Values that hardly differ get room around them: otherwise no tick would be visible,
+    and noise would look large."""
     finite = [value for value in values if math.isfinite(value) and value > 0]
     axis: Figure = {"title": title, "type": "log"}
     if not finite:
@@ -245,7 +246,7 @@ def log_axis(title: str, values: Iterable[float]) -> Figure:
 
 
 def cdf_trace(histogram: Histogram, name: str, colour: str, dash: str = "solid") -> Figure:
-    """Up to the last percentile that at least one request lies beyond."""
+    """Trace a distribution up to the last percentile with at least one request beyond."""
     total = histogram.total
     shown = [each for each in CDF_PERCENTS if total * (1 - each / 100) >= 1]
     return {
@@ -261,7 +262,7 @@ def cdf_trace(histogram: Histogram, name: str, colour: str, dash: str = "solid")
 
 
 def nines(percent: float) -> float:
-    """Where a percentile stands on an axis that gives each further nine the same room."""
+    """Return a percentile's place on an axis that gives each further nine the same room."""
     return -math.log10(1 - percent / 100)
 
 
@@ -314,7 +315,7 @@ def _breakdown(loads: Sequence[Load], figures: Sequence[Figures]) -> Figure | No
 
 
 def _stacked(rows: Sequence[tuple[str, dict[str, float]]]) -> Figure:
-    """In ms, or in shares where one bar would dwarf the others; the sum stands below each."""
+    """Stack bars in ms, or as shares if one bar would dwarf the others; the sum is below each."""
     sums = [sum(parts.values()) for _, parts in rows]
     is_shares = max(sums) > MAX_SUM_RATIO * min(sums)
     data = [
@@ -348,7 +349,7 @@ def _phase_bars(
     return {
         "type": "bar",
         "name": phase,
-        # By number: two levels of one load are two bars.
+        # By index: two levels of one load are two bars.
         "x": list(range(len(rows))),
         "y": shares if is_share else [time_s * 1e3 for time_s in times_s],
         "customdata": [units.duration(time_s) for time_s in times_s],
@@ -358,7 +359,7 @@ def _phase_bars(
     }
 
 
-# What the server's timing header says, in the words of the breakdown.
+# Phases of the server's timing header, under the breakdown's names.
 SAMPLE_PHASES = {
     "queue_batch": "queue: for a batch",
     "queue_instance": "queue: for an instance",
@@ -369,7 +370,7 @@ SAMPLE_PHASES = {
 
 
 def _samples(samples: Sequence[TimingSample]) -> Figure | None:
-    """What slow requests spend their time on that typical ones do not."""
+    """Compare where slow and typical requests spend their time."""
     if len(samples) < MIN_SAMPLES:
         return None
     ordered = sorted(samples, key=lambda sample: sample.latency_s)
@@ -388,7 +389,7 @@ def _mean_phases(samples: Sequence[TimingSample]) -> dict[str, float]:
     latency_s = sum(sample.latency_s for sample in samples) / num
     total_s = sum(sample.phases_s.get("total", 0.0) for sample in samples) / num
     inside_s = sum(found.values())
-    # A server that gives no total has no overhead of its own to show.
+    # A server that reports no total has no overhead to show.
     found["server overhead"] = max(0.0, total_s - inside_s)
     found["network and client"] = max(0.0, latency_s - max(total_s, inside_s))
     return found
@@ -427,7 +428,7 @@ def _over_time(run: Run, level: Level) -> Figure | None:
                 "hovertemplate": "%{y} failed<extra></extra>",
             }
         )
-        # They stay low, so that the lines above can be seen.
+        # Keep the bars low, below the lines.
         layout["yaxis2"] = _second_axis("failed requests") | {"range": [0, 3 * max(failures)]}
     return {"data": data, "layout": layout}
 

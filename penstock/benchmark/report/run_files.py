@@ -1,7 +1,7 @@
-"""Runs as files: JSON that is read again, and CSV for scripts that know perf_analyzer's.
+"""Runs as files: JSON that can be read back, and CSV in perf_analyzer's format.
 
-Beside its data the JSON holds a `verdict` and, per level, a `summary` for whoever looks at it with
-other tools; both are made anew on writing and ignored on reading.
+Besides its data the JSON holds a `verdict` and, per level, a `summary` for other tools; both are
+computed on writing and ignored on reading.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.benchmark.results import FORMAT, Level, Run
 from penstock.benchmark.stats import Interval
 from penstock.errors import CommandLineError, ConfigError
 
-# perf_analyzer's names, in its order, after the load. Durations in microseconds.
+# perf_analyzer's columns, in its order, after the load. Durations in microseconds.
 PERF_ANALYZER_COLUMNS = (
     "Inferences/Second",
     "Client Send",
@@ -45,13 +45,13 @@ PERF_ANALYZER_COLUMNS = (
     "p95 latency",
     "p99 latency",
 )
-# Numbers in these stand in one line: nobody reads them one by one.
+# Long rows of numbers, written on one line each.
 LONG_ROWS = re.compile(r'"(?:counts|times)": [\[{][^\[\]{}]*')
 OWN_COLUMNS = ("p99.9 latency", "p99 low", "p99 high", "Failures", "Goodput/Second")
 
 
 def write_run(run: Run, path: Path) -> None:
-    """Whole, or not at all."""
+    """Write the run as JSON, atomically."""
     verdict = headline_of(run)
     data: dict[str, Any] = {"verdict": {"slo": verdict.outcome, "text": verdict.text}}
     data |= plain(msgspec.to_builtins(run, str_keys=True))
@@ -64,9 +64,9 @@ def write_run(run: Run, path: Path) -> None:
 
 
 def problem_of(path: Path) -> str:
-    """Why nothing can be written there; empty when it can.
+    """Return why a file cannot be written there; empty when it can.
 
-    A file appears by taking the place of whatever has its name: devices must keep theirs.
+    Writing replaces the target by rename, so devices and other special files are refused.
     """
     if path.is_dir():
         return f"{path}: is a folder; expected the name of a file"
@@ -83,8 +83,8 @@ def problem_of(path: Path) -> str:
 
 
 def check_outputs(names: Iterable[str | None]) -> None:
-    """Check output files before anything long begins: ConfigError for files that cannot be
-    written, CommandLineError if a name is given twice. Empty names are ignored."""
+    """Check output files before anything long begins: ConfigError for files that cannot be written,
+    CommandLineError if a name is given twice. Empty names are ignored."""
     given = [name for name in names if name]
     problems = [text for name in given if (text := problem_of(Path(name)))]
     shared = [
@@ -98,7 +98,7 @@ def check_outputs(names: Iterable[str | None]) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """A file that appears, or changes, when it is whole; ConfigError when it cannot be written."""
+    """Write a file by atomic rename; ConfigError when it cannot be written."""
     if problem := problem_of(path):
         raise ConfigError([problem])
     waiting = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
@@ -114,7 +114,7 @@ def write_text(text: str, path: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity; as words they are read again as what they were."""
+    """Replace NaN and infinity, which JSON lacks, with words that are read back as such."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -125,7 +125,7 @@ def plain(value: Any) -> Any:
 
 
 def _summary(run: Run, level: Level) -> dict[str, Any]:
-    """None where nothing can be said."""
+    """Summarise a level; None where a figure is unknown."""
     figures = summary.figures_of(run, level)
     found: dict[str, Any] = {
         "load": figures.label,
@@ -157,7 +157,7 @@ def _finite(number: float) -> float | None:
 
 
 def read_run(path: Path) -> Run:
-    """ConfigError says in words why this is no run."""
+    """Read a run; ConfigError says why the file is not one."""
     try:
         text = path.read_bytes()
     except FileNotFoundError:
@@ -194,7 +194,7 @@ def _check_kind(path: Path, text: bytes) -> None:
 
 
 def csv_text(run: Run) -> str:
-    """One row a level, in the order of throughput, as perf_analyzer sorts them."""
+    """Return one row per level, ordered by throughput as perf_analyzer does."""
     is_closed = all(isinstance(level.load, Closed) for level in run.levels)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -219,7 +219,7 @@ def _known_cells(run: Run, figures: Figures) -> list[str]:
     if parts is not None:
         inside = (parts.queue_s, parts.input_s, parts.infer_s, parts.output_s)
         unsent_s = parts.unsent_s
-    # All that is not known to be elsewhere, so that the columns add up to the mean latency.
+    # The remainder, so that the columns add up to the mean latency.
     network_s = figures.mean_s - unsent_s - sum(inside)
     network_s = 0.0 if network_s < 0 else network_s
     cells = [f"{figures.throughput.value * run.batch_size:.6g}"]
@@ -237,7 +237,7 @@ def _own_cells(figures: Figures) -> list[str]:
 
 
 def _goodput_per_s(figures: Figures, percent: float) -> float:
-    """Answers in time: their share of the good ones, of what comes out."""
+    """Return answers in time per second: throughput times their share of good answers."""
     if not figures.num_good:
         return 0.0
     return figures.throughput.value * percent / 100 * figures.num_requests / figures.num_good

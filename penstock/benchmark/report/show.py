@@ -1,4 +1,4 @@
-"""What `penstock report` does: one run shown again, several compared."""
+"""The command `penstock report`: show one run again, or compare several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 
 
 def show(paths: Sequence[Path], html: Path | None, csv: Path | None, console: Console) -> None:
-    """To the console, and to the files asked for; ConfigError in words for what cannot be read."""
+    """Write to the console and the requested files; ConfigError for files that cannot be read."""
     if not paths:
         raise ConfigError(["nothing to report: expected files that penstock bench --json wrote"])
     if csv is not None and len(paths) > 1:
@@ -37,7 +37,7 @@ def show_run(run: Run, html: Path | None, csv: Path | None, console: Console) ->
 
 
 def _read(paths: Sequence[Path]) -> list[Named]:
-    """All problems of all files at once."""
+    """Read all runs; ConfigError lists the problems of all files."""
     found: list[Named] = []
     problems: list[str] = []
     for path in paths:

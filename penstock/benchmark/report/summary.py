@@ -1,6 +1,6 @@
-"""The figures of a level as plain values that every report shows. Pure.
+"""The figures of a level as plain values for all reports. Pure.
 
-Percentiles are of good answers; the SLO is judged elsewhere, with failed requests counted as never
+Percentiles are of good answers; the SLO is judged elsewhere, where failed requests count as never
 answered.
 """
 
@@ -20,14 +20,14 @@ from penstock.benchmark.targets import Counters
 from penstock.slo import Goodput, Latency, Slo
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99.9": 99.9}
-# Of streams; time to the first token, between two pieces, and per token after the first.
+# Metrics of streams: time to first token, between two chunks, and per token after the first.
 STREAM_METRICS = ("ttft", "itl", "tpot")
 NANOSECOND = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Where a request's mean time went, in seconds; inside the server by its own account."""
+    """Where a request's mean time went, in seconds; the server's parts are its own figures."""
 
     # due -> sent, and everything between client and server.
     unsent_s: float
@@ -37,7 +37,7 @@ class Breakdown:
     input_s: float
     infer_s: float
     output_s: float
-    # The two parts of the queue, where the server tells them apart.
+    # The two parts of the queue, where the server reports them.
     batch_wait_s: float | None = None
     instance_wait_s: float | None = None
 
@@ -46,7 +46,7 @@ class Breakdown:
         return self.overhead_s + self.queue_s + self.input_s + self.infer_s + self.output_s
 
     def phases(self) -> dict[str, float]:
-        """All parts in the order in which a request passes them; their sum is its latency."""
+        """Return all parts in the order a request passes them; their sum is its latency."""
         found = {"waiting to be sent": self.unsent_s, "network and client": self.outside_s}
         found["server overhead"] = self.overhead_s
         if self.batch_wait_s is None or self.instance_wait_s is None:
@@ -70,15 +70,15 @@ class Figures:
     failures: dict[str, int]
     throughput: Interval
     mean_s: float
-    # By percentile: latency, then each metric of streams that was seen.
+    # By percentile: latency, then each observed metric of streams.
     latency: dict[str, Interval]
     streams: dict[str, dict[str, Interval]]
-    # Percent of requests that were answered well and in time; None without limits on latency.
+    # Percent of requests answered well and in time; None without limits on latency.
     goodput_percent: float | None
     input_tokens_per_s: float | None
     output_tokens_per_s: float | None
     breakdown: Breakdown | None
-    # Percent, by resource of the server; empty where nothing of it can be seen.
+    # Percent by server resource; empty where none is visible.
     utilisation: dict[str, float]
 
     @property
@@ -87,7 +87,7 @@ class Figures:
 
     @property
     def busiest(self) -> tuple[str, float] | None:
-        """The resource that would be exhausted first."""
+        """The resource that would saturate first."""
         return max(self.utilisation.items(), key=lambda item: item[1], default=None)
 
 
@@ -130,7 +130,7 @@ def _percentiles(windows: list[Window], metric: str) -> dict[str, Interval]:
 def _goodput(windows: list[Window], limits: Slo | None) -> float | None:
     if limits is None or not any(isinstance(term, Latency) for term in limits.terms):
         return None
-    # Asked for whether or not the SLO has a term for it; the limits are those of the SLO.
+    # Computed even if the SLO has no goodput term, with the SLO's latency limits.
     asked = Slo((*(term for term in limits.terms if term.name != "goodput"), Goodput(100.0)))
     percent = verdicts.measured(windows, asked)["goodput"].value
     return None if math.isnan(percent) else percent
@@ -163,7 +163,7 @@ def breakdown_of(level: Level) -> Breakdown | None:
 
 
 def utilisation_of(run: Run, level: Level) -> dict[str, float]:
-    """Means over the level. The machine counts only when the server runs on it."""
+    """Return means over the level. The machine counts only if the server runs on it."""
     found: dict[str, float] = {}
     if run.environment.is_server_local and level.system:
         found["CPU"] = _mean([sample.cpu_percent for sample in level.system])
@@ -197,8 +197,8 @@ def label_of(level: Level) -> str:
 
 
 def in_order(run: Run) -> Run:
-    """The same run with its levels from low load to high, where they are of one kind: a search
-    goes up and down."""
+    """Return the run with its levels from low load to high, if they are of one kind: a search goes
+    up and down."""
     if len({type(level.load) for level in run.levels}) != 1:
         return run
     order = sorted(range(len(run.levels)), key=lambda i: load_size(run.levels[i].load))
@@ -210,7 +210,7 @@ def in_order(run: Run) -> Run:
 
 
 def short_loads(loads: list[Load]) -> tuple[str, list[str]]:
-    """A column's name and its cells: as short as levels of one kind allow."""
+    """Return a column's name and cells, as short as levels of one kind allow."""
     if all(isinstance(load, Closed) for load in loads):
         return "concurrency", [str(load.concurrency) for load in loads if isinstance(load, Closed)]
     flats = [
@@ -226,5 +226,5 @@ def short_loads(loads: list[Load]) -> tuple[str, list[str]]:
 
 
 def load_size(load: Load) -> float:
-    """What orders levels of one kind: concurrency or mean rate."""
+    """Return the sort key of levels of one kind: concurrency or mean rate."""
     return float(load.concurrency) if isinstance(load, Closed) else pacer.mean_rate(load)

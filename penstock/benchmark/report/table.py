@@ -1,4 +1,4 @@
-"""A run in a terminal: the verdict first, then what was measured, the levels, the findings."""
+"""A run in a terminal: the verdict first, then the target, the levels and the findings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTCOME_STYLES: dict[Outcome, str] = {
     "no SLO": "bold",
 }
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
-# More levels than that are counted, not named.
+# More levels than this are counted, not named.
 MAX_PLACES = 3
 TPOT_FORMULA = "TPOT = (last token - first token) / (output tokens - 1)"
 
@@ -52,7 +52,7 @@ def shown(run: Run) -> Group:
 
 
 def about(run: Run) -> dict[str, str]:
-    """Who was asked, for what, with what."""
+    """Describe the target, the model and the inputs."""
     target = run.target
     model = "/".join(part for part in (target.model, target.version) if part)
     server = ", ".join(part for part in (target.server, target.backend) if part)
@@ -67,7 +67,7 @@ def about(run: Run) -> dict[str, str]:
 
 
 def answers_of(run: Run) -> list[str]:
-    """What the run was asked to find, and the cold start."""
+    """Return the answers to the run's question, and the cold start."""
     found = []
     if run.knee is not None:
         knee = run.knee
@@ -102,7 +102,7 @@ def finding_line(run: Run, group: Sequence[Finding]) -> Text:
 
 
 def place_of(run: Run, group: Sequence[Finding]) -> str:
-    """The levels that a finding is about; empty when it is about all there is."""
+    """Name the levels that a finding is about; empty when it is about all of them."""
     indices = [each.level for each in group if each.level is not None]
     if not indices or len(run.levels) == 1:
         return ""
@@ -112,7 +112,7 @@ def place_of(run: Run, group: Sequence[Finding]) -> str:
 
 
 def figure_table(first: str, *others: str) -> Table:
-    """Words on the left, figures on the right."""
+    """Make a table with text on the left, figures on the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column(Text(first), overflow="fold")
     for name in others:

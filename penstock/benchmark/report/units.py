@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits, and a unit that fits. Pure."""
+"""Human-readable numbers: three digits and a fitting unit. Pure."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Iterable, Sequence
 
 from penstock.benchmark.stats import Interval
 
-# What one of each is in seconds.
+# Units in seconds.
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-# What cannot be said.
+# An unknown value.
 UNKNOWN = "-"
 
 
 def number(value: float) -> str:
-    """Three significant digits; all digits before the point."""
+    """Format with three significant digits; all digits before the point."""
     if math.isnan(value):
         return UNKNOWN
     if math.isinf(value):
         return "never"
     if value == 0:
         return "0"
-    # Digits before the point, of the number as it will be rounded.
+    # Digits before the point, after rounding.
     whole = math.floor(math.log10(float(f"{abs(value):.2e}"))) + 1
     return f"{value:.{min(max(0, 3 - whole), 6)}f}"
 
 
 def unit_of(durations_s: Iterable[float]) -> str:
-    """The unit for durations that stand in one column."""
+    """Return the unit for durations of one column."""
     finite = [duration for duration in durations_s if math.isfinite(duration) and duration > 0]
     if not finite or (max(finite) >= 0.9995e-3 and min(finite) < 0.9995):
         return "ms"
@@ -35,7 +35,7 @@ def unit_of(durations_s: Iterable[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`812 us`, `12.1 ms`, `1.25 s`; "never" for what is infinitely late."""
+    """Format a duration: `812 us`, `12.1 ms`, `1.25 s`; "never" if infinite."""
     if not math.isfinite(seconds):
         return number(seconds)
     unit = unit_of([seconds])
@@ -47,7 +47,7 @@ def in_unit(seconds: float, unit: str) -> str:
 
 
 def range_of(interval: Interval, scale: float = 1.0) -> str:
-    """`11.8-12.6`; `> 11.8` when it cannot be said how high; empty when nothing can."""
+    """Format a range: `11.8-12.6`; `> 11.8` without an upper bound; empty if unknown."""
     low, high = interval.low / scale, interval.high / scale
     if math.isnan(low) and math.isnan(high):
         return ""
@@ -59,13 +59,13 @@ def range_of(interval: Interval, scale: float = 1.0) -> str:
 
 
 def interval(value: Interval, scale: float = 1.0) -> str:
-    """`12.1 (11.8-12.6)`."""
+    """Format as `12.1 (11.8-12.6)`."""
     text = range_of(value, scale)
     return f"{number(value.value / scale)} ({text})" if text else number(value.value / scale)
 
 
 def duration_interval(value: Interval) -> str:
-    """`12.1 ms (11.8-12.6)`: the range in the unit of the estimate."""
+    """Format as `12.1 ms (11.8-12.6)`: the range in the unit of the estimate."""
     if not math.isfinite(value.value):
         return duration(value.value)
     text = range_of(value, SECONDS[unit_of([value.value])])
@@ -81,18 +81,18 @@ def size(num_bytes: float) -> str:
 
 
 def count(amount: int, noun: str) -> str:
-    """`1 request`, `2 requests`."""
+    """Format as `1 request`, `2 requests`."""
     return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
 
 
 def listed(words: Sequence[str]) -> str:
-    """`p90, p95 and p99.9`."""
+    """Format as `p90, p95 and p99.9`."""
     *others, last = words
     return f"{', '.join(others)} and {last}" if others else last
 
 
 def share(part: float, whole: float) -> str:
-    """`0.02 %`, `3.1 %`; one that is not nothing is never shown as 0 %."""
+    """Format as `0.02 %`, `3.1 %`; a share above 0 is never shown as 0 %."""
     if not whole:
         return UNKNOWN
     percent = 100 * part / whole

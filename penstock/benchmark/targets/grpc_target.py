@@ -1,8 +1,8 @@
 """A v2 model behind gRPC: Penstock, Triton, MLServer.
 
-Requests are encoded before they are sent and travel as bytes: no message is built or parsed for
-one. A connection carries a limited number of calls at once, so there are as many as are needed.
-Calls are those of grpc.aio, ended by callback: a tenth cheaper than its threads and futures.
+Requests are encoded in advance and travel as bytes, so no message is built or parsed per request. A
+connection carries a limited number of calls at once; more are opened on demand. Calls use grpc.aio
+with done callbacks: 10 % cheaper than its threads and futures.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from penstock.errors import ConfigError
 from penstock.types import Buffer, Tensor
 
 SERVICE = "/inference.GRPCInferenceService/"
-# Servers allow about a hundred calls on a connection; with fewer, none waits for another's frames.
+# Servers allow about a hundred calls per connection; fewer keep frames from queueing.
 CALLS_PER_CONNECTION = 32
 ASK_TIMEOUT_S = 10.0
 OPTIONS = (
-    # Else all channels to one server would share a connection.
+    # Otherwise all channels to one server would share a connection.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A server that comes back is found again soon.
+    # Reconnect soon after a server comes back.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
-# Of ModelInferRequest: field 7, raw_input_contents, with its length in front.
+# Tag of ModelInferRequest field 7, raw_input_contents; its length follows.
 RAW_CONTENTS = b"\x3a"
-# In gRPC's own texts about connections and names: the cause, after addresses and before remarks.
+# Extracts the cause from gRPC's texts about connections and names.
 CONNECTION = re.compile(
     r"ipv[46]:\S+: (?:Failed to connect to remote host: |recvmsg:)?(.+?)(?: \(|$)"
 )
@@ -64,7 +64,7 @@ Value = TypeVar("Value")
 
 
 class Address(msgspec.Struct, frozen=True):
-    """`grpc://host:port/model[/version]`, taken apart."""
+    """The parts of `grpc://host:port/model[/version]`."""
 
     text: str
     server: str
@@ -74,7 +74,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Refused(Exception):
-    """A question that was answered with an error."""
+    """The server answered a question with an error."""
 
     def __init__(self, code: str, details: str) -> None:
         super().__init__(f"{code}: {details}")
@@ -83,24 +83,24 @@ class Refused(Exception):
 
 
 class GrpcTarget:
-    """`num_connections` are open, `num_waited` exchanges had to wait for one."""
+    """`num_connections` are open; `num_waited` exchanges had to wait for a place on one."""
 
     load_s: float | None = None
 
     def __init__(self, spec: TargetSpec) -> None:
-        # Before its import: it would write of lost connections into the middle of what is shown.
+        # Must precede the import: gRPC would log lost connections into our output.
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         self._spec = spec
         self._address = parse_address(spec)
         self._metadata = (("authorization", f"Bearer {spec.api_key}"),) if spec.api_key else None
         self._form: RequestForm | None = None
         self._prefixes: dict[tuple[tuple[str, tuple[int, ...]], ...], bytes] = {}
-        # One for questions; the others, each with so many places for calls.
+        # One channel for questions; the others, each with CALLS_PER_CONNECTION places for calls.
         self._question_channel: Any = None
         self._channels: list[Any] = []
         self._places: deque[Callable[..., Any]] = deque()
         self._waiting: deque[Exchange] = deque()
-        # A call that nobody holds cancels itself.
+        # An unreferenced call cancels itself.
         self._calls: set[Any] = set()
         self._is_closed = False
         self.num_waited = 0
@@ -170,7 +170,7 @@ class GrpcTarget:
             raise self._problem(f"model '{self._address.model}' is not ready")
 
     async def _config(self) -> Any:
-        """None where the server has no such call, as MLServer."""
+        """Return None where the server has no such call, such as MLServer."""
         try:
             return (await self._ask("ModelConfig", **self._model())).config
         except Refused as error:
@@ -182,7 +182,7 @@ class GrpcTarget:
         if error.code in NEEDS_KEY:
             return _needs_key(error)
         text = error.details or error.code
-        # A Penstock server says itself what it has.
+        # A Penstock server lists its models itself.
         if error.code not in NO_SUCH_MODEL or "loaded:" in text:
             return text
         try:
@@ -272,7 +272,7 @@ class GrpcTarget:
             await channel.close()
 
     def _prefix(self, tensors: Sequence[Tensor]) -> bytes:
-        """Everything of the message but the tensors' contents."""
+        """Encode everything of the message except the tensors' contents."""
         from tritonclient.grpc import service_pb2
 
         message = service_pb2.ModelInferRequest(
@@ -293,7 +293,7 @@ class GrpcTarget:
     def _add_connection(self) -> None:
         channel = self._channel()
         self._channels.append(channel)
-        # Places of all connections take turns, so that none is full while another is idle.
+        # Interleave the places of all connections, so that calls spread evenly.
         places = [channel.unary_unary(SERVICE + "ModelInfer")] * CALLS_PER_CONNECTION
         self._places = deque(_interleaved(list(self._places), places))
 
@@ -321,7 +321,7 @@ class GrpcTarget:
 
 
 def parse_address(spec: TargetSpec) -> Address:
-    """ConfigError with everything that is wrong."""
+    """Parse the target's address; ConfigError lists everything that is wrong."""
     check_no_credentials(spec.address)
     where = hide_password(spec.address)
     try:
@@ -349,8 +349,8 @@ def parse_address(spec: TargetSpec) -> Address:
 
 
 def failure_text(code: str, details: str, timeout_s: float) -> str:
-    """Why a call failed, the same for the same cause: what gRPC itself says of connections names
-    addresses."""
+    """Describe why a call failed, identically for identical causes: gRPC's own texts about
+    connections contain addresses."""
     if code == "DEADLINE_EXCEEDED" and details == DEADLINE:
         return f"no answer within {timeout_s:g} s"
     text = in_short(_cause(details))
@@ -387,7 +387,7 @@ def _end(exchange: Exchange, failure: str) -> None:
 
 
 def _at_once(answer: Coroutine[Any, Any, Value]) -> Value:
-    """The result of a coroutine that has nothing to wait for: what a call that has ended says."""
+    """Return the result of a coroutine that never suspends: a question to a call that has ended."""
     try:
         answer.send(None)
     except StopIteration as ended:
@@ -403,7 +403,7 @@ def _interleaved(first: list[Value], second: list[Value]) -> Iterator[Value]:
 
 
 def _varint(number: int) -> bytes:
-    """As protobuf writes lengths: seven bits a byte, the lowest first."""
+    """Encode a length as a protobuf varint: seven bits per byte, lowest first."""
     data = bytearray()
     while number > 0x7F:
         data.append(number & 0x7F | 0x80)
@@ -413,7 +413,7 @@ def _varint(number: int) -> bytes:
 
 
 def _has_batch(metadata: Any) -> bool:
-    """Of a server that shows no configuration."""
+    """Guess whether a server without configuration batches: every first dimension is variable."""
     return bool(metadata.inputs) and all(list(item.shape[:1]) == [-1] for item in metadata.inputs)
 
 
@@ -424,7 +424,7 @@ def _max_batch_size(config: Any) -> int | None:
 def _num_instances(config: Any) -> int | None:
     if config is None or not config.instance_group:
         return None
-    # One of each for each GPU that a group names.
+    # `count` instances for each GPU that a group names.
     groups = config.instance_group
     return sum(max(1, int(group.count)) * max(1, len(group.gpus)) for group in groups)
 

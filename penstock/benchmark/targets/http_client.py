@@ -1,7 +1,7 @@
-"""An HTTP/1.1 client for load: one request under way per connection, connections on demand.
+"""An HTTP/1.1 client for load: one request in flight per connection, connections on demand.
 
-A request is bytes that are ready to write; its answer goes to the exchange, by way of a `Reader`
-where one is wanted. Knows nothing of models. Lives on one event loop.
+A request is bytes ready to write; the answer goes to the exchange, through a `Reader` if one is
+given. Knows nothing of models. Lives on one event loop.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from penstock.errors import ConfigError
 
 SWEEP_S = 1.0
 MAX_ANSWER_BYTES = 64 << 20
-# Connections that are made at the same time: fewer than a server lets wait to be accepted.
+# Connections opened in parallel: fewer than a server's accept backlog.
 MAX_OPENING = 64
 ASK_TIMEOUT_S = 10.0
 CANCELLED = "cancelled"
 
 
 class NoAnswer(Exception):
-    """Why there is none, in words, as an exchange says it."""
+    """No answer came; the text says why, as `Exchange.failure` would."""
 
 
 class HttpClient:
     """Connections to one server. `read` makes the reader of each answer; without it answers are
-    judged by their status, and good ones are hardly looked at.
+    judged by their status, and good ones are hardly parsed.
 
-    Who finds no idle connection waits. For each that waits a connection is being made, as long as
-    there are fewer than `max_connections`; a failed attempt fails the one that has waited longest.
+    An exchange that finds no idle connection is queued. Each queued exchange has a connection being
+    opened for it, up to `max_connections` in all; a failed attempt fails the oldest queued
+    exchange.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class HttpClient:
         self.now = now
         self.read: Read = read or self._read_status
         self.remembers_heads = read is None
-        # Heads of good answers, and the length of the body that follows.
+        # Heads of good answers, with the length of the body that follows.
         self.known_heads: dict[bytes, int] = {}
         # Exchanges that found all connections busy and no more allowed.
         self.num_waited = 0
@@ -73,8 +74,8 @@ class HttpClient:
         return len(self._connections)
 
     async def open(self, num_connections: int) -> None:
-        """So many connections, if that many are allowed; ConfigError when they cannot be made.
-        What was closed is usable again."""
+        """Open this many connections, up to the maximum; ConfigError when that fails. A closed
+        client becomes usable again."""
         self._is_closed = False
         missing = min(num_connections, self._max_connections) - len(self._connections)
         try:
@@ -96,7 +97,7 @@ class HttpClient:
             self._wait(exchange)
 
     async def close(self) -> None:
-        """What is under way ends as cancelled."""
+        """Close all connections; exchanges in flight fail as cancelled."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -110,11 +111,11 @@ class HttpClient:
             self.end(self._waiting.popleft(), CANCELLED)
         for connection in list(self._connections):
             connection.fail(CANCELLED)
-        # The loop closes the sockets in its next turn.
+        # The loop closes the sockets in its next iteration.
         await asyncio.sleep(0)
 
     def sweep(self) -> None:
-        """Give up what has taken too long. Called about once a second, while anything is open."""
+        """Fail timed-out exchanges. Called about once a second while connections are open."""
         limit = self.now() - self._timeout_s
         text = f"no answer within {self._timeout_s:g} s"
         late = [
@@ -142,7 +143,7 @@ class HttpClient:
         self._grow()
 
     def take_back(self, exchange: Exchange) -> None:
-        """It reached nobody, and is the next to be sent."""
+        """Put an exchange that never reached the server back at the front of the queue."""
         self._waiting.appendleft(exchange)
 
     def end(self, exchange: Exchange, failure: str) -> None:
@@ -153,10 +154,10 @@ class HttpClient:
     # Connections.
 
     def _wait(self, exchange: Exchange) -> None:
-        # For the sweep, until it really leaves.
+        # For the timeout; set again when it is sent.
         exchange.sent = self.now()
         if self._is_closed:
-            # Not at once: whoever hears of it may send the next one.
+            # Deferred, since `finish` may send the next exchange.
             asyncio.get_running_loop().call_soon(self.end, exchange, CANCELLED)
             return
         self._waiting.append(exchange)
@@ -190,7 +191,7 @@ class HttpClient:
         self._grow()
 
     async def _connect(self) -> None:
-        """OSError when there is no connection."""
+        """Open a connection; OSError when that fails."""
         self._start_timer()
         async with asyncio.timeout(self._timeout_s):
             transport, connection = await asyncio.get_running_loop().create_connection(
@@ -203,7 +204,7 @@ class HttpClient:
         if self._is_closed or transport.is_closing():
             transport.abort()
             raise ConnectionResetError
-        # The name is looked up once: later connections go to the address that answered.
+        # Resolve the name once: later connections go to the address that answered.
         self._host = transport.get_extra_info("peername")[0]
         self._connections.add(connection)
         self.release(connection)
@@ -223,7 +224,7 @@ class HttpClient:
 
 
 def connect_failure(error: BaseException, timeout_s: float) -> str:
-    """One spelling per cause."""
+    """Describe why connecting failed, in the same words for the same cause."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, ConnectionResetError):
@@ -246,7 +247,7 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 class _Keeper:
-    """Keeps all of an answer."""
+    """Keeps the whole answer."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -267,7 +268,7 @@ class _Keeper:
 
 
 async def ask(url: Url, message: bytes, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
-    """One question, on a connection of its own; NoAnswer in words."""
+    """Send one request on its own connection; NoAnswer if it fails."""
     keeper = _Keeper()
     client = HttpClient(url, timeout_s, 1, lambda _: keeper)
     done = asyncio.Event()

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 connection of a client: an exchange at a time, its answer counted or parsed.
+"""One client connection over HTTP/1.1: one exchange at a time.
 
-A good answer whose head was seen before is counted and nobody keeps its body; everything else goes
-through httptools, to a `Reader`. Knows nothing of other connections.
+A good answer whose head was seen before is only counted, without keeping its body; all others are
+parsed by httptools and passed to a `Reader`. Knows nothing of other connections.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.benchmark.targets.http_messages import Causes, server_timing
 if TYPE_CHECKING:
     from penstock.benchmark.targets.http_client import HttpClient
 
-# A connection that was idle for so long may have been given up by its server while the next request
-# was on its way; if nothing of an answer came, the request is sent again on another one.
+# A server may have closed a connection that was idle for this long just as the next request was
+# sent; if no byte of an answer came, the request is retried on another connection.
 STALE_S = 1.0
 MAX_HEAD_BYTES = 65_536
-# Of an answer that is an error.
+# Limit on an error's body.
 MAX_KEPT_BYTES = 65_536
 MAX_KNOWN_HEADS = 256
 MAX_KNOWN_HEAD_BYTES = 1024
@@ -33,15 +33,15 @@ _PARSING = -1
 
 
 class Reader(Protocol):
-    """Makes something of one answer while it comes. What `end` returns is why it is no good answer,
-    if so. When the connection is lost or the time is up before, `end` is not called."""
+    """Reads one answer as it arrives. `end` returns why the answer is bad, or None. It is not
+    called if the connection is lost or times out first."""
 
     def head(self, status: int, headers: Mapping[bytes, bytes]) -> None:
-        """Names are lower case."""
+        """Take the head; names are lower case."""
         ...
 
     def chunk(self, data: bytes) -> None:
-        """Part of the decoded body, as the network happens to cut it."""
+        """Take part of the decoded body, as the network happens to split it."""
         ...
 
     def end(self) -> str | None: ...
@@ -51,7 +51,7 @@ Read = Callable[[Exchange], Reader]
 
 
 class StatusReader:
-    """Judges an answer by its status: 2xx is good. Takes along what `Server-Timing` says."""
+    """Judges an answer by its status: 2xx is good. Also records `Server-Timing`."""
 
     __slots__ = ("_causes", "_exchange", "_kept", "_status")
 
@@ -78,8 +78,8 @@ class StatusReader:
 
 
 class Connection(asyncio.Protocol):
-    """One socket: idle, or with an exchange under way. Its client hears `release` when it can take
-    the next exchange and `lost` when it never will."""
+    """One socket: idle, or with one exchange in flight. It calls the client's `release` when it can
+    take the next exchange, and `lost` when it never can again."""
 
     def __init__(self, client: HttpClient) -> None:
         self.exchange: Exchange | None = None
@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
         self._is_gone = False
         # Bytes left of a body that is only counted; 0 before an answer; or _PARSING.
         self._left = 0
-        # The answer that is parsed.
+        # State of the answer being parsed.
         self._parser = httptools.HttpResponseParser(self)
         self._reader: Reader | None = None
         self._first_data = b""
@@ -105,13 +105,13 @@ class Connection(asyncio.Protocol):
         self._has_excess = False
 
     def start(self, exchange: Exchange) -> None:
-        """Only while idle."""
+        """Send an exchange; the connection must be idle."""
         self.exchange = exchange
         exchange.sent = self._now()
         self._write(exchange.item)
 
     def fail(self, text: str) -> None:
-        """The exchange under way, if there is one, has failed; the connection is of no use."""
+        """Fail the exchange in flight, if any, and drop the connection."""
         exchange, self.exchange = self.exchange, None
         self._reader = None
         self._is_gone = True
@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         exchange = self.exchange
         if exchange is None:
-            self.fail("")  # Nobody asked.
+            self.fail("")  # Data without a request.
             return
         left = self._left
         if left == 0:
@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
-            # A reader's bug: told as such, and not as the server's fault.
+            # A bug in a reader: report it as one, not as the server's fault.
             self.fail(f"internal error: {error.__context__!r}")
             raise
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -207,7 +207,7 @@ class Connection(asyncio.Protocol):
             self._has_excess = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Those at the end of a chunked body do not count.
+        # Ignore trailers of a chunked body.
         if self._reader is None:
             self._headers[name.lower()] = value
 
@@ -234,7 +234,7 @@ class Connection(asyncio.Protocol):
             self._reader.chunk(data)
 
     def on_message_complete(self) -> None:
-        # "100 Continue" and its like have no reader.
+        # "100 Continue" and other interim answers have no reader.
         if self._reader is not None:
             self._is_complete = True
 
@@ -253,14 +253,14 @@ class Connection(asyncio.Protocol):
         exchange.finish(exchange)
 
     def _remember(self) -> None:
-        """The next good answer with this head, which says how long it is, need not be parsed."""
+        """Remember a good answer's head with its length: the next such answer is not parsed."""
         data, headers = self._first_data, self._headers
         end = data.find(b"\r\n\r\n") + 4
         self._first_data = b""
         if (
             self._client.remembers_heads
             and 4 <= end <= MAX_KNOWN_HEAD_BYTES
-            # Not what came before the answer proper.
+            # Not an interim answer that came before.
             and data.startswith(b"HTTP/1.1 %d " % self._status)
             and 200 <= self._status < 300
             and self._status != 204
@@ -272,7 +272,7 @@ class Connection(asyncio.Protocol):
             self._known[data[:end]] = int(headers[b"content-length"])
 
     def _drop(self) -> None:
-        """Nothing is under way, and nothing will be."""
+        """Close an idle connection for good."""
         self._is_gone = True
         if self._transport is not None:
             self._transport.close()

@@ -1,4 +1,4 @@
-"""HTTP as text: addresses and requests out, what an answer's head or error says in. Pure."""
+"""HTTP as text: URLs and requests out, heads and errors of answers in. Pure."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import msgspec
 from penstock.errors import ConfigError
 
 MAX_TEXT = 160
-# Different texts of one status.
+# Distinct error texts kept per status.
 MAX_TEXTS = 8
-# Of a Server-Timing header; more is not looked at.
+# Characters of a Server-Timing header that are parsed.
 MAX_TIMING = 1024
 WITHOUT_BODY = ("GET", "DELETE")
 _OURS = ("host", "content-length", "transfer-encoding", "connection")
 _CREDENTIALS = re.compile("^([^/:]*:(?://)?).*@", re.DOTALL)
 _WITH_DIGITS = re.compile(r"[\w-]*\d[\w-]*")
-# A name, other parameters, and the one that counts.
+# A metric's name, other parameters, and its duration.
 _DURATION = re.compile(
     r'([^\s,;="]+)\s*(?:;[^,;]*)*?;\s*dur\s*=\s*"?(\d+(?:\.\d*)?)', re.IGNORECASE
 )
 
 
 class Url(NamedTuple):
-    """Where a server is, and the path that was given with it."""
+    """A server's address, and the path given with it."""
 
     text: str
     host: str
     port: int
     is_tls: bool
-    # As the Host header says it.
+    # The value of the Host header.
     name: str
-    # With the query.
+    # Including the query.
     path: str
 
     @property
@@ -56,20 +56,20 @@ class Answer(NamedTuple):
 
 
 def hide_password(address: str) -> str:
-    """An address as errors and logs may show it. Everything up to the last @ may be a password,
-    also where the address is malformed."""
+    """Mask an address for errors and logs. Everything up to the last @ may be a password, even in a
+    malformed address."""
     return _CREDENTIALS.sub(r"\1***@", address)
 
 
 def check_no_credentials(address: str) -> None:
-    """ConfigError for a user or a password in an address: no target would send them."""
+    """Raise ConfigError for a user or password in an address: no target would send them."""
     authority = re.split("[/?#]", address.partition("://")[2], maxsplit=1)[0]
     if "@" in authority:
         raise ConfigError([f"{hide_password(address)}: no user or password is allowed in a URL"])
 
 
 def parse_url(text: str) -> Url:
-    """ConfigError unless it is http://host[:port][/path], or https."""
+    """Parse http://host[:port][/path] or https; ConfigError otherwise."""
     check_no_credentials(text)
     shown = hide_password(text)
     try:
@@ -90,7 +90,7 @@ def parse_url(text: str) -> Url:
 def request_bytes(
     url: Url, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
 ) -> bytes:
-    """A whole message. `headers` are written as they are: see `check_headers`."""
+    """Return a whole request. `headers` are written unchecked: see `check_headers`."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {url.name}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     if body or method not in WITHOUT_BODY:
@@ -99,7 +99,7 @@ def request_bytes(
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
-    """ConfigError for what cannot be a header, or is the client's own to say."""
+    """Raise ConfigError for invalid headers, and for those that the client sets itself."""
     problems = []
     for name, value in headers.items():
         if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
@@ -113,8 +113,8 @@ def check_headers(headers: Mapping[str, str]) -> None:
 
 
 def error_text(body: bytes) -> str:
-    """What a server says of an error, on one line: the text of v2, OpenAI or FastAPI, or the first
-    line of anything else that is not a page."""
+    """Return a server's error message on one line: the text of v2, OpenAI or FastAPI, or the first
+    line of any other body that is not HTML."""
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -136,8 +136,8 @@ def shortened(text: str) -> str:
 
 
 class Causes:
-    """One spelling per cause: answers of one status whose texts differ only in numbers and ids are
-    told by the first of them."""
+    """Error texts, one per cause: answers with the same status whose texts differ only in numbers
+    and ids are reported with the first such text."""
 
     def __init__(self) -> None:
         self._texts: dict[int, dict[str, str]] = {}
@@ -154,6 +154,6 @@ class Causes:
 
 
 def server_timing(value: bytes) -> dict[str, float]:
-    """Seconds by name, from the header of that name; entries without a duration are left out."""
+    """Return seconds by name from a Server-Timing header, skipping entries without a duration."""
     found = _DURATION.findall(value[:MAX_TIMING].decode("latin-1"))
     return {name: float(milliseconds) / 1e3 for name, milliseconds in found}

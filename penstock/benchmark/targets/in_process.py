@@ -1,9 +1,9 @@
-"""A model in this process: no network and no protocol, but the same batcher and workers as the
-server's. What is measured is the model with its batching.
+"""A model in this process: no network and no protocol, but the server's batcher and workers.
+Measures the model with its batching.
 
-Describing reads files only; `open` loads. The batcher lives on the loop of whoever sends, so that
-a request passes from hand to hand without waking anybody; workers are processes, as the server's,
-so that driving a device does not share an interpreter with sending.
+`describe` only reads files; `open` loads. The batcher runs on the sender's event loop, so that a
+request needs no thread switch; workers are processes, as in the server, so that driving a device
+does not share an interpreter with sending.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SWEEP_S = 0.5
 
 
 class Item:
-    """An encoded sample. Those with the same form have the same names, shapes and sizes, so the
-    model works out once what follows from them."""
+    """An encoded sample. Items of the same form have the same names, shapes and sizes, so the model
+    derives what follows from them once."""
 
     __slots__ = ("form", "tensors")
 
@@ -46,10 +46,10 @@ class Item:
 
 
 class InProcess:
-    """The sink of its own requests. Invariant: they are in `_open`, those that were sent first come
-    first, until their exchanges have ended."""
+    """The sink of its own requests. Invariant: they are in `_open`, in sending order, until their
+    exchanges have ended."""
 
-    # One model, whatever the load: there is nothing to connect and nothing to wait for.
+    # There are no connections: constants for the interface.
     num_connections = 1
     num_waited = 0
 
@@ -60,7 +60,7 @@ class InProcess:
         self._open: dict[Request, Exchange] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._num_answered = 0
-        # Seconds that loading took, warm-up of every batch size included.
+        # Load time in seconds, including warm-up of every batch size.
         self.load_s: float | None = None
 
     async def describe(self) -> tuple[Description, RequestForm]:
@@ -83,7 +83,7 @@ class InProcess:
         return description, self._form
 
     async def counters(self) -> Counters | None:
-        """None while the model is not loaded here."""
+        """Return None until the model is loaded."""
         return None if self._model is None else counters_of(self._model.metrics.statistics())
 
     async def open(self, num_connections: int) -> None:
@@ -120,7 +120,7 @@ class InProcess:
     def respond(self, request: Request, answer: Response | PenstockError, final: bool) -> None:
         exchange = self._open.pop(request, None)
         if exchange is None:
-            return  # It was too late.
+            return  # It timed out before.
         exchange.done = time.monotonic()
         if isinstance(answer, PenstockError):
             exchange.failure = failure_text(answer)
@@ -146,7 +146,7 @@ class InProcess:
         self._sweep = asyncio.get_running_loop().call_later(SWEEP_S, self._end_late)
 
     def _end_late(self) -> None:
-        """Those that were sent first come first."""
+        """Fail timed-out requests; `_open` is in sending order."""
         latest = time.monotonic() - self._spec.timeout_s
         is_late = partial(_was_sent_before, latest)
         for request, _ in list(takewhile(is_late, self._open.items())):
@@ -169,7 +169,7 @@ def _was_sent_before(moment: float, item: tuple[Request, Exchange]) -> bool:
 
 
 def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:
-    """The model's folder and the configuration of its asked or newest version."""
+    """Return the model's folder and the configuration of the requested or newest version."""
     where = spec.address
     try:
         found = repository.read_one(where, spec.model) if spec.model else repository.read(where)
@@ -191,8 +191,8 @@ def find(spec: TargetSpec) -> tuple[Path, ModelConfig]:
 
 
 def files_digest(folder: Path) -> str:
-    """SHA-256 over the names and digests of a version's files: of a committed version as its
-    manifest has them, else read. The same files give the same digest either way."""
+    """Return SHA-256 over the names and digests of a version's files: from the manifest of a
+    committed version, otherwise computed. Both give the same digest."""
     manifest = manifests.read(folder)
     if manifest is not None:
         digests = {name: entry.sha256 for name, entry in manifest.files.items()}
@@ -205,7 +205,7 @@ def files_digest(folder: Path) -> str:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Without what Python caches and names with a leading dot, as in a manifest."""
+    """List all files except Python's caches and names with a leading dot, as a manifest does."""
     found: list[Path] = []
     for path, folders, names in os.walk(folder):
         folders[:] = [
@@ -224,13 +224,13 @@ def file_digest(path: Path) -> str:
 
 
 def failure_text(error: PenstockError) -> str:
-    """What went wrong, by its class: "overloaded: Exceeds maximum queue size"."""
+    """Describe an error by its class: "overloaded: Exceeds maximum queue size"."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(error).__name__).lower()
     return f"{words}: {in_short(str(error))}"
 
 
 def phases_of(timings: Timings) -> Mapping[str, float]:
-    """Under the names that a server's Server-Timing has."""
+    """Return the phases under the names that Server-Timing uses."""
     return {
         "decode": timings.queued - timings.received,
         "queue_batch": timings.dispatched - timings.queued - timings.instance_wait_s,

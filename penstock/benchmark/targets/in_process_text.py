@@ -1,7 +1,7 @@
-"""A language model in this process: no network, but the same requests as OpenAI's API takes, the
-same tokenizer and the same engine, in a process of its own as the server's.
+"""A language model in this process: no network, but the requests of OpenAI's API, the server's
+tokenizer, and its engine in a process of its own.
 
-Describing reads files only; `open` loads. What comes back is taken on the loop of whoever sends.
+`describe` only reads files; `open` loads. Results arrive on the sender's event loop.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ EMPTY = "empty answer"
 
 
 class InProcessText:
-    """Invariant: what was sent is in `_open`, first come first, until its exchange has ended."""
+    """Invariant: exchanges are in `_open`, in sending order, until they have ended."""
 
-    # One model, whatever the load: there is nothing to connect and nothing to wait for.
+    # There are no connections: constants for the interface.
     num_connections = 1
     num_waited = 0
 
@@ -49,7 +49,7 @@ class InProcessText:
         self._text: Text | None = None
         self._open: dict[Exchange, Generation] = {}
         self._sweep: asyncio.TimerHandle | None = None
-        # Seconds that loading took.
+        # Load time in seconds.
         self.load_s: float | None = None
 
     async def describe(self) -> tuple[Description, RequestForm]:
@@ -85,7 +85,7 @@ class InProcessText:
         self._name = config.name
         began = time.monotonic()
         try:
-            # Here, not in the model's renderer: a sample is encoded when it is sent.
+            # Not with the model's renderer: a sample is encoded when it is sent.
             parses_special = settings_of(config).parses_special
             path = str(path_of(config))
             read = partial(read_text, path, parses_special=parses_special)
@@ -123,7 +123,7 @@ class InProcessText:
         self._model.generate(generation)
 
     def _generation(self, model: TextModel, exchange: Exchange) -> Generation:
-        """As a server makes it of the same request."""
+        """Make the generation as a server would for the same request."""
         asked: ChatRequest | CompletionRequest = exchange.item
         assert self._text is not None, "it is read before the model is there"
         if isinstance(asked, ChatRequest):
@@ -138,7 +138,7 @@ class InProcessText:
         return generation_of(model, asked.wishes, tokens, Waiter(exchange, self), "")
 
     def ended(self, exchange: Exchange, failure: str | None) -> None:
-        """Unless it was over before."""
+        """End an exchange, unless it has already ended."""
         if self._open.pop(exchange, None) is not None:
             _end(exchange, failure)
 
@@ -167,7 +167,7 @@ class InProcessText:
 
 @dataclass(slots=True)
 class Waiter:
-    """For one answer: when its pieces came."""
+    """Records when the chunks of one answer arrive."""
 
     exchange: Exchange
     target: InProcessText

@@ -1,5 +1,5 @@
 """A language model behind OpenAI's API (vLLM, SGLang, llama.cpp and others): chat or completions,
-always streamed, so that it is seen when each piece of an answer came.
+always streamed, so that the arrival of each chunk is seen.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ FORMS = {"chat": "messages", "completions": "prompt"}
 EVENTS = b"text/event-stream"
 DONE = b"[DONE]"
 CUT = "stream cut"
-# Of an answer that is an error.
+# Limit on an error's body.
 MAX_KEPT_BYTES = 65_536
 MAX_MODELS_TOLD = 20
-# Some servers show no list of models and answer nevertheless.
+# Statuses of servers that list no models but still answer requests.
 WITHOUT_LIST = (404, 405, 501)
-# Who carries the requests of a server, rather than who answers them.
+# Names in the Server header that belong to a proxy or HTTP stack, not to the model server.
 CARRIERS = ("uvicorn", "nginx", "envoy", "istio-envoy", "cloudflare", "caddy", "granian")
 
 
@@ -51,7 +51,7 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    """`delta` of a chat, `text` of a completion."""
+    """`delta` is for chats, `text` for completions."""
 
     delta: _Delta | None = None
     text: str | None = None
@@ -85,8 +85,8 @@ class _Version(msgspec.Struct):
 
 
 class StreamReader:
-    """Reads one answer. A piece is an event with text in it, of the answer or of its reasoning; an
-    event that only says whose turn it is, is none."""
+    """Reads one answer. A chunk is an event with text, of the answer or of its reasoning; an event
+    that only names the role is not one."""
 
     def __init__(self, exchange: Exchange, causes: Causes, now: Callable[[], float]) -> None:
         self._causes = causes
@@ -185,7 +185,7 @@ def _has_text(choice: _Choice) -> bool:
 
 
 class Call(Exchange):
-    """The exchange of a client, whose end is the end of another."""
+    """The client's exchange for one outer exchange, which ends with it."""
 
     __slots__ = ("outer",)
 
@@ -195,7 +195,7 @@ class Call(Exchange):
 
 
 class OpenAI:
-    """`describe` comes first: it finds the model's name where none was given."""
+    """Call `describe` first: it finds the model's name if none was given."""
 
     load_s: float | None = None
 
@@ -287,7 +287,8 @@ class OpenAI:
         raise ConfigError([f"{where}: say by --model which one is meant; there is {told}"])
 
     async def _server(self, model: _Model, header: bytes) -> str:
-        """vLLM says its name as the models' owner, and its version under a path of its own."""
+        """Return the server's name and version. vLLM gives its name as the models' owner, and its
+        version at `/version`."""
         name = header.decode("latin-1").strip()
         if not name or name.partition("/")[0].lower() in CARRIERS:
             name = model.owned_by or ""
@@ -300,7 +301,7 @@ class OpenAI:
 
 
 def body_of(model: str, api: str, sample: Sample, extra: Mapping[str, Any]) -> bytes:
-    """What is asked for, as JSON."""
+    """Encode the request body as JSON."""
     field = FORMS[api]
     value = sample.fields.get(field)
     if not value:
@@ -341,7 +342,7 @@ def _finished(call: Exchange) -> None:
 
 
 class Place(NamedTuple):
-    """Which server, and which of its APIs; `base` is the path in front of `/models`."""
+    """A server and one of its APIs; `base` is the path in front of `/models`."""
 
     url: Url
     base: str
@@ -349,7 +350,7 @@ class Place(NamedTuple):
 
 
 def find_place(spec: TargetSpec) -> Place:
-    """ConfigError for an address that makes no sense."""
+    """Parse the target's address; ConfigError if it is invalid."""
     if spec.api not in PATHS:
         raise ConfigError([f"--api {spec.api}: expected {' or '.join(PATHS)}"])
     url = parse_url(spec.address.removeprefix("openai+"))
@@ -363,7 +364,7 @@ def find_place(spec: TargetSpec) -> Place:
 
 
 def parse_extra(text: str) -> dict[str, Any]:
-    """Further fields of each request; null takes away one of ours."""
+    """Parse extra fields of each request; null removes one of ours."""
     if not text:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""A path as a target: a model of this process, one that takes tensors or one that takes text."""
+"""A path as a target: an in-process model that takes tensors or text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.errors import PenstockError
 
 
 def is_text(spec: TargetSpec) -> bool:
-    """Whether it is a language model's; what is wrong with it is told when it is described."""
+    """Whether it is a language model; problems with it are reported by `describe`."""
     try:
         if spec.model:
             found = repository.read_one(spec.address, spec.model)
@@ -22,7 +22,7 @@ def is_text(spec: TargetSpec) -> bool:
 
 
 def open_path(spec: TargetSpec) -> Target:
-    """Only what it needs is loaded."""
+    """Open an in-process target, importing only what it needs."""
     if is_text(spec):
         from penstock.benchmark.targets.in_process_text import InProcessText
 

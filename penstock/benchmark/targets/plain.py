@@ -1,8 +1,8 @@
 """Any URL: a method, headers and a body in which `{name}` stands for a field of the input.
 
-In a body that is a JSON object or list a field is JSON: a text inside quotes is escaped, anything
-elsewhere is written as a value. In any other body a text stands as it is. `{{name}}` stands for
-`{name}` itself; braces around anything but a name are braces.
+In a body that is a JSON object or list, a field is JSON: text inside quotes is escaped, anything
+else is written as a value. In any other body, text is inserted as it is. `{{name}}` stands for a
+literal `{name}`; braces around anything but a name are literal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIELD = re.compile(r"\{\{(?P<itself>[A-Za-z_][\w.-]*)\}\}|\{(?P<name>[A-Za-z_][
 
 
 class Template:
-    """A body with holes: texts, and between them (name, whether the hole is inside quotes)."""
+    """A body with holes: literal texts, and between them (name, whether inside quotes)."""
 
     def __init__(self, text: str) -> None:
         self._texts: list[bytes] = []
@@ -47,7 +47,7 @@ class Template:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Each once, in the order of the body."""
+        """Each name once, in the order of the body."""
         return tuple(dict.fromkeys(name for name, _ in self._holes))
 
     def fill(self, values: Mapping[str, object]) -> bytes:
@@ -77,12 +77,12 @@ class Template:
 
 
 def _num_quotes(text: str) -> int:
-    """Those that begin or end a text."""
+    """Count the quotes that delimit strings."""
     return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"')
 
 
 def _is_json(body: bytes) -> bool:
-    """An object or a list; a field alone may be anything."""
+    """Whether it is a JSON object or list; a field alone may be anything."""
     try:
         return isinstance(msgspec.json.decode(body), dict | list)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -97,7 +97,7 @@ def _from_numpy(value: Any) -> object:
 
 
 class PlainHttp:
-    """An answer is good when its status is 2xx."""
+    """Any URL; an answer is good when its status is 2xx."""
 
     load_s: float | None = None
 
@@ -127,8 +127,8 @@ class PlainHttp:
         return self._client.num_waited
 
     async def describe(self) -> tuple[Description, RequestForm]:
-        """Connects and asks nothing, since any request may have effects."""
-        # Another client than the one that is timed when it connects.
+        """Connect without a request, since any request may have effects."""
+        # A separate client: connecting the other one is timed later.
         probe = HttpClient(self._url, self._spec.timeout_s, 1)
         try:
             await probe.open(1)

@@ -1,4 +1,4 @@
-"""What targets share: a sample as tensors, statistics as counters, texts cut short. Pure."""
+"""Shared by targets: samples as tensors, statistics as counters, texts cut short. Pure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def in_short(text: str) -> str:
-    """An error's text, the same for the same cause: its first line with N for every number, since
-    failures are counted by their texts."""
+    """Shorten an error to its first line with N for every number: failures are counted by text, so
+    the same cause must give the same text."""
     lines = text.strip().splitlines()
     short = _NUMBER.sub("N", " ".join(lines[0].split())) if lines else ""
     return short if len(short) <= MAX_TEXT else short[: MAX_TEXT - 1] + "…"
 
 
 def tensors_of(form: RequestForm, sample: Sample) -> list[Tensor]:
-    """The sample's tensors in the order of the signature; ConfigError with all that is wrong."""
+    """Return the sample's tensors in the order of the signature; ConfigError lists all problems."""
     problems: list[str] = []
     known = {spec.name for spec in form.inputs}
     names = ", ".join(spec.name for spec in form.inputs)
@@ -57,7 +57,7 @@ def tensors_of(form: RequestForm, sample: Sample) -> list[Tensor]:
 
 
 def _misfit(spec: TensorSpec, array: Array, has_batch: bool) -> str:
-    """What is wrong with an array; empty if nothing is."""
+    """Describe what is wrong with an array; empty if nothing is."""
     shape = (-1, *spec.shape) if has_batch else spec.shape
     fits = len(shape) == array.ndim and all(
         expected in (-1, size) for expected, size in zip(shape, array.shape, strict=True)
@@ -68,7 +68,7 @@ def _misfit(spec: TensorSpec, array: Array, has_batch: bool) -> str:
     if spec.datatype == "BYTES":
         is_right = kind in "OSUT"
     elif spec.datatype == "BF16":
-        # Its bits; numpy has no type for it.
+        # As bits: numpy has no BF16.
         is_right = array.dtype == np.uint16
     else:
         is_right = np.can_cast(array.dtype, DATATYPES[spec.datatype].numpy, "same_kind")
@@ -76,7 +76,7 @@ def _misfit(spec: TensorSpec, array: Array, has_batch: bool) -> str:
 
 
 def form_of(tensors: Iterable[Any], has_batch: bool, optional: Set[str]) -> RequestForm:
-    """Of a v2 model's metadata, whichever protocol it came by; `optional` are names of inputs."""
+    """Make a form from a v2 model's metadata over any protocol; `optional` names inputs."""
     specs = tuple(
         TensorSpec(
             tensor.name,
@@ -94,12 +94,12 @@ def without_batch(shape: Sequence[int], has_batch: bool) -> tuple[int, ...]:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a served configuration, in whatever order its fields came."""
+    """Return SHA-256 of a served configuration, whatever the order of its fields."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def counters_of(statistics: Mapping[str, Any]) -> Counters:
-    """One entry of v2's `model_stats`, as Triton and Penstock give it."""
+    """Convert one entry of v2's `model_stats`, from Triton or Penstock."""
     phases: Mapping[str, Mapping[str, Any]] = statistics.get("inference_stats", {})
 
     def number(phase: str, field: str) -> int:
@@ -126,7 +126,7 @@ def counters_of(statistics: Mapping[str, Any]) -> Counters:
 
 
 def _busy_ns(statistics: Mapping[str, Any]) -> int | None:
-    """What executions took together: each counts once, however many requests were in it."""
+    """Return the total execution time: each execution counts once, whatever its batch size."""
     batches: Sequence[Mapping[str, Any]] = statistics.get("batch_stats", ())
     if not batches and int(statistics.get("execution_count", 0)) > 0:
         return None

@@ -1,5 +1,4 @@
-"""Server-sent events (WHATWG HTML, section 9.2) to the data each carries. Pure: fed with bytes that
-are cut anywhere."""
+"""Parser for server-sent events (WHATWG HTML, section 9.2). Pure: takes bytes split anywhere."""
 
 from __future__ import annotations
 
@@ -7,24 +6,24 @@ MAX_EVENT_BYTES = 1 << 20
 
 
 class NotEvents(ValueError):
-    """What comes is no stream of events, or one of absurd size."""
+    """The data is not an event stream, or an event is far too large."""
 
 
 class EventParser:
-    """Lines end with LF, CR or CRLF. Comments and fields other than `data` are passed over."""
+    """Lines end with LF, CR or CRLF. Comments and fields other than `data` are skipped."""
 
     def __init__(self) -> None:
-        # The line that has not ended, and the data of the event that has not.
+        # The incomplete line, and the data of the incomplete event.
         self._line = b""
         self._data: list[bytes] = []
         self._num_bytes = 0
         self._follows_return = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of each event that is now complete."""
+        """Return the data of each event that is now complete."""
         if not data:
             return []
-        # The second half of a CRLF whose first half was the end of a line already.
+        # The LF of a CRLF whose CR already ended a line.
         skip = 1 if self._follows_return and data[:1] == b"\n" else 0
         self._follows_return = data.endswith(b"\r")
         data = data[skip:]
@@ -39,8 +38,8 @@ class EventParser:
         return events
 
     def end(self) -> list[bytes]:
-        """Nothing more will come. The standard drops an event without an empty line behind it; some
-        servers leave that line out at the end."""
+        """End the stream. The standard drops an event without an empty line after it, but some
+        servers omit that line at the end."""
         events: list[bytes] = []
         if self._line:
             self._end_line(self._line, events)

@@ -1,6 +1,6 @@
-"""What is sent to a v2 model over HTTP: which path, and messages that are ready to write. Pure.
+"""Requests to a v2 model over HTTP: paths, and messages ready to write. Pure.
 
-Tensors are little-endian bytes behind a JSON header (the binary extension), or JSON numbers.
+Tensors are little-endian bytes after a JSON header (the binary extension), or JSON numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.benchmark.targets.http_messages import Url, parse_url
 from penstock.errors import ConfigError
 from penstock.types import DATATYPES, Array, TensorSpec, pack_bytes
 
-# /v2/models/NAME[/versions/VERSION][/infer], perhaps behind a prefix of a proxy.
+# /v2/models/NAME[/versions/VERSION][/infer], possibly behind a proxy's prefix.
 MODEL_PATH = re.compile(
     r"(?P<prefix>.*)/v2/models/(?P<name>[^/?]+)(/versions/(?P<version>[^/?]+))?(/infer)?/?"
 )
@@ -27,7 +27,7 @@ MAX_HEADS = 1024
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Which model of which server; `prefix` is what stands before /v2."""
+    """A model of a server; `prefix` is the path before /v2."""
 
     url: Url
     prefix: str
@@ -41,7 +41,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def find_place(spec: TargetSpec) -> Place:
-    """From the address, and from `--model` where that names none; ConfigError otherwise."""
+    """Find the model from the address, or else from `--model`; ConfigError if neither names one."""
     url = parse_url(spec.address)
     match = MODEL_PATH.fullmatch(url.path)
     if match is None:
@@ -62,14 +62,14 @@ def find_place(spec: TargetSpec) -> Place:
 
 
 class Form:
-    """What requests have in common that differ only in the values of their tensors: everything but
-    these, and the sizes of those whose datatype is BYTES."""
+    """The common part of requests that differ only in tensor values: everything but the values, and
+    the sizes of BYTES tensors."""
 
     __slots__ = ("_heads", "_start", "inputs", "is_binary")
 
     def __init__(self, start: bytes, inputs: Sequence[TensorSpec], is_binary: bool) -> None:
-        """`start` are the lines of the head that are always the same. The shapes of `inputs` are
-        those of the tensors themselves."""
+        """`start` holds the lines of the head that never change. The shapes of `inputs` are those
+        of the tensors themselves."""
         self._start = start
         self.inputs = inputs
         self.is_binary = is_binary
@@ -118,7 +118,7 @@ def _raw(array: Array, datatype: str) -> bytes:
 
 
 def _numbers(array: Array, spec: TensorSpec) -> list[Any]:
-    """Elements for JSON, in row-major order; ConfigError where JSON has no word for them."""
+    """Return elements for JSON in row-major order; ConfigError for values that JSON cannot hold."""
     if spec.datatype == "BYTES":
         try:
             return [

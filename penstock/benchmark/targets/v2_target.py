@@ -1,7 +1,7 @@
 """A model behind the v2 protocol (KServe, Triton) over HTTP: Penstock, Triton, MLServer and others.
 
-Asks the server what the model takes and how it is set up, and reads the server's own account of its
-time. Messages are made by `v2_requests` and carried by `http_client`.
+Asks the server for the model's inputs and configuration, and reads the server's own counters.
+Messages are made by `v2_requests` and sent by `http_client`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Input(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """What matters here of a model's configuration, which says much more."""
+    """The fields of a model's configuration that matter here."""
 
     max_batch_size: int = 0
     backend: str = ""
@@ -81,7 +81,7 @@ class _Ready(msgspec.Struct):
 
 
 class V2Http:
-    """`describe` comes first: what can be encoded, and how, is the server's to say."""
+    """Call `describe` first: the server says what inputs the model takes and how to encode them."""
 
     load_s: float | None = None
 
@@ -97,7 +97,7 @@ class V2Http:
         self._request_form: RequestForm | None = None
         self._is_binary = spec.is_binary
         self._forms: dict[object, Form] = {}
-        # Requests until one asks where its time went; negative: never.
+        # Requests until the next one that asks for timings; negative: never.
         self._until_timing = -1
 
     @property
@@ -124,7 +124,7 @@ class V2Http:
             f"v2 HTTP, {'binary' if self._is_binary else 'JSON'}",
             self._spec.address,
             place.model,
-            # Of several, the server alone knows which it takes.
+            # With several versions, only the server knows which one it uses.
             place.version or (versions[0] if len(versions) == 1 else ""),
             f"{server.name} {server.version}".strip(),
             metadata.platform,
@@ -187,7 +187,7 @@ class V2Http:
         return await ask(url, request_bytes(url, "GET", path, self._headers))
 
     async def _ask(self, path: str) -> Answer:
-        """ConfigError when nobody answers, or wants a key first."""
+        """Ask the server; ConfigError if it does not answer, or requires a key."""
         origin = self._place.url.origin
         try:
             answer = await self._get(path)
@@ -226,8 +226,8 @@ class V2Http:
             raise ConfigError([f"{where}: this does not describe a v2 model: {error}"]) from None
 
     async def _why_no_model(self, answer: Answer) -> str:
-        """A server may say that it does not know a model, or that it has no version of it, by the
-        same status; its index of models says which."""
+        """Explain why there is no model. A server may answer with the same status for an unknown
+        model and a missing version; its index tells them apart."""
         place = self._place
         text = error_text(answer.body) or f"status {answer.status}"
         index = await self._index()
@@ -252,7 +252,7 @@ class V2Http:
             return None
 
     async def _ask_config(self) -> tuple[_Config | None, str]:
-        """With its digest; None where the server has none to show."""
+        """Return the configuration and its digest; None where the server has none."""
         answer = await self._ask(self._place.path + "/config")
         if not answer.is_good:
             return None, ""
@@ -264,7 +264,7 @@ class V2Http:
         return config, digest
 
     def _check_form(self, form: RequestForm) -> None:
-        """ConfigError when no request could be made."""
+        """Raise ConfigError when no request can be made."""
         if not form.inputs:
             text = "does not say what inputs it takes: declare them there, or give a body by --body"
             raise ConfigError([f"{self._place.url.origin}: model '{self._place.model}' {text}"])
@@ -285,8 +285,8 @@ class V2Http:
 
 
 def _request_form(metadata: _Metadata, config: _Config | None) -> RequestForm:
-    """Shapes of the metadata have the batch in front. Where no configuration says whether there is
-    one, a first dimension that every input leaves open is taken for it."""
+    """Remove the batch dimension from the metadata's shapes. Without a configuration, a first
+    dimension that every input leaves variable is taken for the batch."""
     if config is not None:
         has_batch = config.max_batch_size > 0
         optional = {entry.name for entry in config.input if entry.optional}
@@ -302,7 +302,7 @@ def _num_instances(config: _Config) -> int | None:
 
 
 def _total(counts: Sequence[Counters]) -> Counters:
-    """Of all versions; what one of them does not know is not known."""
+    """Sum over all versions; a counter that one of them lacks is unknown."""
     columns = zip(*map(msgspec.structs.astuple, counts), strict=True)
     totals: list[Any] = [None if None in column else sum(column) for column in columns]
     return Counters(*totals)
