@@ -80,7 +80,8 @@ class InFlight:
 
 
 class ClosedLoop:
-    """`share` clients with one request in flight each."""
+    """`share` clients with one request in flight each. Their first requests are due at the start,
+    however late this process wakes up."""
 
     def __init__(self, feed: Feed, target: Target, share: int) -> None:
         self.collector = Collector()
@@ -92,12 +93,13 @@ class ClosedLoop:
         self._share = share
         self._stop_at = float("inf")
         self._num_pausing = 0
+        self._has_begun = False
         self.ended = asyncio.Event()
         if share == 0:
             self.ended.set()
 
     def start(self, at: float) -> None:
-        self._loop.call_later(max(0.0, at - time.monotonic()), self._begin)
+        self._loop.call_later(max(0.0, at - time.monotonic()), self._begin, at)
 
     def stop(self, at: float) -> None:
         self._stop_at = at
@@ -111,14 +113,14 @@ class ClosedLoop:
     def close(self) -> None:
         pass
 
-    def _begin(self) -> None:
+    def _begin(self, at: float) -> None:
+        self._has_begun = True
         for _ in range(self._share):
-            self._send()
+            self._send(at)
 
-    def _send(self) -> None:
-        exchange = Exchange(0.0, self._next(), self._finish)
-        exchange.due = time.monotonic()
-        self.in_flight.begin(exchange.due)
+    def _send(self, due: float) -> None:
+        exchange = Exchange(due, self._next(), self._finish)
+        self.in_flight.begin(time.monotonic())
         self._send_to(exchange)
 
     def _finish(self, exchange: Exchange) -> None:
@@ -128,19 +130,19 @@ class ClosedLoop:
             self._num_pausing += 1
             self._loop.call_later(PAUSE_S, self._resume)
         elif exchange.done < self._stop_at:
-            self._send()
+            self._send(time.monotonic())
         else:
             self._end_if_done()
 
     def _resume(self) -> None:
         self._num_pausing -= 1
-        if time.monotonic() < self._stop_at:
-            self._send()
+        if (now := time.monotonic()) < self._stop_at:
+            self._send(now)
         else:
             self._end_if_done()
 
     def _end_if_done(self) -> None:
-        if self.in_flight.now == 0 and self._num_pausing == 0:
+        if self._has_begun and self.in_flight.now == 0 and self._num_pausing == 0:
             self.ended.set()
 
 

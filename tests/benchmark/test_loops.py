@@ -97,6 +97,27 @@ def test_a_closed_loop_keeps_its_number_under_way() -> None:
     run(scenario)
 
 
+def test_the_first_requests_are_due_at_the_start_however_late_the_process_wakes_up() -> None:
+    """A level shorter than the delay has requests all the same."""
+
+    async def scenario() -> None:
+        target = Scripted()
+        loop = ClosedLoop(Feed(Numbers(), target), target, 2)
+        start = time.monotonic()
+        loop.start(start)
+        time.sleep(0.02)  # The whole process stands still.
+        loop.stop(start + 0.01)
+        assert not loop.ended.is_set()
+        await asyncio.sleep(0.02)
+        assert [each.due for each in target.under_way] == [start, start]
+        while target.under_way:
+            target.answer(target.under_way[0])
+        assert loop.ended.is_set() and target.num_sent == 2
+        loop.close()
+
+    run(scenario)
+
+
 def test_a_closed_loop_pauses_after_a_failure_and_goes_on() -> None:
     async def scenario() -> None:
         target = Scripted()
