@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ from penstock.exit_codes import ExitCode
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
     from penstock.repository import Found
+
+log = logging.getLogger("penstock")
 
 
 @click.group(
@@ -319,7 +322,10 @@ def _run(path: str, config: ServerConfig, insecure: bool, exit_on_error: bool) -
         is_json = logs.from_environment().format == "json"
         tell = terminal.log_start if is_json else terminal.print_start
         names = list(found.folders) if config.has_random_weights else repository.names(path)
-        tell(running, config.host, names)
+        try:
+            tell(running, config.host, names)
+        except OSError as error:  # stdout is a file on a full disk, or a closed pipe.
+            log.warning("the start cannot be shown on stdout: %s", error.strerror)
 
     try:
         server.check(config, insecure)

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -162,3 +164,26 @@ def test_a_signal_drains_the_server_and_sighup_does_not(tmp_path, num_fronts, nu
     ((status, answer),) = answers
     assert (status, answer["outputs"][0]["data"]) == (200, [7])
     assert served.finish(processes) == 0
+
+
+def test_a_full_stdout_does_not_end_the_server(tmp_path):
+    """/dev/full takes no byte. The log says where the server listens."""
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "serve",
+        str(null_model(tmp_path, "m")),
+        "--no-grpc",
+    ]
+    command += ["--http-port", "0", "--no-metrics"]
+    with open("/dev/full", "w") as full, (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(command, stdout=full, stderr=log, text=True)
+        try:
+            while "cannot be shown on stdout" not in (tmp_path / "log").read_text():
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+        finally:
+            process.terminate()
+            code = process.wait(40)
+    assert code == 0, (tmp_path / "log").read_text()
