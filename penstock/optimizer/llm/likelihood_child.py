@@ -48,8 +48,7 @@ def main(job_path: str, answer_path: str) -> None:
 
 
 def continued(engine: Engine, texts: Sequence[Sequence[int]], num_new: int) -> list[list[int]]:
-    """Append `num_new` greedily decoded tokens to each text; end-of-sequence tokens do not stop
-    it."""
+    """Append `num_new` greedily decoded tokens to each text, ignoring end-of-sequence tokens."""
     found = [list(text) for text in texts]
     sampling = Sampling(temperature=0.0)
     for number, text in enumerate(texts):

@@ -1,9 +1,8 @@
 """Compare the logprobs of two models on the same tokens, one score per text. Pure.
 
-`kl` is the KL divergence of the candidate's next-token distribution from the original's, in nats:
-over the tokens that are most likely by the original, with all others as one. `agreement` is the
-share of positions with the same most likely token. `nll` is the negative log-likelihood in nats per
-token.
+`kl` is KL(original || candidate) of the next-token distributions in nats, over the original's most
+likely tokens and all others lumped together. `agreement` is the share of positions with the same
+most likely token. `nll` is the negative log-likelihood in nats per token.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ class TextLab:
         self.prompts = prompts
         self.journal = journal
         self.budget = budget
-        # Progress callback; seconds for a rate search; seconds for the process that computes
-        # logprobs.
+        # Progress callback; seconds for a rate search; seconds for the logprobs process.
         self.watch: Callable[[str], None] = lambda text: None
         self.search_s: Callable[[], float] = lambda: text_served.SEARCH_S
         self.judge_s: Callable[[], float] = lambda: text_trials.TIMEOUT_S
@@ -123,7 +122,7 @@ class TextLab:
             try:
                 found, is_through = measured()
             finally:
-                # So that the next measurement starts with no other server running.
+                # The next measurement must start with no other server running.
                 self._servers.close()
             if not is_through:
                 raise CutShort(found)
@@ -158,7 +157,7 @@ class TextLab:
             self.budget,
             alpha=alpha,
             part=part,
-            # Scores are means over the tokens of a text, even if all are 1.
+            # Scores are means over the tokens of a text, not binary, even if all are 1.
             is_binary=False,
         )
         if judged.num_needed is not None and judged.num_needed > MAX_JUDGED:
@@ -219,8 +218,8 @@ class TextLab:
 
 
 def shortened(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Cut the middle out of a long prompt: the start is text of a usual kind for the model, and the
-    end is what it has to answer."""
+    """Cut the middle out of a long prompt. Its start has the form that models expect, its end
+    what they are to answer."""
     if len(tokens) <= FIRST + LAST:
         return tuple(tokens)
     return (*tokens[:FIRST], *tokens[-LAST:])

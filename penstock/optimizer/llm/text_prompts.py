@@ -1,5 +1,4 @@
-"""Prompts from a benchmark data file: sent as load, and continued to judge a candidate's
-accuracy."""
+"""Prompts from a benchmark data file: sent as load, and continued to judge accuracy."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Prompts:
     # Sent as chat messages if the model has a chat template, else as completions.
     is_chat: bool
     digest: str
-    # "200 prompts of prompts.jsonl, asked as chats, 128 tokens each"
+    # "200 prompts of prompts.jsonl, asked as chats, 57 tokens in the middle, answers of 128"
     text: str
 
     @property

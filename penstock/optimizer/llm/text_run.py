@@ -59,8 +59,7 @@ FLAGS = {"evaluator": "eval"}
 
 
 def optimize(plan: Plan, watch: Watch, command: str) -> Optimization:
-    """Run the optimization. Raise ConfigError before anything slow if the plan or files are
-    wrong."""
+    """Run the optimisation. Raise ConfigError for a wrong plan or file before anything slow."""
     check(plan)
     run = Run(plan, watch, command, time.monotonic(), read_machine())
     with _opened(plan) as subject:
@@ -97,8 +96,7 @@ def work_of(plan: Plan) -> Path:
 
 
 def run_key(plan: Plan, machine: Machine, subject: TextSubject, prompts: Prompts) -> str:
-    """Hash of the model, prompts, options, tools and machine: runs with the same key share a
-    journal."""
+    """Hash of model, prompts, options, tools and machine: runs with equal keys share a journal."""
     wishes = replace(
         plan, budget_s=None, out="", price_per_hour=None, model="", data="", is_fresh=False
     )
@@ -124,8 +122,7 @@ def _opened(plan: Plan) -> Iterator[TextSubject]:
 
 
 def _placed(subject: TextSubject, folder: Path) -> TextSubject:
-    """Put the original into the run's folder, or reuse the copy of the run that this one
-    resumes."""
+    """Put the original into the run's folder, or reuse the copy of the resumed run."""
     if not folder.is_dir():
         draft = folder.with_name(f".{folder.name}") / folder.name
         shutil.rmtree(draft.parent, ignore_errors=True)
@@ -276,8 +273,7 @@ class Run:
             lab.journal.forget(TIMINGS)
 
     def _prove(self, lab: TextLab, findings: Findings, choice: Choice, made: Optimization) -> None:
-        """Measure original and choice in turns: at the SLO's load, then up to the highest rate of
-        each."""
+        """Measure original and choice in turns: at the SLO's load, then for the highest rate."""
         original, chosen = findings.kept[0], choice.finalist
         made.before, made.after = original.served, chosen.served
         left_s = self.left_s()

@@ -27,8 +27,7 @@ NO_ANSWER = "keeps the SLO at no rate that was tried"
 
 class Lab(Protocol):
     def rated(self, candidate: Candidate, start: float | None) -> Served:
-        """Find the highest rate from `start` on that meets the SLO; `max_rate` is None if none
-        does."""
+        """Find the highest rate from `start` on that meets the SLO; `max_rate` None: none does."""
 
     def judge(self, candidate: Candidate) -> Judgement:
         """Judge the accuracy on the prompts that candidates are chosen by."""
@@ -65,7 +64,8 @@ class Findings:
 
 
 class TextSearch:
-    """`has_time` returns whether another candidate may start; `told` gets each one that starts."""
+    """One search. `has_time` returns whether another candidate may start; `told` is called with
+    each one that starts."""
 
     def __init__(
         self,

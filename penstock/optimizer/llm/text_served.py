@@ -52,9 +52,9 @@ PROBE_S = 20.0
 # Duration of a single-client measurement that gives the first rate.
 ALONE_S = 5.0
 NUM_ROUNDS = 2
-# Share of the time left for searches: the last level of each overruns its time.
+# Share of the remaining time for searches: the last level of each overruns its time.
 IN_TIME = 0.7
-# Limit of the rate search of one build.
+# Time limit of the rate search of one build.
 SEARCH_S = 90.0
 LOWEST_RATE = 0.01
 # Requests that a level should have, and the longest time to wait for them.
@@ -62,8 +62,7 @@ MIN_REQUESTS, MAX_LEVEL_S = 6, 60.0
 
 
 class TextEndpoint(Endpoint):
-    """Endpoint of the OpenAI API. Each level sends prompts that the server has not seen, written to
-    `file`."""
+    """Endpoint of the OpenAI API. Each level sends new prompts to the server, written to `file`."""
 
     probe_s = PROBE_S
     precision = PRECISION
@@ -207,7 +206,7 @@ def _first_rate(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> float:
 
 
 def _whole(endpoint: TextEndpoint, plan: Plan, watch: Watch) -> Served:
-    """Measure at saturation: the SLO sets no limit per request."""
+    """Measure the saturation rate, and one level at the SLO's load: it limits no request."""
     rate = saturated(endpoint, plan, watch)
     load = load_of(plan.slo)
     (level,) = endpoint.measured(level_plan(endpoint, plan, load), watch).levels

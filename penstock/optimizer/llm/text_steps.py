@@ -33,7 +33,7 @@ class Offer:
     step: Step
 
 
-# Directions to turn it, each a ladder: the next offer is tried only if the previous one paid.
+# Directions to change a setting, each a ladder: an offer is tried only if the previous paid.
 Knob = Sequence[Sequence[Offer]]
 
 

@@ -33,7 +33,7 @@ class TextSubject:
     # "Hugging Face", "GGUF", "served version 3"
     kind: str
     digest: str
-    # "Hugging Face, LlamaForCausalLM, 135 M parameters, float32"
+    # "Hugging Face, 135 M parameters, float32"
     text: str
     num_parameters: int
     # Context length that it is served with: prompt and answer, in tokens.
@@ -62,8 +62,7 @@ def open_text_subject(model: str, device: str, target: Path) -> TextSubject:
 
 
 def _with_dtype(config: ModelConfig) -> ModelConfig:
-    """Fix the datatype of a GGUF model: an engine that chooses its own would change the
-    baseline."""
+    """Fix the datatype of a GGUF model: the engine's own choice could change the baseline."""
     settings = settings_of(config)
     if not settings.is_dtype_free or Path(settings.path).suffix != repository.GGUF:
         return config

@@ -52,8 +52,7 @@ def likelihoods(
     timeout_s: float = TIMEOUT_S,
 ) -> Texts:
     """Return the logprobs of each text, after the model appended `num_new` tokens. `keep`: also
-    write the result to this file, for `read`. BackendFailed has the output of a process that
-    failed."""
+    write the result to this file, for `read`. BackendFailed has the output of a failed process."""
     longest = max(map(len, texts)) + num_new + 1
     settings = settings_of(build.config)
     settings = msgspec.structs.replace(

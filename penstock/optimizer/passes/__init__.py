@@ -1,4 +1,4 @@
-"""The optimization passes, one file each, and the protocol they implement.
+"""The optimisation passes, one file each, and the protocol they implement.
 
 A pass proposes steps for the current model, or says why it has none; builds a step; and checks
 that the build is what the step asked for. It measures nothing and does not decide whether a step
@@ -52,8 +52,7 @@ class Situation:
     machine: Machine
     build: Build
     facts: Facts
-    # None without data: inputs are then generated from the signature, and calibration is
-    # impossible.
+    # None without data: then inputs are generated from the signature, and calibration is off.
     examples: Examples | None
     # Batch times of the current model by (instances, threads); empty until measured.
     times: Mapping[tuple[int, int], TimeTable]
@@ -84,8 +83,7 @@ class Pass(Protocol):
     changes_answers: bool
     # True: writes only config.pbtxt; the model's files are unchanged.
     is_config_only: bool
-    # True: the setting `keep` names layers to leave unchanged, so that sensitive ones can be
-    # excluded.
+    # True: the setting `keep` names layers to leave unchanged, so sensitive ones can be excluded.
     has_layers: bool
 
     def propose(self, situation: Situation) -> Sequence[Step | Skip]: ...

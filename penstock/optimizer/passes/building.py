@@ -20,8 +20,8 @@ IMAGE_RANK = 3
 # whose CPU kernel is slower than the two.
 LEFT_OUT = "optimization.disable_specified_optimizers"
 SLOW_FUSION = "SkipLayerNormFusion"
-# Quantises a layer's weights per tensor if its neighbours are INT8: exactly the layers that were
-# kept in float.
+# Optimizer that quantises a float layer's weights, per tensor, between INT8 neighbours: exactly the
+# layers that were kept in float.
 FLOATS_TO_BYTES = "WeightBiasQuantization"
 STAYS_ON_GPU = (
     "ONNX Runtime's GPU providers are not used here; the model stays PyTorch on the GPU "

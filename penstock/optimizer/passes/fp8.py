@@ -20,7 +20,8 @@ from penstock.types import DATATYPES, Array
 
 OPTION, FILE = "penstock.fp8", "fp8.json"
 PACK = "penstock.pack"
-# Linear layers of each block. The last one's input is the activation, whose outliers cost most.
+# Linear layers of each block. The last one's input comes from the activation function, whose
+# outliers cost most accuracy.
 PRODUCTS = ("qkv", "out", "inner", "outer")
 SEPARATOR = ","
 # One scale per token: a little slower, but values outside the calibrated range are not clipped.

@@ -68,9 +68,8 @@ class Half:
         return [Skip(self.name, "the processor has no instructions for BF16", bf16)]
 
     def _on_gpu(self, config: ModelConfig) -> list[Step | Skip]:
-        """Return FP16, BF16 and TF32. The first two are equally fast: FP16 has the finer
-        resolution, BF16 the range of FP32. TF32 stays FP32 in memory, for models that tolerate
-        neither."""
+        """Return FP16, BF16 and TF32. The first two are equally fast: FP16 is finer, BF16
+        has the range of FP32. TF32 stays FP32 in memory, for models that tolerate neither."""
         has_images = any(len(spec.shape) == IMAGE_RANK for spec in config.model.inputs)
         is_turned = has_images and config.max_batch_size > 0
         last = CHANNELS_LAST if is_turned and "penstock.memory_format" not in config.options else {}

@@ -48,7 +48,7 @@ class Instances:
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
         if after.built.get("device", CPU) != CPU:
-            # On a GPU the threads only feed it, and the facts do not depend on the number of slots.
+            # On a GPU, threads only feed it, and the facts are the same for any number of slots.
             return []
         asked = step.settings["threads"]
         option = shapes.THREADS.get(after.backend, "")

@@ -36,7 +36,7 @@ class Int8Dynamic:
             step = Step(self.name, {"weights": "per-channel", "range": "7 bits"})
         is_exhaustive = situation.plan.is_exhaustive
         has_attention = facts.operators.get("Attention", 0) > 0
-        # Attention contains its weights, and does not count as a layer that gains.
+        # Attention contains its weights, and is not counted among the layers that can gain.
         is_lone_attention = has_attention and not facts.quantised
         if (reason := reason_against(situation)) and not is_lone_attention:
             return [Skip(self.name, reason)]

@@ -55,7 +55,7 @@ CNN_OPERATORS = (
     "Transpose",
 )
 TRANSFORMER_OPERATORS = ("MatMul", "Gemm")
-# Share of the layers that can gain which must be INT8 in the end.
+# Least share of the layers that can gain which must be INT8 in the built model.
 MIN_SHARE = 0.9
 MIN_OPSET = 13
 SEPARATOR = ","
@@ -297,9 +297,9 @@ def fall_back(
     passes: Callable[[Step], bool],
     seconds: Mapping[str, float] | None = None,
 ) -> tuple[Step, list[FallbackLayer]] | None:
-    """Return the step with the fewest layers in float that `passes` (which builds and judges it),
-    and those layers; None if no choice of layers that was tried passes. `seconds`, where measured:
-    extra time of a layer in float over INT8, by name."""
+    """Return the step with the fewest layers in float for which `passes`, which builds and judges
+    it, returns True, and those layers; None if no choice that was tried passes. `seconds`, where
+    measured: extra time of a layer in float over INT8, by name."""
     if workshop.examples is None:
         raise ConfigError(["int8-static: there are no examples to compare layers with"])
     scheme = replace(scheme_of(step), keep=())

@@ -1,5 +1,5 @@
-"""Rewrite the graph with the same answers: convert old operator sets, make weights constant that
-block folding, and open a first dimension that is fixed at 1 for batching."""
+"""Rewrite the graph with the same answers: convert old operator sets, turn weights that
+block folding into constants, and open a first dimension that is fixed at 1 for batching."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _reason_against(config: ModelConfig) -> str:
 
 def _longest(situation: Situation) -> int:
     """Return the length to pad batches to: the configured one, else that of the longest request.
-    More might exceed the model's positions."""
+    A longer one might exceed the model's maximum position."""
     config = situation.build.config
     if config.model.padding is not None:
         return config.model.padding.buckets[-1]

@@ -68,8 +68,7 @@ class ShapeFolding:
         write_onnx(parent, onnx_model.optimised(model), target, config)
 
     def check(self, step: Step, before: Facts, after: Facts) -> list[str]:
-        """Compare counts after the runtime's own optimisation where known, else those in the
-        file."""
+        """Compare counts after the runtime's optimisation where known, else those in the file."""
         is_read = bool(before.optimised_operators and after.optimised_operators)
         counts = [
             onnx_folding.num_shape_nodes(each.optimised_operators if is_read else each.operators)
@@ -113,8 +112,8 @@ def _has_fixed_size(config: ModelConfig) -> bool:
 
 
 def _agreed_sizes(situation: Situation) -> dict[str, str]:
-    """Return, as settings, the open image sizes on which all rows of the data agree; empty without
-    any, or if another input is open too."""
+    """Return the image sizes that the model leaves open and all rows of the data share, as
+    settings; empty without any, or if another input is open too."""
     config = situation.build.config
     is_open = [spec for spec in config.inputs if not spec.is_fixed]
     if situation.examples is None or config.is_processed or config.padding is not None:

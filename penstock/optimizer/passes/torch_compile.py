@@ -1,4 +1,4 @@
-"""Optimizations within PyTorch: ahead-of-time compilation by AOTInductor, torch.compile at load if
+"""Optimisations within PyTorch: ahead-of-time compilation by AOTInductor, torch.compile at load if
 shapes are fixed, and channels-last for convolutions."""
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ class TorchCompile:
         modes = [] if "penstock.dtype" in config.options else [AHEAD]
         model = config.model
         if all(spec.is_fixed for spec in model.inputs) or model.padding is not None:
-            # On a GPU start with the mode that takes seconds: it tells whether the others are worth
-            # it.
+            # On a GPU start with the mode that takes seconds: it shows if the others are worth it.
             usual = [USUAL_ON_GPU, *modes] if config.uses_gpu else [*modes, USUAL]
             modes = [*usual, AUTOTUNE]
         found: list[Step | Skip] = []

@@ -34,8 +34,7 @@ FUSED = (
     "SkipSimplifiedLayerNormalization",
 )
 FORMS: tuple[attention.Form, ...] = ("packed", "heads")
-# Rows and lengths on which the fused graph is compared, and its tolerance as a share of the largest
-# value.
+# Rows and lengths to compare the fused graph on, and the tolerance as a share of the largest value.
 SHAPES = ((1, 16), (3, 9))
 TOLERANCE = 1e-3
 

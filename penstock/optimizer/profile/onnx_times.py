@@ -1,7 +1,7 @@
 """Operator times of ONNX Runtime: our own session with the backend's options, and its profile.
 
 Prepacked weights are missing from the profile, so shapes come from one run of a second session
-without prepacking; times come only from the first.
+without prepacking; times come only from the first session.
 """
 
 from __future__ import annotations

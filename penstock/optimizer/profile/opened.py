@@ -18,8 +18,7 @@ from penstock.optimizer.profile.profiler import read_config
 
 @contextmanager
 def opened(model: str, name: str = "", num_threads: int | None = None) -> Iterator[Path]:
-    """Yield the folder, which may exist only within the context. ConfigError says what is
-    expected."""
+    """Yield the folder, which may be temporary. ConfigError says what is expected."""
     with tempfile.TemporaryDirectory(prefix="penstock-profile-") as made:
         path = Path(model)
         folder = _from_file(path, Path(made)) if path.is_file() else _from_repository(path, name)

@@ -19,7 +19,7 @@ from penstock.optimizer.profile.times import Event, OperatorTime, Timed
 from penstock.optimizer.profile.work import Shaped
 from penstock.types import Array
 
-# OpenVINO operators by their ONNX names. FullyConnected has its weights transposed, which does not
+# ONNX names of OpenVINO operators. FullyConnected has its weights transposed, which does not
 # matter for counting.
 KINDS: Mapping[str, str] = {
     "FullyConnected": "MatMul",
@@ -96,8 +96,7 @@ def timed(config: ModelConfig, inputs: Mapping[str, Array], num_runs: int) -> Ti
 
 
 def _fixed(ov: Any, model: Any, feeds: Mapping[str, Array], properties: Any) -> dict[str, Any]:
-    """Return the compiled graph's nodes by name, with all sizes known; empty if it cannot be
-    built."""
+    """Return the compiled graph's nodes by name, all sizes known; empty if it cannot be built."""
     try:
         model.reshape({name: ov.PartialShape(list(array.shape)) for name, array in feeds.items()})
         graph = ov.Core().compile_model(model, "CPU", properties).get_runtime_model()
@@ -126,8 +125,7 @@ def _operator(key: tuple[str, str, str], seconds: float, node: Any) -> OperatorT
 
 
 def _is_constant(node: Any) -> bool:
-    """Return whether this is a constant. Weights may be transposed or converted once, at compile
-    time."""
+    """Return whether this is constant, also if transposed or converted once, at compile time."""
     kind = _fact(node, "layerType")
     if kind == CONSTANT:
         return True

@@ -233,8 +233,7 @@ def _load(graph: Any, num_threads: int) -> Any:
 
 
 def _torch_product(size: int, num_threads: int) -> Callable[[], object] | None:
-    """A BF16 matmul in torch; None if torch is missing or the processor has no BF16
-    instructions."""
+    """A BF16 matmul in torch; None without torch or without BF16 instructions."""
     try:
         import torch
     except ModuleNotFoundError:

@@ -98,12 +98,12 @@ class Bucket(msgspec.Struct):
 
 
 class NextStep(msgspec.Struct):
-    """A possible optimization, and an upper bound on its speed-up."""
+    """A possible optimisation, and an upper bound on its speed-up."""
 
     name: str
     text: str
     ceiling: float
-    # False: raises only the rate, not the latency of a request.
+    # False: it raises the rate, but does not lower the latency of a request.
     is_latency: bool = True
 
 

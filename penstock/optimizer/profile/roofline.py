@@ -402,7 +402,7 @@ def _step(
     return NextStep(name, f"{text}: at most {ceiling:.2g}x{unit}", ceiling, is_latency)
 
 
-# In words.
+# Text.
 
 
 def findings(measured: Measured) -> list[str]:

@@ -11,8 +11,7 @@ from penstock.optimizer.profile.work import Shaped
 
 @dataclass(frozen=True, slots=True)
 class OperatorTime:
-    """Time of one operator in a run of the model: `seconds` of all its calls, shapes of one
-    call."""
+    """One operator in a run of the model: `seconds` of all its calls, shapes of one call."""
 
     name: str
     # ONNX operator type, or the library's own where ONNX has none.

@@ -20,8 +20,8 @@ from penstock.optimizer.profile.gpu_timeline import RUN, Trace
 from penstock.optimizer.profile.times import Event, OperatorTime, Timed
 from penstock.optimizer.profile.work import Shaped
 
-# PyTorch operators by their ONNX names. Those that only call others (linear, softmax, conv2d) are
-# not here: the work is counted there.
+# ONNX names of PyTorch operators. Those that only call others (linear, softmax, conv2d) are left
+# out: their work is counted in the others.
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"), "MatMul"),
     "_int_mm": "MatMulInteger",
@@ -85,8 +85,7 @@ def timed(
     rounded: str = "",
 ) -> Timed:
     """Profile `num_runs` batches. `run` sends one batch through the Runner; `datatype` is that of
-    its weights. On a GPU `flight` is given, and `rounded` lists the FP32 operators that run in
-    TF32."""
+    its weights. On a GPU `flight` is given, and `rounded` lists what runs in TF32."""
     from torch.profiler import record_function
 
     is_cuda = flight is not None

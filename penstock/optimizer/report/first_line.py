@@ -74,7 +74,7 @@ def _missed(optimization: Optimization) -> tuple[str, list[str]]:
 
 
 def _refused(optimization: Optimization) -> tuple[str, list[str]]:
-    """Every candidate that was judged failed; name the nearest one."""
+    """Say that every candidate that was judged failed, and name the nearest one."""
     refused = [each for each in optimization.tries if each.refusal is not None]
     judged = "the one candidate" if len(refused) == 1 else f"all {len(refused)} candidates"
     budget = optimization.accuracy_budget or "the accuracy budget"

@@ -1,6 +1,5 @@
 """Optimisations as JSON files that can be read back. Beside the data they hold a `verdict` for
-other
-tools; it is written anew each time and ignored on reading."""
+other tools; it is written anew each time and ignored on reading."""
 
 from __future__ import annotations
 

@@ -283,8 +283,8 @@ def _accuracy_steps(optimization: Optimization, metric: str) -> Figure | None:
 
 
 def _accuracy_limit(optimization: Optimization) -> float | None:
-    """Return the lowest score that the budget allows; None for a relative budget, or one on a
-    rise."""
+    """Return the lowest score that the budget allows; None for a relative budget, or one that
+    limits a rise."""
     found = optimization.held_out
     budget = optimization.accuracy_budget
     if found is None or wording.is_relative(budget) or " rise " in budget:

@@ -77,8 +77,7 @@ def build_code(optimization: Optimization, candidate: Candidate) -> str:
 
 
 def parameters(candidate: Candidate) -> str:
-    """Return the parameters of a language model's config.pbtxt; later steps override earlier
-    ones."""
+    """Return the parameters of a language model's config.pbtxt; later steps win."""
     settings = {name: value for step in candidate.steps for name, value in step.settings.items()}
     lines = [
         f'parameters {{ key: "penstock.{name}" value {{ string_value: "{value}" }} }}'
